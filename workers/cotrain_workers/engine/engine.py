@@ -175,6 +175,7 @@ class Engine:
         for op in ops:
             if begins_run(op):
                 cycle.outputs[op.run, op.seq] = begin(self.adapters, op, self.facts.max_rank)
+        self._expect_open_gradients(ops, cycle)
         try:
             for runs in self.adapters.device_groups(list(dict.fromkeys(op.run for op in ops))):
                 yield from self._run_group([op for op in ops if op.run in runs], cycle)
@@ -234,6 +235,17 @@ class Engine:
         """Return the modules that adapters can be attached to."""
         return self._base.targets
 
+    def _expect_open_gradients(self, ops: Sequence[Op], cycle: RunningCycle) -> None:
+        """Have room for the gradient of each pass that may stay open, before it is decided what is on the device."""
+        for op in ops:
+            if (
+                isinstance(op, Pass | ReverseKl)
+                and op.needs_grad
+                and (op.run, op.seq) in cycle.allowances
+                and op.run in self.adapters
+            ):
+                self.adapters[op.run].has_open_gradient = True
+
     def _run_group(self, ops: Sequence[Op], cycle: RunningCycle) -> Yielding[None]:
         """Run those ops of a cycle whose adapters fit on the device together: mostly all of them."""
         began, began_at = time.perf_counter(), time.time()
@@ -254,6 +266,9 @@ class Engine:
                 cycle.outputs[op.run, op.seq] = save(self.adapters, op)
             elif isinstance(op, Load) and not op.creates:
                 cycle.outputs[op.run, op.seq] = load(self.adapters, op)
+        for run in {op.run for op in ops}:
+            if run in self.adapters and run not in self.open_passes.runs:
+                self.adapters[run].drop_open_gradient()
         cycle.optim_s += time.perf_counter() - began
         cycle.parts.append(CyclePart("wave", began_at, stepped_at))
         cycle.parts.append(CyclePart("optim", stepped_at, time.time()))

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.adapters.copy_streams import Arrival, HostArenas
     from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair
 
+#: The arena of what a pass that may stay open has found of its gradient: it moves with the others, and is no
+#: part of the run's state.
+OPEN_GRADIENT = "open"
 #: No two states of weights in this process have the same number, whatever is dropped and restored.
 _VERSIONS = count()
 
@@ -56,6 +59,7 @@ class Adapter:
     on_host: HostArenas | None = None
     arrival: Arrival | None = None  # of copies that the next computation must wait for
     gradient_in_use: bool = field(init=False, default=False)  # an op is adding to it right now
+    has_open_gradient: bool = False  # or will have one in the cycle that begins
     version: int = field(init=False)  # of `weights`: holders of a copy compare it
     _compute: ComputeCopy | None = field(init=False, default=None)
     _gradient: Gradient | None = field(init=False, default=None)
@@ -116,14 +120,28 @@ class Adapter:
         flat = torch.zeros_like(self.weights)
         return Gradient(flat, self.layout.views(flat))
 
+    def begin_open_gradient(self) -> Gradient:
+        """Return a zeroed gradient arena for a pass that may stay open."""
+        self.has_open_gradient = True
+        self.arenas[OPEN_GRADIENT] = torch.zeros_like(self.weights)
+        return self.open_gradient
+
+    @property
+    def open_gradient(self) -> Gradient:
+        """Return the arena of the pass that is open; raises KeyError where none has begun to add to it."""
+        flat = self.arenas[OPEN_GRADIENT]
+        return Gradient(flat, self.layout.views(flat))
+
+    def drop_open_gradient(self) -> None:
+        """Let go of it; twice is harmless. What is on the host of it does not come back."""
+        self.has_open_gradient = False
+        self.arenas.pop(OPEN_GRADIENT, None)
+
     def worth_copying(self) -> dict[str, torch.Tensor]:
         """Return the arenas of an adapter on the device; a gradient that is not pending is all zeros."""
         assert self.on_host is None
-        return {
-            name: arena
-            for name, arena in self.arenas.items()
-            if name != "grads" or self.grads_pending
-        }
+        zeros = set() if self.grads_pending else {"grads"}
+        return {name: arena for name, arena in self.arenas.items() if name not in zeros}
 
     def forget_arenas(self) -> None:
         """Let go of all device memory."""
@@ -132,10 +150,10 @@ class Adapter:
 
     @property
     def device_bytes(self) -> int:
-        """Return what it takes on the device while it trains: four arenas and the compute copy."""
+        """Return what it takes on the device while it trains: four arenas, five with an open pass, and the compute copy."""
         wide = arena_dtype(self.compute_dtype)
         narrow = 0 if self.compute_dtype == wide else self.compute_dtype.itemsize
-        return self.layout.size * (4 * wide.itemsize + narrow)
+        return self.layout.size * ((4 + self.has_open_gradient) * wide.itemsize + narrow)
 
 
 def discard_gradients(adapters: Sequence[Adapter]) -> None:

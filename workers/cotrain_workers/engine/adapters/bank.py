@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_workers.engine.adapters.adapter import Adapter, arena_dtype
+from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT, Adapter, arena_dtype
 from cotrain_workers.engine.adapters.copy_streams import InLine, SideStream, carry_in, carry_out
 from cotrain_workers.engine.adapters.residency import (
     AdapterSize,
@@ -66,6 +66,7 @@ class StateCopy:
     def state(self) -> AdapterState:
         """Return the state once it has arrived; any thread may wait for it."""
         arenas = self.arenas.whole()
+        arenas.pop(OPEN_GRADIENT, None)
         grads = arenas.pop("grads", None)
         return AdapterState(
             self.spec,
@@ -141,7 +142,9 @@ class AdapterBank:
         adapter = self._adapter_by_run[run]
         copied = adapter.on_host
         if copied is None:
-            copied = carry_out(self._copy_stream, adapter.worth_copying())
+            arenas = adapter.worth_copying()
+            arenas.pop(OPEN_GRADIENT, None)
+            copied = carry_out(self._copy_stream, arenas)
             adapter.arrival = copied.arrival  # behind that of any earlier copies
         return StateCopy(adapter.spec, adapter.step, adapter.grads_pending, copied)
 
@@ -246,6 +249,8 @@ class AdapterBank:
                 self._copy_stream, adapter.on_host, self._device
             )
             adapter.on_host = None
+            if not adapter.has_open_gradient:
+                adapter.drop_open_gradient()  # its pass was dropped while it was on the host
             self.offloaded -= 1
 
     def layout_of(self, spec: AdapterSpec) -> Layout:

@@ -32,7 +32,9 @@ class OpenPasses:
 
     def drop(self, run: str) -> None:
         """Forget what a run has open; twice is harmless."""
-        self._state_by_run.pop(run, None)
+        state = self._state_by_run.pop(run, None)
+        if state is not None:
+            state.adapter.drop_open_gradient()
 
     def drop_others(self, run: str, seq: int) -> None:
         """Forget what a run has open unless it is its op `seq`, which comes next."""
@@ -40,7 +42,8 @@ class OpenPasses:
             self.drop(run)
 
     def keep(self, state: PassState) -> None:
-        """Keep a pass of which slices are left."""
+        """Keep a pass of which slices are left; its gradient stays with its adapter, wherever that goes."""
+        state.gradient = None
         self._state_by_run[state.op.run] = state
 
     def resume(
@@ -50,8 +53,10 @@ class OpenPasses:
         if (op.run, op.seq) not in self:
             return None
         state = self._state_by_run.pop(op.run)
+        if state.adapter is not adapter:
+            return None
         state.resume(allowance)
-        return state if state.adapter is adapter else None
+        return state
 
 
 def after_one(is_over: Callable[[], bool]) -> Callable[[], bool]:

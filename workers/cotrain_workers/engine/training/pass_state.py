@@ -60,6 +60,8 @@ class PassState:
         if self.rows_now:
             self.waits_since = next(_TIMES)
         self.allowance, self.rows_before = allowance, self.rows
+        if self.rows and self.op.needs_grad:
+            self.gradient = self.adapter.open_gradient
 
     def allowed(self) -> Iterator[OpSlice]:
         """Yield the next slices, behind the first, that the allowance has room for."""
@@ -95,7 +97,9 @@ def claim_gradient(state: PassState) -> Gradient:
     the adapter is then, between cycles, as its last complete op left it.
     """
     adapter = state.adapter
-    if state.allowance is not None or adapter.grads_pending or adapter.gradient_in_use:
+    if state.allowance is not None:
+        return adapter.begin_open_gradient()
+    if adapter.grads_pending or adapter.gradient_in_use:
         return adapter.scratch_gradient()
     adapter.gradient_in_use = True
     return adapter.gradient
@@ -129,7 +133,14 @@ def close(done: PassState) -> None:
     zero_unless(done.is_finite, done.gradient.flat)
     if done.gradient is not done.adapter.gradient:
         done.adapter.gradient.flat.add_(done.gradient.flat)
-        done.gradient = None  # scratch
+        forget_scratch(done)
+
+
+def forget_scratch(state: PassState) -> None:
+    """Let go of a gradient that is not the adapter's own."""
+    state.gradient = None
+    if state.adapter.has_open_gradient:
+        state.adapter.drop_open_gradient()
 
 
 def finish(passes: Sequence[PassState]) -> None:
@@ -182,7 +193,7 @@ def give_up(failed: PassState, failure: Failure) -> None:
     if failed.gradient is failed.adapter.gradient:
         failed.adapter.gradient.flat.zero_()
         failed.adapter.gradient_in_use = False
-    failed.gradient = None
+    forget_scratch(failed)
     failed.slices.clear()
     failed.results.clear()
     failed.output = failure

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.ops import (
     Create,
@@ -224,6 +225,49 @@ def test_an_adapter_that_was_offloaded_goes_on_where_its_pass_stopped(
 
     assert last.tokens == sum(LENGTHS[2:])
     whole.run([a_pass(4), a_step(5)])
+    assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
+
+
+def test_gradients_of_open_passes_are_within_the_budget_of_adapters(new_engine: NewEngine) -> None:
+    """However many runs have one: what no cycle needs now is offloaded with its adapter."""
+    runs = [f"r{number}" for number in range(6)]
+    whole = new_engine(micro_batch_tokens=SLICE)
+    spec = AdapterSpec(8, seed=1)
+    arena = 4 * whole.adapters.layout_of(spec).size
+    engine = new_engine(micro_batch_tokens=SLICE, adapter_bytes=2 * 5 * arena)
+    bank, most = engine.adapters, 0
+    for each in (engine, whole):
+        each.run([Create(run, 0, spec) for run in runs])
+    left = len(LENGTHS)
+    while left:
+        for at in range(0, len(runs), 2):
+            ops = [a_pass(1, run, seed=at) for run in runs[at : at + 2]]
+            work = engine.cycle(ops, {(run, 1): 1 for run in runs[at : at + 2]})
+            for _ in work:
+                adapters = bank._adapter_by_run.values()
+                arenas = [arena for each in adapters for arena in each.arenas.values()]
+                kept = [state.gradient for state in engine.open_passes._state_by_run.values()]
+                arenas += [gradient.flat for gradient in kept if gradient]
+                most = max(most, sum(each.nbytes for each in arenas))
+        left -= 1
+        assert len(engine.open_passes.runs) == (len(runs) if left else 0)
+        assert bank.by_tier["device"][1] <= 2 * 5 * arena
+    assert 2 * 3 * arena < most <= 2 * 5 * arena
+    for at, run in enumerate(runs):
+        whole.run([a_pass(1, run, seed=at - at % 2)])
+        assert same_bits(bank.state(run), whole.adapters.state(run))
+
+
+def test_a_gradient_whose_pass_was_dropped_on_the_host_does_not_come_back(
+    new_engine: NewEngine,
+) -> None:
+    divided, whole = two_engines(new_engine, adapter_bytes=1)
+    one_cycle(divided, [a_pass(4)], a4=30)
+    divided.run([Create("b", 0, AdapterSpec(3, seed=2))])
+    assert divided.adapters.offloaded == 1
+    for engine in (divided, whole):
+        engine.run([a_step(5)])
+    assert OPEN_GRADIENT not in divided.adapters["a"].arenas
     assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
 
 
