@@ -266,14 +266,14 @@ class PoolClock:
         span = begin_plan(chosen.ops, began)
         trace = span.traceparent if span else ""
         step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances, trace)
-        failpoint("scheduler.before_plan")
+        failpoint("scheduler.before_plan", (op.request_id for op in chosen.ops))
         try:
             seen = 0 if self._is_forgotten else self._seen or 0
             await self._dispatch.plan(self.pool, step, seen)
         except PlanOutdated:
             self._queue.unread |= runs
             return False
-        failpoint("scheduler.after_plan")
+        failpoint("scheduler.after_plan", (op.request_id for op in chosen.ops))
         self._count(chosen.ops, now)
         if span:
             end_plan(span, self.pool, step)

@@ -161,18 +161,22 @@ class Host:
 
     def restart(self, name: str, **settings: str) -> None:
         """Kill a process, and have it start with other settings."""
+        self.change(name, **settings)
+        self.kill(name)
+
+    def change(self, name: str, **settings: str) -> None:
+        """Have a process start with other settings from its next start on."""
         kept = self._kept[name]
         own = {f"COTRAIN_{key}": value for key, value in settings.items()}
         kept.environment = {**kept.environment, **own}
-        self.kill(name)
 
     def pid(self, name: str) -> int:
         """Tell the process by this name as it is now, or was when it retired."""
         return next(k.pid for k in [*self._kept.values(), *self._retired] if k.name == name)
 
-    def count(self, failpoint: str) -> int:
-        """Count how often a failpoint was reached."""
-        return sum(line.startswith(f"{failpoint} ") for line in self.moments())
+    def count(self, failpoint: str, about: str = "") -> int:
+        """Count how often a failpoint was reached, about something."""
+        return sum(line.startswith(f"{failpoint} ") and about in line for line in self.moments())
 
     def moments(self) -> list[str]:
         """List the failpoints reached by any process, in order."""

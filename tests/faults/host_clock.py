@@ -19,6 +19,7 @@ from typing_extensions import override
 from tests.faults.leftovers import PLACES
 from tests.faults.orders import Nursery
 from tests.support.waiting import until
+from tests.warm.sources import SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +50,7 @@ class Elsewhen(Nursery):
     """A nursery whose children have a time of day of their own."""
 
     def __init__(self, model: Path, clock: HostClock, sources: Sequence[str] = ()) -> None:
-        super().__init__(model, *([sources] if sources else []))
+        super().__init__(model, sources or SOURCES)
         self.clock = clock
 
     @override

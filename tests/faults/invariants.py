@@ -1,7 +1,7 @@
 """What must hold after anything has died, looked at from outside: Redis, files, answers, exit codes.
 
 I1 what was accepted resolves · I2 once, and every reading gives the same bytes · I3 the runs end bit-equal
-to undisturbed ones · I4 snap ≤ done < next, nothing planned at rest, no result before its commit · I5 the
+to undisturbed ones, and their training is counted once · I4 snap ≤ done < next, nothing planned at rest, no result before its commit · I5 the
 log reaches back to its snapshots, what it refers to is there, nothing is counted that is not, and no file
 is left that nobody refers to (`leftovers.py`) · I6 epochs, `done` and `snap` only grow, and who was
 replaced commits nothing (`fencing.py`) · I7 queues count 0 at rest · I8 nothing ends but by SIGKILL or in
@@ -56,6 +56,8 @@ class Ending:
     """Digest of weights, gradients, m and v each; spec, step, and the seq it is as of."""
     weights: Sequence[Mapping[str, tuple[str, str]]]
     """Digests of what each save holds: adapter, optimizer state."""
+    counted: Mapping[str, float]
+    """Training of the pool and of all tenants: what a death made run again counts once."""
 
 
 class Look:
@@ -73,7 +75,20 @@ class Look:
             [one.answers for one in played],
             [self._state(run) for run in runs],
             [self._weights(run) for run in runs],
+            self._counted(),
         )
+
+    def _counted(self) -> dict[str, float]:
+        totals = self._store.hgetall(fleet_keys.counters(self._pool))
+        names = ("tokens", "optim_steps", "resolved_ops", "failed_ops")
+        counted = {name: float(totals.get(name.encode(), 0)) for name in names}
+        used = [
+            float(amount)
+            for name in self._store.scan_iter("cotrain:usage:*")
+            for what, amount in self._store.hgetall(name).items()
+            if what.startswith(b"training_tokens|")
+        ]
+        return counted | {"training_tokens": sum(used)}
 
     def violations(self) -> list[str]:
         """Check I4, I5, I7 and I10."""
@@ -201,6 +216,8 @@ class Look:
 def differences(expected: Ending, got: Ending) -> list[str]:
     """Compare two endings (I2, I3); empty when they are equal to the bit."""
     found = []
+    if expected.counted != got.counted:
+        found.append(f"I3 counted {got.counted}, and not {expected.counted}")
     for number, (asked, told) in enumerate(zip(expected.answers, got.answers, strict=True)):
         for request in sorted(asked.keys() | told.keys()):
             if asked.get(request) != told.get(request):

@@ -1,6 +1,6 @@
 """Start real processes in milliseconds: fork them from one that has imported and loaded everything.
 
-`python -m tests.faults.nursery MODEL` reads orders, one JSON object per line, and writes what became of
+`python -m tests.faults.nursery MODEL TOKENS` (of a micro-batch) reads orders, one JSON object per line, and writes what became of
 them. A child is what `python -m <module>` is, from its `main` on: its own environment, log, exit status;
 only its imports and the base model's weights come from here. When the nursery ends, so do its children.
 """
@@ -116,7 +116,7 @@ def arm() -> None:
     failpoints._FAULTS = failpoints.Faults.asked_for(os.environ)
 
 
-def preload(model: str) -> None:
+def preload(model: str, micro_batch_tokens: str) -> None:
     """Import what children need, and load the base model for their engines."""
     import torch
     from tqdm import tqdm
@@ -127,7 +127,10 @@ def preload(model: str) -> None:
     from cotrain_workers.engine.engine import Engine
 
     tqdm.monitor_interval = 0  # no thread that watches progress bars
-    loaded = Engine.load(model)
+    loaded = Engine.load(
+        model,
+        micro_batch_tokens="auto" if micro_batch_tokens == "auto" else int(micro_batch_tokens),
+    )
     Engine.load = lambda *_, **__: loaded  # type: ignore[method-assign]  # loaded once
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
@@ -148,6 +151,6 @@ def tell(**what: Any) -> None:
 
 
 if __name__ == "__main__":
-    preload(sys.argv[1])
+    preload(*sys.argv[1:])
     tell(answer="ready")
     Nursery().serve()

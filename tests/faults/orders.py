@@ -51,8 +51,11 @@ class Tally:
 class Nursery:
     """The parent of all processes of a server, from here."""
 
-    def __init__(self, model: Path, sources: Sequence[str] = SOURCES) -> None:
+    def __init__(
+        self, model: Path, sources: Sequence[str] = SOURCES, micro_batch_tokens: str = "auto"
+    ) -> None:
         self._model = model
+        self._micro_batch_tokens = micro_batch_tokens
         self._sources = sources
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
         self._ended: dict[int, asyncio.Future[int]] = {}
@@ -66,7 +69,7 @@ class Nursery:
             "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.faults.nursery", str(self._model),
+            sys.executable, "-m", "tests.faults.nursery", str(self._model), self._micro_batch_tokens,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
         )  # fmt: skip
         self._reading = asyncio.create_task(self._read())

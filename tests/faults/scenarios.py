@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cotrain_store.disk.spool import SpoolRef
 from tests.faults.host_clock import age_files
-from tests.faults.traffic import programs, without_samples
+from tests.faults.traffic import Program, a_pass, programs, without_samples
 from tests.faults.trial import LIMIT_S, trial
 from tests.support.waiting import until
 
@@ -21,10 +22,14 @@ if TYPE_CHECKING:
     from tests.faults.host import Host
     from tests.faults.invariants import Ending
     from tests.faults.orders import Nursery
-    from tests.faults.traffic import Program
     from tests.faults.trial import Outcome
 
 PROGRAMS = without_samples(programs(1))
+#: Many passes of one size: what one run may be ahead of another by is little beside all that it sends.
+ALIKE = [
+    Program(4, number, [[a_pass(random.Random(number), "forward", [6, 6])] * 30], [], samples=0)
+    for number in range(4)
+]
 POLL_S = 0.02
 #: A beat lasts 10 s; a place whose beat is over may be taken from another host.
 BEAT_S = 11.0
@@ -42,13 +47,12 @@ class Scenario:
     long_poll_s: float = 10.0
     snapshot_ops: int = 3
     crowded: bool = False
+    programs: Sequence[Program] = field(default_factory=lambda: PROGRAMS)
 
-    async def run(
-        self, nursery: Nursery, folder: Path, expected: Ending, asked: Sequence[Program] = PROGRAMS
-    ) -> Outcome:
+    async def run(self, nursery: Nursery, folder: Path, expected: Ending) -> Outcome:
         """Play it."""
         return await trial(
-            nursery, folder, asked, expected=expected, disturb=self.disturb, limit_s=self.limit_s,
+            nursery, folder, self.programs, expected=expected, disturb=self.disturb, limit_s=self.limit_s,
             settings=self.settings, long_poll_s=self.long_poll_s,
             snapshot_ops=self.snapshot_ops,
             crowded=self.crowded,
@@ -97,6 +101,16 @@ async def _lead_given_back(host: Host) -> None:
     await asyncio.sleep(STANDS_BY_S)
     host.retire("second")
     host.nursery.tell("signal", pid=host.pid("second"), signal=int(signal.SIGKILL))
+    await asyncio.Event().wait()
+
+
+async def _all_at_once(host: Host) -> None:
+    """Let nothing be planned between the runs' making and the last of what they send."""
+    await until_reached(host, "api.before_answer", len(ALIKE))
+    host.kill("scheduler", signal.SIGSTOP)
+    sent = sum(1 + len(calls) for program in ALIKE for calls in program.parts)
+    await until_reached(host, "api.after_submit", sent)
+    host.kill("scheduler", signal.SIGCONT)
     await asyncio.Event().wait()
 
 
@@ -162,7 +176,7 @@ SCENARIOS = {
     ),
     "no client asks twice": Scenario(limit_s=38, long_poll_s=40.0),
     "a place is taken": Scenario({"FAILPOINTS": "worker.before_run=stop@4"}, _place_taken),
-    "a full house": Scenario(crowded=True),
+    "a full house": Scenario({}, _all_at_once, crowded=True, programs=ALIKE),
     "the lead is taken": Scenario({"FAILPOINTS": "scheduler.before_plan=stop@4"}, _lead_taken),
     "the lead is taken and given back": Scenario(
         {"FAILPOINTS": "scheduler.before_plan=stop@4"}, _lead_given_back, snapshot_ops=1000

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.mutants import MUTANTS
 from tests.faults.orders import Nursery
-from tests.faults.scenarios import PROGRAMS, SCENARIOS
+from tests.faults.scenarios import SCENARIOS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,8 +27,8 @@ def test_a_mutant_still_applies_to_the_sources(name: str, tmp_path: Path) -> Non
 async def test_a_mutant_is_caught(
     name: str, small_model: Path, folder: Path, tmp_path: Path, calm: Calm
 ) -> None:
-    expected = await calm(PROGRAMS)
     sources, scenario = MUTANTS[name].plant(tmp_path), SCENARIOS[MUTANTS[name].scenario]
+    expected = await calm(scenario.programs)
     async with Nursery(small_model, sources) as nursery:
         outcome = await scenario.run(nursery, folder, expected)
     assert outcome.violations != []

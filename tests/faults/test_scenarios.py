@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.scenarios import PROGRAMS, SCENARIOS
+from tests.faults.scenarios import SCENARIOS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,5 +19,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 @pytest.mark.parametrize("name", SCENARIOS)
 async def test_it_changes_nothing(name: str, nursery: Nursery, folder: Path, calm: Calm) -> None:
-    outcome = await SCENARIOS[name].run(nursery, folder, await calm(PROGRAMS))
+    scenario = SCENARIOS[name]
+    outcome = await scenario.run(nursery, folder, await calm(scenario.programs))
     assert outcome.violations == []
