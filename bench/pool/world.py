@@ -20,6 +20,7 @@ from bench.pool.measures import Turns, percentile, waits
 from bench.pool.scheduler import Scheduler
 from bench.pool.worker import RateWorker
 from cotrain_scheduler.planner import QUANTUM_TOKENS
+from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.pools import PoolRecord
@@ -162,7 +163,8 @@ class World:
             "planning_ms_per_op": 1e3 * costs.planning_s / max(1, self._planned),
             "tick_p99_ms": 1e3 * percentile(costs.tick_s, 0.99),
             "waits_s": waits(self._waits),
-            "jain": self._turns.jain(), "longest_unseen_turns": self._turns.longest_unseen,
+            "jain": self._turns.jain(), "farthest_off_quanta": self._turns.farthest_off,
+            "longest_unseen_turns": self._turns.longest_unseen,
             "idle_share": {
                 name: 1 - worker.busy_s / max(1e-9, worker.alive_s)
                 for name, worker in self._workers.items()
@@ -209,6 +211,8 @@ class World:
     def _note_cycle(self, worker: str, step: Step) -> None:
         """Count who waited, who was served, and how long that took, of a step planned just now."""
         self._scheduler.note_planned()
+        if {self._runs[op.run].worker for op in step.ops} - {"", worker}:
+            self._learn_who_moved()
         heads: dict[str, dict[str, int]] = defaultdict(dict)
         for run in self._runs.values():
             if run.waiting and run.worker in ("", worker):
@@ -224,6 +228,14 @@ class World:
         self._planned += len(step.ops)
         self._cycles += 1
         self._served += sum(tokens.values())
+
+    def _learn_who_moved(self) -> None:
+        """Read where each run belongs: what a worker had that was dead for long was given to another one."""
+        pipeline = self._sync.pipeline(transaction=False)
+        for run in self._runs:
+            pipeline.hget(run_keys.log(POOL.id, run), "worker")
+        for run, worker in zip(self._runs.values(), pipeline.execute(), strict=True):
+            run.worker = worker.decode() if worker else ""
 
     def _resolve(self, step: Step) -> None:
         """Give results to clients, who think for a moment and go on."""
