@@ -16,7 +16,7 @@ from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.redis_client.connection import open_connection
 
 if TYPE_CHECKING:
-    from cotrain_store.messages.ids import PoolId
+    from cotrain_store.messages.ids import PoolId, RunId
     from cotrain_store.settings.scheduler import SchedulerSettings
 
 
@@ -68,6 +68,10 @@ class Scheduler:
         self.costs.tick_s.append(took_s)
         self._last_s = took_s + redis_s
         return again
+
+    def worker_of(self, run: RunId) -> str | None:
+        """Where a run waits that can go on and was not planned: at the worker that has it or is to have it."""
+        return self._clock._queue._at.get(run)
 
     def note_planned(self) -> None:
         """The last tick planned something."""

@@ -20,7 +20,6 @@ from bench.pool.measures import Turns, percentile, waits
 from bench.pool.scheduler import Scheduler
 from bench.pool.worker import RateWorker
 from cotrain_scheduler.planner import QUANTUM_TOKENS
-from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.pools import PoolRecord
@@ -211,11 +210,11 @@ class World:
     def _note_cycle(self, worker: str, step: Step) -> None:
         """Count who waited, who was served, and how long that took, of a step planned just now."""
         self._scheduler.note_planned()
-        if {self._runs[op.run].worker for op in step.ops} - {"", worker}:
-            self._learn_who_moved()
         heads: dict[str, dict[str, int]] = defaultdict(dict)
+        served = {op.run for op in step.ops}
         for run in self._runs.values():
-            if run.waiting and run.worker in ("", worker):
+            waits = run.record.id in served or self._scheduler.worker_of(run.record.id) == worker
+            if run.waiting and waits:
                 heads[run.record.tenant][run.record.id] = run.waiting[0][0]
         tokens: dict[str, int] = defaultdict(int)
         for op in step.ops:
@@ -224,18 +223,10 @@ class World:
             tokens[run.record.tenant] += cost
             self._waits[run.loop.kind].append(self.now - accepted_at)
             run.worker = worker
-        self._turns.note(heads, tokens, {op.run for op in step.ops})
+        self._turns.note(heads, tokens, served)
         self._planned += len(step.ops)
         self._cycles += 1
         self._served += sum(tokens.values())
-
-    def _learn_who_moved(self) -> None:
-        """Read where each run belongs: what a worker had that was dead for long was given to another one."""
-        pipeline = self._sync.pipeline(transaction=False)
-        for run in self._runs:
-            pipeline.hget(run_keys.log(POOL.id, run), "worker")
-        for run, worker in zip(self._runs.values(), pipeline.execute(), strict=True):
-            run.worker = worker.decode() if worker else ""
 
     def _resolve(self, step: Step) -> None:
         """Give results to clients, who think for a moment and go on."""
