@@ -15,6 +15,7 @@ from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.monitoring.worker_metrics import WorkerMetrics
 from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import TokenPublisher
+from cotrain_store.tenants.policies import Policies
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.decoding.requests import Progress, SampledSequence, SampleOutput
@@ -145,6 +146,17 @@ async def test_another_tenant_is_claimed_for_however_many_requests_of_others_wai
     bench.service.advance()
 
     assert request in bench.decoder.held
+
+
+async def test_a_claimed_request_has_the_weight_of_its_tenant(bench: Bench) -> None:
+    policies = Policies(bench.samples.log.connection)
+    await policies.set_weight(TenantId("heavy"), 2.5)
+    weights = {}
+    for tenant in ("heavy", "any"):
+        (request,) = await bench.samples.submit(await bench.samples.sampler(tenant), 0)
+        bench.service.advance()
+        weights[tenant] = bench.decoder.held[request].tenant_weight
+    assert weights == {"heavy": 2.5, "any": 1.0}
 
 
 async def test_a_decoder_that_got_nothing_done_says_so(bench: Bench) -> None:

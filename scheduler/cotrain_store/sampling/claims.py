@@ -20,6 +20,7 @@ from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.keys.minute_fields import minute_of, sample_counts
 from cotrain_store.keys.usage_fields import sampling_amounts, usage_hour
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
+from cotrain_store.messages.pauses import WEIGHT
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.sampling.endings import CANCEL, LIVES
@@ -50,6 +51,8 @@ class ClaimedSample:
     """How many processes crashed while they had claimed it."""
     deaths: int
     """How many processes crashed during it alone (`risk`)."""
+    tenant_weight: float = WEIGHT
+    """When it was claimed."""
 
 
 class SampleClaims:
@@ -192,6 +195,7 @@ class SampleClaims:
             accepted_at=float(at),
             starts=int(row[7] or 0),
             deaths=int(row[8] or 0),
+            tenant_weight=float(row[9] or WEIGHT),
         )
 
     def _body(self, ref: str, inline: bytes | None) -> SampleBody | None:

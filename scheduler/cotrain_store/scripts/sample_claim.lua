@@ -3,6 +3,7 @@
 -- Fenced by the worker's epoch. What only this worker can run comes first, then what any can, then
 -- what waits for a worker that is dead and yet needs nothing of it: its weights are stored.
 -- A tenant that is paused is passed over.
+-- Of each comes what its tenant weighs now; it is the decoder that heeds it.
 -- The same token once more is a claim whose answer was lost: it gets that answer.
 local epoch_key, ring, claimed, workers, last_claim = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
@@ -17,7 +18,9 @@ local function rows_of(requests)
   for i, request in ipairs(requests) do
     rows[i] = redis.call('HMGET', 'cotrain:sample:' .. request,
       'tenant', 'sampler', 'weights', 'ref', 'body', 'at', 'starts', 'deaths')
+    local weight = redis.call('HGET', 'cotrain:tenants:weights', rows[i][1] or '')
     table.insert(rows[i], 1, request)
+    table.insert(rows[i], weight or '')
   end
   return rows
 end

@@ -48,6 +48,7 @@ def sample_request(
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         target_prompt_logprobs=_targets(body),
         tenant=claimed.tenant,
+        tenant_weight=claimed.tenant_weight,
     )
 
 

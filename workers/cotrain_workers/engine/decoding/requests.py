@@ -42,6 +42,8 @@ class SampleRequest:
     target_prompt_logprobs: np.ndarray | None  # int64 [P - 1, K]: tokens at 1..P-1; -1 is skipped
     # Pages of a prompt are shared within one tenant: a hit tells what was sent before.
     tenant: str = ""
+    # A tenant of weight 2 gets twice the tokens of one of weight 1; its newest request says it.
+    tenant_weight: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whose work a decoder step takes next: always of the tenant that has had the fewest tokens. Pure."""
+"""Whose work a decoder step takes next: of the tenant that has had the fewest tokens over its weight. Pure."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 T = TypeVar("T")
 
 
 class FairShare:
-    """Counts the tokens that each tenant was given; what a tenant could not use is not saved up."""
+    """Counts the tokens over its weight that each tenant was given; what one could not use is not saved up."""
 
     def __init__(self) -> None:
-        self._tokens: dict[str, int] = {}
+        self._tokens: dict[str, float] = {}
+        self._weights: Mapping[str, float] = {}
 
-    def begin(self, tenants: Iterable[str]) -> None:
-        """Note which tenants have work. One that is new begins level with who has had the fewest tokens."""
+    def begin(self, weights: Mapping[str, float]) -> None:
+        """Note which tenants have work, and their weights. One that is new begins level with who has had least."""
         known = self._tokens
-        present = list(tenants)
-        least = min((known[tenant] for tenant in present if tenant in known), default=0)
-        self._tokens = {tenant: known.get(tenant, least) for tenant in present}
+        least = min((known[tenant] for tenant in weights if tenant in known), default=0.0)
+        self._tokens = {tenant: known.get(tenant, least) for tenant in weights}
+        self._weights = weights
 
     def give(self, tenant: str, tokens: int) -> None:
         """Count what a tenant was given."""
-        self._tokens[tenant] += tokens
+        self._tokens[tenant] += tokens / self._weights[tenant]
 
     def in_order(self, work: Mapping[str, deque[T]]) -> Iterator[tuple[str, T]]:
-        """Take work out of `work`, of the tenant with the fewest tokens each time.
+        """Take work out of `work`, of the tenant with the fewest tokens over its weight each time.
 
         What is given while this waits counts for what comes next.
         """
@@ -46,7 +47,7 @@ class FairShare:
         """End a step: who had all its work done is level with the one that has had the fewest of the others."""
         short = {tenant for tenant, work in left.items() if work}
         level = [self._tokens[tenant] for tenant in short] or [
-            max(self._tokens.values(), default=0)
+            max(self._tokens.values(), default=0.0)
         ]
         for tenant, tokens in self._tokens.items():
             if tenant not in short:

@@ -22,6 +22,8 @@ class TenantQueue:
     """With sequences that wait, the oldest first."""
     running: list[SequenceState] = field(default_factory=list)
     """The oldest first."""
+    weight: float = 1.0
+    """Of its newest request's tenant."""
 
     @property
     def is_empty(self) -> bool:

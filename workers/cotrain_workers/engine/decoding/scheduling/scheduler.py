@@ -62,7 +62,9 @@ class DecodeScheduler:
 
     def add(self, group: Group) -> None:
         """Let all sequences of a request wait."""
-        self.queues.setdefault(group.request.tenant, TenantQueue()).wait(group)
+        queue = self.queues.setdefault(group.request.tenant, TenantQueue())
+        queue.weight = group.request.tenant_weight
+        queue.wait(group)
 
     def remove(self, sequence: SequenceState) -> None:
         """Take a running sequence out, and free what it holds."""
@@ -133,13 +135,13 @@ class DecodeScheduler:
     def plan(self) -> Plan:
         """Choose the work of one step: of a tenant first a row for all who generate, then prompts.
 
-        Between tenants, each time of the one that has had the fewest tokens.
+        Between tenants, each time of the one that has had the fewest tokens over its weight.
         """
         plan, work = Plan(), self._work()
         is_shared = len(self.queues) > 1
         budget = self._sizes.shared if is_shared else self._sizes.alone
         planned: dict[tuple[object, bytes], object] = {}
-        self._share.begin(self.queues)
+        self._share.begin({tenant: queue.weight for tenant, queue in self.queues.items()})
         for tenant, sequence in self._share.in_order(work):
             most = self._sizes.page if is_shared else budget
             if sequence in plan.preempted:

@@ -39,9 +39,21 @@ class Pretender:
         return bool(self.scheduler.queues)
 
     def add(
-        self, arrival: int, prompt: list[int], num_samples: int, more: int, tenant: str = ""
+        self,
+        arrival: int,
+        prompt: list[int],
+        num_samples: int,
+        more: int,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> Group:
-        each = request(f"r{arrival}", np.array(prompt), num_samples=num_samples, tenant=tenant)
+        each = request(
+            f"r{arrival}",
+            np.array(prompt),
+            num_samples=num_samples,
+            tenant=tenant,
+            tenant_weight=weight,
+        )
         group = Group(each, arrival, PAGE, len(prompt) + more, None)
         self.scheduler.add(group)
         return group
@@ -263,6 +275,36 @@ def test_tenants_of_every_kind_are_given_the_same_number_of_tokens() -> None:
 
     assert set(pretender.decoded) == {"many", "samples", "long", "prompts", "later"}
     assert jain(pretender.decoded) >= 0.99
+
+
+@pytest.mark.parametrize(("heavier", "lighter"), [(4.0, 1.0), (1.0, 0.1), (10.0, 0.1)])
+def test_tenants_are_given_tokens_in_proportion_to_their_weights(
+    heavier: float, lighter: float
+) -> None:
+    pretender = Pretender(4_000, LARGE)
+    pretender.add(0, [1], 1_000, 200, "a", heavier)
+    pretender.add(1, [2], 1_000, 200, "b", lighter)
+    for at in range(200):
+        pretender.step()
+        if at == 20:
+            pretender.decoded.clear()  # until each has more rows than its share
+    had = pretender.decoded
+    assert abs(had["a"] / heavier - had["b"] / lighter) <= LARGE.page / lighter
+    assert had["b"] > 0
+
+
+def test_a_changed_weight_counts_from_the_next_request_on() -> None:
+    pretender = Pretender(4_000, LARGE)
+    pretender.add(0, [1], 1_000, 200, "a")
+    pretender.add(1, [2], 1_000, 200, "b")
+    for _ in range(50):
+        pretender.step()
+    assert abs(pretender.decoded["a"] - pretender.decoded["b"]) <= LARGE.page
+    pretender.decoded.clear()
+    pretender.add(2, [1], 1, 200, "a", 3.0)
+    for _ in range(50):
+        pretender.step()
+    assert abs(pretender.decoded["a"] / 3 - pretender.decoded["b"]) <= LARGE.page
 
 
 def test_one_with_little_to_do_gets_all_of_it_and_saves_nothing_up() -> None:
