@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain import AdamParams, Datum, ModelInput, RequestFailed, ServiceClient
+from cotrain import AdamParams, Datum, ModelInput, RequestFailed, SamplingParams, ServiceClient
 from tests.integration.test_serve import PATIENCE_S, pids, train
 from tests.support.otlp_receiver import Received, Receiver
 from tests.support.serving import Serving
@@ -45,6 +45,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
             services = [ServiceClient(base_url=serving.address, api_key=key) for key in KEYS]
             runs = [each.create_lora_training_client(str(tiny_model), rank=4) for each in services]
             step_of_both(runs, serving, receiver)
+            sampler = services[1].create_sampling_client(base_model=str(tiny_model))
+            prompt, params = ModelInput.from_ints([1, CANARY_TOKEN]), SamplingParams(max_tokens=5)
+            sampler.sample(prompt, 2, params).result(PATIENCE_S)
             while commits(folder / "moments") < KILLED_AT:
                 for run in runs:
                     train(run)
@@ -112,6 +115,20 @@ def test_a_step_of_two_tenants_is_one_tree_with_one_cycle(traced: list[Received]
     assert {
         "restore", "read_bodies", "wave", "optim", "commit"
     } <= {span.name for span in spans if span.parent == cycle.id}  # fmt: skip
+
+
+def test_a_sample_is_one_tree_of_its_post_its_wait_and_its_decoding(traced: list[Received]) -> None:
+    [sample] = [span for span in traced if span.name == "sample"]
+    spans = connected(traced, sample)
+    [post] = [span for span in spans if span.name == "POST /api/v1/asample"]
+    [queue] = [span for span in spans if span.name == "queue"]
+    [decode] = [span for span in spans if span.name == "decode"]
+    assert (post.service, sample.service) == ("cotrain-api", "cotrain-worker")
+    assert (sample.parent, queue.parent, decode.parent) == (post.id, sample.id, sample.id)
+    assert sample.began <= queue.began <= queue.ended <= decode.began < decode.ended <= sample.ended
+    assert decode.attributes["cotrain.sampled_tokens"] == 10
+    assert decode.attributes["cotrain.prompt_tokens"] == 2
+    assert "cotrain.failure" not in sample.attributes
 
 
 def test_no_span_lacks_its_parent_or_names_one_that_is_not_there(traced: list[Received]) -> None:

@@ -53,6 +53,8 @@ class ClaimedSample:
     """How many processes crashed during it alone (`risk`)."""
     tenant_weight: float = WEIGHT
     """When it was claimed."""
+    trace: str = ""
+    """The span of its request, as a `traceparent`, where that is reported."""
 
 
 class SampleClaims:
@@ -195,7 +197,8 @@ class SampleClaims:
             accepted_at=float(at),
             starts=int(row[7] or 0),
             deaths=int(row[8] or 0),
-            tenant_weight=float(row[9] or WEIGHT),
+            trace=(row[9] or b"").decode(),
+            tenant_weight=float(row[10] or WEIGHT),
         )
 
     def _body(self, ref: str, inline: bytes | None) -> SampleBody | None:

@@ -35,6 +35,7 @@ from cotrain_store.keys import (
 from cotrain_store.messages.ids import RequestId, WeightsRef, sample_id
 from cotrain_store.messages.sample_ids import CLONE_SIZE, OWN_SEQS, parse_sample
 from cotrain_store.monitoring import metrics
+from cotrain_store.monitoring.tracing import CURRENT
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.sampling.endings import CANCEL, LIVES
@@ -86,6 +87,8 @@ class SampleSubmission:
     prefix: str
     idle_ms: int
     limits: SampleLimits
+    trace: str | None
+    """The span of its request, as a `traceparent`, where that is reported."""
     any_worker: str = sample_keys.ANY_WORKER
 
 
@@ -187,7 +190,7 @@ class SampleIntake:
             segment=SpoolRef.parse(ref).segment if ref and ref != "inline" else None,
             accepted_at=repr(time.time()), prefix=fleet_keys.prefix(pool),
             idle_ms=sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
-            limits=replace(limits, unread_bytes=unread_bytes),
+            limits=replace(limits, unread_bytes=unread_bytes), trace=CURRENT.get() or None,
         )  # fmt: skip
         try:
             answer: bytes = await self._submit(

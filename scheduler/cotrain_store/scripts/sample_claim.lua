@@ -17,7 +17,7 @@ local function rows_of(requests)
   local rows = {}
   for i, request in ipairs(requests) do
     rows[i] = redis.call('HMGET', 'cotrain:sample:' .. request,
-      'tenant', 'sampler', 'weights', 'ref', 'body', 'at', 'starts', 'deaths')
+      'tenant', 'sampler', 'weights', 'ref', 'body', 'at', 'starts', 'deaths', 'trace')
     local weight = redis.call('HGET', 'cotrain:tenants:weights', rows[i][1] or '')
     table.insert(rows[i], 1, request)
     table.insert(rows[i], weight or '')

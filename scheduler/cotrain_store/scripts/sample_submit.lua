@@ -42,6 +42,9 @@ end
 redis.call('HSET', sample, 'state', 'waiting', 'tenant', tenant, 'sampler', args.sampler,
   'clone', args.clone, 'digest', args.digest, 'prefix', prefix, 'lane', queue, 'weights', args.weights,
   'ref', args.ref, 'size', size, 'tokens', args.tokens, 'at', args.accepted_at)
+if args.trace then
+  redis.call('HSET', sample, 'trace', args.trace)
+end
 if args.segment then
   redis.call('HINCRBY', refs, args.segment, 1)
 else

@@ -25,6 +25,7 @@ from cotrain_workers.engine.ops import Failure
 from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import sample_request, sample_result
 from cotrain_workers.sampling.decode_rate import DecodeRate
+from cotrain_workers.sampling.sample_trace import SampleTraces
 from cotrain_workers.sampling.token_times import TokenTimes
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class SamplingService:
         self._publisher = publisher
         self._end_of_sequence = frozenset(end_of_sequence)
         self._times = TokenTimes(metrics)
+        self._traces = SampleTraces()
         self._rate = DecodeRate()
         self._running: dict[str, SampleRequest] = {}
         self._isolated: deque[SampleRequest] = deque()
@@ -190,6 +192,7 @@ class SamplingService:
 
     def _admit(self, claimed: ClaimedSample) -> None:
         ref = claimed.weights
+        self._traces.claim(claimed)
         if claimed.body is None:
             self._finish(claimed.request, UNREADABLE)
         elif claimed.deaths >= MAX_CRASHES:
@@ -215,6 +218,7 @@ class SamplingService:
             self._running[request.id] = request
             self._decoder.add(request)
             self._times.begin(request.id)
+            self._traces.begin(request.id)
 
     def _step(self) -> bool:
         began = time.monotonic()
@@ -277,6 +281,7 @@ class SamplingService:
         self._running.pop(request, None)
         self._streamed.discard(request)
         self._times.end(request)
+        self._traces.end(request)
 
     def _cancel(self) -> None:
         """Stop the requests here that their clients no longer want."""
@@ -301,6 +306,7 @@ class SamplingService:
             self._answer_at = time.monotonic() + RETRY_S
             return
         failpoint("sample.after_resolve", self._finished)
+        self._traces.answered(self._finished, self._usage)
         self._finished.clear()
         self._uncounted.clear()
         self._usage.clear()
