@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from bench.load.http import pass_body
+from bench.load.local_server import local_server
 from bench.load.null_worker import POOL
-from bench.load.place import a_place
 from cotrain import Datum, ModelInput, ServiceClient
 from cotrain.wire.pass_codec import PROTOBUF
 
@@ -63,11 +63,11 @@ class Cost:
 def main() -> None:
     args = parse()
     os.environ["TINKER_TELEMETRY"] = "0"
-    with a_place() as place, ExitStack() as stack:
-        place.start_scheduler()
-        place.start_worker()
-        place.start_api(list(KEYS.values()))
-        url = "http://{}:{}".format(*place.address)
+    with local_server() as server, ExitStack() as stack:
+        server.start_scheduler()
+        server.start_worker()
+        server.start_api(list(KEYS.values()))
+        url = "http://{}:{}".format(*server.address)
         wait_for(url)
         ways = {
             name: stack.enter_context(way(url, KEYS[name], args.tokens))

@@ -49,7 +49,7 @@ class FakeEngine:
         self._config, self._settings = config, settings
 
     def load(self) -> Engine:
-        """Load it; to be called on the fake device, with `played` in place."""
+        """Load it; to be called on the fake device, with `played` in its place."""
         return Engine.load(
             "fake",
             device="cuda:0",

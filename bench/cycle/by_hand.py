@@ -115,13 +115,13 @@ def as_torch_comes(work: Work) -> Work:
 
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Return an engine's frozen weights by their names in transformers."""
-    base = engine._base  # nobody but a bench wants them
+    base = engine._base  # only a bench wants them
     named = {f"model.{name}": value for name, value in base.backbone.state_dict().items()}
     return named | {"lm_head.weight": base.head_weight}
 
 
 def forget(device: str) -> None:
-    """Give memory back that nobody uses any more."""
+    """Give memory back that is not used any more."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

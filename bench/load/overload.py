@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bench.load.http import Client, new_run, pass_body, persist
+from bench.load.local_server import LocalServer, local_server, percentile
 from bench.load.null_worker import TOKENS_PER_OP
-from bench.load.place import Place, a_place, percentile
 
 if TYPE_CHECKING:
     import argparse
@@ -42,31 +42,31 @@ class Seen:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Offer FACTOR times the capacity, in open loop, for `args.seconds`."""
     keys = [f"tml-load-{number:012}" for number in range(TENANTS)]
-    with a_place() as place:
-        place.start_api(keys, QUOTAS=f"ops={QUOTA_OPS}")
-        place.start_scheduler()
-        place.start_worker(
+    with local_server() as server:
+        server.start_api(keys, QUOTAS=f"ops={QUOTA_OPS}")
+        server.start_scheduler()
+        server.start_worker(
             f"--ops-per-s={CAPACITY_PER_S}", f"--ops-per-cycle={CAPACITY_PER_S / 10:.0f}"
         )
-        return asyncio.run(_measure(place, keys, args.seconds))
+        return asyncio.run(_measure(server, keys, args.seconds))
 
 
-async def _measure(place: Place, keys: Sequence[str], seconds: float) -> dict[str, Any]:
+async def _measure(server: LocalServer, keys: Sequence[str], seconds: float) -> dict[str, Any]:
     seen = Seen()
-    runs = [await new_run(Client(place.address, key), seen.statuses) for key in keys]
+    runs = [await new_run(Client(server.address, key), seen.statuses) for key in keys]
     seen.statuses.clear()
     ends_at = time.monotonic() + seconds
-    watching = asyncio.create_task(_watch(place, seen))
+    watching = asyncio.create_task(_watch(server, seen))
     await asyncio.gather(
         *(
-            _offer(place, key, run, random.Random(key), ends_at, seen)
+            _offer(server, key, run, random.Random(key), ends_at, seen)
             for key, run in zip(keys, runs, strict=True)
         )
     )
     watching.cancel()
     accepted, refused = len(seen.accepted_ms), len(seen.refused_ms)
     await asyncio.wait_for(asyncio.gather(*seen.answers), 60)
-    third, served_ms = len(seen.api_mb) // 3, refused_in_server_ms(place)
+    third, served_ms = len(seen.api_mb) // 3, refused_in_server_ms(server)
     return {
         "offered_per_s": (accepted + refused) / seconds,
         "capacity_per_s": CAPACITY_PER_S,
@@ -91,10 +91,10 @@ async def _measure(place: Place, keys: Sequence[str], seconds: float) -> dict[st
 
 
 async def _offer(
-    place: Place, key: str, run: str, chance: random.Random, ends_at: float, seen: Seen
+    server: LocalServer, key: str, run: str, chance: random.Random, ends_at: float, seen: Seen
 ) -> None:
     """Send at random moments, whatever is answered; a refused request is not sent again."""
-    client, seq, due = Client(place.address, key), 1, time.monotonic()
+    client, seq, due = Client(server.address, key), 1, time.monotonic()
     while due < ends_at:
         due += chance.expovariate(CAPACITY_PER_S * FACTOR / TENANTS)
         await asyncio.sleep(max(0.0, due - time.monotonic()))
@@ -107,32 +107,32 @@ async def _offer(
             seq += 1
             seen.accepted_ms.append(took_ms)
             seen.answers.append(
-                asyncio.create_task(_answered(place, key, answer["request_id"], seen))
+                asyncio.create_task(_answered(server, key, answer["request_id"], seen))
             )
         else:
             assert status == 429, answer
             seen.refused_ms.append(took_ms)
 
 
-def refused_in_server_ms(place: Place) -> list[float]:
+def refused_in_server_ms(server: LocalServer) -> list[float]:
     """Read in the API's log how long each refusal took between its two ends of the sockets."""
-    lines = (place.folder / "api.log").read_text().splitlines()
+    lines = (server.folder / "api.log").read_text().splitlines()
     events = [json.loads(line) for line in lines if line.startswith("{")]
     return [event["dur_ms"] for event in events if event.get("code") == 429]
 
 
-async def _answered(place: Place, key: str, request: str, seen: Seen) -> None:
-    client = Client(place.address, key)
+async def _answered(server: LocalServer, key: str, request: str, seen: Seen) -> None:
+    client = Client(server.address, key)
     await persist(client, "retrieve_future", {"request_id": request}, seen.statuses)
     client.close()
 
 
-async def _watch(place: Place, seen: Seen) -> None:
-    with place.connected() as redis:
+async def _watch(server: LocalServer, seen: Seen) -> None:
+    with server.connected() as redis:
         names = [name for name in redis.scan_iter("*queue:*") if redis.type(name) == b"hash"]
         while True:
             await asyncio.sleep(SAMPLE_S)
             names = [name for name in redis.scan_iter("*queue:*") if redis.type(name) == b"hash"]
             seen.queued_ops.append(sum(int(redis.hget(name, "ops") or 0) for name in names))
             seen.redis_mb.append(redis.info("memory")["used_memory"] / 2**20)
-            seen.api_mb.append(place.running["api"].rss_mb)
+            seen.api_mb.append(server.running["api"].rss_mb)

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from bench.load.http import Client, new_run, persist, trained
-from bench.load.place import PATIENCE_S, Place, a_place
+from bench.load.local_server import PATIENCE_S, LocalServer, local_server
 from bench.load.waiting import LONG_POLL_S, Waiting, accept, keys_for, until_held
 from cotrain_store.keys import result_keys
 
@@ -30,31 +30,31 @@ CALM_S = 3.0
 def measure_api(args: argparse.Namespace) -> dict[str, Any]:
     """Replace an API process that holds polls: first in good order, then by kill -9."""
     keys = keys_for(WAITING)
-    with a_place() as place:
-        place.start_api(keys, "first", long_poll_s=LONG_POLL_S)
-        place.start_scheduler()
-        return asyncio.run(_measure_api(place, keys))
+    with local_server() as server:
+        server.start_api(keys, "first", long_poll_s=LONG_POLL_S)
+        server.start_scheduler()
+        return asyncio.run(_measure_api(server, keys))
 
 
-async def _measure_api(place: Place, keys: Sequence[str]) -> dict[str, Any]:
-    waiting, polled, asked = await accept(place, keys, WAITING), Counter[str](), Counter[str]()
-    polls = [asyncio.create_task(_answered(place, one, polled)) for one in waiting]
-    await until_held(place, WAITING)
-    asking = asyncio.create_task(_ask(place, keys[0], asked))
-    await _start_api(place, keys, "second", 2)
-    ended_after_s = await asyncio.to_thread(place.running.pop("first").stop)
+async def _measure_api(server: LocalServer, keys: Sequence[str]) -> dict[str, Any]:
+    waiting, polled, asked = await accept(server, keys, WAITING), Counter[str](), Counter[str]()
+    polls = [asyncio.create_task(_answered(server, one, polled)) for one in waiting]
+    await until_held(server, WAITING)
+    asking = asyncio.create_task(_ask(server, keys[0], asked))
+    await _start_api(server, keys, "second", 2)
+    ended_after_s = await asyncio.to_thread(server.running.pop("first").stop)
     began = time.monotonic()
-    await until_held(place, WAITING)
+    await until_held(server, WAITING)
     moved_after_s = ended_after_s + time.monotonic() - began
     orderly = {"polls": dict(polled), "others": dict(asked)}
     polled.clear()
     asked.clear()
-    place.running.pop("second").kill()
+    server.running.pop("second").kill()
     began = time.monotonic()
-    await _start_api(place, keys, "third", 1)
-    await until_held(place, WAITING)
+    await _start_api(server, keys, "third", 1)
+    await until_held(server, WAITING)
     back_after_s = time.monotonic() - began
-    place.start_worker()
+    server.start_worker()
     answered = await asyncio.wait_for(asyncio.gather(*polls), PATIENCE_S)
     asking.cancel()
     return {
@@ -70,23 +70,23 @@ async def _measure_api(place: Place, keys: Sequence[str]) -> dict[str, Any]:
     }
 
 
-async def _start_api(place: Place, keys: Sequence[str], name: str, listening: int) -> None:
-    place.start_api(keys, name, long_poll_s=LONG_POLL_S)
-    with place.connected() as redis:
+async def _start_api(server: LocalServer, keys: Sequence[str], name: str, listening: int) -> None:
+    server.start_api(keys, name, long_poll_s=LONG_POLL_S)
+    with server.connected() as redis:
         channel = result_keys.notify_results()
         while redis.pubsub_numsub(channel)[0][1] < listening:  # noqa: ASYNC110  # nothing tells
             await asyncio.sleep(0.05)
 
 
-async def _answered(place: Place, one: Waiting, seen: Counter[str]) -> None:
-    client = Client(place.address, one.key)
+async def _answered(server: LocalServer, one: Waiting, seen: Counter[str]) -> None:
+    client = Client(server.address, one.key)
     await persist(client, "retrieve_future", {"request_id": one.request}, seen)
     client.close()
 
 
-async def _ask(place: Place, key: str, seen: Counter[str]) -> None:
+async def _ask(server: LocalServer, key: str, seen: Counter[str]) -> None:
     """Open a session now and then: a request that is answered at once."""
-    client = Client(place.address, key)
+    client = Client(server.address, key)
     while True:
         await persist(client, "create_session", {}, seen)
         await asyncio.sleep(1 / ASKS_PER_S)
@@ -95,29 +95,29 @@ async def _ask(place: Place, key: str, seen: Counter[str]) -> None:
 def measure_redis(args: argparse.Namespace) -> dict[str, Any]:
     """Kill Redis under load and start it again; then let it stand still for STANDSTILL_S."""
     keys = [f"tml-load-{number:012}" for number in range(TENANTS)]
-    with a_place() as place:
-        place.start_api(keys)
-        place.start_scheduler()
-        place.start_worker()
-        return asyncio.run(_measure_redis(place, keys))
+    with local_server() as server:
+        server.start_api(keys)
+        server.start_scheduler()
+        server.start_worker()
+        return asyncio.run(_measure_redis(server, keys))
 
 
-async def _measure_redis(place: Place, keys: Sequence[str]) -> dict[str, Any]:
+async def _measure_redis(server: LocalServer, keys: Sequence[str]) -> dict[str, Any]:
     seen, answered_at = Counter[str](), list[float]()
     stop = asyncio.Event()
-    tenants = [asyncio.create_task(_train(place, key, stop, seen, answered_at)) for key in keys]
+    tenants = [asyncio.create_task(_train(server, key, stop, seen, answered_at)) for key in keys]
     while len(answered_at) < 4 * TENANTS:  # noqa: ASYNC110  # everything is up, and warm
         await asyncio.sleep(0.1)
     seen.clear()
     killed_at = time.monotonic()
-    await asyncio.to_thread(place.running["redis"].kill)
-    await asyncio.to_thread(place.start_redis)
+    await asyncio.to_thread(server.running["redis"].kill)
+    await asyncio.to_thread(server.start_redis)
     started_after_s = time.monotonic() - killed_at
     await asyncio.sleep(CALM_S)
     after_kill, stopped_at = dict(seen), time.monotonic()
-    place.running["redis"].process.send_signal(signal.SIGSTOP)
+    server.running["redis"].process.send_signal(signal.SIGSTOP)
     await asyncio.sleep(STANDSTILL_S)
-    place.running["redis"].process.send_signal(signal.SIGCONT)
+    server.running["redis"].process.send_signal(signal.SIGCONT)
     await asyncio.sleep(CALM_S)
     stop.set()
     sent = sum(await asyncio.wait_for(asyncio.gather(*tenants), PATIENCE_S))
@@ -134,9 +134,9 @@ async def _measure_redis(place: Place, keys: Sequence[str]) -> dict[str, Any]:
 
 
 async def _train(
-    place: Place, key: str, stop: asyncio.Event, seen: Counter[str], answered_at: list[float]
+    server: LocalServer, key: str, stop: asyncio.Event, seen: Counter[str], answered_at: list[float]
 ) -> int:
-    client, seq = Client(place.address, key), 0
+    client, seq = Client(server.address, key), 0
     run = await new_run(client, seen)
     while not stop.is_set():
         seq += 1

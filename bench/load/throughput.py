@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bench.load.http import Client, new_run, pass_body, trained
+from bench.load.local_server import LocalServer, cpu_s, local_server, percentile
 from bench.load.null_worker import POOL, TOKENS_PER_OP
-from bench.load.place import Place, a_place, cpu_s, percentile
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId, run_id
 from cotrain_store.messages.ops import OpKind
@@ -56,48 +56,48 @@ class Tally:
         }
 
 
-async def drive(place: Place, asks: Sequence[Ask], depth: int, seconds: float) -> Tally:
+async def drive(server: LocalServer, asks: Sequence[Ask], depth: int, seconds: float) -> Tally:
     """Keep `depth` requests of every tenant in flight; `asks[i](seq)` is one, up to its answer."""
     tally, is_counting, stop = Tally(seconds), asyncio.Event(), asyncio.Event()
 
-    async def lane(ask: Ask, seqs: itertools.count[int]) -> None:
+    async def client(ask: Ask, seqs: itertools.count[int]) -> None:
         while not stop.is_set():
             began = time.perf_counter()
             await ask(next(seqs))
             if is_counting.is_set():
                 tally.latencies_s.append(time.perf_counter() - began)
 
-    lanes = [
-        asyncio.create_task(lane(ask, seqs))
+    clients = [
+        asyncio.create_task(client(ask, seqs))
         for ask, seqs in [(ask, itertools.count(1)) for ask in asks]
         for _ in range(depth)
     ]
     await asyncio.sleep(WARM_S)
-    before = _cpu(place)
+    before = _cpu(server)
     is_counting.set()
     await asyncio.sleep(seconds)
     is_counting.clear()
-    tally.cpu_s = {name: after - before[name] for name, after in _cpu(place).items()}
+    tally.cpu_s = {name: after - before[name] for name, after in _cpu(server).items()}
     stop.set()
-    await asyncio.gather(*lanes)
+    await asyncio.gather(*clients)
     return tally
 
 
-def _cpu(place: Place) -> dict[str, float]:
-    return {"this": cpu_s(), **{name: one.cpu_s for name, one in place.running.items()}}
+def _cpu(server: LocalServer) -> dict[str, float]:
+    return {"this": cpu_s(), **{name: one.cpu_s for name, one in server.running.items()}}
 
 
 def measure_store(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the road through the store: submit, plan, commit, wake, read."""
-    with a_place() as place:
-        place.start_scheduler()
-        place.start_worker()
-        return asyncio.run(_through_the_store(place, args))
+    with local_server() as server:
+        server.start_scheduler()
+        server.start_worker()
+        return asyncio.run(_through_the_store(server, args))
 
 
-async def _through_the_store(place: Place, args: argparse.Namespace) -> dict[str, Any]:
-    connection = open_batching_connection(place.redis_url)
-    spool = Spool(place.folder / "data" / "spool", new_writer("api"))
+async def _through_the_store(server: LocalServer, args: argparse.Namespace) -> dict[str, Any]:
+    connection = open_batching_connection(server.redis_url)
+    spool = Spool(server.folder / "data" / "spool", new_writer("api"))
     async with Futures(connection, spool) as futures:
         intake = Intake(connection, spool, always(TenantLimits()))
 
@@ -115,7 +115,7 @@ async def _through_the_store(place: Place, args: argparse.Namespace) -> dict[str
             return ask
 
         asks = await asyncio.gather(*(tenant(number) for number in range(args.tenants)))
-        tally = await drive(place, asks, args.depth, args.seconds)
+        tally = await drive(server, asks, args.depth, args.seconds)
     spool.close()
     await connection.aclose()
     return tally.row()
@@ -124,20 +124,20 @@ async def _through_the_store(place: Place, args: argparse.Namespace) -> dict[str
 def measure_http(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the same through HTTP."""
     keys = [f"tml-load-{number:012}" for number in range(args.tenants)]
-    with a_place() as place:
-        place.start_scheduler()
-        place.start_worker()
-        place.start_api(keys)
-        return asyncio.run(_through_http(place, keys, args))
+    with local_server() as server:
+        server.start_scheduler()
+        server.start_worker()
+        server.start_api(keys)
+        return asyncio.run(_through_http(server, keys, args))
 
 
 async def _through_http(
-    place: Place, keys: Sequence[str], args: argparse.Namespace
+    server: LocalServer, keys: Sequence[str], args: argparse.Namespace
 ) -> dict[str, Any]:
     seen = Counter[str]()
 
     async def tenant(key: str) -> Ask:
-        idle = [Client(place.address, key) for _ in range(args.depth)]
+        idle = [Client(server.address, key) for _ in range(args.depth)]
         run = await new_run(idle[0], seen)
 
         async def ask(seq: int) -> None:
@@ -148,7 +148,7 @@ async def _through_http(
         return ask
 
     asks = [await tenant(key) for key in keys]
-    tally = await drive(place, asks, args.depth, args.seconds)
+    tally = await drive(server, asks, args.depth, args.seconds)
     return {**tally.row(), "seen": dict(seen)}
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.load.http import Client, pass_body, persist
+from bench.load.local_server import ADMIN_KEY, PATIENCE_S, LocalServer, local_server, percentile
 from bench.load.null_worker import POOL, TOKENS_PER_OP
-from bench.load.place import ADMIN_KEY, PATIENCE_S, Place, a_place, percentile
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.messages.ids import RequestId, SessionId, run_id
 from cotrain_store.messages.ops import OpKind
@@ -44,27 +44,27 @@ class Waiting:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Hold `args.waiting` polls in one API process, then resolve them at a steady pace."""
     keys = keys_for(args.waiting)
-    with a_place() as place:
-        api = place.start_api(keys, long_poll_s=LONG_POLL_S)
-        place.start_scheduler()
-        return asyncio.run(_measure(place, api.name, keys, args))
+    with local_server() as server:
+        api = server.start_api(keys, long_poll_s=LONG_POLL_S)
+        server.start_scheduler()
+        return asyncio.run(_measure(server, api.name, keys, args))
 
 
 async def _measure(
-    place: Place, api_name: str, keys: Sequence[str], args: argparse.Namespace
+    server: LocalServer, api_name: str, keys: Sequence[str], args: argparse.Namespace
 ) -> dict[str, Any]:
-    api, times = place.running[api_name], place.folder / "times"
-    waiting = await accept(place, keys, args.waiting)
-    await until_held(place, 0)  # it is up
+    api, times = server.running[api_name], server.folder / "times"
+    waiting = await accept(server, keys, args.waiting)
+    await until_held(server, 0)  # it is up
     empty_mb, seen = api.rss_mb, Counter[str]()
     began = time.monotonic()
-    polls = [asyncio.create_task(_answered_at(place, one, seen)) for one in waiting]
-    await until_held(place, len(waiting))
+    polls = [asyncio.create_task(_answered_at(server, one, seen)) for one in waiting]
+    await until_held(server, len(waiting))
     held_after_s, held_mb, idle_from = time.monotonic() - began, api.rss_mb, api.cpu_s
     await asyncio.sleep(IDLE_S)
     idle_cpu = (api.cpu_s - idle_from) / IDLE_S
     per_cycle = max(1, round(args.wakes_per_s / 10))
-    place.start_worker(
+    server.start_worker(
         f"--ops-per-s={args.wakes_per_s}", f"--ops-per-cycle={per_cycle}", f"--times={times}"
     )
     answered_at = dict(await asyncio.gather(*polls))
@@ -84,8 +84,8 @@ async def _measure(
     }
 
 
-async def _answered_at(place: Place, one: Waiting, seen: Counter[str]) -> tuple[str, float]:
-    client = Client(place.address, one.key)
+async def _answered_at(server: LocalServer, one: Waiting, seen: Counter[str]) -> tuple[str, float]:
+    client = Client(server.address, one.key)
     await persist(client, "retrieve_future", {"request_id": one.request}, seen)
     at = time.time()
     client.close()
@@ -97,10 +97,10 @@ def keys_for(requests: int) -> list[str]:
     return [f"tml-load-{number:012}" for number in range(-(-requests // REQUESTS_PER_TENANT))]
 
 
-async def accept(place: Place, keys: Sequence[str], count: int) -> list[Waiting]:
+async def accept(server: LocalServer, keys: Sequence[str], count: int) -> list[Waiting]:
     """Have `count` requests accepted, straight into the store: that is not what is measured here."""
-    connection = open_batching_connection(place.redis_url)
-    spool = Spool(place.folder / "data" / "spool", new_writer("bench"))
+    connection = open_batching_connection(server.redis_url)
+    spool = Spool(server.folder / "data" / "spool", new_writer("bench"))
     intake = Intake(connection, spool, always(TenantLimits()))
     tenants = Tenants(connection)
     await tenants.take(read_chosen_keys(keys))  # as the API did
@@ -127,20 +127,20 @@ async def accept(place: Place, keys: Sequence[str], count: int) -> list[Waiting]
     return [one for requests in found for one in requests][:count]
 
 
-async def until_held(place: Place, count: int) -> None:
+async def until_held(server: LocalServer, count: int) -> None:
     """Wait until the (only) API process holds this many polls.
 
     Raises:
         TimeoutError: it does not: polls run out as fast as they come in.
     """
     async with asyncio.timeout(PATIENCE_S):
-        while await asyncio.to_thread(held, place) < count:  # noqa: ASYNC110  # it has to be asked
+        while await asyncio.to_thread(held, server) < count:  # noqa: ASYNC110  # it has to be asked
             await asyncio.sleep(0.2)
 
 
-def held(place: Place) -> int:
+def held(server: LocalServer) -> int:
     """Ask an API process how many polls it holds; -1 while none answers."""
-    host, port = place.address
+    host, port = server.address
     try:
         request = urllib.request.Request(
             f"http://{host}:{port}/metrics", None, {"X-API-Key": ADMIN_KEY}

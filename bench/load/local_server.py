@@ -1,6 +1,6 @@
 """Where a load runs: a real Redis, a real scheduler, API processes behind one port, a null worker.
 
-Each is a process of its own, as `cotrain serve` has them; none outlives the place.
+Each is a process of its own, as `cotrain serve` has them; none outlives the server.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Running:
 
 
 @dataclass
-class Place:
+class LocalServer:
     """The processes of one load."""
 
     folder: Path
@@ -126,7 +126,7 @@ class Place:
     def start_api(
         self, keys: Sequence[str], name: str = "api", *, long_poll_s: float = 25.0, **settings: str
     ) -> Running:
-        """Start an API process on the place's port."""
+        """Start an API process on the server's port."""
         descriptor = self.listener.fileno()
         os.set_inheritable(descriptor, True)
         given = {
@@ -140,7 +140,7 @@ class Place:
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[SyncConnection]:
-        """Look into Redis behind everybody's back."""
+        """Look into Redis past the processes."""
         with contextlib.closing(open_sync_connection(self.redis_url)) as connection:
             yield connection
 
@@ -164,10 +164,13 @@ class Place:
 
 
 @contextlib.contextmanager
-def a_place() -> Iterator[Place]:
-    """Make a place in a temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="ctload-") as folder, Place(Path(folder)) as place:
-        yield place
+def local_server() -> Iterator[LocalServer]:
+    """Make a server in a temporary folder."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ctload-") as folder,
+        LocalServer(Path(folder)) as server,
+    ):
+        yield server
 
 
 def cpu_s(pid: int | str = "self") -> float:
