@@ -15,6 +15,7 @@ import redis as redis_client
 
 from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
+from tests.support.plain_http import NO_TLS
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -213,7 +214,10 @@ class Host:
 
     async def until_ready(self) -> None:
         """Wait until the server would train."""
-        async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient(base_url=self.address) as http:
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            httpx.AsyncClient(base_url=self.address, verify=NO_TLS) as http,
+        ):
             while True:
                 with contextlib.suppress(httpx.HTTPError):
                     if (await http.get("/readyz")).status_code == 200:

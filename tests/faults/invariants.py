@@ -29,7 +29,7 @@ from cotrain_store.messages.ids import RunId, WorkerId, request_id, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.settings.worker import pool_of
 from tests.faults.fairness import cycles_of
-from tests.faults.leftovers import leftovers
+from tests.faults.leftovers import SCAN_COUNT, leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -84,7 +84,7 @@ class Look:
         counted = {name: float(totals.get(name.encode(), 0)) for name in names}
         used = [
             float(amount)
-            for name in self._store.scan_iter("cotrain:usage:*")
+            for name in self._store.scan_iter("cotrain:usage:*", SCAN_COUNT)
             for what, amount in self._store.hgetall(name).items()
             if what.startswith(b"training_tokens|")
         ]
@@ -93,7 +93,7 @@ class Look:
     def violations(self) -> list[str]:
         """Check I4, I5, I7 and I10."""
         prefix = len(run_keys.log(self._pool, RunId("")))
-        names = self._store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*")
+        names = self._store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*", SCAN_COUNT)
         runs = sorted(RunId(name.decode()[prefix:]) for name in names)
         found = [said for run in runs for said in self._wrong_log(run)]
         return [*found, *self._wrong_refs(runs), *self._not_at_rest(), *self._too_much()]
@@ -162,7 +162,9 @@ class Look:
                 if self._store.exists(name):
                     yield f"I4 {name} is not empty at rest"
         for pattern in ("queue:*", "samples:*"):
-            for name in self._store.scan_iter(f"{fleet_keys.prefix(self._pool)}{pattern}"):
+            for name in self._store.scan_iter(
+                f"{fleet_keys.prefix(self._pool)}{pattern}", SCAN_COUNT
+            ):
                 counts = {k.decode(): v.decode() for k, v in self._store.hgetall(name).items()}
                 if any(float(count) for count in counts.values()):
                     yield f"I7 {name.decode()} is {counts} at rest"
@@ -192,7 +194,7 @@ class Look:
     def _weights(self, run: RunId) -> Mapping[str, tuple[str, str]]:
         prefix = f"cotrain:weights:{run}:"
         found = {}
-        for name in sorted(self._store.scan_iter(f"{prefix}*")):
+        for name in sorted(self._store.scan_iter(f"{prefix}*", SCAN_COUNT)):
             if self._store.type(name) != b"hash":
                 continue
             digest, optimizer = (
@@ -264,11 +266,11 @@ class Watch:
     def _look(self, store: SyncConnection) -> None:
         epochs = [
             fleet_keys.scheduler_epoch(),
-            *store.scan_iter(f"{fleet_keys.prefix(self._pool)}epoch:*"),
+            *store.scan_iter(f"{fleet_keys.prefix(self._pool)}epoch:*", SCAN_COUNT),
         ]
         for name in epochs:
             self._note(str(name), int(store.get(name) or 0))
-        for name in store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*"):
+        for name in store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*", SCAN_COUNT):
             for field, value in zip(
                 ("done", "snap"), store.hmget(name, ["done", "snap"]), strict=True
             ):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import PoolId
     from cotrain_store.redis_client.connection import SyncConnection
 
+#: Names that Redis goes through per command. By its default, most work of a trial is that of those who look.
+SCAN_COUNT = 1_000
 #: Where what lies: how deep below the data folder files, or folders that are one thing, are.
 PLACES = {
     "spool": "*",
@@ -45,7 +47,7 @@ def _written(folder: Path) -> list[Path]:
 
 def _wanted(store: SyncConnection, pool: PoolId) -> Iterable[tuple[str, str]]:
     """Name what is referred to, as the place and the name there."""
-    for log in store.scan_iter(f"{run_keys.log(pool, RunId(''))}*"):
+    for log in store.scan_iter(f"{run_keys.log(pool, RunId(''))}*", SCAN_COUNT):
         files = store.hmget(log, ["snapfile", "oldfile"])
         yield from (("snapshots", file.decode()) for file in files if file)
     for count in (result_keys.spool_segment_refs(), result_keys.spool_results()):

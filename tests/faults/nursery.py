@@ -119,14 +119,17 @@ def arm() -> None:
 def preload(model: str, micro_batch_tokens: str) -> None:
     """Import what children need, and load the base model for their engines."""
     import torch
+    from fastapi.openapi.utils import get_openapi
     from tqdm import tqdm
 
     torch.set_num_threads(1)
     for module in MODULES:
         importlib.import_module(f"{module}.__main__")
+    from cotrain_server.app import ROUTES
     from cotrain_workers.engine.engine import Engine
 
     tqdm.monitor_interval = 0  # no thread that watches progress bars
+    get_openapi(title="", version="", routes=ROUTES.routes)  # builds them, for all API processes
     loaded = Engine.load(
         model,
         micro_batch_tokens="auto" if micro_batch_tokens == "auto" else int(micro_batch_tokens),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from typing_extensions import override
 
+from tests.warm.popen import Popen
 from tests.warm.sources import ROOT, SOURCES
 
 if TYPE_CHECKING:
@@ -68,19 +70,25 @@ class Nursery:
             **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.faults.nursery", str(self._model), self._micro_batch_tokens,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
+        command = ["tests.faults.nursery", str(self._model), self._micro_batch_tokens]
+        self._process = Popen(
+            [sys.executable, "-m", *command],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment,
         )  # fmt: skip
-        self._reading = asyncio.create_task(self._read())
+        assert self._process.stdout
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
+        )
+        self._reading = asyncio.create_task(self._read(reader))
         assert await self._answers.get() == "ready"
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-        await self._process.wait()
         await self._reading
+        self._process.wait()
 
     async def ask(self, do: str, **order: Any) -> Any:
         """Give an order that is answered. Whoever is cancelled here leaves no answer to the next one."""
@@ -100,9 +108,8 @@ class Nursery:
             self.tell(do, **order)
             return await self._answers.get()
 
-    async def _read(self) -> None:
-        assert self._process.stdout
-        while line := await self._process.stdout.readline():
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
             told = json.loads(line)
             if "ended" in told:
                 self.ended(told["ended"]).set_result(told["status"])

@@ -18,6 +18,7 @@ import httpx
 
 from tests.faults.fairness import Accepted
 from tests.faults.host import KEYS, MODEL
+from tests.support.plain_http import NO_TLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -210,7 +211,7 @@ class Played:
 def client_of(address: str, seed: int, tenant: int = 0) -> Client:
     """Make a client of a tenant of the server at this address; close its `http`."""
     headers = {"X-API-Key": KEYS[tenant], "Accept": "application/json"}
-    http = httpx.AsyncClient(base_url=address, headers=headers, timeout=60)
+    http = httpx.AsyncClient(base_url=address, headers=headers, timeout=60, verify=NO_TLS)
     return Client(http, random.Random(seed))
 
 

@@ -15,6 +15,7 @@ from tests.faults.fairness import turns
 from tests.faults.fencing import accepted_from_replaced
 from tests.faults.host import MODEL, REDIS, Host
 from tests.faults.invariants import Look, Watch, differences, unexpected
+from tests.faults.leftovers import SCAN_COUNT
 from tests.faults.traffic import Player, Refused, client_of
 
 if TYPE_CHECKING:
@@ -169,10 +170,10 @@ def random_kills(seed: int, mean_s: float = 0.5, most: int = 40) -> Disturb:
 def near_blame(host: Host) -> bool:
     """Tell whether one more death could be put down to a request, which is not to blame here."""
     with contextlib.suppress(*CONNECTION_LOST), host.store() as store:
-        for name in store.scan_iter("cotrain:{*}:starts*"):
+        for name in store.scan_iter("cotrain:{*}:starts*", SCAN_COUNT):
             if any(int(count) >= 1 for count in store.hvals(name)):
                 return True
-        for name in store.scan_iter("cotrain:{*}:claimed:*"):
+        for name in store.scan_iter("cotrain:{*}:claimed:*", SCAN_COUNT):
             for request in store.lrange(name, 0, -1):
                 deaths = store.hmget(f"cotrain:sample:{request.decode()}", ["starts", "deaths"])
                 if any(int(count or 0) >= 2 for count in deaths):

@@ -15,6 +15,7 @@ import httpx
 
 from cotrain_store.keys import result_keys
 from tests.support.http_api import ALICE, publish_pool, running_api
+from tests.support.plain_http import NO_TLS
 from tests.support.processes import PATIENCE_S
 from tests.support.waiting import until
 from tests.warm.popen import Popen
@@ -95,7 +96,10 @@ def _api(redis_url: str, folder: Path, listener: socket.socket) -> Iterator[Pope
 
 async def _new_run(url: str) -> str:
     async with httpx.AsyncClient(
-        base_url=f"{url}/api/v1", headers={"X-API-Key": ALICE}, timeout=PATIENCE_S
+        base_url=f"{url}/api/v1",
+        headers={"X-API-Key": ALICE},
+        timeout=PATIENCE_S,
+        verify=NO_TLS,
     ) as client:
         session = (await client.post("/create_session", json={})).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/model"}
@@ -115,7 +119,10 @@ async def _open_sessions(url: str, statuses: Counter[int]) -> None:
 async def _repeat(url: str, path: str, body: dict[str, str], statuses: Counter[int]) -> None:
     """Ask again and again on a kept connection; a broken one is a failure."""
     async with httpx.AsyncClient(
-        base_url=f"{url}/api/v1", headers={"X-API-Key": ALICE}, timeout=PATIENCE_S
+        base_url=f"{url}/api/v1",
+        headers={"X-API-Key": ALICE},
+        timeout=PATIENCE_S,
+        verify=NO_TLS,
     ) as client:
         while True:
             statuses[(await client.post(path, json=body)).status_code] += 1

@@ -14,7 +14,7 @@ import pytest
 
 from cotrain_server.limits.failures import FAILURES_PER_MINUTE
 from tests.support.http_api import ALICE
-from tests.warm.popen import Popen
+from tests.warm.popen import Popen, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,12 +129,7 @@ def test_a_short_key_of_the_settings_stops_the_process_in_a_sentence(
             **os.environ, "COTRAIN_REDIS_URL": empty_redis.url, "COTRAIN_DATA_DIR": str(tmp_path),
             f"COTRAIN_{name}": value,
         }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "cotrain_server"],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        done = run([sys.executable, "-m", "cotrain_server"], env=environment)
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert json.loads(line)["event"] == "settings_refused"

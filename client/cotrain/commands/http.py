@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from cotrain.errors import APIConnectionError
+from cotrain.transport.http import trusted
 from cotrain.transport.responses import refusal, unreached
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ def plain_http(settings: ClientSettings) -> Iterator[httpx.Client]:
     """Open a client; without a key it shows none. Raises APIConnectionError from within the block."""
     headers = {"X-API-Key": settings.api_key} if settings.api_key else {}
     try:
-        with httpx.Client(base_url=settings.base_url, headers=headers, timeout=TIMEOUT) as client:
+        with httpx.Client(
+            base_url=settings.base_url, headers=headers, timeout=TIMEOUT, verify=trusted()
+        ) as client:
             yield client
     except httpx.TransportError as error:
         raise unreached(error, httpx.URL(settings.base_url)) from error

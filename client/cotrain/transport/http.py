@@ -27,6 +27,7 @@ from cotrain.version import __version__
 from cotrain.wire.pass_codec import PROTOBUF
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
 
@@ -54,6 +55,12 @@ def can_compress() -> bool:
     return find_spec("zstandard") is not None
 
 
+@cache
+def trusted() -> ssl.SSLContext:
+    """Say whom TLS believes, once for all clients: it reads every certificate there is, for 20 ms."""
+    return httpx.create_ssl_context()
+
+
 class Transport:
     """Calls of one server with one key."""
 
@@ -71,7 +78,6 @@ class Transport:
         self.compresses = False
         """Whether passes are compressed, which the server says and this machine must be able to."""
         self._contact = Contact(base_url)
-        trusted = httpx.create_ssl_context()  # once: it reads every certificate there is
         self._pools = ConnectionPools(
             lambda: httpx.AsyncClient(
                 base_url=f"{base_url.rstrip('/')}/api/v1/",
@@ -79,7 +85,7 @@ class Transport:
                 timeout=TIMEOUT,
                 limits=LIMITS,
                 transport=network,
-                verify=trusted,
+                verify=trusted(),
             )
         )
         self._http = self._pools.first
