@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pydantic import ValidationError
 from tinker.lib.public_interfaces.rest_client import RestClient as OfficialRestClient
 
 from cotrain import (
@@ -235,3 +236,18 @@ def test_a_path_that_is_none_is_refused_here(rest: RestClient) -> None:
     ):
         with pytest.raises(ValueError, match=r"is not tinker://<run>/<kind>/<name>"):
             rest.get_training_run_by_tinker_path(path)
+
+
+def test_a_run_is_made_with_a_note_and_tags_and_found_by_them(
+    service: ServiceClient, rest: RestClient, server: Server
+) -> None:
+    run = service.create_lora_training_client(
+        server.base_model, rank=2, note="the one with the longer warm-up", tags=["paper", "made"]
+    )
+    found = rest.list_training_runs(tags=["made"], text="warm-up longer").result()
+    [shown] = found.training_runs
+    assert (shown.training_run_id, shown.note) == (run.model_id, "the one with the longer warm-up")
+    assert set(shown.tags) == {"paper", "made"}
+    for wrong, field in (({"note": "x" * 2_001}, "note"), ({"tags": ["x" * 65]}, "tags")):
+        with pytest.raises(ValidationError, match=field):
+            service.create_lora_training_client(server.base_model, rank=2, **wrong)

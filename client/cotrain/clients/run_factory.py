@@ -36,6 +36,14 @@ class Start:
     """A key of the tenant that owns the checkpoint, where that is another one."""
 
 
+@dataclass(frozen=True)
+class Labels:
+    """What lists and searches find a run by."""
+
+    note: str | None = None
+    tags: list[str] | None = None
+
+
 class Runs:
     """Makes the runs of a session, and numbers them in the order they are asked for."""
 
@@ -52,7 +60,11 @@ class Runs:
         return await self._session.id(), next(self._seq_ids)
 
     async def create(
-        self, base_model: str, lora: LoraConfig, user_metadata: dict[str, Any] | None
+        self,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: dict[str, Any] | None,
+        labels: Labels,
     ) -> TrainingClient:
         """Start a run with a fresh adapter. Raises RequestFailed or APIError."""
         session_id, seq_id = await self.reserve()
@@ -62,6 +74,8 @@ class Runs:
             base_model=base_model,
             lora_config=lora,
             user_metadata=user_metadata,
+            note=labels.note,
+            tags=labels.tags,
         )
         return self._client(await self._made("create_model", request), base_model)
 

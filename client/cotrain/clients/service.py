@@ -12,7 +12,7 @@ from typing_extensions import override
 from cotrain.clients.checkpoints import Adapter, Checkpoints, interpolate
 from cotrain.clients.rest import RestClient
 from cotrain.clients.rest_calls import checkpoint_url
-from cotrain.clients.run_factory import Runs, Start
+from cotrain.clients.run_factory import Labels, Runs, Start
 from cotrain.clients.sampler_factory import Samplers
 from cotrain.clients.session import Session
 from cotrain.compat.unsupported_arguments import absent, hosted
@@ -83,11 +83,15 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: dict[str, Any] | None = None,
+        note: str | None = None,
+        tags: Sequence[str] = (),
     ) -> TrainingClient:
         """Start a run: a fresh adapter on a base model, 0 where it ends, so that it changes nothing yet.
 
-        What it adds to a weight is scaled by `alpha / rank`; the only dropout is 0. Waits until the
-        server has made it. Raises RequestFailed, APIError, or ValidationError for another dropout.
+        What it adds to a weight is scaled by `alpha / rank`; the only dropout is 0. Lists, searches and the
+        dashboard find it by its note (2,000 characters at most) and its tags (16 of 64 at most). Waits until
+        the server has made it. Raises RequestFailed, APIError, or ValidationError for another dropout, or a
+        note or tag that is too long.
         """
         lora = LoraConfig(
             rank=rank,
@@ -98,7 +102,8 @@ class ServiceClient:
             train_attn=train_attn,
             train_unembed=train_unembed,
         )
-        return await self._runs.create(base_model, lora, user_metadata)
+        labels = Labels(note, list(tags) or None)
+        return await self._runs.create(base_model, lora, user_metadata, labels)
 
     create_lora_training_client, create_lora_training_client_async = both_ways(
         _create_lora_training_client
