@@ -119,11 +119,16 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             where = f"{way}, {row['runs']:,} runs"
             unseen, jain = row["longest_unseen_turns"], row["jain"]
             add(f"{where}: longest unseen, in fair turns", unseen, unseen <= MOST_UNSEEN)
-            off = row["farthest_off_quanta"]
-            add(f"{where}: farthest off its share, in quanta", off, off <= MOST_OFF)
+            off = row["farthest_off_quanta"] / new_rounds(row)
+            add(f"{where}: farthest off its share, in quanta per round begun", off, off <= MOST_OFF)
             if row["turns"] >= LEAST_TURNS:
                 add(f"{where}: Jain's index", jain, jain >= LEAST_JAIN)
     return verdicts
+
+
+def new_rounds(row: dict[str, Any]) -> int:
+    """How often turns began anew at most: with a scheduler, and with runs that come to another worker."""
+    return int(1 + row["scheduler_killed"] + (row["deaths"] if row["idle_worker"] else 0))
 
 
 def cost_of_all(row: dict[str, Any]) -> float:

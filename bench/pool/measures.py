@@ -42,8 +42,9 @@ class Turns:
         """
         total = sum(tokens.values())
         rounds = total / (len(heads) * self.quantum_tokens)
+        shares = equal_shares(total, {name: sum(costs.values()) for name, costs in heads.items()})
         for tenant, waiting in heads.items():
-            self.entitled[tenant] += total / len(heads)
+            self.entitled[tenant] += shares[tenant]
             turn = max(1, math.ceil(sum(waiting.values()) / self.quantum_tokens))
             for run in waiting:
                 if run in runs:
@@ -69,6 +70,17 @@ class Turns:
         """
         shares = [self.served[tenant] / due for tenant, due in self.entitled.items()]
         return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
+
+
+def equal_shares(total: float, wanted: Mapping[str, float]) -> dict[str, float]:
+    """Divide what there is equally, no one getting more than wanted: what that leaves, the others divide."""
+    shares: dict[str, float] = {}
+    for left, (name, wants) in zip(
+        range(len(wanted), 0, -1), sorted(wanted.items(), key=lambda one: one[1]), strict=True
+    ):
+        shares[name] = min(wants, total / left)
+        total -= shares[name]
+    return shares
 
 
 def waits(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.pool.measures import LEAST_TURNS, Turns
+from bench.pool.measures import LEAST_TURNS, Turns, equal_shares
 
 QUANTUM = 2_000
 
@@ -26,6 +26,11 @@ def test_what_a_tenant_is_off_does_not_add_up_and_its_part_in_the_index_fades() 
 def test_an_unfair_schedule_is_farther_off_with_every_turn() -> None:
     found = Turns(QUANTUM)
     for _ in range(10):
-        found.note({"a": {"a0": 1}, "b": {"b0": 1}}, {"a": 1_500, "b": 500}, ["a0", "b0"])
+        found.note({"a": {"a0": 2_000}, "b": {"b0": 2_000}}, {"a": 1_500, "b": 500}, ["a0", "b0"])
     assert found.farthest_off == 2.5
     assert found.jain() < 0.9
+
+
+def test_what_a_tenant_does_not_want_the_others_divide() -> None:
+    assert equal_shares(90, {"a": 100, "b": 10, "c": 100}) == {"b": 10, "a": 40, "c": 40}
+    assert equal_shares(90, {"a": 1, "b": 2}) == {"a": 1, "b": 2}
