@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,14 @@ from tests.support.saved_files import (
     SPEC,
     folders,
     full,
+    layout_of,
     saved,
     state_of,
     weights_of,
     weights_store,
     written,
 )
+from tests.support.stack import MODEL
 from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -205,6 +208,27 @@ async def test_a_full_disk_keeps_a_named_save_waiting_and_loses_nothing(
         written(store)
     assert samples.log.result(run, 1) is not None
     assert store_of().optimizer(record.ref) is not None
+
+
+async def test_the_time_of_a_named_save_ends_with_its_files(
+    samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RETRY_S", 0.0)
+    run, took = await samples.log.new_run(), list[float]()
+    files = CheckpointFiles.below(tmp_path, MODEL)
+    store = WeightsStore(samples.saved, files, layout_of, count_answered=took.append)
+    sampler = await saved(samples, run, 1, sampler=0)
+    named = await saved(samples, run, 2, name="x", kind="weights")
+    store.put(sampler, weights_of(1.0))
+    with monkeypatch.context() as broken:
+        broken.setattr("cotrain_workers.checkpoints.files.write_folder", full)
+        store.put(named, state_of(2.0), accepted_at=time.time() - 100)
+        written(store)
+        assert took == []
+    while store._unstored:
+        written(store)
+    [seconds] = took
+    assert 100 <= seconds < 200
 
 
 async def test_there_is_no_room_for_another_save_while_the_disk_is_behind(

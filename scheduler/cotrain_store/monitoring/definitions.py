@@ -88,7 +88,7 @@ _SCHEDULER = (
 
 _WORKER = (
     Metric(Source.WORKER, "cotrain_cycle_duration_seconds", _H, "Time of a cycle, sampling in it included.", _OF_WORKER, _LONG),
-    Metric(Source.WORKER, "cotrain_op_latency_seconds", _H, "From accepted to resolved; of a save, to its commit: its files follow.", ("pool", "worker", "kind"), _LONG),
+    Metric(Source.WORKER, "cotrain_op_latency_seconds", _H, "From accepted to resolved: to its commit, of a named save to its files.", ("pool", "worker", "kind"), _LONG),
     Metric(Source.WORKER, "cotrain_sample_inter_token_seconds", _H, "Between two tokens of a sequence.", _OF_WORKER, _SHORT),
     Metric(Source.WORKER, "cotrain_sample_queue_seconds", _H, "From accepted to given to the decoder.", _OF_WORKER, _LONG),
     Metric(Source.WORKER, "cotrain_sample_time_to_first_token_seconds", _H, "From accepted to the first token.", _OF_WORKER, _LONG),
@@ -127,8 +127,8 @@ _POOL = (
 
 #: From heartbeats; a counter begins anew with its worker's process.
 _HEARTBEAT = (
-    Metric(Source.FLEET, "cotrain_adapter_bytes", _G, "Bytes of adapters in memory: on the device, or offloaded to the host.", ("pool", "worker", "tier")),
-    Metric(Source.FLEET, "cotrain_adapters", _G, "Adapters in memory: on the device, or offloaded to the host.", ("pool", "worker", "tier")),
+    Metric(Source.FLEET, "cotrain_adapter_bytes", _G, "Bytes of adapters in memory: on the device, or offloaded to the host. Those of other live runs are recovery copies on disk.", ("pool", "worker", "tier")),
+    Metric(Source.FLEET, "cotrain_adapters", _G, "Adapters in memory: on the device, or offloaded to the host. Of the other live runs there are recovery copies on disk.", ("pool", "worker", "tier")),
     Metric(Source.FLEET, "cotrain_device_seconds_total", _C, "Time of the device, by what it did (train, optim, sample, idle); all four add up to the time there was.", ("pool", "worker", "phase")),
     Metric(Source.FLEET, "cotrain_kv_cache_usage_ratio", _G, "Of the pages for keys and values, those that sequences hold.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_owed_save_bytes", _G, "Saved weights that are not on disk yet.", _OF_WORKER),

@@ -40,6 +40,13 @@ class DoneSave:
     records: SaveRecords
     saved: Saved
     result: Result
+    accepted_at: float
+    """In s since 1970."""
+
+    @property
+    def is_named(self) -> bool:
+        """Tell whether its answer waits for its files."""
+        return isinstance(self.records.user, CheckpointRecord)
 
 
 def saves_of(
@@ -69,7 +76,9 @@ def saves_of(
             )
             records = save_records(request, weights)
             saved = saved_of(request, output)
-            saves[op.run, op.seq] = DoneSave(records, saved, result_of_save(request, records))
+            saves[op.run, op.seq] = DoneSave(
+                records, saved, result_of_save(request, records), op.accepted_at
+            )
     return saves
 
 

@@ -24,7 +24,7 @@ from cotrain_workers.checkpoints.weights_cache import WeightsCache
 from cotrain_workers.engine.ops import WeightsMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -60,6 +60,8 @@ class _Unstored:
     """None: made by a process that died, and still to be made again by a replay."""
     writing: Future[WrittenFiles] | None = None
     retry_at: float = 0.0
+    accepted_at: float | None = None
+    """Of a named save that this process ran, in s since 1970: its answer follows."""
 
 
 class WeightsStore:
@@ -73,14 +75,17 @@ class WeightsStore:
         memory_bytes: int = MEMORY_BYTES,
         unstored_bytes: int = UNSTORED_BYTES,
         orphan_age_s: float = ORPHAN_AGE_S,
+        count_answered: Callable[[float], None] = lambda _: None,
     ) -> None:
         """`memory_bytes` is for weights that are on disk too, `unstored_bytes` for what is not.
 
         What is unstored stays, anyway; above its limit no more is taken (`has_capacity_for`).
-        Files go once they have been unwanted for `orphan_age_s`.
+        Files go once they have been unwanted for `orphan_age_s`. `count_answered` is given the seconds from
+        the acceptance of a named save to its answer.
         """
         self._saved = saved
         self._files = files
+        self._count_answered = count_answered
         self.layout_of = layout_of
         self._unstored_limit = unstored_bytes
         self._unstored: dict[WeightsRef, _Unstored] = {}
@@ -112,9 +117,10 @@ class WeightsStore:
         """Tell whether memory may take these saves and another; not while the disk is too far behind."""
         return self.unstored_bytes + sum(map(_size, saves)) <= self._unstored_limit
 
-    def put(self, record: WeightsRecord, saved: Saved) -> None:
-        """Take the weights of a save that was committed. Twice is harmless: they are the same."""
+    def put(self, record: WeightsRecord, saved: Saved, accepted_at: float | None = None) -> None:
+        """Take the weights of a save that was committed, with the time of a named one. Twice is harmless."""
         entry = self._unstored.setdefault(record.ref, _Unstored(record, None))
+        entry.accepted_at = accepted_at or entry.accepted_at
         if entry.saved is None:
             entry.saved = saved
             self._write(entry)
@@ -293,6 +299,8 @@ class WeightsStore:
             return  # forgotten, or their commit found that their name was in use
         self._digests[ref] = written.digest
         self._cache.put(ref, entry.saved.weights)
+        if entry.accepted_at is not None:
+            self._count_answered(time.time() - entry.accepted_at)
         log.info("weights_stored", weights=ref, digest=written.digest, size=written.size)
 
 

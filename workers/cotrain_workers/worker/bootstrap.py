@@ -12,6 +12,7 @@ import torch
 
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef, WorkerId
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.pools import PoolRecord
 from cotrain_store.monitoring.worker_metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
@@ -172,6 +173,7 @@ def enter_pool(
     execution = Execution(connection, *spools, record.id, worker)
     epoch = execution.claim()
     failpoint("worker.entered", worker)
+    metrics = WorkerMetrics(record.base_model, worker)
     weights = WeightsStore(
         SavedWeights(connection, record.id, worker, epoch),
         CheckpointFiles.below(settings.data_dir, record.base_model),
@@ -179,6 +181,7 @@ def enter_pool(
         tuning.weights_memory_bytes,
         tuning.unstored_memory_bytes,
         settings.orphan_age_s,
+        partial(metrics.resolved, OpKind.SAVE),
     )
     make_decoder = decoder_factory(engine, settings, weights, text)
     decoder = make_decoder()
@@ -191,7 +194,6 @@ def enter_pool(
         )
     )
     strike_idle_tenants(connection, record.id)
-    metrics = WorkerMetrics(record.base_model, worker)
     sampling = SampleClaims(connection, *spools, record.id, worker, epoch)
     sampling.requeue()
     sampler = SamplingService(

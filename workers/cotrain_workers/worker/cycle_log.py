@@ -55,7 +55,10 @@ def count_cycle(metrics: WorkerMetrics, step: Step, commit: StepCommit) -> None:
     now = time.time()
     metrics.cycle_duration.observe(commit.record["duration_ms"] / 1000)
     for op in step.ops:
-        if (op.run, op.seq) in commit.results:
+        save = commit.saves.get((op.run, op.seq))
+        if (op.run, op.seq) in commit.results and not (
+            save and save.is_named
+        ):  # its answer follows
             metrics.resolved(op.kind, now - op.accepted_at)
     for run, used in commit.usage.items():
         metrics.used_device(step.tenant_by_run[run], used.device_s)

@@ -266,7 +266,8 @@ class WorkerLoop:
         failpoint("worker.after_commit", (op.request_id for op in step.ops))
         self._runs.uncounted.clear()
         for save in commit.saves.values():
-            self._weights.put(save.records.weights, save.saved)
+            accepted_at = save.accepted_at if save.is_named else None
+            self._weights.put(save.records.weights, save.saved, accepted_at)
 
     def _is_over(self, began: float) -> bool:
         """Tell whether passes that may stay open stop: after a clock period, or to leave soon."""
