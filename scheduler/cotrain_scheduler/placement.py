@@ -87,6 +87,10 @@ class RecentTokens:
         """Return the tokens that were asked of a worker lately."""
         return self._of_worker.get(worker, NOTHING).at(now)
 
+    def runs_of(self, worker: WorkerId, now: float) -> dict[RunId, float]:
+        """Return the runs that asked a worker for something lately, with what is left of that."""
+        return {run: each.at(now) for run, (home, each) in self._of_run.items() if home == worker}
+
     def _usual(self, now: float) -> float:
         if not self._of_run:
             return float(QUANTUM_TOKENS)

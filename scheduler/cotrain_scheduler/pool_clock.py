@@ -20,6 +20,7 @@ from cotrain_scheduler.host_time import HostTime
 from cotrain_scheduler.pausing import going_on
 from cotrain_scheduler.plan_trace import begin_plan, end_plan
 from cotrain_scheduler.queue import PoolQueue
+from cotrain_scheduler.rebalancing import Rebalancing
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ops import Step
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from cotrain_scheduler.waiting import Waiting
     from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
-    from cotrain_store.messages.ids import PoolId, WorkerId
+    from cotrain_store.messages.ids import PoolId, RunId, WorkerId
     from cotrain_store.messages.ops import QueuedOp
     from cotrain_store.messages.queue_changes import Wake
     from cotrain_store.oplog.dispatch import Dispatch
@@ -97,6 +98,8 @@ class PoolClock:
         """The workers that were free after the last tick; None before, and during one."""
         self._clocks: defaultdict[WorkerId, _WorkerClock] = defaultdict(_WorkerClock)
         self._empty_since: fleet.Absences = {}
+        self._rebalancing = Rebalancing(dispatch, pool)
+        self._moving: frozenset[RunId] = frozenset()
         self.policy = PlanPolicy()
         """As the operator set them; the driver of this clock keeps them up to date."""
         self._time = HostTime()
@@ -170,6 +173,7 @@ class PoolClock:
         if free:
             await self._follow({slot.worker: slot.epoch for slot in slots})
             self._queue.assign(workers, now)
+            self._moving = await self._rebalancing.moving_runs(workers, self._queue, now)
         for worker in free:
             if not self._waiting(worker):
                 continue
@@ -288,7 +292,7 @@ class PoolClock:
         return True
 
     def _waiting(self, worker: WorkerHeartbeat) -> Waiting:
-        return going_on(self._queue.waiting(worker.id), self.policy.pauses)
+        return going_on(self._queue.waiting(worker.id), self.policy.pauses, self._moving)
 
     def _count(self, ops: Sequence[QueuedOp], now: float) -> None:
         """Count what waited until now, a pass that goes on only once."""

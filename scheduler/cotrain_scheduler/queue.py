@@ -10,12 +10,14 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cotrain_scheduler.moving import load_of
 from cotrain_scheduler.placement import Candidate, RecentTokens, best, fits_one_more
 from cotrain_scheduler.waiting import Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from cotrain_scheduler.moving import Load
     from cotrain_store.messages.fleet import WorkerHeartbeat
     from cotrain_store.messages.ids import RunId, WorkerId
     from cotrain_store.messages.ops import QueuedOp, RunQueue
@@ -84,6 +86,11 @@ class PoolQueue:
             self.recent.settle(queue.run, chosen, now)
             self._move([queue], chosen)
         self._waiting[None].changed.clear()  # no cycle is planned of these
+
+    def load_of(self, worker: WorkerHeartbeat, now: float) -> Load:
+        """Sum up what a worker did lately and has waiting."""
+        tokens_of = self.recent.runs_of(worker.id, now)
+        return load_of(worker, self._tokens[worker.id], tokens_of)
 
     def strike_off(self, worker: WorkerId) -> None:
         """Take its runs from a worker that is none any more."""

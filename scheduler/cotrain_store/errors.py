@@ -22,7 +22,8 @@ StoreError
 │   ├── RecordQuotaReached
 │   ├── RunTooLarge
 │   ├── MalformedPath
-│   └── KeyInSettings
+│   ├── KeyInSettings
+│   └── CannotMove
 ├── Busy                            (nothing is wrong; try again later)
 │   ├── QueueFull
 │   ├── RunQuotaReached
@@ -154,6 +155,10 @@ class MalformedPath(Refused):
 
 class KeyInSettings(Refused):
     """This API key stands in the server's settings: take it out of --api-key, COTRAIN_API_KEYS or the key file there, and restart the server. Until then it stays good."""
+
+
+class CannotMove(Refused):
+    """This run can not be moved."""
 
 
 class Busy(StoreError):

@@ -39,6 +39,8 @@ FAILPOINTS: Mapping[str, str] = MappingProxyType(
         "scheduler.after_plan": "A cycle is written, and its scheduler does not know.",
         "reassign.before": "A worker is dead for long, and what it had is not given away.",
         "reassign.after": "What a dead worker had is given away, and its scheduler does not know.",
+        "move.before": "A run that shall go to another worker is copied out, and is still its owner's.",
+        "move.after": "A run is another worker's, and its owner does not know.",
         "worker.entered": "A worker took its place: its predecessor is fenced off.",
         "worker.replayed": "A run was brought back from its log.",
         "worker.before_rollback": "A run's checkpoint is copied as its state, and its log still wants more.",

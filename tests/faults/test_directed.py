@@ -48,6 +48,7 @@ UNSAMPLED_PACKS = {
 #: Of trials of their own: of suspects, of places, of rollbacks.
 ELSEWHERE = (
     "worker.before_risk", "worker.after_risk", "reassign.before", "reassign.after",
+    "move.before", "move.after",
     "worker.before_rollback", "worker.after_rollback",
 )  # fmt: skip
 #: Twice in a row over one step is chance, and more often is the step's own fault.

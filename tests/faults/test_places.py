@@ -72,3 +72,29 @@ async def test_a_worker_that_was_paused_while_another_took_its_runs_changes_noth
     )  # fmt: skip
     assert outcome.violations == []
     assert outcome.reached["reassign.after"] >= 1
+
+
+async def test_runs_that_move_about_while_their_workers_are_killed_end_with_the_same_numbers(
+    nursery: Nursery, folder: Path, calm: Calm
+) -> None:
+    async def move_about(host: Host) -> None:
+        await until_reached(host, "worker.after_commit", 2)
+        while True:
+            with host.store() as store:
+                for log in store.scan_iter("cotrain:{*}:log:*"):
+                    prefix, _, run = log.partition(b"log:")
+                    owner = store.hget(log, "worker")
+                    to = b"w1" if owner == b"w0" else b"w0"
+                    if owner:
+                        store.hset(prefix + b"moves", run, owner + b">" + to)
+            await asyncio.sleep(0.1)
+
+    moments = ("move.before", "move.after")
+    faults = ",".join(f"{moment}=kill@{nth}" for moment in moments for nth in (1, 2, 4))
+    outcome = await trial(
+        nursery, folder, PROGRAMS, expected=await calm(PROGRAMS), disturb=move_about, workers=WORKERS,
+        settings={"FAILPOINTS": faults},
+    )  # fmt: skip
+    assert outcome.violations == []
+    assert min(outcome.reached[moment] for moment in moments) >= 4
+    assert sum(outcome.killed.values()) == 6

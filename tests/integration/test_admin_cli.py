@@ -82,6 +82,7 @@ def test_what_goes_wrong_is_said_in_a_sentence(server: dict[str, str]) -> None:
     for words, says in (
         (("tenants", "show", "t-none"), "Tenant not found."),
         (("workers", "drain", "p-none", "w0"), "Worker not found."),
+        (("runs", "move", "t-none", "r:train:0", "w0"), "Tenant not found."),
         (("tenants", "create", "\x1b[2J"), "name: String should match pattern"),
     ):
         result = run(server, *words)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_server.limits.failures import FailureCounter
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.ids import RunId, WorkerId
 from tests.support.http_api import (
     ADMIN_KEY,
     ALICE,
@@ -276,3 +278,31 @@ async def test_tenants_are_listed_by_name_page_by_page_and_found(api: Api) -> No
     found = await ask(api, "GET", "tenants?search=CHAR")
     assert [each["name"] for each in found["tenants"]] == ["Charlie"]
     assert OPERATOR["X-API-Key"] == ADMIN_KEY
+
+
+async def test_a_run_is_asked_to_move_and_what_can_not_be_is_refused_in_a_sentence(api: Api) -> None:
+    tenant, run, redis = await tenant_of(api), await api.new_run(ALICE), api.services.connection
+    path = f"tenants/{tenant}/runs/{run}/move"
+
+    async def refused(worker: str) -> tuple[int, str]:
+        answer = await raw(api, "POST", path, {"worker": worker})
+        return answer.status_code, answer.json()["detail"]
+
+    assert await refused("w1") == (404, "Worker not found.")
+    for worker in ("w0", "w1"):
+        await redis.sadd(fleet_keys.workers(POOL.id), worker)
+        await redis.set(fleet_keys.worker(POOL.id, WorkerId(worker)), "{}")
+    status, detail = await refused("w1")
+    assert (status, "has no worker: its next request gives it one" in detail) == (400, True)
+    await redis.hset(run_keys.log(POOL.id, RunId(run)), "worker", "w0")
+    assert await refused("w0") == (400, f"Run {run} is at worker w0.")
+    status, detail = await refused("no worker")
+    assert (status, detail.startswith("worker: ")) == (422, True)
+    await ask(api, "POST", path, {"worker": "w1"})
+    assert await redis.hgetall(fleet_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
+    (event,) = [
+        event for event in (await ask(api, "GET", "audit"))["events"] if event["event"] == "run_move"
+    ]
+    assert event["details"] == {"run": run, "worker": "w1"}
+    await ask(api, "POST", f"tenants/{tenant}/runs/{run}/close")
+    assert (await refused("w1"))[0] == 400

@@ -8,7 +8,7 @@ import pytest
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
-from cotrain_store.messages.ids import RunId, TenantId, request_id
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.results import ResultKind
 from cotrain_workers.engine.engine import Engine
@@ -241,3 +241,27 @@ async def test_the_body_of_a_pass_is_read_once(
         loop._runner._execution.bodies = noted  # type: ignore[method-assign]
         assert cycle_of(await server.result(run, request)) >= SLICES
     assert len([op for op in read if op.seq == 1]) <= 1
+
+
+async def test_a_pass_that_is_open_when_its_run_is_moved_runs_from_its_beginning_elsewhere(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
+    redis: Any,
+) -> None:  # fmt: skip
+    expected, digest = whole(engine)
+    other = Engine.load(str(tiny_model), micro_batch_tokens=64)
+    run = await server.create("large", "large", LORA)
+    target = WorkerId("w1")
+    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S) as owner:
+        await server.result(run, request_id(run.id, 0))
+        with worker(empty_redis.url, tmp_path, other, worker_id=target):
+            await until(lambda: redis.exists(fleet_keys.worker(POOL, target)))
+            requests = await submit_two_steps(server, run)
+            await until(lambda: begun(redis, run) is not None)
+            await server.dispatch.moves.ask(POOL, run.id, target)
+            await until(lambda: redis.hget(run_keys.log(POOL, run.id), "worker") == b"w1")
+            assert run.id not in owner._engine.open_passes.runs
+            results = await answers_of(server, run, requests)
+    assert [without_cycle(result) for result in results] == expected
+    assert other.adapters.state(run.id).digest() == digest
+    assert counted(redis, "moves") == 1
+    assert counted(redis, "replayed_ops") == 0

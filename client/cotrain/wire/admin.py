@@ -39,6 +39,13 @@ class PauseRequest(Change):
     reason: Reason = ""
 
 
+class MoveRequest(Change):
+    """Where a run shall go on."""
+
+    worker: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+    """The id of a worker of its pool."""
+
+
 class Pause(WireModel):
     """Since when a tenant or a run is held back, and why."""
 

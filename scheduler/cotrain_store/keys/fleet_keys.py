@@ -80,6 +80,11 @@ def draining(pool: PoolId) -> str:
     return f"{prefix(pool)}draining"
 
 
+def moves(pool: PoolId) -> str:
+    """Name the hash of run → `owner>target`: runs that are to go to another worker; a field goes with the move."""
+    return f"{prefix(pool)}moves"
+
+
 def worker(pool: PoolId, worker_id: WorkerId) -> str:
     """Name a worker's heartbeat (JSON); expires unless renewed."""
     return f"{prefix(pool)}worker:{worker_id}"
@@ -131,6 +136,6 @@ def minute(pool: PoolId, start_s: int) -> str:
 def counters(pool: PoolId) -> str:
     """Name the hash of a pool's totals (cycles, tokens, …), for /metrics; only grow.
 
-    Of runs: `runs_made`, and of those `runs_closed` and `runs_failed`.
+    `moves` counts runs that went to another worker. Of runs: `runs_made`, and of those `runs_closed` and `runs_failed`.
     """
     return f"{prefix(pool)}counters"

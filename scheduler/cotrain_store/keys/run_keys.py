@@ -41,7 +41,8 @@ def log(pool: PoolId, run_id: RunId) -> str:
 
     `weight`, `unwritten`: what the run counts for, and how much of that has still to be written to disk.
     While ops behind a gap are given up: `given_up_ops`, `given_up_bytes` and `given_up_since`. While a
-    pass of it is open in a worker: `begun`, its seq, the tokens that ran, and that process' epoch.
+    pass of it is open in a worker: `begun`, its seq, the tokens that ran, and that process' epoch. `moved_ms`: when
+    it was moved last.
     """
     return f"{prefix(pool)}log:{run_id}"
 

@@ -166,6 +166,7 @@ POOL_COUNTERS = {
         ("prompt_tokens", "cotrain_prompt_tokens_total", "Prompt tokens of sample requests."),
         ("cached_prompt_tokens", "cotrain_prompt_tokens_cached_total", "Prompt tokens of sample requests that were there already."),
         ("replayed_ops", "cotrain_replay_ops_total", "Ops run again after a restart."),
+        ("moves", "cotrain_moves_total", "Runs that went from one worker to another, with nothing replayed."),
         ("reassignments", "cotrain_reassignments_total", "Dead workers whose work was given to another one."),
         ("poison_ops", "cotrain_poison_ops_total", "Requests given up: processes crashed during them alone."),
         ("rollbacks", "cotrain_rollbacks_total", "Runs that lost their newest state and went on from a checkpoint."),

@@ -19,6 +19,7 @@ from cotrain_store.messages.ops import QueuedOp, RunQueue, Step
 from cotrain_store.messages.pauses import PlanPolicy
 from cotrain_store.messages.queue_changes import QueueChanges, Wake
 from cotrain_store.messages.results import Result
+from cotrain_store.oplog.moves import Moves
 from cotrain_store.oplog.rejection import rejection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.store_clock import clock_ms
@@ -60,6 +61,7 @@ class Dispatch:
         self._strike_off = async_script(connection, "strike_off")
         self._expire_gap = async_script(connection, "expire_gap")
         self._tick = async_script(connection, "tick")
+        self.moves = Moves(connection)
         self._counted_at: float | None = None
 
     @property
@@ -175,6 +177,14 @@ class Dispatch:
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
+
+    async def ask_move(self, pool: PoolId, run: RunId, to: WorkerId) -> bool:
+        """Have a run go to another worker; False where that can not be, or it was moved not long ago.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
+        return await self.moves.ask_as_scheduler(pool, run, to, self._epoch)
 
     async def open_steps(self, pool: PoolId, worker: WorkerId) -> int:
         """Count a worker's steps that are planned and not yet committed."""

@@ -24,6 +24,7 @@ from cotrain_store.messages.runs import RunState
 from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, save_row
 from cotrain_store.oplog.crash_counts import CrashCounts
 from cotrain_store.oplog.drains import OwnDrain
+from cotrain_store.oplog.moves import OwnMoves
 from cotrain_store.oplog.reader import RunLogs
 from cotrain_store.oplog.rollback import DIGESTS_KEPT, Rollback
 from cotrain_store.redis_client.scripts import sync_script
@@ -63,6 +64,7 @@ class Execution:
         self.crash_counts = CrashCounts(connection, pool)
         self.tenant_names = TenantNames(connection)
         self.drain = OwnDrain(connection, pool, worker)
+        self.moves = OwnMoves(connection, pool, worker)
         self._commit = sync_script(connection, "commit")
         self._snapshot = sync_script(connection, "snapshot")
         self._roll_back = Rollback(connection, pool, worker)

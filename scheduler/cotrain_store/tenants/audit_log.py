@@ -54,6 +54,7 @@ class AuditEvent(StrEnum):
     RUN_PAUSE = "run_pause"
     RUN_RESUME = "run_resume"
     RUN_CLOSE = "run_close"
+    RUN_MOVE = "run_move"
     #: A note or tags were written; by a tenant, as the next two.
     RUN_LABEL = "run_label"
     WEBHOOK_SET = "webhook_set"

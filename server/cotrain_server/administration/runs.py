@@ -1,9 +1,11 @@
-"""One run of a tenant, held back or ended by the operator."""
+"""One run of a tenant, held back, moved or ended by the operator."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cotrain_store.messages.ids import WorkerId
+from cotrain_store.oplog.moves import Moves
 from cotrain_store.tenants.audit_log import AuditEvent
 
 if TYPE_CHECKING:
@@ -25,6 +27,18 @@ async def resume_run(services: Services, tenant: TenantId, run_id: str) -> None:
     details = {"run": run.id}
     async with services.audit.act_of_operator(tenant, AuditEvent.RUN_RESUME, details) as act:
         act.is_done = await services.pauses.resume_run(run)
+
+
+async def move_run(services: Services, tenant: TenantId, run_id: str, worker: str) -> None:
+    """Have a run go to another worker of its pool, which replays nothing. Twice is harmless.
+
+    Raises:
+        RunNotFound, RunClosed, WorkerNotFound, CannotMove: as `Moves.ask` says.
+    """
+    run = await services.records.run(tenant, run_id)
+    details = {"run": run.id, "worker": worker}
+    async with services.audit.act_of_operator(tenant, AuditEvent.RUN_MOVE, details):
+        await Moves(services.connection).ask(run.pool, run.id, WorkerId(worker))
 
 
 async def close_run(services: Services, tenant: TenantId, run_id: str) -> None:

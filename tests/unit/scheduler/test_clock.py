@@ -30,6 +30,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from cotrain_store.oplog.moves import Move
+
 ConnectionLost = CONNECTION_LOST[0]
 POOL, WORKER = PoolId("pool"), WorkerId("w0")
 NOW = 1_000_000.0
@@ -109,6 +111,13 @@ class InMemory:
         self.dead.remove(dead.worker)
         self.reassigned.append((dead.worker, successor))
         return True
+
+    @property
+    def moves(self) -> InMemory:
+        return self
+
+    async def wanted(self, _: PoolId) -> list[Move]:
+        return []
 
     async def open_steps(self, _: PoolId, worker: WorkerId) -> int:
         return sum(step.worker == worker for step in self.open)

@@ -179,6 +179,14 @@ class ResidentRuns:
                 log.info("run_dropped", run=run)
         self._sweep.maintain(now, self._writing)
 
+    def is_copied(self, run: RunId) -> bool:
+        """Tell whether a registered copy holds all that is committed of a run in memory; else one is begun."""
+        backlog, position = self._backlogs[run], self._execution.logs.position(run)
+        if position is not None and position.snap == backlog.seq:
+            return True
+        self._copy_out(run, backlog)
+        return False
+
     def hand_over(self) -> None:
         """Copy out what changed and let go of what a copy holds all of: another worker goes on with these runs."""
         for run, backlog in list(self._backlogs.items()):

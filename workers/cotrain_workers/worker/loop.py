@@ -30,6 +30,7 @@ from cotrain_workers.worker.cycle_trace import CycleTimes, bound_to_cycle, trace
 from cotrain_workers.worker.device_time import DeviceTime, Phase
 from cotrain_workers.worker.drain import Drain
 from cotrain_workers.worker.heartbeat import Heartbeat
+from cotrain_workers.worker.moves import RunMoves
 from cotrain_workers.worker.prefetch import Prefetcher
 from cotrain_workers.worker.step_commit import StepTimes, commit_of
 from cotrain_workers.worker.step_runner import StepRunner
@@ -106,6 +107,7 @@ class WorkerLoop:
         )
         self._maintained_at = time.monotonic()
         self._handover = Drain(execution.drain, residents, weights, sampler)
+        self._moves = RunMoves(execution, residents)
         self._outside = copy_context()
         report = WorkerReport(
             execution, engine, record, residents, weights, sampler,
@@ -190,6 +192,7 @@ class WorkerLoop:
         self._backpressure.publish()
         self._residents.maintain()
         self._handover.go_on()
+        self._moves.go_on()
         self._maintained_at = time.monotonic()
 
     def execute(self, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""`cotrain admin runs`: hold one run back, let it go on, end it."""
+"""`cotrain admin runs`: hold one run back, let it go on, move it, end it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cotrain.commands.admin.asking import ask
 from cotrain.commands.admin.tenants import TenantId  # noqa: TC001  # typer reads it
 from cotrain.commands.terminal import AsJson, examples, print_json
 
-app = typer.Typer(help="Hold back, let go on, or end a run of a tenant.", no_args_is_help=True)
+app = typer.Typer(help="Hold back, let go on, move or end a run of a tenant.", no_args_is_help=True)
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
 
 
@@ -32,6 +32,19 @@ def resume(context: typer.Context, tenant: TenantId, run: RunId, as_json: AsJson
     """Let a run go on."""
     ask(context, "POST", "tenants", tenant, "runs", run, "resume")
     _done(run, "resumed", as_json=as_json)
+
+
+@app.command(epilog=examples("cotrain admin runs move t-3f9c2a71 1f2e3d4c:train:0 w1"))
+def move(
+    context: typer.Context,
+    tenant: TenantId,
+    run: RunId,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `workers list` shows it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Have a run go on at another worker of its pool; nothing is replayed, and no request fails."""
+    ask(context, "POST", "tenants", tenant, "runs", run, "move", json={"worker": worker})
+    _done(run, "to be moved", as_json=as_json)
 
 
 @app.command(epilog=examples("cotrain admin runs close t-3f9c2a71 1f2e3d4c:train:0"))

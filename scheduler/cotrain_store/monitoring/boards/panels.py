@@ -156,6 +156,7 @@ SERVER = Board(
         ), "bytes"),
         Panel("Recoveries", _lines(
             ("increase(cotrain_replay_ops_total[$range])", "ops run again {{pool}}"),
+            ("increase(cotrain_moves_total[$range])", "runs moved {{pool}}"),
             ("increase(cotrain_worker_restored_ops_total[$range])", "ops restored {{worker}}"),
             ("increase(cotrain_reassignments_total[$range])", "reassigned {{pool}}"),
             ("increase(cotrain_poison_ops_total[$range])", "given up {{pool}}"),

@@ -1,0 +1,31 @@
+-- move: a run's owner hands it over to the worker that it was asked to. All of it or nothing.
+-- Fenced by the owner's epoch. Refused while an op of it is planned, and where no recovery copy holds
+-- all that is committed (so the target replays nothing); a move that can not be any more is struck off.
+-- needs: changed
+local epoch_key, moves, workers, log, to_heartbeat, counters, wake = unpack(KEYS)
+local args = cjson.decode(ARGV[1])
+local prefix, run = args.prefix, args.run
+
+if redis.call('GET', epoch_key) ~= args.epoch then
+  return 'FENCED'
+end
+if redis.call('HGET', moves, run) ~= args.worker .. '>' .. args.to then
+  return 'OUTDATED'
+end
+local row = redis.call('HMGET', log, 'state', 'worker', 'next', 'done', 'snap')
+local heartbeat = redis.call('GET', to_heartbeat)
+if row[1] ~= 'live' or row[2] ~= args.worker or redis.call('SISMEMBER', workers, args.to) == 0
+  or not heartbeat or cjson.decode(heartbeat).hands_over then
+  redis.call('HDEL', moves, run)
+  return 'OUTDATED'
+end
+if tonumber(row[3]) ~= tonumber(row[4]) + 1 or args.in_memory and row[5] ~= row[4] then
+  return 'EARLY'
+end
+redis.call('HSET', log, 'worker', args.to, 'moved_ms', string.format('%.0f', args.now_ms))
+redis.call('HDEL', log, 'begun') -- a pass that was open runs there from its beginning
+redis.call('HDEL', moves, run)
+redis.call('HINCRBY', counters, 'moves', 1)
+note_change(prefix, run)
+redis.call('PUBLISH', wake, 'ready ' .. string.match(prefix, '{.*$') .. args.to)
+return 'OK'

@@ -1,0 +1,205 @@
+"""A run goes to another worker while it trains: the same bits, no failed request, and nothing replayed."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cotrain_store.errors import CannotMove, Fenced, RunClosed, WorkerNotFound
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.ids import WorkerId
+from cotrain_store.oplog.moves import Move, Moves
+from tests.support.deaths import Failpoint, dying_worker
+from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
+from tests.support.stack import POOL, snapshots, worker
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_store.messages.runs import RunRecord
+    from cotrain_workers.engine.engine import Engine
+    from tests.support.redis_server import EmbeddedRedis
+    from tests.support.stack import Stack
+
+OLD, NEW = WorkerId("w0"), WorkerId("w1")
+STEP = 4
+
+
+@pytest.fixture(autouse=True)
+def heartbeats_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotrain_workers.worker.heartbeat.HEARTBEAT_S", 0.05)
+
+
+@pytest.fixture
+def other(tiny_model: Path) -> Engine:
+    from cotrain_workers.engine.engine import Engine as AnotherEngine
+
+    return AnotherEngine.load(str(tiny_model))
+
+
+def heartbeat(redis: Any, name: WorkerId) -> dict[str, Any]:
+    row = redis.get(fleet_keys.worker(POOL, name))
+    return json.loads(row) if row else {}
+
+
+def owner(redis: Any, run: RunRecord) -> str:
+    return str(redis.hget(run_keys.log(POOL, run.id), "worker").decode())
+
+
+async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothing(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    redis: Any,
+) -> None:  # fmt: skip
+    url, moves = empty_redis.url, Moves(server.dispatch._redis)
+    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine, tuning=snapshots(ops=1000)), ExitStack() as second:
+        answers = await results(server, run, await submit(server, run, 1, 2))
+        with pytest.raises(CannotMove, match="is at worker w0"):
+            await moves.ask(POOL, run.id, OLD)
+        with pytest.raises(WorkerNotFound):
+            await moves.ask(POOL, run.id, NEW)
+        second.enter_context(
+            worker(url, tmp_path, other, worker_id=NEW, tuning=snapshots(ops=1000))
+        )
+        await until(lambda: heartbeat(redis, NEW))
+        under_way = await submit(server, run, 3, STEP + 2)
+        await moves.ask(
+            POOL, run.id, NEW
+        )  # an optimizer step and a gradient that waits lie before it
+        answers += await results(server, run, under_way)
+        await until(lambda: owner(redis, run) == NEW)
+        assert await moves.wanted(POOL) == []
+        assert run.id not in engine.adapters
+        under_way = await submit(server, run, STEP + 3, 2 * STEP)
+        answers += await results(server, run, under_way)
+        assert run.id in other.adapters
+        await moves.ask(POOL, run.id, OLD)
+        under_way = await submit(server, run, 2 * STEP + 1, len(PROGRAM))
+        answers += await results(server, run, under_way)
+        await until(lambda: owner(redis, run) == OLD)
+        await moves.ask(POOL, run.id, NEW)
+        await until(lambda: owner(redis, run) == NEW)
+        assert heartbeat(redis, OLD)["restored_ops"] == heartbeat(redis, NEW)["restored_ops"] == 0
+    assert answers == expected
+    assert redis.hget(fleet_keys.counters(POOL), "moves") == b"3"
+    assert redis.hget(fleet_keys.counters(POOL), "replayed_ops") in (None, b"0")
+    with worker(url, tmp_path, other, worker_id=NEW):
+        await results(server, run, [await server.optim_step(run, len(PROGRAM) + 1)])
+    assert digest
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        Failpoint("moves.hand_over"),
+        Failpoint("moves.hand_over", after=True),
+        Failpoint("register_snapshot"),
+        Failpoint("register_snapshot", after=True),
+    ],
+    ids=str,
+)
+async def test_wherever_its_owner_dies_the_run_goes_on_with_the_same_numbers(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    redis: Any, failpoint: Failpoint,
+) -> None:  # fmt: skip
+    url, moves = empty_redis.url, Moves(server.dispatch._redis)
+    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    run = await server.create("a", "a", LORA)
+    with ExitStack() as second:
+        async with dying_worker(url, tmp_path, engine, failpoint, tuning=snapshots(ops=1000)):
+            answers = await results(server, run, await submit(server, run, 1, STEP))
+            second.enter_context(worker(url, tmp_path, other, worker_id=NEW))
+            await until(lambda: heartbeat(redis, NEW))
+            await moves.ask(POOL, run.id, NEW)
+            under_way = await submit(server, run, STEP + 1, len(PROGRAM))
+        engine.adapters.drop(run.id)
+        with worker(url, tmp_path, engine):
+            answers += await results(server, run, under_way)
+            await until(lambda: redis.hlen(fleet_keys.moves(POOL)) == 0)
+    assert answers == expected
+    states = [
+        each.adapters.state(run.id).digest() for each in (engine, other) if run.id in each.adapters
+    ]
+    assert digest in states
+
+
+async def test_only_its_owner_hands_a_run_over_and_only_with_nothing_planned(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    redis: Any,
+) -> None:  # fmt: skip
+    url, moves = empty_redis.url, Moves(server.dispatch._redis)
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine, tuning=snapshots(ops=1000)) as loop:
+        await results(server, run, await submit(server, run, 1, STEP))
+        with worker(url, tmp_path, other, worker_id=NEW):
+            await until(lambda: heartbeat(redis, NEW))
+            own, epoch, move = loop._execution.moves, loop._execution.epoch, Move(run.id, OLD, NEW)
+            assert not own.hand_over(move, epoch, in_memory=False)  # it is not wanted
+            loop._moves.go_on = lambda: None  # type: ignore[method-assign]  # the test does it
+            await moves.ask(POOL, run.id, NEW)
+            with pytest.raises(Fenced):
+                own.hand_over(move, epoch - 1, in_memory=False)
+            assert not own.hand_over(move, epoch, in_memory=True)  # no copy holds all of it
+            log = run_keys.log(POOL, run.id)
+            after = int(redis.hget(log, "next"))
+            redis.hset(log, "next", after + 1)  # as while an op of it is planned
+            assert not own.hand_over(move, epoch, in_memory=False)
+            redis.hset(log, "next", after)
+            assert owner(redis, run) == OLD
+            assert own.hand_over(move, epoch, in_memory=False)
+            assert not own.hand_over(move, epoch, in_memory=False)
+            assert owner(redis, run) == NEW
+            assert not await server.dispatch.ask_move(POOL, run.id, OLD)  # not twice in ten minutes
+            await server.intake.close_run(run)
+            with pytest.raises(RunClosed):
+                await moves.ask(POOL, run.id, OLD)
+
+
+async def test_a_run_goes_on_where_it_is_when_its_target_is_gone(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    redis: Any,
+) -> None:  # fmt: skip
+    url, moves = empty_redis.url, Moves(server.dispatch._redis)
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine) as loop:
+        await results(server, run, await submit(server, run, 1, STEP))
+        go_on = loop._moves.go_on
+        loop._moves.go_on = lambda: None  # type: ignore[method-assign]  # later
+        with worker(url, tmp_path, other, worker_id=NEW):
+            await until(lambda: heartbeat(redis, NEW))
+            await moves.ask(POOL, run.id, NEW)
+        loop._moves.go_on = go_on  # type: ignore[method-assign]
+        await results(server, run, await submit(server, run, STEP + 1, 2 * STEP))
+        await until(lambda: redis.hlen(fleet_keys.moves(POOL)) == 0)
+    assert owner(redis, run) == OLD
+
+
+async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_none_goes_twice(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    redis: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    url = empty_redis.url
+    monkeypatch.setattr("cotrain_scheduler.moving.LASTS_S", 0.5)
+    monkeypatch.setattr("cotrain_scheduler.moving.DIFFERENCE_S", 2.0)
+    monkeypatch.setattr("cotrain_scheduler.moving.REST_S", 2.0)
+    runs = [await server.create(f"t{number}", f"s{number}", LORA) for number in range(8)]
+    with worker(url, tmp_path, engine), ExitStack() as second:
+        moved = 0
+        for round_ in range(60):
+            seq = round_ * STEP
+            sent = [await submit(server, run, 1, STEP, place=seq + 1) for run in runs]
+            for run, requests in zip(runs, sent, strict=True):
+                await results(server, run, requests)
+            if round_ == 2:
+                second.enter_context(worker(url, tmp_path, other, worker_id=NEW))
+            moved = int(redis.hget(fleet_keys.counters(POOL), "moves") or 0)
+            owners = {owner(redis, run) for run in runs}
+            if owners == {OLD, NEW}:
+                break
+        assert {owner(redis, run) for run in runs} == {OLD, NEW}
+        assert moved == sum(owner(redis, run) == NEW for run in runs)
