@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import time
+import urllib.error
 import urllib.request
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -100,11 +101,40 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def asked(serving: Serving, path: str, body: dict[str, Any] | None = None) -> Any:
+    """Ask as the operator."""
+    headers = {**serving.operator, "Content-Type": "application/json"}
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(f"{serving.address}{path}", data, headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.loads(answer.read() or "null")
+
+
+def move(serving: Serving, run: str, worker: str) -> bool:
+    """Have a run go to a worker; False where it is there."""
+    (tenant,) = {
+        each["tenant"]
+        for cycle in asked(serving, "/status")["pools"][0]["cycles"]
+        for each in cycle["runs"]
+        if each["run"] == run
+    }
+    try:
+        asked(serving, f"/api/v1/admin/tenants/{tenant}/runs/{run}/move", {"worker": worker})
+    except urllib.error.HTTPError as refused:
+        if f"is at worker {worker}" not in refused.read().decode():
+            raise
+        return False
+    return True
+
+
+def counted(serving: Serving, name: str) -> float:
+    """Read one of the pool's counters."""
+    return float(asked(serving, "/status")["pools"][0]["counters"].get(name, 0))
+
+
 def workers_of(serving: Serving) -> dict[str, dict[str, Any]]:
     """What each living worker says about itself."""
-    request = urllib.request.Request(f"{serving.address}/status", None, serving.operator)
-    with urllib.request.urlopen(request) as answer:
-        (pool,) = json.load(answer)["pools"]
+    (pool,) = asked(serving, "/status")["pools"]
     return {worker["id"]: worker for worker in pool["workers"]}
 
 
@@ -120,7 +150,7 @@ def alone(base_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Nu
     return tenants.numbers, saved_in(folder)
 
 
-def test_four_workers_compute_what_one_does_also_where_one_is_killed(
+def test_four_workers_compute_what_one_does_also_where_runs_are_moved_and_one_is_killed(
     tmp_path: Path, base_model: str, alone: tuple[Numbers, set[str]]
 ) -> None:
     options = ["--device=cpu", "--workers=4"]
@@ -128,11 +158,16 @@ def test_four_workers_compute_what_one_does_also_where_one_is_killed(
         tenants = Tenants(serving.address, clients)
         tenants.step()
         under_way = tenants.begin()
+        moved = [move(serving, run.model_id, "w3") for run in tenants.runs[:4]]
+        tenants.wait(under_way)
+        wait_until(lambda: counted(serving, "moves") == sum(moved))
+        assert sum(moved) > 0
+        assert counted(serving, "replayed_ops") == 0
+        under_way = tenants.begin()
         os.kill(
             int(re.findall(r"worker-w2 started \(pid (\d+)\)", serving.log)[-1]), signal.SIGKILL
         )
         tenants.wait(under_way)
-        tenants.step()
         tenants.save()
         wait_until(lambda: all(found["runs"] for found in workers_of(serving).values()))
         workers = workers_of(serving)
