@@ -148,35 +148,39 @@ def test_a_small_phones_navigation_shows_the_page_that_is_open(site: Site) -> No
 
 def test_a_pause_holds_one_tenant_until_it_is_resumed(site: Site) -> None:
     held, free = new_run(site, "alice"), new_run(site, "bob")
-    step(held)
-    done = threading.Event()
+    losses: list[float] = []
+    stop = threading.Event()
 
-    def one_more() -> None:
-        step(held)
-        done.set()
+    def train_on() -> None:
+        while not stop.is_set():
+            losses.append(step(held))
 
+    def stands_still() -> bool:
+        known = len(losses)
+        for _ in range(3):
+            step(free)
+        return len(losses) == known
+
+    training = threading.Thread(target=train_on)
     with site.seen_by("operator") as seen:
         page = seen.open("/ui/tenants")
         page.on("dialog", lambda asked: asked.accept())
         page.get_by_role("link", name="alice").click()
+        training.start()
         page.fill("input[name=reason]", "until noon")
         page.get_by_role("button", name="Pause").click()
-        expect(page.get_by_text("until noon")).to_be_visible()
         try:
-            waiting = threading.Thread(target=one_more)
-            waiting.start()
+            assert any(stands_still() for _ in range(30))  # the scheduler knows it within a second
+            assert stands_still()
             own = page.context.new_page()
             own.goto(f"{site.address}/ui/runs/{held.model_id}")
-            expect(
-                own.get_by_text("The operator has paused this tenant: until noon.")
-            ).to_be_visible()
-            for _ in range(3):
-                step(free)
-            assert not done.is_set()
+            expect(own.get_by_text("has paused this tenant: until noon.")).to_be_visible()
+            known = len(losses)
         finally:
+            stop.set()
             page.get_by_role("button", name="Resume").click()
-        waiting.join(60)
-        assert done.is_set()
+        training.join(60)
+        assert len(losses) == known + 1
         expect(page.get_by_role("button", name="Pause")).to_be_visible()
 
 
