@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 #: Where a model may lie below the folder that was named: among others, or in a hub's cache.
 _BELOW = (f"*/{CONFIG}", f"snapshots/*/{CONFIG}")
+_READ = {".json", ".safetensors", ".bin"}
 _AGAIN = "fetch or copy them again"
 
 
@@ -44,6 +46,7 @@ def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_o
     folder = Path(model)
     if folder.exists():
         _refuse_other_things(folder)
+        _refuse_closed_files(folder)
     try:
         raw, _ = PreTrainedConfig.get_config_dict(model, local_files_only=local_files_only)
         kind = raw.get("model_type")
@@ -120,6 +123,16 @@ def _refuse_other_things(path: Path) -> None:
     inside = next(_models_below(path), None)
     instead = f"did you mean {inside}?" if inside else "give the folder of a model, or a hub id."
     raise NoModel(f"the folder has no {CONFIG}: {instead}")
+
+
+def _refuse_closed_files(folder: Path) -> None:
+    """Raise NoModel for a file that this user may not read, of which the library says that it is not there."""
+    files = (file for file in sorted(folder.iterdir()) if file.suffix in _READ)
+    closed = [file.name for file in files if not os.access(file, os.R_OK)]
+    if closed:
+        raise NoModel(
+            f"its {closed[0]} may not be read by user {os.geteuid()}, who runs this: `chmod a+r` it."
+        )
 
 
 def _models_below(folder: Path) -> Iterator[Path]:

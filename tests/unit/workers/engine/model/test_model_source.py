@@ -106,6 +106,11 @@ def test_weights_that_are_absent_or_torn_are_no_model(model: Path) -> None:
     assert "no file named model.safetensors" in why_not(model)
 
 
+def test_a_file_of_another_user_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda file, mode: file.name != WEIGHTS)  # root may read all
+    assert why_not(model).startswith(f"its {WEIGHTS} may not be read by user ")
+
+
 def test_weights_that_the_library_would_make_up_are_refused(model: Path) -> None:
     weights = load_file(model / WEIGHTS)
     del weights["model.layers.1.mlp.up_proj.weight"], weights["model.norm.weight"]
