@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import json
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -12,7 +14,9 @@ import pytest
 from cotrain_server.administration.tenant_grants import TenantChange, change_tenant
 from cotrain_server.administration.tenant_view import DAYS_SHOWN
 from cotrain_server.ui.pages.settings import shown
-from cotrain_store.messages.ids import TenantId
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, running_api
 from tests.support.ui import log_in, log_out, send
 
@@ -190,3 +194,20 @@ async def test_a_thousand_tenants_make_a_small_page(api: Api) -> None:
     page = await api.http.get("/ui/tenants?offset=50")
     assert len(page.content) < 300_000
     assert "51 to 100 of 1,002" in page.text
+
+
+async def test_a_run_is_sent_to_another_worker_from_its_page(api: Api) -> None:
+    tenant, run, redis = await tenant_of(api), await api.new_run(ALICE), api.services.connection
+    await log_in(api.http, ADMIN_KEY)
+    assert "Move this run" in (await api.http.get(f"/ui/runs/{quote(run)}")).text
+    path = f"/ui/tenants/{tenant}/runs/{quote(run)}/move"
+    assert (await send(api.http, path, {"worker": "w1"})).status_code == 404
+    assert (await send(api.http, path, {"worker": "no worker"})).status_code == 400
+    for worker in ("w0", "w1"):
+        beat = WorkerHeartbeat(WorkerId(worker), 1, "serving", "cpu", 1.0, 0, 0, 0.0)
+        await redis.sadd(fleet_keys.workers(POOL.id), worker)
+        await redis.set(fleet_keys.worker(POOL.id, beat.id), json.dumps(asdict(beat)))
+    await redis.hset(run_keys.log(POOL.id, RunId(run)), "worker", "w0")
+    answer = await send(api.http, path, {"worker": "w1"})
+    assert answer.status_code == 303
+    assert await redis.hgetall(fleet_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}

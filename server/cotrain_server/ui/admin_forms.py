@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
 
-from cotrain.wire.admin import KeyRequest, PauseRequest
-from cotrain_server.administration.runs import close_run, pause_run, resume_run
+from cotrain.wire.admin import KeyRequest, MoveRequest, PauseRequest
+from cotrain_server.administration.runs import close_run, move_run, pause_run, resume_run
 from cotrain_server.administration.tenant_grants import (
     TenantChange,
     change_tenant,
@@ -160,6 +160,13 @@ async def pause_one(form: _Form) -> None:
 async def resume_one(form: _Form) -> None:
     """Let a run go on."""
     await resume_run(form.services, form.tenant, form.parts["run_id"])
+
+
+@_form(_RUN + "/move", back="/runs/{run_id}")
+async def move_one(form: _Form) -> None:
+    """Have a run go on at another worker."""
+    wanted = form.read(MoveRequest, {"worker": form.field("worker")})
+    await move_run(form.services, form.tenant, form.parts["run_id"], wanted.worker)
 
 
 @_form(_RUN + "/close", back="/runs/{run_id}")
