@@ -51,7 +51,7 @@ def ask(
         try:
             checked(answer)
         except NotFoundError as error:
-            if answer.json().get("code") in ("hidden_from_key", "not_found"):
+            if answer.json().get("code") in ("operators_only", "not_found"):
                 raise ValueError(f"{url} does not take this admin key.") from error
             raise
         return answer.json() if answer.content else None
