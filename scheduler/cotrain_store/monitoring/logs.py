@@ -110,10 +110,10 @@ class _AsEvent(logging.Handler):
 def _take_over_loggers() -> None:
     """Have libraries' warnings and errors go to our log only; some bring handlers of their own."""
     logging.basicConfig(level=logging.WARNING, handlers=[_AsEvent()], force=True)
-    for name in list(logging.root.manager.loggerDict):
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.propagate = True
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):  # else a name that only others begin with
+            logger.handlers.clear()
+            logger.propagate = True
 
 
 def _in_order(process: str) -> Processor:
