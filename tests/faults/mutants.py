@@ -236,6 +236,11 @@ MUTANTS = {
                 "if epoch == 0:",
             ),
             Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != ready:", "if False:"),
+            Edit(  # of a run that it knows it ignores what changed, which would mend its queue with the next commit
+                f"{SCHEDULER}/pool_clock.py",
+                "self._queue.put(changes.queues)",
+                "self._queue.put(q for q in changes.queues if q.run not in self._queue._runs)",
+            ),
             Edit(f"{STORE}/scripts/plan.lua", " or tonumber(log[2]) ~= part.first", ""),
         ],
         "the lead is taken and given back",
