@@ -280,7 +280,9 @@ async def test_tenants_are_listed_by_name_page_by_page_and_found(api: Api) -> No
     assert OPERATOR["X-API-Key"] == ADMIN_KEY
 
 
-async def test_a_run_is_asked_to_move_and_what_can_not_be_is_refused_in_a_sentence(api: Api) -> None:
+async def test_a_run_is_asked_to_move_and_what_can_not_be_is_refused_in_a_sentence(
+    api: Api,
+) -> None:
     tenant, run, redis = await tenant_of(api), await api.new_run(ALICE), api.services.connection
     path = f"tenants/{tenant}/runs/{run}/move"
 
@@ -301,7 +303,9 @@ async def test_a_run_is_asked_to_move_and_what_can_not_be_is_refused_in_a_senten
     await ask(api, "POST", path, {"worker": "w1"})
     assert await redis.hgetall(fleet_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
     (event,) = [
-        event for event in (await ask(api, "GET", "audit"))["events"] if event["event"] == "run_move"
+        event
+        for event in (await ask(api, "GET", "audit"))["events"]
+        if event["event"] == "run_move"
     ]
     assert event["details"] == {"run": run, "worker": "w1"}
     await ask(api, "POST", f"tenants/{tenant}/runs/{run}/close")

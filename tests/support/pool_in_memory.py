@@ -1,0 +1,170 @@
+"""A pool's clock on a store in memory: queues of whole ops, workers, and the steps that were planned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cotrain_scheduler.cycle_start import GATHER_S
+from cotrain_scheduler.pool_clock import PoolClock
+from cotrain_store.errors import PlanOutdated
+from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
+from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
+from cotrain_store.messages.pauses import PlanPolicy
+from cotrain_store.messages.queue_changes import QueueChanges, Wake
+from cotrain_store.settings.scheduler import SchedulerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from cotrain_store.oplog.moves import Move
+
+POOL, WORKER = PoolId("pool"), WorkerId("w0")
+NOW = 1_000_000.0
+
+
+class InMemory:
+    """What a clock sees of the store: queues of whole ops, one worker, and the steps it was given."""
+
+    def __init__(self) -> None:
+        self.leads = True
+        self.paused = PlanPolicy()
+        self.queued: defaultdict[str, list[QueuedOp]] = defaultdict(list)
+        self.steps: list[Step] = []
+        self.open: list[Step] = []
+        self.outdated = 0
+        self.gaps_of: list[tuple[RunId, TenantId]] = []
+        self.expired: list[RunId] = []
+        self.resigned = False
+        self.workers = [WORKER]
+        self.takes_saves = True
+        self.dead: list[WorkerId] = []
+        self.reassigned: list[tuple[WorkerId, WorkerId]] = []
+        self.calls = self.passed = 0
+        self.read_all: list[int] = []
+        self.read_runs: list[str] = []
+        self.epoch = 0
+        self.number = 0
+        self.changed: dict[RunId, int] = {}
+        self.wake: asyncio.Queue[Wake | None] = asyncio.Queue()
+
+    def submit(
+        self, run: str, kind: OpKind = OpKind.FORWARD_BACKWARD, *, is_noted: bool = True
+    ) -> None:
+        seq = sum(op.run == run for step in self.steps for op in step.ops) + len(self.queued[run])
+        self.queued[run].append(QueuedOp(RunId(run), seq, kind, 10, "inline", 1, NOW))
+        if is_noted:
+            self.note(run)
+
+    def note(self, run: str) -> None:
+        self.number += 1
+        self.changed.pop(RunId(run), None)
+        self.changed[RunId(run)] = self.number
+
+    def finish(self) -> None:
+        self.open.clear()
+
+    async def lead(self) -> bool:
+        self.epoch = self.epoch or 1
+        return self.leads
+
+    async def pass_time(self) -> None:
+        self.passed += 1
+
+    async def resign(self) -> None:
+        self.resigned = True
+
+    async def policy(self) -> PlanPolicy:
+        return self.paused
+
+    async def base_model(self, pool: PoolId) -> str:
+        return f"model of {pool}"
+
+    async def pools(self) -> list[PoolId]:
+        return [POOL]
+
+    async def worker_slots(self, _: PoolId) -> list[WorkerSlot]:
+        room = self.takes_saves
+        beats = [
+            WorkerHeartbeat(w, 1, "serving", "cpu", 1e4, 0, 0, NOW, takes_saves=room)
+            for w in self.workers
+        ]
+        return [WorkerSlot(beat.id, 1, beat) for beat in beats] + [
+            WorkerSlot(w, 1, None) for w in self.dead
+        ]
+
+    async def reassign(self, _: PoolId, dead: WorkerSlot, successor: WorkerId) -> bool:
+        self.dead.remove(dead.worker)
+        self.reassigned.append((dead.worker, successor))
+        return True
+
+    @property
+    def moves(self) -> InMemory:
+        return self
+
+    async def wanted(self, _: PoolId) -> list[Move]:
+        return []
+
+    async def open_steps(self, _: PoolId, worker: WorkerId) -> int:
+        return sum(step.worker == worker for step in self.open)
+
+    def queue(self, run: RunId) -> RunQueue:
+        return RunQueue(run, TenantId(run[0]), None, tuple(self.queued[run]))
+
+    async def ready(self, _: PoolId) -> list[RunQueue]:
+        self.calls += 1
+        self.read_all.append(len(self.steps))
+        return [self.queue(RunId(run)) for run, ops in list(self.queued.items()) if ops]
+
+    async def queues(self, _: PoolId, runs: Sequence[RunId]) -> list[RunQueue]:
+        self.read_runs += runs
+        return [self.queue(run) for run in runs]
+
+    async def last_change(self, _: PoolId) -> int:
+        return self.number
+
+    async def changes(self, _: PoolId, since: int) -> QueueChanges:
+        """Give two at once, so that whoever wants all asks again."""
+        found = [run for run, number in self.changed.items() if number > since][:2]
+        are_all = len(found) < 2
+        number = self.number if are_all else self.changed[found[-1]]
+        ready = sum(bool(ops) for ops in self.queued.values())
+        return QueueChanges(number, [self.queue(run) for run in found], ready, are_all)
+
+    async def last_cycle(self, _: PoolId) -> int:
+        return len(self.steps)
+
+    async def plan(self, _: PoolId, step: Step, __: int = 0) -> None:
+        if self.outdated or any(op not in self.queued[op.run] for op in step.ops):
+            self.outdated = max(0, self.outdated - 1)
+            raise PlanOutdated
+        for op in step.ops:
+            self.queued[op.run].remove(op)
+        self.steps.append(step)
+        self.open.append(step)
+
+    async def old_gaps(self, _: PoolId, __: float) -> list[tuple[RunId, TenantId]]:
+        return self.gaps_of
+
+    async def expire_gap(self, _: PoolId, run: RunId, __: TenantId) -> None:
+        self.expired.append(run)
+
+    async def wakes(self) -> AsyncIterator[Wake | None]:
+        while True:
+            yield await self.wake.get()
+
+
+def settings_of(**settings: Any) -> SchedulerSettings:
+    given = {"redis_url": "redis://", "data_dir": Path("/nowhere"), **settings}
+    return SchedulerSettings.model_validate(given)
+
+
+def pool_on(store: Any, *, gather_s: float = GATHER_S, **settings: Any) -> PoolClock:
+    return PoolClock(store, settings_of(**settings), POOL, gather_s=gather_s)
+
+
+def wake(worker: str | None = None, *, is_free: bool = False) -> Wake:
+    return Wake(POOL, WorkerId(worker) if worker else None, is_free)

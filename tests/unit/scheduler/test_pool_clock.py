@@ -1,0 +1,311 @@
+"""One pool's clock, on a store in memory and a time of its own: nothing here sleeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_scheduler.pool_clock import LOOK_S, SWEEP_S
+from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.pauses import Pause, Pauses, PlanPolicy
+from cotrain_store.settings.scheduler import ClockMode
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.fleet import WorkerSlot
+    from cotrain_store.messages.queue_changes import QueueChanges
+
+    pass
+
+from tests.support.pool_in_memory import NOW, WORKER, InMemory, pool_on, wake
+
+
+@pytest.fixture
+def store() -> InMemory:
+    return InMemory()
+
+
+async def test_a_single_tenant_never_waits_for_the_gather_window(store: InMemory) -> None:
+    clock = pool_on(store, gather_s=1.0)
+    now = NOW
+    for _ in range(5):
+        store.submit("alone")
+        await clock.tick(now)
+        assert len(store.open) == 1  # planned in the very tick that saw it
+        now += 5.0
+        store.finish()
+        assert await clock.tick(now) == now + SWEEP_S
+    assert [step.planned_at for step in store.steps] == [NOW + 5.0 * n for n in range(5)]
+
+
+async def test_those_just_answered_are_waited_for_and_then_no_longer(store: InMemory) -> None:
+    clock = pool_on(store, gather_s=0.02)
+    for run in ("a", "b"):
+        store.submit(run)
+    await clock.tick(NOW)
+    store.finish()
+    store.submit("a")
+    again = await clock.tick(NOW + 0.1)
+    assert again == pytest.approx(NOW + 0.1 + 0.02)
+    assert store.open == []
+    store.submit("b")
+    await clock.tick(NOW + 0.11)
+    assert {op.run for op in store.steps[-1].ops} == {"a", "b"}
+    store.finish()
+    store.submit("a")
+    await clock.tick(NOW + 0.2)
+    await clock.tick(NOW + 0.2 + 0.03)
+    assert {op.run for op in store.steps[-1].ops} == {"a"}
+
+
+async def test_a_busy_worker_is_left_alone(store: InMemory) -> None:
+    clock = pool_on(store)
+    store.submit("a")
+    await clock.tick(NOW)
+    store.submit("b")
+    assert await clock.tick(NOW + 100) == NOW + 100 + SWEEP_S
+    assert len(store.steps) == 1
+
+
+async def test_new_runs_go_to_the_emptiest_worker_and_each_gets_its_own_step(
+    store: InMemory,
+) -> None:
+    store.workers = [WORKER, WorkerId("w1")]
+    for run in ("a", "b", "c", "d"):
+        store.submit(run)
+    clock = pool_on(store)
+    await clock.tick(NOW)
+    assert [step.cycle for step in store.steps] == [1, 2]
+    runs = [{op.run for op in step.ops} for step in store.steps]
+    assert len(runs[0]) == len(runs[1]) == 2
+    assert runs[0] | runs[1] == {"a", "b", "c", "d"}
+
+
+async def test_a_save_without_room_holds_its_own_run_back_until_there_is_room(
+    store: InMemory,
+) -> None:
+    clock = pool_on(store)
+    store.takes_saves = False
+    for kind in (OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.FORWARD):
+        store.submit("a", kind)
+    store.submit("b")
+    await clock.tick(NOW)
+    assert [(op.run, op.seq) for op in store.steps[-1].ops] == [("a", 0), ("a", 1), ("b", 0)]
+    store.finish()
+    await clock.tick(NOW + 1)
+    assert await clock.tick(NOW + 2) == NOW + 2 + SWEEP_S
+    assert len(store.steps) == 1
+    store.takes_saves = True
+    await clock.tick(NOW + 3)
+    assert [op.kind for op in store.steps[-1].ops] == [OpKind.SAVE]
+
+
+async def test_nothing_is_planned_of_who_is_paused_and_it_keeps_its_turn(store: InMemory) -> None:
+    clock = pool_on(store)
+    clock.policy = PlanPolicy(pauses=Pauses({TenantId("a"): Pause(NOW)}))
+    for run in ("a", "b"):
+        store.submit(run)
+    await clock.tick(NOW)
+    assert {op.run for op in store.steps[-1].ops} == {"b"}
+    store.finish()
+    assert await clock.tick(NOW + 1) == NOW + 1 + SWEEP_S
+    clock.policy = PlanPolicy()
+    await clock.tick(NOW + 2)
+    assert {op.run for op in store.steps[-1].ops} == {"a"}
+
+
+async def test_a_worker_that_is_gone_for_long_loses_its_work_once(store: InMemory) -> None:
+    clock = pool_on(store, reassign_after_s=30)
+    store.dead = [WorkerId("w1")]
+    for now in (NOW, NOW + 29.9):
+        await clock.tick(now)
+    assert store.reassigned == []
+    await clock.tick(NOW + 30)
+    await clock.tick(NOW + 31)
+    assert store.reassigned == [("w1", WORKER)]
+
+
+async def test_a_metronome_plans_on_the_beat_and_only_then(store: InMemory) -> None:
+    clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
+    clock._last_period = int(NOW // 10)
+    store.submit("a")
+    assert await clock.tick(NOW + 1) == NOW + 1 + LOOK_S
+    assert await clock.tick(NOW + 9.5) == NOW + 10
+    assert store.steps == []
+    await clock.tick(NOW + 10.01)
+    assert [step.planned_at for step in store.steps] == [NOW + 10.01]
+
+
+@pytest.mark.parametrize(("submits_whole_steps", "cycles"), [(False, 2), (True, 1)])
+async def test_a_metronome_takes_one_cycle_for_a_whole_step_and_two_for_a_naive_one(
+    store: InMemory, submits_whole_steps: bool, cycles: int
+) -> None:
+    clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
+    clock._last_period = int(NOW // 10)
+    steps, now = 3, NOW
+    todo = [OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP] * steps
+    while todo:
+        for _ in range(2 if submits_whole_steps else 1):
+            store.submit("a", todo.pop(0))
+        now += 10
+        await clock.tick(now + 0.01)
+        assert store.queued["a"] == []
+        store.finish()
+    assert len(store.steps) == steps * cycles
+
+
+async def test_a_queue_that_changed_is_read_again_soon_within_the_same_beat(
+    store: InMemory,
+) -> None:
+    clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
+    clock._last_period = int(NOW // 10)
+    store.submit("a")
+    store.outdated = 1
+    again = await clock.tick(NOW + 10.01)
+    assert NOW + 10.01 < again < NOW + 10.1
+    await clock.tick(again)
+    assert len(store.steps) == 1
+
+
+async def test_a_queue_that_never_settles_is_not_spun_on(store: InMemory) -> None:
+    clock = pool_on(store)
+    store.submit("a")
+    store.outdated = 10**9
+    assert await clock.tick(NOW) > NOW
+
+
+async def test_requests_that_nobody_can_run_yet_wake_nobody(store: InMemory) -> None:
+    clock = pool_on(store)
+    store.submit("a")
+    await clock.tick(NOW)
+    assert not clock.is_woken_by(wake("w0"))
+    assert not clock.is_woken_by(wake())
+    assert clock.is_woken_by(wake(is_free=True))
+
+
+async def test_an_idle_worker_is_not_woken_for_the_runs_of_a_busy_one(store: InMemory) -> None:
+    clock = pool_on(store)
+    store.submit("a")
+    await clock.tick(NOW)
+    store.workers = [WORKER, WorkerId("w1")]
+    await clock.tick(NOW + 1)
+    assert not clock.is_woken_by(wake("w0"))
+    for worker in ("w1", None, "one that was struck off"):
+        assert clock.is_woken_by(wake(worker))
+
+
+async def test_a_metronome_is_woken_by_nothing(store: InMemory) -> None:
+    clock = pool_on(store, clock_mode=ClockMode.METRONOME)
+    assert not clock.is_woken_by(wake(is_free=True))
+
+
+async def test_a_request_that_comes_during_a_tick_wakes_the_next_one(
+    store: InMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = pool_on(store)
+    woken = []
+
+    async def slots_a_moment_later(pool: PoolId) -> list[WorkerSlot]:
+        woken.append(clock.is_woken_by(wake("w0")))
+        return await InMemory.worker_slots(store, pool)
+
+    monkeypatch.setattr(store, "worker_slots", slots_a_moment_later)
+    store.submit("a")
+    await clock.tick(NOW)
+    store.submit("a")
+    await clock.tick(NOW + 1)
+    assert woken == [True, True]
+
+
+async def test_the_queue_is_read_once_and_then_what_changed(store: InMemory) -> None:
+    clock = pool_on(store)
+    for number in range(6):
+        for run in ("a", "b", "c"):
+            store.submit(run)
+        await clock.tick(NOW + number)
+        store.finish()
+    assert [len(step.ops) for step in store.steps] == [3] * 6
+    assert (store.read_all, store.read_runs) == ([0], [])
+
+
+async def test_everything_is_read_again_once_something_may_have_been_missed(
+    store: InMemory,
+) -> None:
+    clock = pool_on(store)
+    await clock.tick(NOW)
+    clock.forget_queue()
+    assert clock.is_woken_by(wake("w0"))
+    store.submit("a")
+    await clock.tick(NOW + 1)
+    assert (len(store.read_all), len(store.steps)) == (2, 1)
+
+
+async def test_a_queue_that_is_forgotten_while_it_is_read_is_read_again(store: InMemory) -> None:
+    """A lost connection of the listener, while a tick waits for what changed."""
+    clock = pool_on(store)
+    read = store.changes
+
+    async def forget_and_read(pool: PoolId, since: int) -> QueueChanges:
+        clock.forget_queue()
+        return await read(pool, since)
+
+    store.changes = forget_and_read  # type: ignore[method-assign, assignment]
+    await clock.tick(NOW)
+    store.changes = read  # type: ignore[method-assign]
+    await clock.tick(NOW + 1)
+    assert len(store.read_all) == 2
+
+
+async def test_a_change_that_nothing_notes_is_found_by_counting(store: InMemory) -> None:
+    clock = pool_on(store)
+    await clock.tick(NOW)
+    store.submit("a", is_noted=False)
+    await clock.tick(NOW + SWEEP_S)
+    await clock.tick(NOW + 2 * SWEEP_S)
+    assert (len(store.read_all), len(store.steps)) == (2, 1)
+
+
+async def test_a_run_that_is_not_as_it_was_read_is_read_again_alone(store: InMemory) -> None:
+    clock = pool_on(store)
+    store.submit("a")
+    store.submit("b")
+    await clock.tick(NOW)
+    store.finish()
+    store.submit("a")
+    store.submit("b")
+    await clock.tick(NOW + 1)
+    store.finish()
+    store.submit("a")
+    store.outdated = 1
+    await clock.tick(NOW + 2)  # sees the end of the cycle, and waits for "b" for a moment
+    again = await clock.tick(NOW + 3)
+    await clock.tick(again)
+    assert {op.run for op in store.steps[-1].ops} == {"a"}
+    assert (store.read_all, store.read_runs) == ([0], ["a"])
+
+
+async def test_a_redis_that_lost_what_it_knew_is_read_from_the_start(store: InMemory) -> None:
+    clock = pool_on(store)
+    store.submit("a")
+    await clock.tick(NOW)
+    store.finish()
+    store.number = 0
+    store.changed.clear()
+    await clock.tick(NOW + 1)
+    store.submit("b")
+    await clock.tick(NOW + 2)
+    assert {op.run for op in store.steps[-1].ops} == {"b"}
+
+
+async def test_a_worker_that_comes_back_has_its_runs_again(store: InMemory) -> None:
+    clock = pool_on(store)
+    await clock.tick(NOW)
+    store.workers = [WORKER, WorkerId("w1")]
+    await clock.tick(NOW + 1)
+    store.workers = [WORKER]
+    await clock.tick(NOW + 2)
+    assert len(store.read_all) == 2  # for a worker more, not for one less
+    store.workers = [WORKER, WorkerId("w1")]
+    await clock.tick(NOW + 3)
+    assert len(store.read_all) == 3
