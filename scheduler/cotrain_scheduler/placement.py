@@ -8,7 +8,9 @@ second that the worker measures.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from cotrain_scheduler.planner import QUANTUM_TOKENS
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 #: What was asked for so long ago counts 1/e of what is asked for now.
 MEMORY_S = 60.0
+#: Workers with devices of one kind differ by no more than this from the middle of them.
+FACTOR = 2.0
 #: Below this many tokens a run is at rest, and forgotten.
 AT_REST_TOKENS = 1.0
 
@@ -40,6 +44,25 @@ class Candidate:
     def seconds(self) -> float:
         """How long that would take it."""
         return self.tokens / max(self.tokens_per_s, 1.0)
+
+
+def rates(workers: Sequence[WorkerHeartbeat]) -> dict[WorkerId, float]:
+    """Say how many tokens per second each worker is taken to do. Devices of one kind do about as much.
+
+    One that was measured while its host was busy, at its start above all, may be many times off; and a worker that
+    gets no runs for it is never measured again. So it is believed as far as FACTOR from the middle of its kind.
+    """
+    kinds: defaultdict[str, list[float]] = defaultdict(list)
+    for worker in workers:
+        kinds[worker.device].append(worker.tokens_per_s)
+    middles = {kind: median(found) for kind, found in kinds.items()}
+    return {
+        worker.id: min(
+            max(worker.tokens_per_s, middles[worker.device] / FACTOR),
+            middles[worker.device] * FACTOR,
+        )
+        for worker in workers
+    }
 
 
 def best(candidates: Sequence[Candidate]) -> WorkerId:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cotrain_scheduler.moving import load_of
-from cotrain_scheduler.placement import Candidate, RecentTokens, best, fits_one_more
+from cotrain_scheduler.placement import Candidate, RecentTokens, best, fits_one_more, rates
 from cotrain_scheduler.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -74,12 +74,13 @@ class PoolQueue:
             self._workers = names
             self._move([queue for queue in self._runs.values() if queue.worker is None], None)
         fits = {worker.id: fits_one_more(worker) for worker in workers}
+        tokens_per_s = rates(workers)
         while workers and (unplaced := self._waiting.get(None)):
             queue = next(iter(unplaced))
             chosen = best([
                 Candidate(
                     worker.id, self._tokens[worker.id] + self.recent.of(worker.id, now),
-                    worker.tokens_per_s, fits_one_more=fits[worker.id],
+                    tokens_per_s[worker.id], fits_one_more=fits[worker.id],
                 )
                 for worker in workers
             ])  # fmt: skip

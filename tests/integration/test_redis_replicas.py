@@ -152,5 +152,6 @@ async def test_a_run_that_trains_while_the_master_dies_comes_to_the_same_bits(
                 requests = await submit(disturbed, run, 4, len(PROGRAM))
                 await asyncio.to_thread(replicas.kill_master)
                 answers += await results(disturbed, run, requests)
+            await asyncio.to_thread(replicas.new_master)
             assert restored_digest(url, folder, engine, run.id) == digest
     assert answers == expected

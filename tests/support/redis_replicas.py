@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 SERVICE = "cotrain"
 PATIENCE_S = 120
-#: A master that is silent for so long is dead to the Sentinel.
-DOWN_MS = 500
+#: A master that is silent for so long is dead to the Sentinel: longer than one that is busy.
+DOWN_MS = 1500
 WAITS_FOR_DISKS = (7, 2)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WAIT_MS = 4_000
 #: Commands behind which it waits. Not `SET`: heartbeats and the like, which the next one replaces.
 AWAITED = frozenset({
-    "EVALSHA", "EVAL", "HSET", "HDEL", "HINCRBY", "DEL", "INCR", "SADD", "SREM",
+    "EVALSHA", "EVAL", "HSET", "HDEL", "HINCRBY", "DEL", "INCRBY", "SADD", "SREM",
 })  # fmt: skip
 
 

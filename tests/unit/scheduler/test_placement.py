@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_scheduler.placement import MEMORY_S, Candidate, RecentTokens, best, fits_one_more
+from cotrain_scheduler.placement import (
+    MEMORY_S,
+    Candidate,
+    RecentTokens,
+    best,
+    fits_one_more,
+    rates,
+)
 from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, WorkerId
@@ -25,6 +32,29 @@ def test_twice_as_fast_is_done_with_twice_as_much() -> None:
     slow, fast = Candidate(W0, 1_000, 100.0), Candidate(W1, 1_900, 200.0)
     assert best([slow, fast]) == W1
     assert best([slow, Candidate(W1, 2_100, 200.0)]) == W0
+
+
+def test_a_worker_is_believed_to_be_about_as_fast_as_others_with_its_kind_of_device() -> None:
+    def of(name: WorkerId, device: str, tokens_per_s: float) -> WorkerHeartbeat:
+        return WorkerHeartbeat(name, 1, "serving", device, tokens_per_s, 0, 0, 0.0)
+
+    cpus = [of(W0, "cpu", 3_000.0), of(W1, "cpu", 4_600.0), of(W2, "cpu", 54_000.0)]
+    assert rates(cpus) == {W0: 3_000.0, W1: 4_600.0, W2: 9_200.0}
+    mixed = [of(W0, "cpu", 3_000.0), of(W1, "cuda", 40_000.0), of(W2, "cuda", 0.0)]
+    assert rates(mixed) == {W0: 3_000.0, W1: 40_000.0, W2: 10_000.0}
+    assert rates([]) == {}
+
+
+@given(st.lists(st.floats(0.0, 1e9), min_size=1, max_size=8))
+def test_no_worker_goes_without_runs_for_what_it_measured(measured: list[float]) -> None:
+    workers = [
+        WorkerHeartbeat(WorkerId(f"w{n}"), 1, "serving", "cpu", rate, 0, 0, 0.0)
+        for n, rate in enumerate(measured)
+    ]
+    taken, tokens = rates(workers), dict.fromkeys((one.id for one in workers), 0)
+    for _ in range(5 * len(workers)):
+        tokens[best([Candidate(name, tokens[name], taken[name]) for name in tokens])] += 100
+    assert all(tokens.values())
 
 
 def test_a_worker_without_room_for_an_adapter_comes_last_and_yet_before_none() -> None:
