@@ -13,6 +13,7 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import PlanOutdated, RunFailed, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result, ResultKind
@@ -208,6 +209,18 @@ async def test_a_plan_is_all_or_nothing(log: Log) -> None:
     with pytest.raises(PlanOutdated):
         await log.dispatch.plan(POOL, Step(1, WORKER, ops, 0.0, tenants))
     assert log.everything() == before
+
+
+async def test_nothing_is_planned_for_a_worker_that_hands_over_its_runs(log: Log) -> None:
+    await log.new_run()
+    heartbeat = WorkerHeartbeat(WORKER, 1, "draining", "cpu", 1.0, 1, 0, 0.0, hands_over=True)
+    log.redis.set(fleet_keys.worker(POOL, WORKER), encode(heartbeat))
+    before = log.everything()
+    with pytest.raises(PlanOutdated):
+        await log.plan()
+    assert log.everything() == before
+    log.redis.set(fleet_keys.worker(POOL, WORKER), encode(replace(heartbeat, hands_over=False)))
+    assert await log.plan()
 
 
 async def test_a_worker_has_one_open_step_at_a_time(log: Log) -> None:

@@ -157,6 +157,7 @@ def test_four_workers_compute_what_one_does_also_where_runs_are_moved_and_one_is
     with Serving(tmp_path, [base_model], KEYS, options) as serving, ExitStack() as clients:
         tenants = Tenants(serving.address, clients)
         tenants.step()
+        wait_until(lambda: all(found["runs"] for found in workers_of(serving).values()))
         under_way = tenants.begin()
         moved = [move(serving, run.model_id, "w3") for run in tenants.runs[:4]]
         tenants.wait(under_way)
@@ -169,10 +170,8 @@ def test_four_workers_compute_what_one_does_also_where_runs_are_moved_and_one_is
         )
         tenants.wait(under_way)
         tenants.save()
-        wait_until(lambda: all(found["runs"] for found in workers_of(serving).values()))
-        workers = workers_of(serving)
+        wait_until(lambda: set(workers_of(serving)) == {"w0", "w1", "w2", "w3"})
     assert (tenants.numbers, saved_in(tmp_path)) == alone
-    assert set(workers) == {"w0", "w1", "w2", "w3"}
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])

@@ -1,5 +1,5 @@
 -- plan: write one worker's step of a cycle and move its runs forward. All of it or nothing.
--- Fenced by the scheduler's epoch; refused when the queue is not as the planner saw it.
+-- Fenced by the scheduler's epoch; refused when the queue is not as the planner saw it, or the worker hands over.
 -- needs: ages
 -- The step itself follows `args`; of each of its runs `args.runs` has the first seq, and its ops as the log
 -- has them. Changes up to `args.seen` are known to the scheduler, and listed no longer.
@@ -12,6 +12,10 @@ if redis.call('GET', epoch_key) ~= epoch then
 end
 if tonumber(redis.call('GET', counter) or 0) ~= cycle - 1 or redis.call('HLEN', open) >= args.max_open then
   return 'OUTDATED'
+end
+local heartbeat = redis.call('GET', prefix .. 'worker:' .. worker)
+if heartbeat and cjson.decode(heartbeat).hands_over then
+  return 'OUTDATED' -- it said so after the scheduler looked
 end
 for _, part in ipairs(args.runs) do
   local log = redis.call('HMGET', prefix .. 'log:' .. part.run, 'state', 'next', 'worker')
