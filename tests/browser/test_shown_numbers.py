@@ -39,6 +39,9 @@ def test_thirty_steps_are_thirty_points_with_the_clients_losses(site: Site) -> N
         drawn = json.loads(page.get_attribute("#chart-loss", "data-chart") or "")
         assert page.locator("#chart-loss canvas").count() == 1
         expect(page.get_by_text("Steps").locator("xpath=following-sibling::dd")).to_have_text("30")
+    own = {"X-API-Key": site.keys["alice"]}
+    usage = httpx.get(f"{site.address}/ui/usage.json", headers=own).json()
+    assert {each["name"]: each["used"] for each in usage["quotas"]}["history_points"] == 30
     assert drawn["x"] == list(range(1, 31))
     assert drawn["series"][0]["values"] == pytest.approx(run.losses, rel=1e-12)
 

@@ -133,14 +133,18 @@ async def _used(services: Services, tenant: TenantId) -> dict[str, int]:
     pipeline.zcount(tenant_keys.living_sessions(tenant), int(time.time() * 1000), "+inf")
     pipeline.zcount(tenant_keys.tenant_samplers(tenant), now_ms, "+inf")
     pipeline.hget(tenant_keys.sampler_bytes(tenant), "bytes")
+    pipeline.hget(tenant_keys.history_points(tenant), "points")
     pools = await services.records.pools()
     for pool in pools:
         pipeline.hmget(run_keys.queue(pool.id, tenant), ["ops", "tokens", "bytes"])
         pipeline.hmget(sample_keys.sample_load(pool.id, tenant), ["waiting", "running", "tokens"])
     answers = [_number(answer) for answer in await pipeline.execute()]
-    names = ("runs", "run_bytes", "record_bytes", "sessions", "samplers", "sampler_bytes")
-    used: defaultdict[str, int] = defaultdict(int, zip(names, map(sum, answers[:6]), strict=True))
-    for ops, samples in zip(answers[6::2], answers[7::2], strict=True):
+    names = (
+        "runs", "run_bytes", "record_bytes", "sessions", "samplers", "sampler_bytes", "history_points",
+    )  # fmt: skip
+    own, of_pools = answers[: len(names)], answers[len(names) :]
+    used: defaultdict[str, int] = defaultdict(int, zip(names, map(sum, own), strict=True))
+    for ops, samples in zip(of_pools[::2], of_pools[1::2], strict=True):
         of_pool = dict(zip(("ops", "tokens", "bytes"), ops, strict=True))
         of_pool |= {"samples": samples[0] + samples[1], "sample_tokens": samples[2]}
         for name, count in of_pool.items():
