@@ -115,6 +115,22 @@ async def test_a_write_that_no_replica_has_is_refused_for_now_and_a_read_is_not(
     of_worker.close()
 
 
+async def test_a_read_does_not_wait_for_the_writes_of_others(
+    replicas: RedisReplicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.redis_client.replicas.WAIT_MS", 1_000)
+    connection = open_batching_connection(replicas.url("?replicas=1"))
+    await connection.hset("numbers", "1", "1")
+    replicas.kill_replicas()
+    writing = asyncio.create_task(connection.hset("numbers", "2", "1"))
+    while await connection.hget("numbers", "2") is None:  # by reads, while the write waits
+        assert not writing.done()
+    assert not writing.done()
+    with pytest.raises(RedisRefuses):
+        await writing
+    await connection.aclose()
+
+
 async def test_an_error_of_a_command_is_its_own_and_its_neighbours_go_on(
     replicas: RedisReplicas,
 ) -> None:

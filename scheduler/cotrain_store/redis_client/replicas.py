@@ -64,22 +64,41 @@ class ReplicatedSyncRedis(redis.Redis):
             return acknowledged(pipeline.execute(raise_on_error=False), self.replicas)
 
 
-class ReplicatedBatchingRedis(BatchingRedis):
-    """Of a server. A batch waits once, for all that is written in it."""
+class _Writes(BatchingRedis):
+    """Batches of writes; each waits once, for all that is in it."""
 
     replicas: int
 
     @override
     async def _answers(self, batch: Sequence[Command]) -> list[Any]:
-        written = [args[0] in AWAITED for args, _ in batch]
-        if not any(written):
-            return await super()._answers(batch)
         waits: list[Command] = [(wait, {}) for wait in waits_for(self.replicas)]
         *answers, _, disks = await super()._answers([*batch, *waits])
-        return [
-            acknowledged_of(answer, disks, self.replicas) if is_write else answer
-            for answer, is_write in zip(answers, written, strict=True)
-        ]
+        return [acknowledged_of(answer, disks, self.replicas) for answer in answers]
+
+
+class ReplicatedBatchingRedis(BatchingRedis):
+    """Of a server. Writes have batches of their own: while they wait for a replica that is away, reads go on."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As `redis.asyncio.Redis`."""
+        super().__init__(*args, **options)
+        self._writes = _Writes(connection_pool=self.connection_pool)
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas have to have a write on their disks."""
+        return self._writes.replicas
+
+    @replicas.setter
+    def replicas(self, replicas: int) -> None:
+        self._writes.replicas = replicas
+
+    @override
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Send a command with the next batch of its kind; raises what Redis says, or RedisRefuses."""
+        if args[0] in AWAITED:
+            return await self._writes.execute_command(*args, **options)
+        return await super().execute_command(*args, **options)
 
 
 WAITING = (ReplicatedRedis, ReplicatedSyncRedis, ReplicatedBatchingRedis)
