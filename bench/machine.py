@@ -19,7 +19,7 @@ def machine(device: str) -> dict[str, Any]:
     """Return command, date, hardware, versions and load; print them."""
     is_cuda = device == "cuda"
     facts = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if is_cuda else cpu_name(),
         "cuda": torch.version.cuda,

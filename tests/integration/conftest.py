@@ -61,6 +61,20 @@ def engine(tiny_model: Path) -> Engine:
 
 
 @pytest.fixture
+def other(tiny_model: Path) -> Engine:
+    """The engine of a second worker."""
+    from cotrain_workers.engine.engine import Engine
+
+    return Engine.load(str(tiny_model))
+
+
+@pytest.fixture
+def heartbeats_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send them often: a test waits for what a worker says."""
+    monkeypatch.setattr("cotrain_workers.worker.heartbeat.HEARTBEAT_S", 0.05)
+
+
+@pytest.fixture
 async def server(
     empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Stack]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cotrain_store.errors import WorkerNotFound
 from cotrain_store.keys import fleet_keys, run_keys
-from cotrain_store.messages.ids import WorkerId
 from cotrain_store.oplog.drains import Drains
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
 from tests.support.sampling import ended, submit_sample, submit_save
 from tests.support.stack import POOL, worker
+from tests.support.two_workers import NEW, OLD, STEP, heartbeat, is_listed
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -23,22 +22,7 @@ if TYPE_CHECKING:
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
 
-OLD, NEW = WorkerId("w0"), WorkerId("w1")
-STEP = 4
-
-
-@pytest.fixture(autouse=True)
-def heartbeats_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_workers.worker.heartbeat.HEARTBEAT_S", 0.05)
-
-
-def heartbeat(redis: Any, name: WorkerId) -> dict[str, Any]:
-    row = redis.get(fleet_keys.worker(POOL, name))
-    return json.loads(row) if row else {}
-
-
-def is_listed(redis: Any, name: WorkerId) -> bool:
-    return bool(redis.sismember(fleet_keys.workers(POOL), name))
+pytestmark = pytest.mark.usefixtures("heartbeats_are_quick")
 
 
 async def test_a_worker_is_drained_while_its_runs_train_and_comes_back(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,11 @@ import pytest
 
 from cotrain_store.errors import CannotMove, Fenced, RunClosed, WorkerNotFound
 from cotrain_store.keys import fleet_keys, run_keys
-from cotrain_store.messages.ids import WorkerId
 from cotrain_store.oplog.moves import Move, Moves
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
 from tests.support.stack import POOL, snapshots, worker
+from tests.support.two_workers import NEW, OLD, STEP, heartbeat
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -25,25 +24,7 @@ if TYPE_CHECKING:
     from tests.support.redis_server import EmbeddedRedis
     from tests.support.stack import Stack
 
-OLD, NEW = WorkerId("w0"), WorkerId("w1")
-STEP = 4
-
-
-@pytest.fixture(autouse=True)
-def heartbeats_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_workers.worker.heartbeat.HEARTBEAT_S", 0.05)
-
-
-@pytest.fixture
-def other(tiny_model: Path) -> Engine:
-    from cotrain_workers.engine.engine import Engine as AnotherEngine
-
-    return AnotherEngine.load(str(tiny_model))
-
-
-def heartbeat(redis: Any, name: WorkerId) -> dict[str, Any]:
-    row = redis.get(fleet_keys.worker(POOL, name))
-    return json.loads(row) if row else {}
+pytestmark = pytest.mark.usefixtures("heartbeats_are_quick")
 
 
 def owner(redis: Any, run: RunRecord) -> str:
