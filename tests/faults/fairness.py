@@ -58,7 +58,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Turns:
-    """What was unfair, and how often somebody was passed over at all."""
+    """What was unfair, and how often a run was passed over at all."""
 
     violations: Sequence[str]
     passed_over: int
@@ -93,7 +93,7 @@ def turns(
     largest: Counter[str] = Counter()  # by run: the tokens of the largest of them
     windows: dict[str, _Window] = {}
     workers = {cycle.worker for cycle in cycles}
-    # Where a run waits is known by who served it; before that only if there is nobody else.
+    # Where a run waits is known by who served it; before that only if there is no other worker.
     worker_by_run = dict.fromkeys(accepted, *workers) if len(workers) == 1 else {}
     for cycle in cycles:
         worker_by_run.update(dict.fromkeys(cycle.served, cycle.worker))
@@ -148,7 +148,7 @@ class _Window:
             self._largest[run] = max([self._largest[run], *costs])
 
     def unfair(self, waiting: str, ahead: int, rounds: int, quantum: int) -> Iterable[str]:
-        """Name whoever got too much while a run waited."""
+        """Name each run that got too much while another waited."""
         for run, tokens in self._tokens.items():
             most = self._tokens[waiting] + rounds * (2 * quantum + self._largest[run] + ahead)
             if run != waiting and tokens > most:

@@ -40,7 +40,7 @@ def test_one_that_gets_all_the_turns_is_told() -> None:
     assert seen.violations[0] == "I9 a was served 50 tokens, and at most 40 were its turn beside b"
 
 
-def test_whoever_has_nothing_accepted_is_not_passed_over() -> None:
+def test_a_run_with_nothing_accepted_is_not_passed_over() -> None:
     cycles = [Cycle(1.0 + n, {"a": 1}) for n in range(9)]
     seen = turns(cycles, {"a": asked(9), "b": asked(10, at_s=100.0)}, quantum_tokens=10)
     assert (seen.violations, seen.passed_over) == ([], 8)

@@ -274,6 +274,13 @@ def test_a_server_of_nothing_asks_for_a_base_model() -> None:
     assert refused.stderr.startswith("Which base model? `cotrain serve --base-model ")
 
 
+def test_a_redis_that_has_no_such_address_is_refused_in_a_sentence_without_its_password() -> None:
+    refused = serve("--base-model=a/b", "--redis-url=http://:hidden@host")
+    assert refused.returncode == os.EX_USAGE
+    assert refused.stderr.startswith("redis_url begins with none of unix://, redis://")
+    assert "hidden" not in refused.stdout + refused.stderr
+
+
 def test_every_option_names_its_variable() -> None:
     text = serve("--help", COLUMNS="200", TERM="dumb").stdout
     options = set(re.findall(r"--([a-z][a-z-]+)", text)) - {"help"}

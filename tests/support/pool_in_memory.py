@@ -127,7 +127,7 @@ class InMemory:
         return self.number
 
     async def changes(self, _: PoolId, since: int) -> QueueChanges:
-        """Give two at once, so that whoever wants all asks again."""
+        """Give two at once, so that a clock that wants all asks again."""
         found = [run for run, number in self.changed.items() if number > since][:2]
         are_all = len(found) < 2
         number = self.number if are_all else self.changed[found[-1]]

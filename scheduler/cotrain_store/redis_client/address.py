@@ -84,8 +84,9 @@ def with_password(url: str, password: str) -> str:
         ValueError: it names a password of its own.
     """
     scheme, _, rest = url.partition("://")
-    # By hand: `urlunsplit` drops the empty host of `unix:///path`.
-    login, _, behind = rest.rpartition("@") if "@" in urlsplit(url).netloc else ("", "", rest)
+    # By hand: `urlunsplit` drops the empty host of `unix:///path`. What stands behind `/` may hold an @ as well.
+    login, at, _ = urlsplit(url).netloc.rpartition("@")
+    behind = rest.removeprefix(login + at)
     if ":" in login:
         raise ValueError("redis_url names a password, and redis_password_file another: set one.")
     return f"{scheme}://{login}:{quote(password, safe='')}@{behind}"

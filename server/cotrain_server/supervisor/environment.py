@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cotrain_server.settings import ServerSettings
+from cotrain_store.redis_client.address import parse_address
 from cotrain_store.settings.removed import REPLACED_BY, removed_variables
 from cotrain_store.settings.scheduler import SchedulerSettings
 from cotrain_store.settings.store import PREFIX, StoreSettings, with_password_of
@@ -42,9 +43,12 @@ def refused_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def opened(redis_url: str | None) -> str | None:
-    """Complete a Redis' URL by the password of COTRAIN_REDIS_PASSWORD_FILE. Raises ValueError."""
+    """Check a Redis' URL, and complete it by the password of COTRAIN_REDIS_PASSWORD_FILE. Raises ValueError."""
+    if not redis_url:
+        return redis_url
+    parse_address(redis_url)
     file = os.environ.get(f"{PREFIX}REDIS_PASSWORD_FILE")
-    return with_password_of(redis_url, Path(file)) if redis_url and file else redis_url
+    return with_password_of(redis_url, Path(file)) if file else redis_url
 
 
 def environment(

@@ -19,7 +19,7 @@ def store() -> InMemory:
 
 @dataclass
 class HostTime:
-    """A host's two clocks: somebody sets the one, and the other only ever goes on."""
+    """A host's two clocks: the operator sets the one, and the other only ever goes on."""
 
     wall_s: float = NOW
     steady_s: float = 5_000.0
@@ -43,7 +43,7 @@ def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
 
 
 @pytest.mark.parametrize("set_by", [-3600.0, -10.0, 3600.0])
-async def test_nobody_waits_for_a_time_that_was_set_back(
+async def test_no_run_waits_for_a_time_that_was_set_back(
     store: InMemory, host_time: HostTime, set_by: float
 ) -> None:
     clock = pool_on(store)
@@ -73,7 +73,7 @@ async def test_a_metronome_goes_on_with_the_next_beat_of_a_time_that_was_set(
     assert len(store.steps) == 1
 
 
-async def test_nobody_is_dead_for_long_because_the_time_was_set(
+async def test_no_worker_is_dead_for_long_because_the_time_was_set(
     store: InMemory, host_time: HostTime
 ) -> None:
     clock = pool_on(store, reassign_after_s=30)

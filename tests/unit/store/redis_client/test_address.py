@@ -77,6 +77,11 @@ def test_no_message_and_no_picture_shows_a_password() -> None:
         ("redis://redis:6379/0", "redis://:a%2Fb%40c@redis:6379/0"),
         ("redis://api@redis", "redis://api:a%2Fb%40c@redis"),
         ("unix:///run/s", "unix://:a%2Fb%40c@/run/s"),
+        ("redis://one/0?client_name=a@b", "redis://:a%2Fb%40c@one/0?client_name=a@b"),
+        (
+            "redis+sentinel://api@one/cotrain?sentinel_password=d:e@f",
+            "redis+sentinel://api:a%2Fb%40c@one/cotrain?sentinel_password=d:e@f",
+        ),
         ("redis+sentinel://api@one,two/cotrain", "redis+sentinel://api:a%2Fb%40c@one,two/cotrain"),
     ],
 )
