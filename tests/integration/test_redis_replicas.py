@@ -135,14 +135,17 @@ async def test_an_error_of_a_command_is_its_own_and_its_neighbours_go_on(
     replicas: RedisReplicas,
 ) -> None:
     connection = open_batching_connection(replicas.url("?replicas=1"))
+    await connection.hset("numbers", "1", "1")
     answers: list[object] = await asyncio.gather(
-        connection.hset("numbers", "1", "1"),
+        connection.hset("numbers", "2", "1"),
+        connection.sadd("numbers", "1"),
         connection.register_script("return redis.call('INCR', KEYS[1])")(keys=["count"], args=[]),
         connection.get("numbers"),
         return_exceptions=True,
     )
-    assert answers[:2] == [1, 1]
-    assert "WRONGTYPE" in str(answers[2])
+    assert (answers[0], answers[2]) == (1, 1)
+    assert "WRONGTYPE" in str(answers[1])
+    assert "WRONGTYPE" in str(answers[3])
     await connection.aclose()
 
 
