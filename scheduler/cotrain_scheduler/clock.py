@@ -11,6 +11,7 @@ import structlog
 
 from cotrain_scheduler import cycle_start, planner
 from cotrain_scheduler.pool_clock import PoolClock
+from cotrain_scheduler.scaling import LOOK_S, PoolScaling
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.pauses import PlanPolicy
 from cotrain_store.monitoring import metrics
@@ -124,11 +125,20 @@ class Clock:
         clock.policy = self._policy
         woken = asyncio.Event()
         self._pools[pool] = clock, woken
+        scaling = PoolScaling(self._dispatch.scalings, pool, self._settings)
 
         async def look() -> float:
             return await clock.look() if self._leads else RENEW_S
 
+        async def scale() -> float:
+            if self._leads:
+                await scaling.look(clock.waiting_tokens, self._policy.pauses)
+            else:
+                scaling.forget()
+            return LOOK_S
+
         tasks.create_task(self._repeat(woken, look))
+        tasks.create_task(self._repeat(self._stopped, scale))
 
     async def _expire_gaps(self, pool: PoolId) -> None:
         for run, tenant in await self._dispatch.old_gaps(pool, self._settings.gap_limit_s):

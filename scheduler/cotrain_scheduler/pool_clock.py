@@ -110,6 +110,11 @@ class PoolClock:
         self._is_forgotten = True
         self._free = None
 
+    @property
+    def waiting_tokens(self) -> dict[WorkerId, int]:
+        """Say what waits for each worker, as it was known when a worker was free last."""
+        return {worker: self._queue.waiting_tokens(worker) for worker in sorted(self._slots)}
+
     def _forget_times(self, now: float) -> None:
         """Begin anew with everything that waits for some time to pass; whose turn it is stays."""
         self._last_period = self._period_number(now)

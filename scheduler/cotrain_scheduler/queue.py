@@ -112,6 +112,10 @@ class PoolQueue:
         """Give the runs that a worker can go on with, as the planner takes them."""
         return self._waiting[worker]
 
+    def waiting_tokens(self, worker: WorkerId) -> int:
+        """Count the tokens that wait for a worker."""
+        return self._tokens[worker]
+
     def has_all(self, worker: WorkerId, runs: Iterable[RunId]) -> bool:
         """Tell whether all of these runs wait for this worker."""
         return all(self._at.get(run) == worker for run in runs)

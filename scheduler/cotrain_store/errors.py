@@ -33,6 +33,7 @@ StoreError
 │   ├── UnreadQuotaReached
 │   ├── SamplingBusy
 │   ├── StoreFull
+│   ├── BaseModelStarting
 │   └── DiskReserveReached
 ├── Fenced                          (this process was replaced by a newer one and may write nothing)
 ├── PlanOutdated
@@ -225,6 +226,12 @@ class StoreFull(Busy):
     """The server holds as many waiting requests and unread results as its memory allows."""
 
     retry_after_s = 30.0
+
+
+class BaseModelStarting(Busy):
+    """The first worker of this base model is starting; until it is there, nothing is known of the model."""
+
+    retry_after_s = 10.0
 
 
 class DiskReserveReached(Busy):

@@ -38,6 +38,7 @@ from cotrain_server.routes import (
     weights,
 )
 from cotrain_server.routes.admin import audit as admin_audit
+from cotrain_server.routes.admin import fleet as admin_fleet
 from cotrain_server.routes.admin import keys as admin_keys
 from cotrain_server.routes.admin import runs as admin_runs
 from cotrain_server.routes.admin import tenants as admin_tenants
@@ -88,6 +89,7 @@ PARTS = (
     admin_keys,
     admin_runs,
     admin_workers,
+    admin_fleet,
     admin_audit,
     pages,
 )

@@ -167,6 +167,7 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     # Never 409: the SDK repeats it silently for five minutes.
     (store.Refused, 400),
     (store.DiskReserveReached, 503),
+    (store.BaseModelStarting, 503),
     (store.Busy, 429),
     (store.StoreUnavailable, 503),
 )

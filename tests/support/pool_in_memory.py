@@ -15,11 +15,14 @@ from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
 from cotrain_store.messages.pauses import PlanPolicy
 from cotrain_store.messages.queue_changes import QueueChanges, Wake
+from cotrain_store.monitoring.backlog import Demand
 from cotrain_store.settings.scheduler import SchedulerSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from cotrain_store.messages.pauses import Pauses
+    from cotrain_store.messages.scaling import Scaling
     from cotrain_store.oplog.moves import Move
 
 POOL, WORKER = PoolId("pool"), WorkerId("w0")
@@ -49,6 +52,7 @@ class InMemory:
         self.epoch = 0
         self.number = 0
         self.changed: dict[RunId, int] = {}
+        self.scaling: Scaling | None = None
         self.wake: asyncio.Queue[Wake | None] = asyncio.Queue()
 
     def submit(
@@ -107,6 +111,19 @@ class InMemory:
 
     async def wanted(self, _: PoolId) -> list[Move]:
         return []
+
+    @property
+    def scalings(self) -> InMemory:
+        return self
+
+    async def demand(self, _: PoolId, __: Pauses) -> Demand:
+        return Demand(runs=sum(map(bool, self.queued.values())))
+
+    async def read(self, _: PoolId) -> Scaling | None:
+        return self.scaling
+
+    async def write(self, _: PoolId, scaling: Scaling) -> None:
+        self.scaling = scaling
 
     async def open_steps(self, _: PoolId, worker: WorkerId) -> int:
         return sum(step.worker == worker for step in self.open)

@@ -98,13 +98,17 @@ async def stack(
     mode: ClockMode = ClockMode.EAGER,
     period_s: float = 10.0,
     limits: TenantLimits | None = None,
+    **scheduling: float,
 ) -> AsyncIterator[Stack]:
     """Run the API's store objects and a scheduler; a worker is started apart (`worker`)."""
     connection = open_connection(redis_url)
     spool = Spool(data_dir / "spool", new_writer("api"))
-    settings = SchedulerSettings(
-        redis_url=redis_url, data_dir=data_dir, clock_mode=mode, clock_period_s=period_s
-    )
+    settings = SchedulerSettings.model_validate(
+        {
+            "redis_url": redis_url, "data_dir": data_dir, "clock_mode": mode,
+            "clock_period_s": period_s, **scheduling,
+        }
+    )  # fmt: skip
     dispatch = Dispatch(connection, new_writer("scheduler"))
     clock = Clock(dispatch, settings)
     ticking = asyncio.create_task(clock.run())

@@ -59,7 +59,7 @@ async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     services = SimpleNamespace(
         settings=SimpleNamespace(data_dir=tmp_path, disk_reserve_bytes=1),
         connection=None,
-        records=SimpleNamespace(pools=pools),
+        records=SimpleNamespace(pools=pools, not_yet_served=nothing_wrong),
     )
     return (await collector.fleet_metrics(cast("Services", services))).decode()
 

@@ -85,6 +85,11 @@ def moves(pool: PoolId) -> str:
     return f"{prefix(pool)}moves"
 
 
+def scaling(pool: PoolId) -> str:
+    """Name the record (JSON `Scaling`) of how many workers a pool is to have; the scheduler that leads writes it."""
+    return f"{prefix(pool)}scaling"
+
+
 def worker(pool: PoolId, worker_id: WorkerId) -> str:
     """Name a worker's heartbeat (JSON); expires unless renewed."""
     return f"{prefix(pool)}worker:{worker_id}"

@@ -1,15 +1,38 @@
-"""How much waits in a pool, as time, and how many workers would end it soon. Pure."""
+"""How much waits in a pool, as time, and how many workers its work needs at this moment. Pure."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 #: What waits shall be done with within this time.
 WANTED_WITHIN_S = 60.0
+#: Workers stay that are busy: so much of the last minute each of those that stay may have computed.
+BUSY_SHARE = 0.8
+#: A worker at rest computes less than this part of a minute.
+AT_REST = 0.005
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a pool has to do, of those that are not held back, and what it does it with."""
+
+    tokens: int = 0
+    """Of training requests that are accepted and not run."""
+    runs: int = 0
+    """Runs with a request that can be run, and steps at work: no more workers than these have training to do."""
+    samples: int = 0
+    """Sample requests that wait or run."""
+    rates: tuple[float, ...] = ()
+    """Tokens per second of each worker that serves."""
+    measured: float = 0.0
+    """The same of the worker that started last, wherever it is now."""
+    busy: float = 0.0
+    """What the workers computed of the last minute, added up: 2.0 are two workers without a rest."""
 
 
 def backlog_seconds(tokens: int, rates: Sequence[float], measured: float) -> float:
@@ -21,11 +44,20 @@ def backlog_seconds(tokens: int, rates: Sequence[float], measured: float) -> flo
     return tokens / rate if rate > 0 else 0.0
 
 
-def workers_wanted(tokens: int, rates: Sequence[float], measured: float, *, is_busy: bool) -> int:
-    """Count the workers, as fast as those there are, that end what waits within `WANTED_WITHIN_S`.
+def workers_needed(demand: Demand) -> int:
+    """Count the workers, as fast as those there are, that this moment's work needs: the formula of docs/metrics.md.
 
-    One at least while anything waits or runs (`is_busy`), and none for a pool at rest.
+    As many as end what waits within WANTED_WITHIN_S, and no fewer than what the last minute's computing takes
+    at BUSY_SHARE; the second adds none to those there are. One at least while anything can be run.
     """
-    rate = sum(rates) / len(rates) if rates else measured
-    wanted = math.ceil(tokens / (rate * WANTED_WITHIN_S)) if rate > 0 else 0
-    return max(wanted, 1) if is_busy else 0
+    rates = demand.rates
+    rate = sum(rates) / len(rates) if rates else demand.measured
+    waiting = math.ceil(demand.tokens / (rate * WANTED_WITHIN_S)) if rate > 0 else 0
+    at_once = demand.runs + demand.samples
+    computing = 0 if demand.busy < AT_REST else math.ceil(demand.busy / BUSY_SHARE)
+    return max(min(waiting, at_once), min(computing, len(rates)), min(at_once, 1))
+
+
+def computed(duty: Mapping[str, float]) -> float:
+    """Say what part of the last minute a worker computed, sampling included, by its heartbeat."""
+    return sum(share for phase, share in duty.items() if phase != "idle")

@@ -11,13 +11,15 @@ from cotrain_store.keys import age_keys, fleet_keys, run_keys, weights_keys
 from cotrain_store.messages.encoding import decode
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, SessionId, TenantId, WorkerId
-from cotrain_store.monitoring.backlog import backlog_seconds, workers_wanted
+from cotrain_store.messages.scaling import parse_scaling
+from cotrain_store.monitoring.backlog import backlog_seconds
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.store_clock import parse_ms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from cotrain_store.messages.scaling import Scaling
     from cotrain_store.redis_client.connection import Connection
 
 #: Cycle records of a full pool have some 10 KB each, and Redis does nothing else while it sends them.
@@ -58,18 +60,24 @@ class PoolStatus:
     """Saved weights of which there is a record."""
     measured_tokens_per_s: float = 0.0
     """Of a worker, when the last one started."""
+    ready_runs: int = 0
+    """With a request that can be run."""
+    scaling: Scaling | None = None
+    """What the scheduler decided of the number of workers; None before the first time."""
 
     @property
     def backlog_s(self) -> float:
         """What waits in these queues, as time of the workers there are."""
         return backlog_seconds(self._tokens, self._rates, self.measured_tokens_per_s)
 
-    @property
-    def workers_wanted(self) -> int:
-        """Count the workers that would end it within a minute."""
-        is_busy = any(q.ops or q.samples_waiting or q.samples_running for q in self.queues)
-        rates, measured = self._rates, self.measured_tokens_per_s
-        return workers_wanted(self._tokens, rates, measured, is_busy=is_busy)
+    def workers_wanted(self, now: float) -> int:
+        """Count the workers that this pool is to have, `now` in s since 1970: docs/metrics.md has the formula.
+
+        Without a scheduler that leads, as many as there are, and one at least where something waits.
+        """
+        if self.scaling is not None and self.scaling.is_current(now):
+            return self.scaling.wanted
+        return max(len(self._rates), min(1, sum(q.ops + q.samples_waiting for q in self.queues)))
 
     @property
     def duty(self) -> Mapping[str, float]:
@@ -121,10 +129,13 @@ async def pool_status(
     pipeline.hgetall(fleet_keys.counters(pool))
     pipeline.scard(weights_keys.pool_weights(pool))
     pipeline.hget(fleet_keys.pools(), pool)
+    pipeline.zcard(run_keys.ready(pool))
+    pipeline.get(fleet_keys.scaling(pool))
     for worker in ids:
         pipeline.get(fleet_keys.worker(pool, worker))
         pipeline.hlen(fleet_keys.open_steps(pool, worker))
-    ready, gaps, clock, cycle, counters, weights, record, *rows = await pipeline.execute()
+    found = await pipeline.execute()
+    ready, gaps, clock, cycle, counters, weights, record, ready_runs, scaling, *rows = found
     heartbeats, opened = rows[::2], rows[1::2]
     return PoolStatus(
         pool=pool,
@@ -143,6 +154,8 @@ async def pool_status(
         counters={name.decode(): float(value) for name, value in counters.items()},
         weights=weights,
         measured_tokens_per_s=float(json.loads(record)["tokens_per_s"]) if record else 0.0,
+        ready_runs=ready_runs,
+        scaling=parse_scaling(scaling),
     )
 
 
@@ -175,6 +188,14 @@ async def pools_with_workers(connection: Connection, pools: Iterable[PoolId]) ->
         if any(row and not json.loads(row).get("hands_over") for row in rows):
             alive.add(pool)
     return frozenset(alive)
+
+
+async def pools_to_zero(connection: Connection, pools: Iterable[PoolId]) -> frozenset[PoolId]:
+    """Name those of these pools that the operator lets be without a worker (`COTRAIN_WORKERS_MIN=0`)."""
+    names = list(pools)
+    rows = await connection.mget([fleet_keys.scaling(name) for name in names]) if names else []
+    found = zip(names, map(parse_scaling, rows), strict=True)
+    return frozenset(name for name, scaling in found if scaling and scaling.bounds.least == 0)
 
 
 async def cycle_records(connection: Connection, pool: PoolId, count: int) -> list[dict[str, Any]]:

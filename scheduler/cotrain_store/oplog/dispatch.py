@@ -19,6 +19,7 @@ from cotrain_store.messages.ops import QueuedOp, RunQueue, Step
 from cotrain_store.messages.pauses import PlanPolicy
 from cotrain_store.messages.queue_changes import QueueChanges, Wake
 from cotrain_store.messages.results import Result
+from cotrain_store.monitoring.scaling import ScalingRecords
 from cotrain_store.oplog.moves import Moves
 from cotrain_store.oplog.rejection import rejection
 from cotrain_store.redis_client.scripts import async_script
@@ -62,6 +63,7 @@ class Dispatch:
         self._expire_gap = async_script(connection, "expire_gap")
         self._tick = async_script(connection, "tick")
         self.moves = Moves(connection)
+        self.scalings = ScalingRecords(connection)
         self._counted_at: float | None = None
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cotrain_store.settings.store import StoreSettings
 
@@ -28,3 +29,15 @@ class SchedulerSettings(StoreSettings):
     """A worker without a heartbeat for this long loses its work to another one of its pool."""
     gap_limit_s: float = Field(default=900.0, gt=0)
     """After this long behind a missing seq_id, waiting requests fail instead of waiting on."""
+    workers_min: int = Field(default=1, ge=0)
+    """As few workers as a pool is said to want; 0: none once it has had no work for `idle_after_s`."""
+    workers_max: int = Field(default=0, ge=0)
+    """As many as a pool is said to want; 0: no limit."""
+    idle_after_s: float = Field(default=900.0, gt=0)
+    """A pool that had nothing to do for so long has no work."""
+
+    @model_validator(mode="after")
+    def _bounds_agree(self) -> Self:
+        if 0 < self.workers_max < self.workers_min:
+            raise ValueError(f"workers_max: {self.workers_max} is less than workers_min.")
+        return self

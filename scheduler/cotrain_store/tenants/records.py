@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain_store.errors import (
     BaseModelNotServed,
+    BaseModelStarting,
     CheckpointNotFound,
     MalformedPath,
     RecordQuotaReached,
@@ -192,12 +193,24 @@ class Records:
         pools = await self.pools()
         return tuple(p for p in pools if not self._base_models or p.base_model in self._base_models)
 
+    async def not_yet_served(self) -> list[str]:
+        """List the base models that this server is set to serve, and that no worker has served yet."""
+        known = {pool.base_model for pool in await self.pools()}
+        return [name for name in self._base_models if name not in known]
+
     async def pool_of(self, base_model: str) -> PoolRecord:
-        """Find the pool that serves a base model; raises BaseModelNotServed naming those here."""
+        """Find the pool of a base model, whether a worker of it is there now or not.
+
+        Raises:
+            BaseModelStarting: this server is set to serve it, and its first worker is not there yet.
+            BaseModelNotServed: it is not served here; it names those that are.
+        """
         pools = await self.served_pools()
         for pool in pools:
             if pool.base_model == base_model:
                 return pool
+        if base_model in self._base_models:
+            raise BaseModelStarting
         served = ", ".join(pool.base_model for pool in pools) or "none yet"
         raise BaseModelNotServed(
             f"Base model {base_model!r} is not served here. Available: {served}."

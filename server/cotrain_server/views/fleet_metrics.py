@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,7 @@ async def fleet_metrics(services: Services) -> bytes:
                 (pool, await pool_status(services.connection, pool.id))
                 for pool in await services.records.pools()
             ]
+            unknown = await services.records.not_yet_served()
     except (TimeoutError, *CONNECTION_LOST):
         found.add("cotrain_redis_up", 0)
     else:
@@ -76,6 +78,8 @@ async def fleet_metrics(services: Services) -> bytes:
             found.add("cotrain_checkpoint_bytes", size, tenant=tenant)
         for pool, status in pools:
             _add_pool(found, pool, status)
+        for base_model in unknown:  # its first worker measures what requests are checked by
+            found.add("cotrain_pool_workers_wanted", 1, pool=base_model)
     registry = CollectorRegistry()
     registry.register(found)
     return generate_latest(registry)
@@ -102,7 +106,7 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
     found.add("cotrain_saved_weights", status.weights, pool=pool)
     found.add("cotrain_open_cycles", status.open_cycles, pool=pool)
     found.add("cotrain_pool_backlog_seconds", status.backlog_s, pool=pool)
-    found.add("cotrain_pool_workers_wanted", status.workers_wanted, pool=pool)
+    found.add("cotrain_pool_workers_wanted", status.workers_wanted(time.time()), pool=pool)
     for worker in status.workers:
         _add_worker(found, pool, worker)
     for missing in status.workers_unavailable:

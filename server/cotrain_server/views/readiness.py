@@ -7,7 +7,12 @@ import shutil
 from typing import TYPE_CHECKING
 
 from cotrain_server.troubles import read_troubles
-from cotrain_store.monitoring.status import pools_with_workers, redis_status, scheduler_alive
+from cotrain_store.monitoring.status import (
+    pools_to_zero,
+    pools_with_workers,
+    redis_status,
+    scheduler_alive,
+)
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.redis_client.refusals import REFUSALS
 from cotrain_store.tenants.records import Records
@@ -56,8 +61,10 @@ async def _store_reasons(connection: Connection, settings: ServerSettings) -> li
 
 async def _worker_reasons(connection: Connection, expected: Sequence[str]) -> list[str]:
     pools = await Records(connection).pools()
-    alive = await pools_with_workers(connection, [pool.id for pool in pools])
-    served = {pool.base_model for pool in pools if pool.id in alive}
+    ids = [pool.id for pool in pools]
+    # Requests to a pool that may be without a worker are accepted, and wait for one.
+    fine = await pools_with_workers(connection, ids) | await pools_to_zero(connection, ids)
+    served = {pool.base_model for pool in pools if pool.id in fine}
     if expected:
         return [f"No worker for {name} is running." for name in expected if name not in served]
     return [] if served else ["No worker is running."]

@@ -95,7 +95,7 @@ def _pool(pool: PoolRecord, found: PoolStatus) -> dict[str, Any]:
             "oldest_gap_s": found.oldest_gap_s,
             "backlog_s": round(found.backlog_s, 3),
         },
-        "workers_wanted": found.workers_wanted,
+        "workers_wanted": found.workers_wanted(time.time()),
         "duty": dict(found.duty),
         "samples": _samples(found.queues),
         "counters": dict(found.counters),

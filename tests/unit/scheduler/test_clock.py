@@ -146,3 +146,36 @@ async def test_trouble_of_one_tick_is_a_pause_and_the_queue_is_read_anew(
         await until(lambda: len(store.steps) == 1, 0.0)
     assert len(store.read_all) >= 2
     assert store.resigned
+
+
+async def test_it_says_how_many_workers_a_pool_is_to_have_and_goes_on_from_what_was_said(
+    store: InMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock_module, "LOOK_S", 0.0)
+    store.workers = []
+    async with running(process_on(store, workers_min=0)):
+        await until(lambda: store.scaling is not None, 0.0)
+        assert store.scaling is not None
+        assert store.scaling.wanted == 0
+        store.submit("a")
+        await until(lambda: store.scaling is not None and store.scaling.wanted == 1, 0.0)
+    store.queued.clear()
+    before = store.scaling
+    async with running(process_on(store, workers_min=0)):
+        await until(lambda: store.scaling is not before, 0.0)
+    assert store.scaling.wanted == 1
+
+
+async def test_a_scheduler_that_stands_by_says_nothing_of_workers(
+    store: InMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
+    async with running(process_on(store)):
+        await until(lambda: store.scaling is not None, 0.0)
+        store.leads = False
+        await until(lambda: store.passed > 0, 0.0)
+        await asyncio.sleep(0.05)
+        store.scaling = None
+        await asyncio.sleep(0.05)
+    assert store.scaling is None

@@ -15,6 +15,7 @@ from cotrain.commands.http import DEFAULT_DATA_DIR
 from cotrain.commands.terminal import AsJson, examples, minute, print_json, print_rich
 from cotrain.settings import DEFAULT_BASE_URL
 from cotrain.wire.admin import AuditPage
+from cotrain.wire.fleet import Fleet
 
 app = typer.Typer(
     help="Administer a server: tenants, keys, runs, workers. Needs the admin key.",
@@ -40,6 +41,34 @@ def server(
 ) -> None:
     """Say which server, and which key."""
     context.obj = Server(base_url, admin_key, data_dir)
+
+
+@app.command(
+    epilog=examples(
+        "cotrain admin fleet", "cotrain admin fleet --json | jq '.pools[].workers_wanted'"
+    )
+)
+def fleet(context: typer.Context, as_json: AsJson = False) -> None:
+    """Show how many workers each base model is to have, and what those do that there are."""
+    found = Fleet.model_validate(ask(context, "GET", "fleet", below=""))
+    if as_json:
+        print_json(found)
+        return
+    table = Table(
+        *("base model", "worker", "state", "wanted", "runs", "tokens/s", "busy", "backlog"),
+        box=None,
+    )
+    for pool in found.pools:
+        there = f"{len(pool.workers)} there"
+        table.add_row(
+            pool.base_model, there, "", str(pool.workers_wanted), "", "", "", f"{pool.backlog_s:.1f} s"
+        )  # fmt: skip
+        for each in pool.workers:
+            table.add_row(
+                "", each.id, each.state, "", str(each.runs), f"{each.tokens_per_s:,.0f}",
+                f"{each.busy:.0%}", f"{each.backlog_s:.1f} s",
+            )  # fmt: skip
+    print_rich(table)
 
 
 @app.command(

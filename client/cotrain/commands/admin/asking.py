@@ -33,8 +33,9 @@ def ask(
     *path: str,
     json: Mapping[str, Any] | None = None,
     params: Mapping[str, Any] | None = None,
+    below: str = "admin/",
 ) -> Any:
-    """Ask, and return the JSON of the answer, None where it has none; a refusal ends the command in a sentence."""
+    """Ask what is `below` /api/v1/, and return the JSON of the answer, None where it has none; a refusal ends the command in a sentence."""
     server: Server = context.obj
     with failing_in_a_sentence():
         url = checked_url(server.base_url)
@@ -47,7 +48,7 @@ def ask(
         where = "/".join(quote(part, safe="") for part in path)
         asked = {name: value for name, value in (params or {}).items() if value is not None}
         with plain_http(ClientSettings(url, key)) as http:
-            answer = http.request(method, f"/api/v1/admin/{where}", json=json, params=asked)
+            answer = http.request(method, f"/api/v1/{below}{where}", json=json, params=asked)
         try:
             checked(answer)
         except NotFoundError as error:

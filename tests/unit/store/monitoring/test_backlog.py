@@ -1,10 +1,10 @@
-"""How long what waits will take, and how many workers would end it within a minute."""
+"""How long what waits will take, and how many workers this moment's work needs."""
 
 from __future__ import annotations
 
 import pytest
 
-from cotrain_store.monitoring.backlog import backlog_seconds, workers_wanted
+from cotrain_store.monitoring.backlog import Demand, backlog_seconds, computed, workers_needed
 
 
 @pytest.mark.parametrize(
@@ -24,17 +24,29 @@ def test_what_waits_takes_as_long_as_all_workers_need(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rates", "is_busy", "wanted"),
+    ("demand", "needed"),
     [
-        (0, [100.0], False, 0),
-        (0, [100.0], True, 1),
-        (6_000, [100.0], True, 1),
-        (6_001, [100.0], True, 2),
-        (60_000, [100.0, 100.0], True, 10),
-        (60_000, [], True, 20),
+        (Demand(rates=(100.0,)), 0),
+        (Demand(runs=1), 1),
+        (Demand(samples=1), 1),
+        (Demand(tokens=6_000, runs=9, rates=(100.0,)), 1),
+        (Demand(tokens=6_001, runs=9, rates=(100.0,)), 2),
+        (Demand(tokens=60_000, runs=99, rates=(100.0, 100.0)), 10),
+        (Demand(tokens=60_000, runs=99, measured=50.0), 20),
+        # a run trains on one worker at a time
+        (Demand(tokens=60_000, runs=3, rates=(100.0,)), 3),
+        # what is held back needs none
+        (Demand(tokens=60_000, runs=0, rates=(100.0,)), 0),
+        # workers that compute stay, and bring no further ones
+        (Demand(runs=2, rates=(1.0, 1.0), busy=1.2), 2),
+        (Demand(runs=2, rates=(1.0, 1.0), busy=0.7), 1),
+        (Demand(runs=2, rates=(1.0, 1.0), busy=2.0), 2),
+        (Demand(rates=(1.0,), busy=0.001), 0),
     ],
 )
-def test_so_many_workers_are_wanted(
-    tokens: int, rates: list[float], is_busy: bool, wanted: int
-) -> None:
-    assert workers_wanted(tokens, rates, measured=50.0, is_busy=is_busy) == wanted
+def test_so_many_workers_are_needed(demand: Demand, needed: int) -> None:
+    assert workers_needed(demand) == needed
+
+
+def test_sampling_is_computing_and_idling_is_not() -> None:
+    assert computed({"train": 0.25, "optim": 0.125, "sample": 0.5, "idle": 0.125}) == 0.875

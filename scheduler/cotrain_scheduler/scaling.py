@@ -1,0 +1,57 @@
+"""Say of each pool how many workers it is to have, for an autoscaler. Starts and ends none itself."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_store.messages.scaling import Bounds, first_scaling
+from cotrain_store.monitoring.backlog import workers_needed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_store.messages.ids import PoolId, WorkerId
+    from cotrain_store.messages.pauses import Pauses
+    from cotrain_store.messages.scaling import Scaling
+    from cotrain_store.monitoring.scaling import ScalingRecords
+    from cotrain_store.settings.scheduler import SchedulerSettings
+
+log = structlog.get_logger()
+
+#: What a pool has to do is looked at this often.
+LOOK_S = 2.0
+#: A decision that stays the same is written anew this often, so that it does not count as stale.
+WRITE_S = 10.0
+
+
+class PoolScaling:
+    """The decisions about one pool, of the scheduler that leads."""
+
+    def __init__(self, records: ScalingRecords, pool: PoolId, settings: SchedulerSettings) -> None:
+        self._records = records
+        self._pool = pool
+        self._bounds = Bounds(settings.workers_min, settings.workers_max, settings.idle_after_s)
+        self._decided: Scaling | None = None
+        self._written: Scaling | None = None
+
+    def forget(self) -> None:
+        """Begin with what is on record: another scheduler may have led."""
+        self._decided = None
+
+    async def look(self, waiting_tokens: Mapping[WorkerId, int], pauses: Pauses) -> None:
+        """Decide anew, and write it where it is news, or due."""
+        now = time.time()
+        demand = await self._records.demand(self._pool, pauses)
+        before = self._decided or await self._records.read(self._pool)
+        before = before or first_scaling(len(demand.rates), now, self._bounds)
+        needed = workers_needed(demand)
+        decided = before.after(needed, now, self._bounds, waiting_tokens)
+        if decided.wanted != before.wanted:
+            log.info("workers_wanted", pool=self._pool, wanted=decided.wanted, needed=needed)
+        self._decided = decided
+        if not self._written or decided.differs(self._written, WRITE_S):
+            await self._records.write(self._pool, decided)
+            self._written = decided

@@ -1,0 +1,55 @@
+"""What a pool has to do, read for the decision how many workers it is to have; and the record of that decision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.scaling import parse_scaling
+from cotrain_store.monitoring.backlog import Demand, computed
+from cotrain_store.monitoring.status import pool_status
+
+if TYPE_CHECKING:
+    from cotrain_store.messages.ids import PoolId
+    from cotrain_store.messages.pauses import Pauses
+    from cotrain_store.messages.scaling import Scaling
+    from cotrain_store.monitoring.status import PoolStatus
+    from cotrain_store.redis_client.connection import Connection
+
+
+def demand_of(status: PoolStatus, pauses: Pauses, paused_runs: int = 0) -> Demand:
+    """Sum up what a pool has to do; `paused_runs` of those that could go on are held back, each on its own."""
+    queues = [queue for queue in status.queues if queue.tenant not in pauses.tenants]
+    serving = [worker for worker in status.workers if not worker.hands_over]
+    runs = max(0, status.ready_runs - paused_runs) + status.open_cycles
+    return Demand(
+        tokens=sum(queue.tokens for queue in queues),
+        runs=min(runs, sum(queue.ops for queue in queues)),
+        samples=sum(queue.samples_waiting + queue.samples_running for queue in queues),
+        rates=tuple(worker.tokens_per_s for worker in serving),
+        measured=status.measured_tokens_per_s,
+        busy=sum(min(1.0, computed(worker.duty)) for worker in serving),
+    )
+
+
+class ScalingRecords:
+    """The records, of all pools."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+
+    async def read(self, pool: PoolId) -> Scaling | None:
+        """Read what was decided last of a pool; None before the first time."""
+        return parse_scaling(await self._redis.get(fleet_keys.scaling(pool)))
+
+    async def demand(self, pool: PoolId, pauses: Pauses) -> Demand:
+        """Read what a pool has to do, those aside who are held back."""
+        paused = list(pauses.runs)
+        scores = await self._redis.zmscore(run_keys.ready(pool), paused) if paused else ()
+        status = await pool_status(self._redis, pool)
+        return demand_of(status, pauses, sum(score is not None for score in scores))
+
+    async def write(self, pool: PoolId, scaling: Scaling) -> None:
+        """Keep it for all API processes, and for the next scheduler."""
+        await self._redis.set(fleet_keys.scaling(pool), encode(scaling))

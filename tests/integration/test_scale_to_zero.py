@@ -1,0 +1,131 @@
+"""A pool without a worker: what is asked of it is accepted and waits, one worker is wanted, and its start ends the wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.http_api import ADMIN_KEY, OPERATOR, pass_body, running_api, sample_body
+from tests.support.stack import MODEL, POOL, stack, worker
+from tests.support.two_workers import OLD, heartbeat
+from tests.support.waiting import until_true
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_workers.engine.engine import Engine
+    from tests.support.http_api import Api
+    from tests.support.redis_server import EmbeddedRedis
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide within moments what otherwise takes minutes."""
+    for name, seconds in (("UP_AFTER_S", 0.2), ("DOWN_AFTER_S", 0.5), ("SPAN_S", 0.1)):
+        monkeypatch.setattr(f"cotrain_store.messages.scaling.{name}", seconds)
+    monkeypatch.setattr("cotrain_scheduler.clock.LOOK_S", 0.05)
+    monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)
+    monkeypatch.setattr("cotrain_workers.worker.heartbeat.HEARTBEAT_S", 0.05)
+
+
+async def fleet(api: Api) -> dict[str, Any]:
+    found = (await api.get("fleet", ADMIN_KEY)).json()
+    (pool,) = (each for each in found["pools"] if each["base_model"] == MODEL)
+    shown: dict[str, Any] = pool
+    return shown
+
+
+async def wants(api: Api, workers: int) -> None:
+    async def is_so() -> bool:
+        return bool((await fleet(api))["workers_wanted"] == workers)
+
+    await until_true(is_so)
+    page = (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
+    assert f'cotrain_pool_workers_wanted{{pool="{MODEL}"}} {workers}.0' in page
+
+
+async def new_session(api: Api) -> str:
+    return str((await api.post("create_session", {})).json()["session_id"])
+
+
+async def create(api: Api, session: str) -> Any:
+    body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL}
+    return await api.post("create_model", {**body, "lora_config": {"rank": 4, "seed": 7}})
+
+
+async def result(api: Api, request: str) -> dict[str, Any]:
+    answer = await api.post("retrieve_future", {"request_id": request})
+    shown: dict[str, Any] = answer.json()
+    return shown
+
+
+async def resolved(api: Api, request: str) -> None:
+    async def is_so() -> bool:
+        found = await result(api, request)
+        assert "error" not in found, found
+        return found.get("type") != "try_again"
+
+    await until_true(is_so)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_pool_goes_to_zero_and_comes_back_and_nothing_is_refused_or_replayed(
+    empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    url = empty_redis.url
+    async with (
+        stack(url, tmp_path, workers_min=0, idle_after_s=0.5),
+        running_api(url, base_models=(MODEL,), long_poll_s=0.05) as api,
+    ):
+        first, second = await new_session(api), await new_session(api)
+        early = await create(api, first)  # no worker has ever measured this base model
+        assert (early.status_code, early.json()["code"]) == (503, "base_model_starting")
+        assert float(early.headers["retry-after"]) > 0
+        await wants(api, 1)
+        assert (await fleet(api))["pool"] is None
+
+        with worker(url, tmp_path, engine):
+            run = (await create(api, first)).json()
+            await resolved(api, run["request_id"])
+            body = pass_body(run["model_id"], 1)
+            await resolved(api, (await api.post("forward_backward", body)).json()["request_id"])
+            await wants(api, 1)
+            (shown,) = (await fleet(api))["workers"]
+            assert (shown["id"], shown["state"], shown["runs"]) == ("w0", "serving", 1)
+        await wants(api, 0)
+        assert (await fleet(api))["workers"] == []
+        assert (await api.http.get("/readyz")).json() == {"ready": True, "reasons": []}
+
+        asked = [
+            (await api.post("forward_backward", pass_body(run["model_id"], 2))).json(),
+            (await create(api, second)).json(),
+        ]
+        sampler = {"session_id": second, "sampling_session_seq_id": 0, "base_model": MODEL}
+        handle = (await api.post("create_sampling_session", sampler)).json()
+        asked.append(
+            (await api.post("asample", sample_body(handle["sampling_session_id"], 1))).json()
+        )
+        for each in asked:
+            assert (await result(api, each["request_id"]))["type"] == "try_again"
+        await wants(api, 1)
+        assert (await fleet(api))["ops"] == 2
+
+        with worker(url, tmp_path, engine):
+            for each in asked:
+                await resolved(api, each["request_id"])
+            assert heartbeat(redis, OLD)["restored_ops"] == 0
+
+
+async def test_with_a_least_of_one_a_pool_without_worker_wants_it_and_is_not_ready(
+    empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    url = empty_redis.url
+    async with stack(url, tmp_path), running_api(url) as api:
+        with worker(url, tmp_path, engine):
+            pass
+        await wants(api, 1)
+        assert (await api.get("fleet")).status_code == 404  # to a tenant it does not exist
+        ready = (await api.http.get("/readyz")).json()
+        assert ready["reasons"] == ["No worker is running."]
+        assert (await fleet(api))["pool"] == POOL
