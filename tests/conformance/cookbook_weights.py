@@ -20,6 +20,7 @@ from tinker_cookbook.exceptions import WeightsMergeError
 from tinker_cookbook.weights import build_hf_model, build_lora_adapter
 from transformers import AutoModelForCausalLM
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import write_folder
 from cotrain_workers.engine.model.base_model import find_targets
 from cotrain_workers.engine.ops import HostWeights
@@ -52,7 +53,7 @@ def exported(base: Path, spec: AdapterSpec, root: Path) -> Path:
     for pair in layout.views(flat).values():
         for matrix in pair:
             matrix.copy_(0.05 * torch.randn(matrix.shape))
-    return write_folder(root, HostWeights(spec, flat), layout, str(base)).path
+    return root / write_folder(Folder(root), HostWeights(spec, flat), layout, str(base)).key
 
 
 def merged(base: Path, folder: Path, output: Path) -> Any:

@@ -199,20 +199,20 @@ MUTANTS = {
         [
             Edit(
                 f"{WORKERS}/recovery/orphan_sweep.py",
-                "[path for path in free if path.name not in referenced]",
-                "[]",
+                "{key: mark for key, mark in free.items() if key not in referenced}",
+                "{}",
             )
         ],
         "killed before a request is logged",
     ),
     "sweeps by mtime": Mutant(
         [
-            Edit(f"{STORE}/disk/spool.py", " if not _is_locked(path)]", "]"),
+            Edit(f"{STORE}/disk/spool.py", " if not (folder and _is_locked(folder / key))}", "}"),
             Edit(
                 f"{STORE}/disk/orphan_ages.py",
-                "        return [path for path, (_, since) in self._since.items() if now - since",
+                "        return [key for key, (_, since) in self._since.items() if now - since",
                 "        from time import time\n\n"
-                "        return [path for path, (m, _) in self._since.items() if time() - m[0][2] / 1e9",
+                "        return [key for key, (m, _) in self._since.items() if time() - int(m.split(':')[3]) / 1e9",
             ),
         ],
         "files look two days old",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pyrage
 import torch
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.spool import Spool
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
@@ -42,7 +43,7 @@ def write_body(spool: Spool, size: int) -> None:
 def write_recovery_copy(folder: Path, seq: int) -> None:
     weights, grads, m, v = (ARENA * seq for _ in range(4))
     state = AdapterState(SPEC, weights, grads, m, v, step=seq, grads_pending=False)
-    write_snapshot(folder, "s:train:0", seq, "w0-1", "numerics", state)
+    write_snapshot(Folder(folder), "s:train:0", seq, "w0-1", "numerics", state)
 
 
 def write_save(files: CheckpointFiles) -> None:
@@ -60,7 +61,7 @@ def until_written(write: Callable[[], None]) -> None:
 
 def main(folder: Path) -> None:
     spool = Spool(folder / "spool", "w", segment_bytes=100)  # a segment each
-    files = CheckpointFiles.below(folder, "tiny")
+    files = CheckpointFiles(Folder(folder), "tiny")
     for write in (
         *(partial(write_body, spool, size) for size in (200, 300)),
         *(partial(write_recovery_copy, folder / "snapshots", seq) for seq in (3, 6)),

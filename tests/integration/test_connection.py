@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.disk.folder_claim import MARK, claim_folder
+from cotrain_store.blobs.claim import MARK, claim_blobs
 from cotrain_store.errors import ForeignFolder, StoreUnavailable, UnsafeRedis
 from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.connection import (
@@ -138,14 +138,14 @@ async def test_a_folder_is_claimed_once_and_then_refused_by_a_redis_that_lost_wh
 ) -> None:
     redis, folder = open_sync_connection(empty_redis.url), tmp_path / "data"
     for _ in range(2):
-        claim_folder(redis, folder)
-        claim_folder(redis, tmp_path / "of-another-host")
+        claim_blobs(redis, folder)
+        claim_blobs(redis, tmp_path / "of-another-host")
     empty_redis.flush()
     with pytest.raises(ForeignFolder, match="would take them for leftovers"):
-        claim_folder(redis, folder)
+        claim_blobs(redis, folder)
     assert [path.name for path in folder.iterdir()] == [MARK]
     (folder / MARK).unlink()
-    claim_folder(redis, folder)
+    claim_blobs(redis, folder)
 
 
 def test_a_worker_that_would_delete_the_files_of_another_redis_does_not_start(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_store.bodies.import_body import PeftAdapter, PeftModule, encode_import
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.messages.encoding import encode
@@ -15,7 +16,7 @@ from cotrain_store.messages.ids import SessionId, TenantId, request_id, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.messages.saves import SaveRequest
-from cotrain_workers.checkpoints.peft_folder import folder_of, read_folder
+from cotrain_workers.checkpoints.peft_folder import read_folder
 from cotrain_workers.engine.adapters.peft_import import read_import
 from cotrain_workers.op_codec import peft_adapter
 from tests.support.checkpoints import run_from
@@ -83,7 +84,7 @@ async def test_an_upload_becomes_the_same_checkpoint_wherever_its_worker_is_kill
     expected = read_import(peft_adapter(body), engine.adapters.layout_of, max_rank=32)
     record = await server.records.weights(checkpoint.weights)
     assert record is not None
-    stored = read_folder(folder_of(tmp_path / "weights", record.digest), engine.adapters.layout_of)
+    stored = read_folder(Folder(tmp_path / "weights"), record.digest, engine.adapters.layout_of)
     assert stored.spec == expected.spec
     assert torch.equal(stored.flat, expected.flat)
     assert (await server.records.run(run.tenant, run.id)).state is RunState.CLOSED

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_store.keys import sample_keys
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.monitoring.worker_metrics import WorkerMetrics
@@ -110,7 +111,7 @@ def layout_of(spec: AdapterSpec) -> Layout:
 async def bench(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Bench]:
     async with open_samples(empty_redis.url, tmp_path) as samples:
         decoder = ScriptedDecoder()
-        files = CheckpointFiles.below(tmp_path, MODEL)
+        files = CheckpointFiles(Folder(tmp_path), MODEL)
         weights = WeightsStore(samples.saved, files, layout_of, 10**6, 10**6)
         publisher = TokenPublisher(samples.log.redis)
         service = SamplingService(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_workers.checkpoints.files import CheckpointFiles
@@ -215,7 +216,7 @@ async def test_the_time_of_a_named_save_ends_with_its_files(
 ) -> None:
     monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RETRY_S", 0.0)
     run, took = await samples.log.new_run(), list[float]()
-    files = CheckpointFiles.below(tmp_path, MODEL)
+    files = CheckpointFiles(Folder(tmp_path), MODEL)
     store = WeightsStore(samples.saved, files, layout_of, count_answered=took.append)
     sampler = await saved(samples, run, 1, sampler=0)
     named = await saved(samples, run, 2, name="x", kind="weights")

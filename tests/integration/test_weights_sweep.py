@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S
 from cotrain_store.keys import age_keys, sample_keys, weights_keys
 from cotrain_store.messages.ids import SamplerId, WeightsRef
@@ -88,11 +89,16 @@ async def test_folders_of_other_base_models_are_their_own_workers_business(
 ) -> None:
     store = weights_store(samples, tmp_path)
     for base_model in (MODEL, "another"):
-        write_folder(tmp_path / "weights", weights_of(1.0).weights, layout_of(SPEC), base_model)
+        write_folder(
+            Folder(tmp_path / "weights"), weights_of(1.0).weights, layout_of(SPEC), base_model
+        )
     sweep_files(store, samples)
     sweep_files(store, samples, ORPHAN_AGE_S + 1)
     (left,) = folders(tmp_path)
-    assert base_model_of_adapter(left) == "another"
+    assert (
+        base_model_of_adapter(Folder(tmp_path / "weights"), f"{left.parent.name}/{left.name}")
+        == "another"
+    )
 
 
 async def test_files_that_are_found_there_are_young_again(samples: Samples, tmp_path: Path) -> None:
@@ -132,6 +138,7 @@ async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(
     assert len(kept) == 3 + 1 + 3
     for torn in ("weights/ab/.torn", "optimizers/ab/.torn", "external/.torn"):
         (tmp_path / torn).mkdir(parents=True)
+        (tmp_path / torn / "half").touch()
     samples.log.redis.delete(weights_keys.checkpoint(run.id, "external_weights", "n2"))
     assert store.sweep() == [f"{run.id}:2"]
     everything = files_in(tmp_path)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyrage
 import torch
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
@@ -38,7 +39,7 @@ def weights_store(
     samples: Samples, tmp_path: Path, memory_bytes: int = 10 * SIZE, unstored_bytes: int = 10 * SIZE
 ) -> WeightsStore:
     """Make a worker's store of saved weights, with its files below `tmp_path`."""
-    files = CheckpointFiles.below(tmp_path, MODEL)
+    files = CheckpointFiles(Folder(tmp_path), MODEL)
     return WeightsStore(samples.saved, files, layout_of, memory_bytes, unstored_bytes)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import write_folder
 from cotrain_workers.engine.decoding.requests import (
     NO_TOP_K,
@@ -62,7 +63,7 @@ class Trained:
             self.engine.run([Create(run, 0, spec), forward_backward, step])
             weights = HostWeights(spec, self.engine.adapters.state(run).weights)
             layout = self.engine.adapters[run].layout
-            self.folders[run] = write_folder(root, weights, layout, BASE).path
+            self.folders[run] = root / write_folder(Folder(root), weights, layout, BASE).key
 
     def decoder(self, url: str, **settings: Any) -> VllmDecoder:
         """Return a decoder that asks the server at `url` for these runs."""

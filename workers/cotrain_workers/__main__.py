@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from cotrain_store.disk.folder_claim import claim_folder
+from cotrain_store.blobs.claim import claim_blobs
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.messages.ids import WorkerId
@@ -58,7 +58,7 @@ def serve(settings: WorkerSettings, tuning: Tuning) -> int:
     pool = pool_of(settings.model_name)
     connection = open_sync_connection(settings.redis_url)
     check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
-    claim_folder(connection, settings.data_dir)
+    claim_blobs(connection, settings.data_dir)
     worker = _claim_worker_id(settings, connection, pool)
     settings = settings.model_copy(update={"worker_id": worker})
     start_logs(f"worker-{worker}", settings.log_level)
@@ -68,7 +68,10 @@ def serve(settings: WorkerSettings, tuning: Tuning) -> int:
         torch.set_num_threads(settings.torch_threads)
     engine, tokens_per_s = measured_engine(settings, device)
     tokenizer = publish_tokenizer(
-        settings.model_source, pool, settings.tokenizers_dir, local_files_only=settings.offline
+        settings.model_source,
+        pool,
+        settings.blob_store.below("tokenizers"),
+        local_files_only=settings.offline,
     )
     record = pool_record(settings, engine, device, tokens_per_s)
     if tokenizer is None:

@@ -25,13 +25,15 @@ from typing import TYPE_CHECKING
 import structlog
 from typing_extensions import override
 
-from cotrain_store.disk.durable_files import make_folder, passes, sync_folder
+from cotrain_store.blobs.durable_files import make_folder, passes, sync_folder
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+    from cotrain_store.blobs.protocol import Blobs
 
 log = structlog.get_logger()
 
@@ -250,9 +252,11 @@ def _has_its_name(path: Path, file: int) -> bool:
         return False
 
 
-def unwritten_segments(folder: Path) -> list[Path]:
-    """List the segments that no process holds: they get no new references, ever."""
-    return [path for path in sorted(folder.iterdir()) if not _is_locked(path)]
+def unwritten_segments(spool: Blobs) -> dict[str, str]:
+    """Find the segments that no process holds, each with its mark: they get no new references, ever."""
+    folder = spool.folder
+    found = {blob.key: blob.mark for blob in spool.list()}
+    return {key: mark for key, mark in found.items() if not (folder and _is_locked(folder / key))}
 
 
 def _is_locked(segment: Path) -> bool:

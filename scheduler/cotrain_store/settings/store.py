@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path  # pydantic reads the annotation at run time
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from cotrain_store.blobs.opening import open_blobs
 from cotrain_store.redis_client.address import parse_address, with_password
+
+if TYPE_CHECKING:
+    from cotrain_store.blobs.protocol import Blobs
 
 PREFIX = "COTRAIN_"
 
@@ -53,14 +57,14 @@ class StoreSettings(BaseSettings):
         return given
 
     @property
+    def blob_store(self) -> Blobs:
+        """What is too large for Redis: the body spool, recovery copies, saved weights, tokenizers."""
+        return open_blobs(self.data_dir)
+
+    @property
     def spool_dir(self) -> Path:
         """Bodies and results too large for Redis."""
         return self.data_dir / "spool"
-
-    @property
-    def snapshots_dir(self) -> Path:
-        """The workers' recovery copies."""
-        return self.data_dir / "snapshots"
 
 
 def with_password_of(url: str, file: Path) -> str:

@@ -88,11 +88,6 @@ class WorkerSettings(StoreSettings):
         return self.data_dir / "recorder"
 
     @property
-    def tokenizers_dir(self) -> Path:
-        """Each pool's tokenizer, for the API's chat endpoints."""
-        return self.data_dir / "tokenizers"
-
-    @property
     def model_name(self) -> str:
         """The name clients ask for."""
         return self.base_model.partition("=")[0]

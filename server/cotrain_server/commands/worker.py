@@ -26,7 +26,7 @@ from cotrain_server.commands.options import (
 from cotrain_server.supervisor.environment import refused_variables
 from cotrain_server.supervisor.programs import Plan
 from cotrain_server.supervisor.supervisor import CannotServe, Supervisor
-from cotrain_store.disk.folder_claim import MARK
+from cotrain_store.blobs.claim import MARK
 
 #: Of a worker id, before its number.
 MOST_CHARACTERS = 56

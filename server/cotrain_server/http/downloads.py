@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import os
-import stat
 import tarfile
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import structlog
 from starlette.responses import FileResponse, StreamingResponse
 from typing_extensions import override
 
-from cotrain_store.disk.checksums import read_sums, sum_of
+from cotrain_store.blobs.protocol import BlobsUnavailable
+from cotrain_store.disk.checksums import SUMS, read_sums
 from cotrain_store.errors import CheckpointNotFound, StoreUnavailable, WeightsDeleted
 from cotrain_store.messages.weights import external_folder
 
 if TYPE_CHECKING:
+    import io
     from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
 
     from starlette.types import Receive, Scope, Send
 
+    from cotrain_store.blobs.protocol import Blob, Blobs
     from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
 
 log = structlog.get_logger()
@@ -42,11 +44,9 @@ CHUNK_BYTES = 1024**2
 _BLOCK = tarfile.BLOCKSIZE
 #: Errors of this process, or of this moment: the file may well be there.
 _SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE})
-#: Never through a link, and without waiting for the other end of a pipe.
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 #: Files that were found whole: which they are, when they were last written, what they hold.
-_WHOLE: set[tuple[int, int, int, int, str | None]] = set()
+_WHOLE: set[tuple[str, str | None]] = set()
 _WHOLE_KEPT = 10_000
 
 
@@ -56,7 +56,12 @@ class OpenFile:
 
     name: str
     content: BinaryIO
-    size: int
+    blob: Blob
+
+    @property
+    def size(self) -> int:
+        """Count its bytes."""
+        return self.blob.size
 
 
 def is_encrypted(checkpoint: CheckpointRecord, weights: WeightsRecord) -> bool:
@@ -70,67 +75,70 @@ def names_of(checkpoint: CheckpointRecord, weights: WeightsRecord) -> tuple[str,
     return tuple(f"{name}.age" for name in ADAPTER_FILES) if encrypted else ADAPTER_FILES
 
 
-def folder_of(data_dir: Path, checkpoint: CheckpointRecord, weights: WeightsRecord) -> Path:
+def files_of(blobs: Blobs, checkpoint: CheckpointRecord, weights: WeightsRecord) -> Blobs:
     """Say where a worker put the files of a checkpoint."""
     if is_encrypted(checkpoint, weights):
-        return data_dir / "external" / external_folder(weights.ref)
-    return data_dir / "weights" / weights.digest[:2] / weights.digest
+        return blobs.below(f"external/{external_folder(weights.ref)}")
+    return blobs.below(f"weights/{weights.digest[:2]}/{weights.digest}")
 
 
-async def open_files(folder: Path, names: Sequence[str]) -> list[OpenFile]:
-    """Open regular files for reading, and see that they hold what was written.
+async def open_files(blobs: Blobs, names: Sequence[str]) -> list[OpenFile]:
+    """Open files for reading, and see that they hold what was written. A store of objects sees to that itself.
 
     Raises:
         CheckpointNotFound: one is not there any more.
         WeightsDeleted: one is damaged.
         StoreUnavailable: one cannot be read now.
     """
-    return await asyncio.to_thread(_open_files, folder, names)
+    return await asyncio.to_thread(_open_files, blobs, names)
 
 
-def _open_files(folder: Path, names: Sequence[str]) -> list[OpenFile]:
+def _open_files(blobs: Blobs, names: Sequence[str]) -> list[OpenFile]:
     with ExitStack() as opened:
-        files = [_open(folder, name, opened) for name in names]
-        _check(folder, files)
+        files = [_open(blobs, name, opened) for name in names]
+        if blobs.folder:
+            _check(blobs, files)
         opened.pop_all()  # all of them: the response closes them
         return files
 
 
-def _open(folder: Path, name: str, opened: ExitStack) -> OpenFile:
+def _open(blobs: Blobs, name: str, opened: ExitStack) -> OpenFile:
     try:
-        descriptor = os.open(folder / name, _FLAGS)
+        content, blob = blobs.open(name)
     except OSError as error:
-        if error.errno in _SAYS_NOTHING:
+        if isinstance(error, BlobsUnavailable) or error.errno in _SAYS_NOTHING:
             log.error("file_unreadable", file=name, reason=error.strerror)
             raise StoreUnavailable("The file cannot be read now.") from error
         raise CheckpointNotFound from error
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(descriptor)
-        raise CheckpointNotFound
-    content = opened.enter_context(os.fdopen(descriptor, "rb", buffering=0))
-    return OpenFile(name, content, found.st_size)
+    return OpenFile(name, opened.enter_context(content), blob)
 
 
-def _check(folder: Path, files: Sequence[OpenFile]) -> None:
+def _check(blobs: Blobs, files: Sequence[OpenFile]) -> None:
     try:
-        sums = read_sums(folder)
-        damaged = [file.name for file in files if not _is_whole(file, sums.get(file.name))]
+        sums = read_sums(blobs.get(SUMS))
+    except FileNotFoundError:  # of an earlier version, or encrypted
+        return
     except OSError as error:
-        log.error("file_unreadable", folder=folder.name, reason=error.strerror)
+        log.error("file_unreadable", file=SUMS, reason=error.strerror)
+        raise StoreUnavailable("The file cannot be read now.") from error
+    try:
+        damaged = [file.blob.key for file in files if not _is_whole(file, sums.get(file.name))]
+    except OSError as error:
+        log.error("file_unreadable", file=files[0].name, reason=error.strerror)
         raise StoreUnavailable("The file cannot be read now.") from error
     if damaged:
-        log.error("file_damaged", folder=folder.name, files=damaged)
+        log.error("file_damaged", files=damaged)
         raise WeightsDeleted
 
 
 def _is_whole(file: OpenFile, expected: str | None) -> bool:
     """Tell whether a file is what was written, as far as that was noted; each is hashed once."""
-    found = os.fstat(file.content.fileno())
-    this = (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, expected)
+    this = (file.blob.mark, expected)
     if expected is None or this in _WHOLE:
         return True
-    if sum_of(file.content) != expected:
+    found = hashlib.file_digest(cast("io.BufferedReader", file.content), "sha256").hexdigest()
+    file.content.seek(0)
+    if found != expected:
         return False
     if len(_WHOLE) >= _WHOLE_KEPT:
         _WHOLE.clear()

@@ -13,7 +13,7 @@ from cotrain_server.http.downloads import (
     ARCHIVE,
     FileDownload,
     TarDownload,
-    folder_of,
+    files_of,
     names_of,
     open_files,
 )
@@ -49,9 +49,9 @@ async def download(token: str, file: str, services: ServicesDep) -> Response:
 
 async def _answer(services: Services, source: Source, file: str) -> Response:
     checkpoint = source.checkpoint
-    folder = folder_of(services.settings.data_dir, checkpoint, source.weights)
+    files_there = files_of(services.settings.blob_store, checkpoint, source.weights)
     if file != ARCHIVE:
-        return FileDownload((await open_files(folder, [file]))[0])
-    files = await open_files(folder, names_of(checkpoint, source.weights))
+        return FileDownload((await open_files(files_there, [file]))[0])
+    files = await open_files(files_there, names_of(checkpoint, source.weights))
     name = f"{checkpoint.run}_{checkpoint.kind}_{checkpoint.name}.tar".replace(":", "_")
     return TarDownload(files, name, checkpoint.created_at)

@@ -82,7 +82,7 @@ async def get_info(
         model_data=ModelData(
             arch=pool.architecture if pool else None,
             model_name=run.base_model,
-            tokenizer_id=_tokenizer_id(run.base_model, pool, request, services),
+            tokenizer_id=await _tokenizer_id(run.base_model, pool, request, services),
         ),
         model_id=run.id,
         is_lora=True,
@@ -104,13 +104,13 @@ async def unload_model(
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 
-def _tokenizer_id(
+async def _tokenizer_id(
     base_model: str, pool: PoolRecord | None, request: Request, services: Services
 ) -> str:
     """Name what transformers loads: a hub id, or on this host the folder of what no hub can have."""
     if pool is None or _HUB_ID.fullmatch(base_model) or not is_local(request):
         return base_model
-    return str(published_tokenizer(pool, services.settings.data_dir) or base_model)
+    return str(await published_tokenizer(pool, services.settings) or base_model)
 
 
 def _lora_spec(run: RunId, config: LoraConfig) -> LoraSpec:

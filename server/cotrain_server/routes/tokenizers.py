@@ -28,7 +28,7 @@ async def get_tokenizer(
 ) -> Response:
     """Send the files of a base model's tokenizer, as its workers use it."""
     pool = await services.records.pool_of(base_model)
-    folder = tokenizer_folder(pool, services.settings.data_dir)
+    folder = await tokenizer_folder(pool, services.settings)
     content = await asyncio.to_thread(_compressed, folder)
     headers = {"Vary": "Accept-Encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.disk.durable_files import make_folder
+from cotrain_store.blobs.durable_files import make_folder
 from cotrain_store.redis_client.embedded_server import LOG_FOLDER, MAX_SOCKET_PATH
 
 if TYPE_CHECKING:

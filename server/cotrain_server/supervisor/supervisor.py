@@ -24,7 +24,7 @@ from cotrain_server.supervisor.process import Child
 from cotrain_server.supervisor.programs import Programs
 from cotrain_server.supervisor.startup_progress import NewLines, follow
 from cotrain_server.troubles import write_troubles
-from cotrain_store.disk.folder_claim import claim_folder
+from cotrain_store.blobs.claim import claim_blobs
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.redis_client.connection import (
     CONNECTION_LOST,
@@ -236,7 +236,7 @@ async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None])
             try:
                 await check_store(connection, accept_data_loss=plan.accept_data_loss)
                 with open_sync_connection(redis_url) as store:
-                    await asyncio.to_thread(claim_folder, store, plan.data_dir)
+                    await asyncio.to_thread(claim_blobs, store, plan.data_dir)
                 return None if plan.api_keys else await _first_key(Tenants(connection))
             except (StoreUnavailable, *CONNECTION_LOST) as error:
                 reason = str(error)

@@ -52,7 +52,7 @@ async def find_target(services: Services, tenant: TenantId, model: str) -> Targe
         raise Invalid(f"model: {path} was trained on {checkpoint.base_model}, not {base_model}.")
     pool = await services.records.pool_of(checkpoint.base_model if checkpoint else base_model)
     check_sampleable(pool)
-    language = await language_of(pool, services.settings.data_dir)
+    language = await language_of(pool, services.settings)
     sampler = _sampler(tenant, pool, checkpoint, path)
     return Target(await services.records.create_sampler(sampler), pool, language)
 

@@ -1,28 +1,26 @@
 """Adapter files encrypted to whom a tenant named (age, https://age-encryption.org/v1).
 
-A folder is `<root>/<external_folder(ref)>/` with every file of the adapter's folder as `<name>.age`, and
-OWNER next to them. Encrypting twice never gives the same bytes, so these belong to one save alone.
+A folder is `<external_folder(ref)>/` with the adapter's config and tensors as `<name>.age`, and OWNER next
+to them, written last: a folder without is not whole. Encrypting twice never gives the same bytes, so these
+belong to one save alone.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import shutil
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 import pyrage
 
-from cotrain_store.disk.durable_files import sync_folder
+from cotrain_store.blobs.protocol import BlobsUnavailable
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.weights import external_folder
-from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
 
+    from cotrain_store.blobs.protocol import Blobs
     from cotrain_store.messages.ids import WeightsRef
 
 SUFFIX = ".age"
@@ -41,47 +39,38 @@ def refuse_recipients(recipients: Sequence[str]) -> str | None:
 
 
 def write_external(
-    root: Path, ref: WeightsRef, adapter: Path, recipients: Sequence[str], base_model: str
+    blobs: Blobs,
+    ref: WeightsRef,
+    contents: Mapping[str, bytes],
+    recipients: Sequence[str],
+    base_model: str,
 ) -> int:
-    """Encrypt the files of an adapter's folder, durable when this returns; return their bytes.
+    """Encrypt the files of an adapter, durable when this returns; return their bytes. The owner is written last.
 
     Twice is harmless: what has been encrypted stays. Raises OSError, on a full disk for one.
     """
-    folder = root / external_folder(ref)
-    if not folder.exists():
-        unfinished = folder.with_name(f".{folder.name}.{uuid4().hex}")
-        unfinished.mkdir(parents=True, mode=0o700)
+    folder = external_folder(ref)
+    if not blobs.touch(f"{folder}/{OWNER}"):
         keys = [_recipient(recipient) for recipient in recipients]
-        for name in (CONFIG, TENSORS):  # no digests: age is authenticated, a torn file shows
-            _encrypt(adapter / name, unfinished / (name + SUFFIX), keys)
+        for (
+            name,
+            content,
+        ) in contents.items():  # no digests: age is authenticated, a torn file shows
+            blobs.put(f"{folder}/{name}{SUFFIX}", _encrypted(content, keys))
             failpoint("external.half_written")
         owner = {"base_model": base_model, "weights": ref}
-        with (unfinished / OWNER).open("w") as note:
-            json.dump(owner, note)
-            note.flush()
-            os.fsync(note.fileno())
-        sync_folder(unfinished)
         failpoint("external.before_rename")
-        unfinished.rename(folder)
+        blobs.put(f"{folder}/{OWNER}", json.dumps(owner).encode())
         failpoint("external.renamed")
-    sync_folder(root)  # also for a process that died before it could do this
-    return sum(file.stat().st_size for file in folder.glob(f"*{SUFFIX}"))
+    return sum(blob.size for blob in blobs.list(folder) if blob.key.endswith(SUFFIX))
 
 
-def remove_external(folder: Path) -> None:
-    """Delete encrypted files; under its final name a folder is whole or gone. Twice is harmless."""
-    aside = folder.with_name(f".{folder.name}.{uuid4().hex}")
+def base_model_of_files(blobs: Blobs, folder: str) -> str | None:
+    """Read which base model encrypted files are for; None where that cannot be read. Raises BlobsUnavailable."""
     try:
-        folder.rename(aside)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(aside)
-
-
-def base_model_of_files(folder: Path) -> str | None:
-    """Read which base model encrypted files are for; None where that cannot be read."""
-    try:
-        name: str = json.loads((folder / OWNER).read_bytes())["base_model"]
+        name: str = json.loads(blobs.get(f"{folder}/{OWNER}"))["base_model"]
+    except BlobsUnavailable:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return name
@@ -92,12 +81,11 @@ def _recipient(text: str) -> pyrage.x25519.Recipient | pyrage.ssh.Recipient:
     return kind.Recipient.from_str(text)
 
 
-def _encrypt(source: Path, target: Path, recipients: Sequence[object]) -> None:
-    # Not `encrypt_file`: it keeps the interpreter's lock, for 1 s per 300 MB (pyrage 1.4.0).
-    with source.open("rb") as plain, target.open("wb") as encrypted:
-        try:
-            pyrage.encrypt_io(plain, encrypted, recipients)
-        except pyrage.EncryptError as failed:  # what the writer raised is only its text here
-            raise OSError(str(failed)) from failed
-        encrypted.flush()
-        os.fsync(encrypted.fileno())
+def _encrypted(content: bytes, recipients: Sequence[object]) -> bytes:
+    # Not `encrypt`: it keeps the interpreter's lock, for 1 s per 300 MB (pyrage 1.4.0).
+    encrypted = io.BytesIO()
+    try:
+        pyrage.encrypt_io(io.BytesIO(content), encrypted, recipients)
+    except pyrage.EncryptError as failed:
+        raise OSError(str(failed)) from failed
+    return encrypted.getvalue()

@@ -1,39 +1,39 @@
 """All files of a saved adapter: written by a thread, read by the worker, deleted when nothing refers to them.
 
-Three folders, each for one part of a save: the adapter in PEFT's format, the optimizer state, and what
+Three groups, each for one part of a save: the adapter in PEFT's format, the optimizer state, and what
 was encrypted. The first two are named after their content, so that writing one twice, or from two
-workers, is harmless. Workers of all pools share the folders; each tidies up behind its own base model.
+workers, is harmless. Workers of all pools share them; each pool tidies up behind its own base model.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import threading
+import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_store.disk.durable_files import make_folder
+from cotrain_store.blobs.protocol import BlobsUnavailable
 from cotrain_store.messages.weights import external_folder
+from cotrain_workers.checkpoints import optimizer_file
 from cotrain_workers.checkpoints.encrypted_export import (
+    OWNER,
     base_model_of_files,
-    remove_external,
     write_external,
 )
 from cotrain_workers.checkpoints.optimizer_file import (
     base_model_of_state,
-    file_of,
     read_optimizer,
     write_optimizer,
 )
 from cotrain_workers.checkpoints.peft_folder import (
     CONFIG,
-    folder_of,
+    TENSORS,
+    key_of,
     read_folder,
-    remove_folder,
     write_folder,
 )
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from cotrain_store.blobs.protocol import Blob, Blobs
     from cotrain_store.disk.orphan_ages import Unwanted
     from cotrain_store.messages.ids import WeightsRef
     from cotrain_store.weights.saved_weights import SavedWeights
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.spec import Layout
 
 log = structlog.get_logger()
+
+#: What was written longer ago is written again before it is referred to: then it is young.
+YOUNG_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -67,67 +71,98 @@ class WrittenFiles:
     digest: str
     size: int
     optimizer_digest: str  # empty: it has none
+    written_at: float
+    """Of the monotonic clock, in s."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Files that are one thing, and go together: those of an adapter or an export, or one optimizer state."""
+
+    key: str
+    blobs: tuple[Blob, ...]
+
+    @property
+    def name(self) -> str:
+        """A digest, or the folder of an export."""
+        return self.key.rpartition("/")[2].partition(".")[0]
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Tell whether a process has not ended writing."""
+        return self.blobs[0].is_unfinished
+
+    @property
+    def mark(self) -> str:
+        """What changes when one of them is written."""
+        return " ".join(blob.mark for blob in self.blobs)
+
+    def has(self, file: str) -> bool:
+        """Tell whether there is a file of this name."""
+        return any(blob.key.endswith(f"/{file}") for blob in self.blobs)
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of one base model's saves below the data directory."""
+    """The files of one base model's saves, below the prefixes `weights`, `optimizers` and `external`."""
 
-    adapters: Path
-    optimizers: Path
-    external: Path
+    blobs: Blobs
     base_model: str
     removing: threading.Lock = field(default_factory=threading.Lock)
     """Who holds it removes files, or has them known: what is known by then is not removed."""
 
-    @classmethod
-    def below(cls, data_dir: Path, base_model: str) -> CheckpointFiles:
-        """Make the folders."""
-        adapters, optimizers, external = (
-            data_dir / name for name in ("weights", "optimizers", "external")
-        )
-        for folder in (adapters, optimizers, external):
-            make_folder(folder)
-        return cls(adapters, optimizers, external, base_model)
+    @property
+    def adapters(self) -> Blobs:
+        """The adapters, of all base models."""
+        return self.blobs.below("weights")
+
+    @property
+    def optimizers(self) -> Blobs:
+        """The optimizer states."""
+        return self.blobs.below("optimizers")
+
+    @property
+    def external(self) -> Blobs:
+        """What was encrypted."""
+        return self.blobs.below("external")
 
     def write(self, ref: WeightsRef, saved: Saved, layout: Layout) -> WrittenFiles:
         """Write all files of a save, durable when this returns; raises OSError. Twice is harmless."""
+        began = time.monotonic()
         adapter = write_folder(self.adapters, saved.weights, layout, self.base_model)
-        os.utime(adapter.path)  # another worker may have seen it unwanted, if it was found there
         size, optimizer_digest = adapter.size, ""
         if saved.optimizer:
             written = write_optimizer(self.optimizers, saved.optimizer, self.base_model)
             size, optimizer_digest = size + written.size, written.digest
         if saved.recipients:
-            size += write_external(
-                self.external, ref, adapter.path, saved.recipients, self.base_model
-            )
-        return WrittenFiles(adapter.digest, size, optimizer_digest)
+            contents = {
+                name: self.adapters.get(f"{adapter.key}/{name}") for name in (CONFIG, TENSORS)
+            }
+            size += write_external(self.external, ref, contents, saved.recipients, self.base_model)
+        return WrittenFiles(adapter.digest, size, optimizer_digest, began)
 
     def confirm(self, ref: WeightsRef, saved: Saved, written: WrittenFiles) -> bool:
-        """Touch all files of a save, which is about to be known; False when one is gone.
+        """Tell whether all files of a save, which is about to be known, are there, and young to all who look.
 
-        There may have been a long while since they were written, if Redis was away.
+        There may have been a long while since they were written, if Redis was away. Raises OSError.
         """
-        paths = [self.adapter(written.digest)]
+        keys = [(self.adapters, f"{key_of(written.digest)}/{CONFIG}")]
         if written.optimizer_digest:
-            paths.append(file_of(self.optimizers, written.optimizer_digest))
+            keys.append((self.optimizers, optimizer_file.key_of(written.optimizer_digest)))
         if saved.recipients:
-            paths.append(self.external / external_folder(ref))
-        try:
-            for path in paths:
-                os.utime(path)
-        except FileNotFoundError:
-            return False
-        return True
+            keys.append((self.external, f"{external_folder(ref)}/{OWNER}"))
+        if time.monotonic() - written.written_at > YOUNG_S:
+            return all(blobs.touch(key) for blobs, key in keys)
+        return all(blobs.exists(key) for blobs, key in keys)
 
-    def adapter(self, digest: str) -> Path:
-        """Name the folder of an adapter."""
-        return folder_of(self.adapters, digest)
+    def folder(self, digest: str) -> Path:
+        """Name the folder of an adapter, where there are files (`WorkerSettings` refuses vLLM where not)."""
+        assert self.blobs.folder
+        return self.blobs.folder / "weights" / key_of(digest)
 
     def read_adapter(self, digest: str, layout_of: LayoutOf) -> HostWeights:
         """Read an adapter; raises FolderUnreadable, OSError."""
-        return read_folder(self.adapter(digest), layout_of)
+        return read_folder(self.adapters, digest, layout_of)
 
     def read_optimizer(self, digest: str, layout_of: LayoutOf) -> HostOptimizer:
         """Read an optimizer state; raises OptimizerUnreadable, OSError."""
@@ -137,58 +172,52 @@ class CheckpointFiles:
         """Delete the files of forgotten weights, and what dead processes left half done.
 
         Another worker may just be about to refer to a file that it found there, so only what was
-        `unwanted` for long goes: a process that writes or finds one touches it.
+        `unwanted` for long goes: a process that writes or finds one gives it another mark. Raises OSError.
         """
-        of_adapters = self._orphans(self.adapters, "??/*", base_model_of_adapter, saved.knows)
-        of_states = self._orphans(
-            self.optimizers, "??/*", base_model_of_state, saved.knows_optimizer
-        )
-        of_external = self._orphans(self.external, "*", base_model_of_files, saved.knows_external)
-        for path in unwanted.old((*of_adapters, *of_states, *of_external), now):
+        orphans = {group.key: (group, is_known) for group, is_known in self._orphans(saved)}
+        marks = {key: group.mark for key, (group, _) in orphans.items()}
+        for key in unwanted.old(marks, now):
+            group, is_known = orphans[key]
             with self.removing:
-                if not path.name.startswith(".") and self._is_known(saved, path):
+                if is_known(group.name):
                     continue  # it was found by a save since
-                log.info("files_removed", folder=str(path.relative_to(self.adapters.parent)))
-                self._remove(path)
+                log.info("files_removed", files=[blob.key for blob in group.blobs])
+                for blob in group.blobs:
+                    self.blobs.delete(blob.key)
 
-    def _is_known(self, saved: SavedWeights, path: Path) -> bool:
-        if path.is_relative_to(self.adapters):
-            return saved.knows(path.stem)
-        if path.is_relative_to(self.external):
-            return saved.knows_external(path.stem)
-        return saved.knows_optimizer(path.stem)
-
-    def _remove(self, path: Path) -> None:
-        if path.name.startswith("."):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(
-                missing_ok=True
-            )
-        elif path.is_relative_to(self.adapters):
-            remove_folder(self.adapters, path.name)
-        elif path.is_relative_to(self.external):
-            remove_external(path)
-        else:
-            path.unlink(missing_ok=True)
-
-    def _orphans(
-        self,
-        root: Path,
-        pattern: str,
-        base_model_of: Callable[[Path], str | None],
-        is_known: Callable[[str], bool],
-    ) -> Iterator[Path]:
+    def _orphans(self, saved: SavedWeights) -> Iterator[tuple[_Group, Callable[[str], bool]]]:
         """Yield what is unfinished, and what is of this base model and nothing refers to."""
-        for path in sorted(root.glob(pattern)):
-            if path.name.startswith(".") or (
-                base_model_of(path) == self.base_model and not is_known(path.stem)
-            ):
-                yield path
+        for prefix, sign, base_model_of, is_known in (
+            ("weights", CONFIG, base_model_of_adapter, saved.knows),
+            ("optimizers", "", base_model_of_state, saved.knows_optimizer),
+            ("external", OWNER, base_model_of_files, saved.knows_external),
+        ):
+            for group in _groups(self.blobs.list(prefix), sign):
+                if is_known(group.name):
+                    continue
+                whole = not group.is_unfinished and (not sign or group.has(sign))
+                inner = group.key.removeprefix(f"{prefix}/")
+                if not whole or base_model_of(self.blobs.below(prefix), inner) == self.base_model:
+                    yield group, is_known
 
 
-def base_model_of_adapter(folder: Path) -> str | None:
-    """Read which base model an adapter's folder is for; None where that cannot be read."""
+def _groups(blobs: Iterator[Blob], sign: str) -> Iterator[_Group]:
+    """Put files of a folder together; the one that is the sign that it is whole, if any is, comes first."""
+    groups: defaultdict[str, list[Blob]] = defaultdict(list)
+    for blob in blobs:
+        is_one = blob.is_unfinished or not sign
+        groups[blob.key if is_one else blob.key.rpartition("/")[0]].append(blob)
+    for key, group in groups.items():
+        yield _Group(key, tuple(sorted(group, key=lambda blob: not blob.key.endswith(f"/{sign}"))))
+
+
+def base_model_of_adapter(root: Blobs, key: str) -> str | None:
+    """Read which base model an adapter is for; None where that cannot be read. Raises BlobsUnavailable."""
     try:
-        name: str | None = json.loads((folder / CONFIG).read_bytes()).get("base_model_name_or_path")
+        config = json.loads(root.get(f"{key}/{CONFIG}"))
+        name: str | None = config.get("base_model_name_or_path")
+    except BlobsUnavailable:
+        raise
     except (OSError, ValueError, AttributeError):
         return None
     return name

@@ -1,6 +1,6 @@
-"""Optimizer states on disk, named by what is in them: written whole or not at all, checked when read.
+"""Saved optimizer states, named by what is in them: written whole or not at all, checked when read.
 
-A file is `<root>/<digest[:2]>/<digest>.safetensors`; it lies apart from the adapter it belongs to, whose
+A key is `<digest[:2]>/<digest>.safetensors`; it lies apart from the adapter it belongs to, whose
 folder anyone may read.
 """
 
@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from cotrain_store.disk.durable_files import passes, sync_folder
-from cotrain_store.failpoints import failpoint, write_past
+from cotrain_store.blobs.durable_files import passes
+from cotrain_store.blobs.protocol import BlobsUnavailable
 from cotrain_workers.engine.ops import HostOptimizer
 from cotrain_workers.engine.spec import AdapterSpec
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from cotrain_store.blobs.protocol import Blobs
     from cotrain_workers.checkpoints.peft_folder import LayoutOf
 
 FORMAT = "cotrain-optimizer-1"
@@ -42,37 +39,25 @@ class WrittenOptimizer:
     size: int
 
 
-def file_of(root: Path, digest: str) -> Path:
-    """Return where the optimizer state of this digest lies, whether or not it has been written."""
-    return root / digest[:2] / f"{digest}{SUFFIX}"
+def key_of(digest: str) -> str:
+    """Return the key of the optimizer state of this digest, whether or not it has been written."""
+    return f"{digest[:2]}/{digest}{SUFFIX}"
 
 
-def write_optimizer(root: Path, optimizer: HostOptimizer, base_model: str) -> WrittenOptimizer:
+def write_optimizer(root: Blobs, optimizer: HostOptimizer, base_model: str) -> WrittenOptimizer:
     """Write an optimizer state, durable under its final name when this returns, and young.
 
-    Twice is harmless, also from two processes at once: equal content has one name. A damaged file of
-    that name is replaced.
+    Twice is harmless, also from two processes at once: equal content has one name. A damaged one of
+    that name is replaced. Raises OSError.
     """
     digest = _digest(optimizer, base_model)
-    path = file_of(root, digest)
-    if not _is_whole(path):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        unfinished = path.with_name(f".{digest}.{uuid4().hex}")
-        with unfinished.open("wb") as file:
-            write_past("optimizer.half_written", file, _content(optimizer, base_model))
-            file.flush()
-            os.fsync(file.fileno())
-        failpoint("optimizer.before_rename")
-        unfinished.rename(path)
-        failpoint("optimizer.renamed")
-    # Found there, it may have been named by a process that died before it could do this.
-    sync_folder(path.parent)
-    sync_folder(root)
-    os.utime(path)
-    return WrittenOptimizer(digest, path.stat().st_size)
+    content = _content(optimizer, base_model)
+    if not (_is_whole(root, digest) and root.touch(key_of(digest))):
+        root.put(key_of(digest), content, moments="optimizer")
+    return WrittenOptimizer(digest, len(content))
 
 
-def read_optimizer(root: Path, digest: str, layout_of: LayoutOf) -> HostOptimizer:
+def read_optimizer(root: Blobs, digest: str, layout_of: LayoutOf) -> HostOptimizer:
     """Read an optimizer state back, equal to the bit.
 
     Raises:
@@ -80,7 +65,7 @@ def read_optimizer(root: Path, digest: str, layout_of: LayoutOf) -> HostOptimize
             base model stand for.
         OSError: this process cannot read anything now.
     """
-    optimizer = _read(file_of(root, digest))
+    optimizer = _read(root, digest)
     size = layout_of(optimizer.spec).size
     for moment in (optimizer.m, optimizer.v):
         if moment.shape != (size,):
@@ -88,36 +73,37 @@ def read_optimizer(root: Path, digest: str, layout_of: LayoutOf) -> HostOptimize
     return optimizer
 
 
-def base_model_of_state(path: Path) -> str | None:
-    """Read which base model a file is for; None where that cannot be read."""
+def base_model_of_state(root: Blobs, key: str) -> str | None:
+    """Read which base model a state is for; None where that cannot be read. Raises BlobsUnavailable."""
     try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            start += file.read(min(int.from_bytes(start, "little"), 1 << 20))
-        return _metadata(start)["base_model"]
+        head = root.get(key, (0, 8))
+        length = min(int.from_bytes(head, "little"), 1 << 20)
+        return _metadata(head + root.get(key, (8, 8 + length)))["base_model"]
+    except BlobsUnavailable:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _read(path: Path) -> HostOptimizer:
+def _read(root: Blobs, digest: str) -> HostOptimizer:
     try:
-        content = path.read_bytes()
+        content = root.get(key_of(digest))
         header = _metadata(content)
         spec = AdapterSpec(**json.loads(header["spec"]))
         optimizer = HostOptimizer(spec, step=int(header["step"]), **load(content))
-        digest, is_ours = _digest(optimizer, header["base_model"]), header["cotrain"] == FORMAT
+        found, is_ours = _digest(optimizer, header["base_model"]), header["cotrain"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as broken:
         if passes(broken):
             raise
-        raise OptimizerUnreadable(f"State {path.stem} cannot be read: {broken!r}.") from broken
-    if digest != path.stem or not is_ours:
-        raise OptimizerUnreadable(f"State {path.stem} is not what its name says.")
+        raise OptimizerUnreadable(f"State {digest} cannot be read: {broken!r}.") from broken
+    if found != digest or not is_ours:
+        raise OptimizerUnreadable(f"State {digest} is not what its name says.")
     return optimizer
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(root: Blobs, digest: str) -> bool:
     try:
-        _read(path)
+        _read(root, digest)
     except OptimizerUnreadable:
         return False
     return True

@@ -1,7 +1,8 @@
 """Adapters as PEFT folders, named by what is in them: written whole or not at all, checked when read.
 
-A folder is `<root>/<digest[:2]>/<digest>/` with `adapter_model.safetensors` (fp32, PEFT's names) and
+A folder is `<digest[:2]>/<digest>/` with `adapter_model.safetensors` (fp32, PEFT's names) and
 `adapter_config.json`: plain PEFT, vLLM and merge tools read it as it is. With them are their SHA256SUMS.
+The config is written last, and goes first: a folder that has one is whole.
 
 The unembedding is `lm_head`, also where it is tied to the embeddings. There it cannot be merged: one
 matrix would change both, and the cookbook's tools refuse. Under the cookbook's own name for it they
@@ -12,26 +13,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from cotrain_store.blobs.durable_files import passes
 from cotrain_store.disk.checksums import SUMS, sums_of
-from cotrain_store.disk.durable_files import passes
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
+    from cotrain_store.blobs.protocol import Blobs
     from cotrain_workers.engine.spec import Layout
 
     LayoutOf = Callable[[AdapterSpec], Layout]
@@ -52,7 +50,7 @@ class WrittenFolder:
     """A durable adapter: the digest that names it, where it lies, the bytes of its files."""
 
     digest: str
-    path: Path
+    key: str
     size: int
 
 
@@ -64,36 +62,34 @@ def digest(spec: AdapterSpec, base_model: str, flat: torch.Tensor) -> str:
     return hasher.hexdigest()
 
 
-def folder_of(root: Path, digest: str) -> Path:
+def key_of(digest: str) -> str:
     """Return where the adapter of this digest lies, whether or not it has been written."""
-    return root / digest[:2] / digest
+    return f"{digest[:2]}/{digest}"
 
 
 def write_folder(
-    root: Path, weights: HostWeights, layout: Layout, base_model: str
+    root: Blobs, weights: HostWeights, layout: Layout, base_model: str
 ) -> WrittenFolder:
-    """Write an adapter, durable under its final name when this returns.
+    """Write an adapter, durable under its name when this returns, and young. Raises OSError.
 
     Twice is harmless, also from two processes at once: equal content has one name, and the one that comes
     second finds it there. A damaged folder of that name is replaced.
     """
     name = digest(weights.spec, base_model, weights.flat)
-    path = folder_of(root, name)
-    if not _is_whole(path, layout):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{name}.{uuid4().hex}")
-        _write_files(unfinished, weights, layout, base_model, name)
+    key, contents = key_of(name), _contents(weights, layout, base_model, name)
+    if not (_is_whole(root, name, layout) and root.touch(f"{key}/{CONFIG}")):
+        root.delete(f"{key}/{CONFIG}")
+        root.put(f"{key}/{TENSORS}", contents[TENSORS])
+        failpoint("weights.half_written")
+        root.put(f"{key}/{SUMS}", contents[SUMS])
         failpoint("weights.before_rename")
-        _rename_into_final(unfinished, path, layout)
+        root.put(f"{key}/{CONFIG}", contents[CONFIG])
         failpoint("weights.renamed")
-    # Found there, it may have been named by a process that died before it could do this.
-    _sync(path.parent)
-    _sync(root)
-    return WrittenFolder(name, path, sum(file.stat().st_size for file in path.iterdir()))
+    return WrittenFolder(name, key, sum(map(len, contents.values())))
 
 
-def read_folder(path: Path, layout_of: LayoutOf) -> HostWeights:
-    """Read an adapter back, equal to the bit; `layout_of` gives the arena of a spec on this base model.
+def read_folder(root: Blobs, name: str, layout_of: LayoutOf) -> HostWeights:
+    """Read an adapter back by its digest, equal to the bit; `layout_of` gives the arena of a spec on this base model.
 
     Raises:
         FolderUnreadable: a file is missing or torn, or its tensors are not those that the folder's
@@ -101,8 +97,8 @@ def read_folder(path: Path, layout_of: LayoutOf) -> HostWeights:
         OSError: this process cannot read anything now.
     """
     try:
-        content = (path / TENSORS).read_bytes()
-        config = json.loads((path / CONFIG).read_bytes())
+        config = json.loads(root.get(f"{key_of(name)}/{CONFIG}"))
+        content = root.get(f"{key_of(name)}/{TENSORS}")
         header = _metadata(content)
         spec, base_model = AdapterSpec(**json.loads(header["spec"])), header["base_model"]
         layout = layout_of(spec)
@@ -110,18 +106,19 @@ def read_folder(path: Path, layout_of: LayoutOf) -> HostWeights:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as broken:
         if passes(broken):
             raise
-        raise FolderUnreadable(f"Adapter {path.name} cannot be read: {broken!r}.") from broken
-    if not digest(spec, base_model, flat) == header["sha256"] == path.name:
-        raise FolderUnreadable(f"Adapter {path.name} holds other weights than its name says.")
+        raise FolderUnreadable(f"Adapter {name} cannot be read: {broken!r}.") from broken
+    if not digest(spec, base_model, flat) == header["sha256"] == name:
+        raise FolderUnreadable(f"Adapter {name} holds other weights than its name says.")
     expected = adapter_config(spec, layout, base_model)
     if any(config.get(key) != expected[key] for key in _DECISIVE):
-        raise FolderUnreadable(f"Adapter {path.name} has another {CONFIG} than was written.")
+        raise FolderUnreadable(f"Adapter {name} has another {CONFIG} than was written.")
     return HostWeights(spec, flat)
 
 
-def remove_folder(root: Path, digest: str) -> None:
-    """Delete an adapter's folder; under its final name it is whole or gone. Twice is harmless."""
-    _set_aside(folder_of(root, digest))
+def remove_folder(root: Blobs, digest: str) -> None:
+    """Delete an adapter; it is whole until it is none. Twice is harmless. Raises OSError."""
+    for name in (CONFIG, SUMS, TENSORS):
+        root.delete(f"{key_of(digest)}/{name}")
 
 
 def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[str, object]:
@@ -152,9 +149,7 @@ def tensor_names(module: str) -> tuple[str, str]:
     return tuple(f"base_model.model.{module}.lora_{letter}.weight" for letter in "AB")  # type: ignore[return-value]
 
 
-def _write_files(
-    folder: Path, weights: HostWeights, layout: Layout, base_model: str, name: str
-) -> None:
+def _contents(weights: HostWeights, layout: Layout, base_model: str, name: str) -> dict[str, bytes]:
     header = {
         "format": "pt",  # transformers and vLLM look for it
         "cotrain": FORMAT,
@@ -168,41 +163,13 @@ def _write_files(
         tensors[name_a], tensors[name_b] = pair.a.contiguous(), pair.b.contiguous()
     config = json.dumps(adapter_config(weights.spec, layout, base_model), indent=2)
     contents = {TENSORS: save(tensors, header), CONFIG: f"{config}\n".encode()}
-    folder.mkdir()
-    (folder / TENSORS).write_bytes(contents[TENSORS])
-    failpoint("weights.half_written")
-    (folder / CONFIG).write_bytes(contents[CONFIG])
     # For the API, which sends the files and cannot compute their digest.
-    (folder / SUMS).write_text(sums_of(contents))
-    for path in (folder / TENSORS, folder / CONFIG, folder / SUMS, folder):
-        _sync(path)
+    return contents | {SUMS: sums_of(contents).encode()}
 
 
-def _rename_into_final(unfinished: Path, path: Path, layout: Layout) -> None:
-    """Give a written folder its name, unless another process was first."""
+def _is_whole(root: Blobs, name: str, layout: Layout) -> bool:
     try:
-        unfinished.rename(path)
-    except OSError:  # POSIX renames no folder over one that has files
-        if _is_whole(path, layout):
-            shutil.rmtree(unfinished)
-        else:
-            _set_aside(path)
-            unfinished.rename(path)
-
-
-def _set_aside(path: Path) -> None:
-    """Take a folder's name away at once, then delete it."""
-    aside = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        path.rename(aside)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(aside)
-
-
-def _is_whole(path: Path, layout: Layout) -> bool:
-    try:
-        read_folder(path, lambda _: layout)
+        read_folder(root, name, lambda _: layout)
     except FolderUnreadable:
         return False
     return True
@@ -227,12 +194,3 @@ def _metadata(content: bytes) -> dict[str, str]:
     length = int.from_bytes(content[:8], "little")
     metadata: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
     return metadata
-
-
-def _sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -199,7 +199,7 @@ class WeightsStore:
             raise WeightsMissing(ref) from unreadable
 
     def path(self, ref: WeightsRef) -> Path | None:
-        """Name the folder of weights; None while it is being written.
+        """Name the folder of weights, for a server that reads files; None while it is being written.
 
         Raises:
             WeightsMissing: there is none, and there will be none.
@@ -208,7 +208,7 @@ class WeightsStore:
             return None
         if not self.is_known(ref):
             raise WeightsMissing(ref)
-        return self._files.adapter(self._digests[ref])
+        return self._files.folder(self._digests[ref])
 
     def _read(self, ref: WeightsRef) -> HostWeights:
         if ref in self._unstored or not self.is_known(ref):

@@ -36,8 +36,8 @@ class Sweep:
 
     def __init__(self, execution: Execution, settings: WorkerSettings) -> None:
         self._execution = execution
-        self._spool_dir = settings.spool_dir
-        self._snapshots_dir = settings.snapshots_dir
+        self._spool = settings.blob_store.below("spool")
+        self._snapshots = settings.blob_store.below("snapshots")
         self._age_s = settings.orphan_age_s
         self._segments, self._copies = Unwanted(self._age_s), Unwanted(self._age_s)
         self._uncounted = Unwanted(UNCOUNTED_AGE_S)
@@ -53,15 +53,15 @@ class Sweep:
             self._copies_at = now + (LOOK_S if self._copies.is_empty else self._age_s)
 
     def _sweep_segments(self, now: float) -> None:
-        free = unwritten_segments(self._spool_dir)
+        free = unwritten_segments(self._spool)
         # After that: nothing is added to them.
         referenced = set(self._execution.referenced_segments())
-        unwanted = [path for path in free if path.name not in referenced]
-        uncounted = [path for path in unwanted if path.name.startswith(UNCOUNTED)]
-        counted = [path for path in unwanted if not path.name.startswith(UNCOUNTED)]
-        for path in (*self._segments.old(counted, now), *self._uncounted.old(uncounted, now)):
-            path.unlink(missing_ok=True)
-            log.info("segment_removed", file=path.name)
+        unwanted = {key: mark for key, mark in free.items() if key not in referenced}
+        uncounted = {key: mark for key, mark in unwanted.items() if key.startswith(UNCOUNTED)}
+        counted = {key: mark for key, mark in unwanted.items() if key not in uncounted}
+        for key in (*self._segments.old(counted, now), *self._uncounted.old(uncounted, now)):
+            self._spool.delete(key)
+            log.info("segment_removed", file=key)
 
     def _sweep_copies(self, now: float, writing: Collection[RunId]) -> None:
         mine, writers = self._execution.writer, self._execution.living_writers()
@@ -70,7 +70,7 @@ class Sweep:
         def is_at_work(folder: str, writer: str) -> bool:
             return folder in folders if writer == mine else writer in writers
 
-        unwanted = orphans(self._snapshots_dir, self._execution.logs.bases, is_at_work)
-        for path in self._copies.old(unwanted, now):
-            path.unlink(missing_ok=True)
-            log.info("snapshot_removed", file=path.name)
+        unwanted = orphans(self._snapshots, self._execution.logs.bases, is_at_work)
+        for key in self._copies.old(unwanted, now):
+            self._snapshots.delete(key)
+            log.info("snapshot_removed", file=key)

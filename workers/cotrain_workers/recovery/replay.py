@@ -24,8 +24,8 @@ from cotrain_workers.recovery.snapshot_file import SnapshotUnreadable, read_snap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
+    from cotrain_store.blobs.protocol import Blobs
     from cotrain_store.messages.ops import QueuedOp
     from cotrain_store.oplog.execution import Execution
     from cotrain_store.oplog.reader import LogPosition
@@ -69,7 +69,7 @@ class Replay:
         engine: Engine,
         execution: Execution,
         weights: WeightsStore,
-        snapshots: Path,
+        snapshots: Blobs,
         *,
         exact: bool,
     ) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_store.disk.durable_files import make_folder
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind
@@ -25,8 +24,8 @@ from cotrain_workers.recovery.snapshot_policy import ReplayBacklog
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
-    from pathlib import Path
 
+    from cotrain_store.blobs.protocol import Blobs
     from cotrain_store.messages.ids import OpId
     from cotrain_store.messages.ops import Step
     from cotrain_store.monitoring.worker_metrics import WorkerMetrics
@@ -62,17 +61,16 @@ class ResidentRuns:
         self._engine = engine
         self._execution = execution
         self._weights = weights
-        self._settings = settings
         self._policy = policy
         self._metrics = metrics
-        self._replay = Replay(engine, execution, weights, settings.snapshots_dir, exact=exact)
+        self._snapshots = settings.blob_store.below("snapshots")
+        self._replay = Replay(engine, execution, weights, self._snapshots, exact=exact)
         self._backlogs: dict[RunId, ReplayBacklog] = {}
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
         self._uncovered_s: dict[RunId, float] = {}
         """Training in copies that are taken and not registered yet, whether they can be written or not."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._sweep = Sweep(execution, settings)
-        make_folder(settings.snapshots_dir)
 
     @property
     def runs(self) -> int:
@@ -123,9 +121,7 @@ class ResidentRuns:
         """
         self.forget_state(run)
         self._writing.pop(run, None)  # of the lost state, and late: the log holds an unstored save
-        return roll_back(
-            self._engine, self._execution, self._weights, self._settings.snapshots_dir, run
-        )
+        return roll_back(self._engine, self._execution, self._weights, self._snapshots, run)
 
     def done(self, run: RunId) -> int:
         """Name the last seq whose effect is in memory; -1 for a run that is not there."""
@@ -175,7 +171,7 @@ class ResidentRuns:
         for run in self._execution.runs_to_drop():
             if run not in self._writing and self._execution.forget(run):
                 self.forget_state(run)
-                remove_snapshots(self._settings.snapshots_dir, run)
+                remove_snapshots(self._snapshots, run)
                 log.info("run_dropped", run=run)
         self._sweep.maintain(now, self._writing)
 
@@ -246,8 +242,8 @@ class ResidentRuns:
             return
         copy = self._engine.adapters.copy_out(run)
         numerics = self._engine.facts.numerics_id
-        folder, writer = self._settings.snapshots_dir, self._execution.writer
-        writing = self._writer.submit(_write, folder, run, backlog.seq, writer, numerics, copy)
+        root, writer = self._snapshots, self._execution.writer
+        writing = self._writer.submit(_write, root, run, backlog.seq, writer, numerics, copy)
         self._writing[run] = (backlog.seq, writing)
         if backlog.compute_s < math.inf:
             self._uncovered_s[run] = self._uncovered_s.get(run, 0.0) + backlog.compute_s
@@ -287,13 +283,13 @@ class ResidentRuns:
         position = self._execution.logs.position(run)
         if position:
             keep = frozenset({position.snapshot_file, position.older_file})
-            remove_snapshots(self._settings.snapshots_dir, run, keep)
+            remove_snapshots(self._snapshots, run, keep)
 
 
 def _write(
-    folder: Path, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopy
+    root: Blobs, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopy
 ) -> tuple[Snapshot, float]:
     """Write a snapshot once its state has arrived; return it and how long that took, in s."""
     began = time.perf_counter()
-    snapshot = write_snapshot(folder, run, seq, writer, numerics_id, copy.state())
+    snapshot = write_snapshot(root, run, seq, writer, numerics_id, copy.state())
     return snapshot, time.perf_counter() - began

@@ -19,8 +19,7 @@ from cotrain_workers.engine.ops import WeightsMissing
 from cotrain_workers.recovery.snapshot_file import write_snapshot
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from cotrain_store.blobs.protocol import Blobs
     from cotrain_store.messages.ids import RunId
     from cotrain_store.messages.weights import CheckpointRecord
     from cotrain_store.oplog.execution import Execution
@@ -31,7 +30,7 @@ log = structlog.get_logger()
 
 
 def roll_back(
-    engine: Engine, execution: Execution, weights: WeightsStore, snapshots: Path, run: RunId
+    engine: Engine, execution: Execution, weights: WeightsStore, snapshots: Blobs, run: RunId
 ) -> bool:
     """Make the state of a run's newest readable checkpoint its state as of `done`; False for none.
 

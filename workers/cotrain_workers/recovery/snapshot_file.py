@@ -1,31 +1,33 @@
-"""Recovery copies of runs on disk: written whole or not at all, and checked when read.
+"""Recovery copies of runs: written whole or not at all, and checked when read.
 
-A file is `<folder>/<run digest>/<seq>-<writer>.safetensors`. The writer is a worker and its epoch: so one
+A key is `<run digest>/<seq>-<writer>.safetensors`. The writer is a worker and its epoch: so one
 that was replaced never writes over a file of its successor, or of a worker that its runs were reassigned to.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from safetensors.torch import load, save
 
-from cotrain_store.disk.durable_files import passes, sync_folder
-from cotrain_store.failpoints import failpoint, write_past
+from cotrain_store.blobs.durable_files import passes
+from cotrain_store.blobs.protocol import BlobsUnavailable
+from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.spec import AdapterSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
+
+    from cotrain_store.blobs.protocol import Blobs
 
 FORMAT = "cotrain-snapshot-1"
+SUFFIX = ".safetensors"
+#: What an older version had half written.
 TEMPORARY = ".tmp"
 ARENAS = ("weights", "grads", "m", "v")
 
@@ -44,28 +46,17 @@ class Snapshot:
 
 
 def write_snapshot(
-    folder: Path, run: str, seq: int, writer: str, numerics_id: str, state: AdapterState
+    root: Blobs, run: str, seq: int, writer: str, numerics_id: str, state: AdapterState
 ) -> Snapshot:
-    """Write a run's state as of `seq`, durable under its final name when this returns."""
+    """Write a run's state as of `seq`, durable under its final name when this returns; raises OSError."""
     content = encode_snapshot(run, seq, numerics_id, state)
-    name = f"{run_folder(run)}/{seq}-{writer}.safetensors"
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_suffix(TEMPORARY)
+    name = f"{run_folder(run)}/{seq}-{writer}{SUFFIX}"
     failpoint("snapshot.before_write", run)
-    with temporary.open("wb") as file:
-        write_past("snapshot.half_written", file, content)
-        file.flush()
-        os.fsync(file.fileno())
-    failpoint("snapshot.before_rename", run)
-    temporary.rename(path)
-    failpoint("snapshot.renamed", run)
-    sync_folder(path.parent)
-    sync_folder(folder)  # the name of the run's own folder
+    root.put(name, content, moments="snapshot")
     return Snapshot(name, hashlib.sha256(content).hexdigest(), len(content))
 
 
-def read_snapshot(folder: Path, file: str, sha256: str, run: str, seq: int) -> AdapterState:
+def read_snapshot(root: Blobs, file: str, sha256: str, run: str, seq: int) -> AdapterState:
     """Read a run's state back.
 
     Raises:
@@ -73,7 +64,7 @@ def read_snapshot(folder: Path, file: str, sha256: str, run: str, seq: int) -> A
         OSError: this process cannot read anything now.
     """
     try:
-        content = (folder / file).read_bytes()
+        content = root.get(file)
     except OSError as missing:
         if passes(missing):
             raise
@@ -112,45 +103,50 @@ def decode_snapshot(content: bytes) -> tuple[Mapping[str, str], AdapterState]:
     )
 
 
-def remove_snapshots(folder: Path, run: str, keep: frozenset[str] = frozenset()) -> None:
-    """Delete a run's files except those in `keep`, and its folder with the last. Twice is harmless."""
-    own = folder / run_folder(run)
-    for path in own.glob("*"):
-        if f"{path.parent.name}/{path.name}" not in keep:
-            path.unlink(missing_ok=True)
-    if not keep:
-        with contextlib.suppress(
-            OSError
-        ):  # it is not there, or another worker has just written to it
-            own.rmdir()
+def remove_snapshots(root: Blobs, run: str, keep: frozenset[str] = frozenset()) -> None:
+    """Delete a run's files except those in `keep`. Twice is harmless. Raises OSError."""
+    for blob in root.list(run_folder(run)):
+        if blob.key not in keep:
+            root.delete(blob.key)
 
 
 def orphans(
-    folder: Path,
+    root: Blobs,
     bases: Callable[[RunId], frozenset[str]],
     is_at_work: Callable[[str, str], bool],
-) -> list[Path]:
-    """List the files that may go: what a dead process left half written, and what no log goes on from.
+) -> dict[str, str]:
+    """Find the files that may go, each with its mark: what a dead process left half written, and what no log
+    goes on from.
 
     A file is there before it is registered: `is_at_work` tells, of a run's folder and a writer, whether
     one may be about to be. `bases` names a run's registered files. A damaged file names no run, and stays.
     """
-    return [
-        path
-        for path in sorted(folder.glob("*/*"))
-        if not is_at_work(path.parent.name, path.stem.partition("-")[2])
-        and (path.suffix == TEMPORARY or _is_orphan(path, bases))
-    ]
+    return {
+        blob.key: blob.mark
+        for blob in root.list()
+        if not is_at_work(blob.key.partition("/")[0], _writer(blob.key))
+        and (
+            blob.is_unfinished or blob.key.endswith(TEMPORARY) or _is_orphan(root, blob.key, bases)
+        )
+    }
 
 
-def _is_orphan(path: Path, bases: Callable[[RunId], frozenset[str]]) -> bool:
+def _writer(key: str) -> str:
+    """Name who writes or wrote a file, whatever is behind the name of it."""
+    name = key.rpartition("/")[2].partition("-")[2]
+    return name.partition(SUFFIX)[0].removesuffix(TEMPORARY)
+
+
+def _is_orphan(root: Blobs, key: str, bases: Callable[[RunId], frozenset[str]]) -> bool:
     try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            run = _header(start + file.read(int.from_bytes(start, "little")))["run"]
+        head = root.get(key, (0, 8))
+        length = int.from_bytes(head, "little")
+        run = _header(head + root.get(key, (8, 8 + length)))["run"]
+    except BlobsUnavailable:
+        raise
     except (OSError, ValueError, KeyError, OverflowError, MemoryError):
         return False
-    return f"{path.parent.name}/{path.name}" not in bases(RunId(run))
+    return key not in bases(RunId(run))
 
 
 def _header(content: bytes) -> dict[str, str]:

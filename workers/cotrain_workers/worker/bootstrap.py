@@ -176,7 +176,7 @@ def enter_pool(
     metrics = WorkerMetrics(record.base_model, worker)
     weights = WeightsStore(
         SavedWeights(connection, record.id, worker, epoch),
-        CheckpointFiles.below(settings.data_dir, record.base_model),
+        CheckpointFiles(settings.blob_store, record.base_model),
         engine.adapters.layout_of,
         tuning.weights_memory_bytes,
         tuning.unstored_memory_bytes,

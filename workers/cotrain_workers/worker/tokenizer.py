@@ -6,7 +6,6 @@ Its folder is named after its content and never changes, so that a new worker di
 from __future__ import annotations
 
 import hashlib
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,16 @@ import structlog
 from transformers import AutoTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from cotrain_store.blobs.protocol import Blobs
     from cotrain_workers.engine.decoding.requests import TextOf
 
 log = structlog.get_logger()
+
+#: What the API reads of it, and its sign that the folder is whole.
+READ_BY_API = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class PublishedTokenizer:
 
 
 def publish_tokenizer(
-    source: str, name: str, published: Path, *, local_files_only: bool
+    source: str, name: str, published: Blobs, *, local_files_only: bool
 ) -> PublishedTokenizer | None:
     """Write a base model's tokenizer where the API finds it; None for a model without one."""
     try:
@@ -57,34 +61,35 @@ def publish_tokenizer(
     return PublishedTokenizer(_publish(tokenizer, name, published), text)
 
 
-def _publish(tokenizer: Any, name: str, published: Path) -> str:
-    published.mkdir(parents=True, exist_ok=True, mode=0o700)
-    made = Path(tempfile.mkdtemp(prefix=".", dir=published))
-    try:
+def _publish(tokenizer: Any, name: str, published: Blobs) -> str:
+    with tempfile.TemporaryDirectory() as made:
         tokenizer.save_pretrained(made)
-        _name_for_every_version(made / "tokenizer_config.json")
-        if not (made / "tokenizer.json").exists():
-            return ""
-        digest = _digest(made)
-        folder = published / f"{name}-{digest}"
-        if not folder.exists():
-            made.rename(folder)
-        elif _digest(folder) != digest:  # torn by a power cut
-            shutil.rmtree(folder)
-            made.rename(folder)
-        return folder.name
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        contents = {path.name: path.read_bytes() for path in sorted(Path(made).iterdir())}
+    if READ_BY_API not in contents:
+        return ""
+    contents[_CONFIG] = _named_for_every_version(contents[_CONFIG])
+    digest = _digest(contents)
+    folder = f"{name}-{digest}"
+    if _digest(_published(published, folder)) != digest:  # not there, or torn by a power cut
+        for file in sorted(
+            contents, key=lambda file: file == READ_BY_API
+        ):  # last: then it is whole
+            published.put(f"{folder}/{file}", contents[file])
+    return folder
 
 
-def _name_for_every_version(config: Path) -> None:
+def _published(published: Blobs, folder: str) -> dict[str, bytes]:
+    found = [blob for blob in published.list(folder) if not blob.is_unfinished]
+    return {blob.key.rpartition("/")[2]: published.get(blob.key) for blob in found}
+
+
+def _named_for_every_version(config: bytes) -> bytes:
     # Clients may have transformers 4, which does not know version 5's new name of the class.
-    text = config.read_text(encoding="utf-8")
-    config.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), "utf-8")
+    return config.replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')
 
 
-def _digest(folder: Path) -> str:
+def _digest(contents: Mapping[str, bytes]) -> str:
     hasher = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        hasher.update(path.name.encode() + b"\0" + path.read_bytes())
+    for name in sorted(contents):
+        hasher.update(name.encode() + b"\0" + contents[name])
     return hasher.hexdigest()[:12]

@@ -20,6 +20,7 @@ from cotrain_server.http.downloads import (
     open_files,
     tar_size,
 )
+from cotrain_store.blobs.folder import Folder
 from cotrain_store.errors import CheckpointNotFound, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ async def sent(response: Response, **headers: str) -> httpx.Response:
 
 @pytest.mark.parametrize("name", CONTENTS)
 async def test_a_file_is_sent_whole_with_its_length_and_name(folder: Path, name: str) -> None:
-    [file] = await open_files(folder, [name])
+    [file] = await open_files(Folder(folder), [name])
     answer = await sent(FileDownload(file))
     assert answer.content == CONTENTS[name]
     assert answer.headers["content-length"] == str(len(CONTENTS[name]))
@@ -57,13 +58,13 @@ async def test_a_file_that_cannot_be_opened_now_is_not_reported_as_deleted(
     def no_descriptor(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("cotrain_server.http.downloads.os.open", no_descriptor)
+    monkeypatch.setattr("cotrain_store.blobs.folder.os.open", no_descriptor)
     with pytest.raises(StoreUnavailable, match="cannot be read now"):
-        await open_files(folder, ["empty"])
+        await open_files(Folder(folder), ["empty"])
 
 
 async def test_a_broken_download_goes_on_where_it_stopped(folder: Path) -> None:
-    [file] = await open_files(folder, ["large.bin"])
+    [file] = await open_files(Folder(folder), ["large.bin"])
     answer = await sent(FileDownload(file), range="bytes=1000-")
     assert answer.status_code == 206
     assert answer.content == CONTENTS["large.bin"][1000:]
@@ -71,14 +72,14 @@ async def test_a_broken_download_goes_on_where_it_stopped(folder: Path) -> None:
 
 
 async def test_an_open_file_outlives_its_name(folder: Path) -> None:
-    [file] = await open_files(folder, ["small.json"])
+    [file] = await open_files(Folder(folder), ["small.json"])
     (folder / "small.json").unlink()
     (folder / "small.json").write_bytes(b"another")
     assert (await sent(FileDownload(file))).content == b"{}"
 
 
 async def test_a_tar_holds_every_file_and_the_mark_that_it_is_whole(folder: Path) -> None:
-    files = await open_files(folder, list(CONTENTS))
+    files = await open_files(Folder(folder), list(CONTENTS))
     answer = await sent(TarDownload(files, "a.tar", 1_000.5))
     assert int(answer.headers["content-length"]) == len(answer.content)
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
@@ -100,21 +101,21 @@ async def test_a_link_is_not_followed(folder: Path) -> None:
     (folder / "folder").mkdir()
     for name in ("link", "folder", "missing"):
         with pytest.raises(CheckpointNotFound):
-            await open_files(folder, [name])
+            await open_files(Folder(folder), [name])
 
 
 async def test_a_pipe_is_refused_without_waiting_for_its_writer(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(CheckpointNotFound):
-        await open_files(folder, ["pipe"])
+        await open_files(Folder(folder), ["pipe"])
 
 
 async def test_one_missing_file_leaves_none_open(folder: Path) -> None:
     before = open_now()
     with pytest.raises(CheckpointNotFound):
-        await open_files(folder, ["small.json", "missing"])
+        await open_files(Folder(folder), ["small.json", "missing"])
     with pytest.raises(CheckpointNotFound):
-        await open_files(folder, ["small.json", "."])
+        await open_files(Folder(folder), ["small.json", "."])
     assert open_now() == before
 
 

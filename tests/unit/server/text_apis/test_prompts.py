@@ -9,6 +9,7 @@ import pytest
 
 from cotrain_server.errors import Invalid
 from cotrain_server.parsing.parser import THREAD_ABOVE
+from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis import prompts
 from cotrain_server.text_apis.detokenizer import Tokenizer
 from cotrain_server.text_apis.model_names import Target
@@ -30,7 +31,11 @@ LARGE = replace(POOL, max_sequence_tokens=32_768)
 async def target(tmp_path: Path) -> Target:
     write_language(tmp_path)
     sampler: Any = None
-    return Target(sampler, POOL, await language_of(POOL, tmp_path))
+    return Target(
+        sampler,
+        POOL,
+        await language_of(POOL, ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path)),
+    )
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.spool import (
     RESULTS,
     Spool,
@@ -250,7 +251,7 @@ def test_closing_finishes_what_waits(tmp_path: Path) -> None:
 
 
 def free(folder: Path) -> list[str]:
-    return [path.name for path in unwritten_segments(folder)]
+    return list(unwritten_segments(Folder(folder)))
 
 
 def test_a_segment_is_held_while_it_is_written_and_until_its_references_are_settled(

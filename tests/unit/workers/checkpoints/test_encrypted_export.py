@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import pyrage
 import pytest
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.weights import external_folder
 from cotrain_workers.checkpoints.encrypted_export import (
     base_model_of_files,
     refuse_recipients,
-    remove_external,
     write_external,
 )
 
@@ -25,21 +25,10 @@ SSH = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VH
 CONTENT = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(100_000)}
 
 
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    for name, content in CONTENT.items():
-        (folder / name).write_bytes(content)
-    return folder
-
-
-def test_each_recipient_reads_every_file_and_nobody_else_does(
-    tmp_path: Path, adapter: Path
-) -> None:
+def test_each_recipient_reads_every_file_and_nobody_else_does(tmp_path: Path) -> None:
     alice, bob, eve = (pyrage.x25519.Identity.generate() for _ in range(3))
     recipients = [str(alice.to_public()), SSH, str(bob.to_public())]
-    size = write_external(tmp_path / "external", REF, adapter, recipients, "m")
+    size = write_external(Folder(tmp_path / "external"), REF, CONTENT, recipients, "m")
     folder = tmp_path / "external" / external_folder(REF)
     files = sorted(folder.glob("*.age"))
     assert [file.name for file in files] == [f"{name}.age" for name in CONTENT]
@@ -50,23 +39,20 @@ def test_each_recipient_reads_every_file_and_nobody_else_does(
             assert plain == CONTENT[file.name.removesuffix(".age")]
         with pytest.raises(pyrage.DecryptError):
             pyrage.decrypt(file.read_bytes(), [eve])
-    assert base_model_of_files(folder) == "m"
+    assert base_model_of_files(Folder(tmp_path / "external"), folder.name) == "m"
 
 
-def test_what_was_encrypted_once_stays(tmp_path: Path, adapter: Path) -> None:
+def test_what_was_encrypted_once_stays(tmp_path: Path) -> None:
     key = str(pyrage.x25519.Identity.generate().to_public())
     folder = tmp_path / "external" / external_folder(REF)
-    size = write_external(tmp_path / "external", REF, adapter, [key], "m")
+    size = write_external(Folder(tmp_path / "external"), REF, CONTENT, [key], "m")
     before = {file: file.read_bytes() for file in folder.iterdir()}
-    assert write_external(tmp_path / "external", REF, adapter, [key], "m") == size
+    assert write_external(Folder(tmp_path / "external"), REF, CONTENT, [key], "m") == size
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
-    remove_external(folder)
-    remove_external(folder)  # twice is harmless
-    assert not list((tmp_path / "external").iterdir())
 
 
 def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
-    tmp_path: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def power_cut(_: int) -> None:
         raise OSError("the disk is gone")
@@ -74,12 +60,12 @@ def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
     monkeypatch.setattr(os, "fsync", power_cut)
     key = str(pyrage.x25519.Identity.generate().to_public())
     with pytest.raises(OSError, match="gone"):
-        write_external(tmp_path / "external", REF, adapter, [key], "m")
-    assert not (tmp_path / "external" / external_folder(REF)).exists()
+        write_external(Folder(tmp_path / "external"), REF, CONTENT, [key], "m")
+    assert not list((tmp_path / "external" / external_folder(REF)).glob("[!.]*"))
 
 
 def test_a_disk_that_fills_up_while_encrypting_is_an_error_of_the_disk(
-    tmp_path: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """age reports what a writer raised as an error of its own."""
 
@@ -89,7 +75,7 @@ def test_a_disk_that_fills_up_while_encrypting_is_an_error_of_the_disk(
     monkeypatch.setattr("pyrage.encrypt_io", encrypt_io)
     key = str(pyrage.x25519.Identity.generate().to_public())
     with pytest.raises(OSError, match="No space left"):
-        write_external(tmp_path / "external", REF, adapter, [key], "m")
+        write_external(Folder(tmp_path / "external"), REF, CONTENT, [key], "m")
 
 
 @pytest.mark.parametrize(
@@ -113,6 +99,6 @@ def test_a_recipient_that_is_none_is_named(recipient: str) -> None:
 
 
 def test_whose_a_folder_is_without_a_note_nobody_knows(tmp_path: Path) -> None:
-    assert base_model_of_files(tmp_path) is None
+    assert base_model_of_files(Folder(tmp_path), ".") is None
     (tmp_path / "owner.json").write_text("[]")
-    assert base_model_of_files(tmp_path) is None
+    assert base_model_of_files(Folder(tmp_path), ".") is None

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.optimizer_file import (
     OptimizerUnreadable,
     base_model_of_state,
-    file_of,
+    key_of,
     read_optimizer,
     write_optimizer,
 )
@@ -39,14 +40,14 @@ def a_state(*, step: int = 12) -> HostOptimizer:
 
 def test_a_state_is_read_back_to_the_bit(tmp_path: Path) -> None:
     state = a_state()
-    written = write_optimizer(tmp_path, state, "m")
-    read = read_optimizer(tmp_path, written.digest, layout_of)
+    written = write_optimizer(Folder(tmp_path), state, "m")
+    read = read_optimizer(Folder(tmp_path), written.digest, layout_of)
     assert (read.spec, read.step) == (state.spec, 12)
     for ours, theirs in ((read.m, state.m), (read.v, state.v)):
         assert ours.numpy().tobytes() == theirs.numpy().tobytes()
-    path = file_of(tmp_path, written.digest)
+    path = tmp_path / key_of(written.digest)
     assert path.stat().st_size == written.size
-    assert base_model_of_state(path) == "m"
+    assert base_model_of_state(Folder(tmp_path), key_of(written.digest)) == "m"
 
 
 def test_equal_states_have_one_file_and_any_difference_makes_another(tmp_path: Path) -> None:
@@ -56,51 +57,53 @@ def test_equal_states_have_one_file_and_any_difference_makes_another(tmp_path: P
         replace(state, m=state.v, v=state.m),
         replace(state, spec=replace(SPEC, seed=4)),
     ]
-    digests = [write_optimizer(tmp_path, each, "m").digest for each in (state, a_state(), *others)]
-    digests.append(write_optimizer(tmp_path, state, "another").digest)
+    digests = [
+        write_optimizer(Folder(tmp_path), each, "m").digest for each in (state, a_state(), *others)
+    ]
+    digests.append(write_optimizer(Folder(tmp_path), state, "another").digest)
     assert digests[0] == digests[1]
     assert len(set(digests)) == 5 == len(list(tmp_path.glob("??/*")))
 
 
 def test_a_file_that_is_found_is_young_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
-    written = write_optimizer(tmp_path, a_state(), "m")
-    path = file_of(tmp_path, written.digest)
+    written = write_optimizer(Folder(tmp_path), a_state(), "m")
+    path = tmp_path / key_of(written.digest)
     os.utime(path, (0, 0))
     inode = path.stat().st_ino
-    assert write_optimizer(tmp_path, a_state(), "m") == written
+    assert write_optimizer(Folder(tmp_path), a_state(), "m") == written
     assert (path.stat().st_ino, path.stat().st_mtime > 0) == (inode, True)
     path.write_bytes(path.read_bytes()[:-1])
-    assert write_optimizer(tmp_path, a_state(), "m") == written
-    assert read_optimizer(tmp_path, written.digest, layout_of).step == 12
+    assert write_optimizer(Folder(tmp_path), a_state(), "m") == written
+    assert read_optimizer(Folder(tmp_path), written.digest, layout_of).step == 12
 
 
 @pytest.mark.parametrize("at", [0, 5, 60, -1])
 def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
-    written = write_optimizer(tmp_path, a_state(), "m")
-    path = file_of(tmp_path, written.digest)
+    written = write_optimizer(Folder(tmp_path), a_state(), "m")
+    path = tmp_path / key_of(written.digest)
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(bytes(content))
     with pytest.raises(OptimizerUnreadable):
-        read_optimizer(tmp_path, written.digest, layout_of)
+        read_optimizer(Folder(tmp_path), written.digest, layout_of)
 
 
 def test_a_file_that_is_missing_or_of_another_base_model_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(OptimizerUnreadable, match="cannot be read"):
-        read_optimizer(tmp_path, "0" * 64, layout_of)
-    written = write_optimizer(tmp_path, a_state(), "m")
+        read_optimizer(Folder(tmp_path), "0" * 64, layout_of)
+    written = write_optimizer(Folder(tmp_path), a_state(), "m")
     wider = [Target("model.q_proj", "attn", 32, 32)]
     with pytest.raises(OptimizerUnreadable, match="values, not"):
-        read_optimizer(tmp_path, written.digest, lambda spec: plan_layout(spec, wider))
+        read_optimizer(Folder(tmp_path), written.digest, lambda spec: plan_layout(spec, wider))
 
 
 def test_a_process_without_descriptors_does_not_take_a_state_for_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest = write_optimizer(tmp_path, a_state(), "m").digest
-    monkeypatch.setattr("pathlib.Path.read_bytes", no_descriptor)
+    digest = write_optimizer(Folder(tmp_path), a_state(), "m").digest
+    monkeypatch.setattr("pathlib.Path.open", no_descriptor)
     with pytest.raises(OSError, match="Too many open files"):
-        read_optimizer(tmp_path, digest, layout_of)
+        read_optimizer(Folder(tmp_path), digest, layout_of)
 
 
 def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
@@ -111,12 +114,12 @@ def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
 
     monkeypatch.setattr(os, "fsync", power_cut)
     with pytest.raises(OSError, match="gone"):
-        write_optimizer(tmp_path, a_state(), "m")
+        write_optimizer(Folder(tmp_path), a_state(), "m")
     assert not list(tmp_path.glob("??/*.safetensors"))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}", b"x" * 100])
 def test_whose_a_file_is_that_is_no_state_nobody_knows(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
-    assert base_model_of_state(tmp_path / "file") is None
-    assert base_model_of_state(tmp_path / "nothing") is None
+    assert base_model_of_state(Folder(tmp_path), "file") is None
+    assert base_model_of_state(Folder(tmp_path), "nothing") is None

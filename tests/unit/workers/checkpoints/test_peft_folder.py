@@ -15,7 +15,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from cotrain_store.disk.checksums import read_sums
+from cotrain_store.blobs.folder import Folder
+from cotrain_store.disk.checksums import SUMS, read_sums
 from cotrain_workers.checkpoints import peft_folder
 from cotrain_workers.checkpoints.peft_folder import (
     CONFIG,
@@ -23,7 +24,7 @@ from cotrain_workers.checkpoints.peft_folder import (
     FolderUnreadable,
     WrittenFolder,
     digest,
-    folder_of,
+    key_of,
     read_folder,
     remove_folder,
     write_folder,
@@ -67,7 +68,11 @@ def some_weights(spec: AdapterSpec | None = None, seed: int = 0) -> HostWeights:
 
 def written(root: Path, weights: HostWeights | None = None) -> WrittenFolder:
     weights = weights or some_weights()
-    return write_folder(root, weights, layout_of(weights.spec), BASE)
+    return write_folder(Folder(root), weights, layout_of(weights.spec), BASE)
+
+
+def read(root: Path, digest: str) -> HostWeights:
+    return read_folder(Folder(root), digest, layout_of)
 
 
 ODD_SCALE = Tenant("all-2", AdapterSpec(2, seed=8, alpha=7.5), "cross_entropy", (9, 4))
@@ -81,7 +86,7 @@ def test_plain_peft_loads_the_folder_and_computes_what_the_engine_does(
     engine, base = new_engine(tied=tied), model_folder("qwen3", tied=tied)
     engine.run(tenant.ops(0))  # one optimizer step: B is no longer zero
     weights = HostWeights(tenant.spec, engine.adapters.state(tenant.run).weights)
-    folder = write_folder(tmp_path, weights, engine.adapters[tenant.run].layout, str(base))
+    folder = write_folder(Folder(tmp_path), weights, engine.adapters[tenant.run].layout, str(base))
     datum = random_datum(np.random.default_rng(0), "cross_entropy", 40)
     forward = Pass(tenant.run, 99, [datum], "cross_entropy", {}, needs_grad=False)
     output = engine.run([forward]).outputs[tenant.run, 99]
@@ -90,7 +95,7 @@ def test_plain_peft_loads_the_folder_and_computes_what_the_engine_does(
     network: Any = AutoModelForCausalLM.from_pretrained(base)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tied embeddings, and names that transformers retired
-        plain: Any = PeftModel.from_pretrained(network, folder.path)
+        plain: Any = PeftModel.from_pretrained(network, tmp_path / folder.key)
     with torch.no_grad():
         logits = plain(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0]
     targets = torch.from_numpy(datum.inputs["target_tokens"])[:, None]
@@ -109,33 +114,32 @@ def test_plain_peft_loads_the_folder_and_computes_what_the_engine_does(
 def test_an_adapter_is_read_back_to_the_bit(tmp_path: Path, spec: AdapterSpec) -> None:
     weights = some_weights(spec)
     folder = written(tmp_path, weights)
-    read = read_folder(folder.path, layout_of)
-    assert read.spec == spec
-    assert read.flat.numpy().tobytes() == weights.flat.numpy().tobytes()
+    found = read(tmp_path, folder.digest)
+    assert found.spec == spec
+    assert found.flat.numpy().tobytes() == weights.flat.numpy().tobytes()
 
 
 def test_bits_are_bits(tmp_path: Path) -> None:
     weights = some_weights()
     weights.flat[0], weights.flat[1], weights.flat[2] = float("nan"), -0.0, float("-inf")
-    read = read_folder(written(tmp_path, weights).path, layout_of)
-    assert read.flat.numpy().tobytes() == weights.flat.numpy().tobytes()
+    found = read(tmp_path, written(tmp_path, weights).digest)
+    assert found.flat.numpy().tobytes() == weights.flat.numpy().tobytes()
 
 
 def test_the_digest_names_the_folder_and_its_size_is_that_of_its_files(tmp_path: Path) -> None:
     weights = some_weights()
     folder = written(tmp_path, weights)
     assert folder.digest == digest(weights.spec, BASE, weights.flat)
-    assert folder.path == folder_of(tmp_path, folder.digest)
-    assert folder.path.parent.name == folder.digest[:2]
-    assert folder.size == sum(path.stat().st_size for path in folder.path.iterdir())
+    assert folder.key == key_of(folder.digest) == f"{folder.digest[:2]}/{folder.digest}"
+    assert folder.size == sum(path.stat().st_size for path in (tmp_path / folder.key).iterdir())
 
 
 def test_a_folder_says_what_its_files_hold(tmp_path: Path) -> None:
-    folder = written(tmp_path).path
+    folder = tmp_path / written(tmp_path).key
     sums = {
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (TENSORS, CONFIG)
     }
-    assert read_sums(folder) == sums
+    assert read_sums((folder / SUMS).read_bytes()) == sums
 
 
 def test_equal_digests_mean_equal_everything() -> None:
@@ -155,10 +159,10 @@ def test_equal_digests_mean_equal_everything() -> None:
 
 def test_equal_content_is_written_once(tmp_path: Path) -> None:
     first = written(tmp_path)
-    inode = (first.path / TENSORS).stat().st_ino
+    inode = (tmp_path / first.key / TENSORS).stat().st_ino
     assert written(tmp_path) == first
-    assert (first.path / TENSORS).stat().st_ino == inode
-    assert [path.name for path in first.path.parent.iterdir()] == [first.digest]
+    assert (tmp_path / first.key / TENSORS).stat().st_ino == inode
+    assert [path.name for path in (tmp_path / first.key).parent.iterdir()] == [first.digest]
 
 
 def test_many_writers_of_one_adapter_leave_one_whole_folder(tmp_path: Path) -> None:
@@ -176,30 +180,32 @@ def test_many_writers_of_one_adapter_leave_one_whole_folder(tmp_path: Path) -> N
         thread.join()
     assert len(folders) == 8
     assert len(set(folders)) == 1
-    assert [path.name for path in folders[0].path.parent.iterdir()] == [folders[0].digest]
-    assert read_folder(folders[0].path, layout_of).spec == weights.spec
+    assert [path.name for path in (tmp_path / folders[0].key).parent.iterdir()] == [
+        folders[0].digest
+    ]
+    assert read(tmp_path, folders[0].digest).spec == weights.spec
 
 
 @pytest.mark.parametrize("file", [TENSORS, CONFIG])
 def test_a_damaged_folder_is_unreadable_and_writing_repairs_it(tmp_path: Path, file: str) -> None:
     folder = written(tmp_path)
-    content = (folder.path / file).read_bytes()
-    (folder.path / file).write_bytes(content[: len(content) // 2])
+    content = (tmp_path / folder.key / file).read_bytes()
+    (tmp_path / folder.key / file).write_bytes(content[: len(content) // 2])
     with pytest.raises(FolderUnreadable, match="cannot be read"):
-        read_folder(folder.path, layout_of)
+        read(tmp_path, folder.digest)
     assert written(tmp_path) == folder
-    assert read_folder(folder.path, layout_of).spec == some_weights().spec
-    assert [path.name for path in folder.path.parent.iterdir()] == [folder.digest]
+    assert read(tmp_path, folder.digest).spec == some_weights().spec
+    assert [path.name for path in (tmp_path / folder.key).parent.iterdir()] == [folder.digest]
 
 
 @pytest.mark.parametrize("at", [-1, -40, 20])
 def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
-    path = written(tmp_path).path
+    path = tmp_path / written(tmp_path).key
     content = bytearray((path / TENSORS).read_bytes())
     content[at] ^= 1
     (path / TENSORS).write_bytes(bytes(content))
     with pytest.raises(FolderUnreadable):
-        read_folder(path, layout_of)
+        read(tmp_path, path.name)
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -222,40 +228,40 @@ CHANGES: Mapping[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_tensors_than_the_spec_stands_for_are_refused(tmp_path: Path, change: str) -> None:
-    path = written(tmp_path).path
+    path = tmp_path / written(tmp_path).key
     rewrite(path, CHANGES[change])
     with pytest.raises(FolderUnreadable):
-        read_folder(path, layout_of)
+        read(tmp_path, path.name)
 
 
 def test_a_config_that_says_another_scale_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path).path
+    path = tmp_path / written(tmp_path).key
     config = json.loads((path / CONFIG).read_text())
     (path / CONFIG).write_text(json.dumps({**config, "lora_alpha": 64}))
     with pytest.raises(FolderUnreadable, match=CONFIG):
-        read_folder(path, layout_of)
+        read(tmp_path, path.name)
 
 
 def test_an_adapter_under_anothers_name_is_refused(tmp_path: Path) -> None:
     one, other = written(tmp_path), written(tmp_path, some_weights(seed=1))
-    remove_folder(tmp_path, other.digest)
-    one.path.rename(other.path)
+    remove_folder(Folder(tmp_path), other.digest)
+    (tmp_path / one.key).rename(tmp_path / other.key)
     with pytest.raises(FolderUnreadable, match="other weights than its name"):
-        read_folder(other.path, layout_of)
+        read(tmp_path, other.digest)
 
 
 def test_a_folder_that_is_missing_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(FolderUnreadable, match="cannot be read"):
-        read_folder(folder_of(tmp_path, "0" * 64), layout_of)
+        read(tmp_path, "0" * 64)
 
 
 def test_a_process_without_descriptors_does_not_take_an_adapter_for_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = written(tmp_path).path
-    monkeypatch.setattr("pathlib.Path.read_bytes", no_descriptor)
+    path = tmp_path / written(tmp_path).key
+    monkeypatch.setattr("pathlib.Path.open", no_descriptor)
     with pytest.raises(OSError, match="Too many open files"):
-        read_folder(path, layout_of)
+        read(tmp_path, path.name)
 
 
 def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
@@ -267,13 +273,12 @@ def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
     monkeypatch.setattr(os, "fsync", power_cut)
     with pytest.raises(OSError, match="gone"):
         written(tmp_path)
-    (left,) = tmp_path.glob("??/*")
-    assert left.name.startswith(".")
+    assert not list(tmp_path.glob("??/*/[!.]*"))
 
 
 def test_removal_takes_one_adapter_and_twice_is_harmless(tmp_path: Path) -> None:
     one, other = written(tmp_path), written(tmp_path, some_weights(seed=1))
-    remove_folder(tmp_path, one.digest)
-    remove_folder(tmp_path, one.digest)
-    assert list(one.path.parent.glob(f"*{one.digest}*")) == []
-    assert read_folder(other.path, layout_of).spec == some_weights().spec
+    remove_folder(Folder(tmp_path), one.digest)
+    remove_folder(Folder(tmp_path), one.digest)
+    assert list((tmp_path / one.key).parent.glob(f"*{one.digest}*")) == []
+    assert read(tmp_path, other.digest).spec == some_weights().spec

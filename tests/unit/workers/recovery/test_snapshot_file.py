@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.recovery.snapshot_file import (
@@ -35,7 +36,7 @@ def a_state(*, dtype: torch.dtype = torch.float32, grads_pending: bool = True) -
 
 
 def written(folder: Path, state: AdapterState, *, seq: int = 7, writer: str = "w0-1") -> Snapshot:
-    return write_snapshot(folder, RUN, seq, writer, "numerics", state)
+    return write_snapshot(Folder(folder), RUN, seq, writer, "numerics", state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -45,7 +46,7 @@ def test_a_state_is_read_back_to_the_bit(
 ) -> None:
     state = a_state(dtype=dtype, grads_pending=grads_pending)
     snapshot = written(tmp_path, state)
-    read = read_snapshot(tmp_path, snapshot.file, snapshot.sha256, RUN, 7)
+    read = read_snapshot(Folder(tmp_path), snapshot.file, snapshot.sha256, RUN, 7)
     assert read.digest() == state.digest()
     assert (read.spec, read.step, read.grads_pending) == (state.spec, 12, grads_pending)
 
@@ -71,12 +72,12 @@ def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
     content[at] ^= 1
     (tmp_path / snapshot.file).write_bytes(bytes(content))
     with pytest.raises(SnapshotUnreadable, match="does not match its digest"):
-        read_snapshot(tmp_path, snapshot.file, snapshot.sha256, RUN, 7)
+        read_snapshot(Folder(tmp_path), snapshot.file, snapshot.sha256, RUN, 7)
 
 
 def test_a_file_that_is_missing_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(SnapshotUnreadable, match="cannot be read"):
-        read_snapshot(tmp_path, "x/7-1.safetensors", "0" * 64, RUN, 7)
+        read_snapshot(Folder(tmp_path), "x/7-1.safetensors", "0" * 64, RUN, 7)
 
 
 @pytest.mark.parametrize(("run", "seq"), [("other", 7), (RUN, 8)])
@@ -85,7 +86,7 @@ def test_a_copy_of_another_run_or_another_moment_is_refused(
 ) -> None:
     snapshot = written(tmp_path, a_state())
     with pytest.raises(SnapshotUnreadable, match="is not of run"):
-        read_snapshot(tmp_path, snapshot.file, snapshot.sha256, run, seq)
+        read_snapshot(Folder(tmp_path), snapshot.file, snapshot.sha256, run, seq)
 
 
 def test_a_write_that_breaks_off_leaves_no_file_under_the_final_name(
@@ -102,14 +103,14 @@ def test_a_write_that_breaks_off_leaves_no_file_under_the_final_name(
 
 def test_removal_spares_what_is_kept_and_other_runs(tmp_path: Path) -> None:
     old, new = written(tmp_path, a_state(), seq=1), written(tmp_path, a_state(), seq=2)
-    other = write_snapshot(tmp_path, "other", 1, "w0-1", "numerics", a_state())
+    other = write_snapshot(Folder(tmp_path), "other", 1, "w0-1", "numerics", a_state())
     (tmp_path / new.file).with_suffix(".tmp").write_bytes(b"half")
-    remove_snapshots(tmp_path, RUN, frozenset({new.file}))
+    remove_snapshots(Folder(tmp_path), RUN, frozenset({new.file}))
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
     assert left == sorted([new.file, other.file])
     assert old.file not in left
-    remove_snapshots(tmp_path, RUN)
-    remove_snapshots(tmp_path, RUN)  # twice is harmless
+    remove_snapshots(Folder(tmp_path), RUN)
+    remove_snapshots(Folder(tmp_path), RUN)  # twice is harmless
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == [other.file]
 
 
@@ -134,9 +135,11 @@ def test_only_files_that_no_log_goes_on_from_are_orphans(tmp_path: Path) -> None
     for path in (damaged, half):
         path.write_bytes(b"torn")
 
-    found = orphans(tmp_path, lambda run: frozenset({kept} if run == RUN else ()), lambda *_: False)
+    found = orphans(
+        Folder(tmp_path), lambda run: frozenset({kept} if run == RUN else ()), lambda *_: False
+    )
 
-    assert found == sorted([tmp_path / orphan, half])
+    assert sorted(found) == sorted([orphan, str(half.relative_to(tmp_path))])
 
 
 def test_what_a_worker_may_be_about_to_register_is_no_orphan(tmp_path: Path) -> None:
@@ -149,8 +152,8 @@ def test_what_a_worker_may_be_about_to_register_is_no_orphan(tmp_path: Path) -> 
         asked.append((folder, writer))
         return writer == "gpu-1.example.com-7"
 
-    found = orphans(tmp_path, lambda _: frozenset(), is_at_work)
-    assert found == [path]
+    found = orphans(Folder(tmp_path), lambda _: frozenset(), is_at_work)
+    assert list(found) == [str(path.relative_to(tmp_path))]
     assert (run_folder(RUN), "gpu-1.example.com-7") in asked
 
 
@@ -158,6 +161,6 @@ def test_a_process_without_descriptors_does_not_take_a_copy_for_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = written(tmp_path, a_state())
-    monkeypatch.setattr("pathlib.Path.read_bytes", no_descriptor)
+    monkeypatch.setattr("pathlib.Path.open", no_descriptor)
     with pytest.raises(OSError, match="Too many"):
-        read_snapshot(tmp_path, snapshot.file, snapshot.sha256, RUN, 7)
+        read_snapshot(Folder(tmp_path), snapshot.file, snapshot.sha256, RUN, 7)

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_workers.worker.tokenizer import publish_tokenizer
 from tests.support.tiny_models import build_tiny, build_tiny_qwen3
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def published(source: Path, folder: Path) -> PublishedTokenizer | None:
-    return publish_tokenizer(str(source), "tiny-1", folder, local_files_only=True)
+    return publish_tokenizer(str(source), "tiny-1", Folder(folder), local_files_only=True)
 
 
 def test_what_is_published_reads_like_the_models_own(tmp_path: Path) -> None:

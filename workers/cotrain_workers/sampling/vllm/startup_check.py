@@ -12,6 +12,7 @@ import numpy as np
 import structlog
 import torch
 
+from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import write_folder
 from cotrain_workers.engine.adapters.bank import initial_weights
 from cotrain_workers.engine.ops import HostWeights
@@ -148,8 +149,8 @@ async def _has_effect(
 ) -> bool:
     """Load a probe adapter and tell whether it changes the prompt's log-probs."""
     layout = plan_layout(spec, targets)
-    folder = write_folder(shared, probe_weights(spec, targets), layout, base_model)
-    await server.load(folder.digest, folder.path)
+    folder = write_folder(Folder(shared), probe_weights(spec, targets), layout, base_model)
+    await server.load(folder.digest, shared / folder.key)
     try:
         plain, adapted = [await _prompt_logprobs(server, name) for name in (model, folder.digest)]
     finally:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM
 
 from cotrain_server.adapter_upload.peft_config import FAMILY_BY_MODULE, read_adapter
+from cotrain_store.blobs.folder import Folder
 from cotrain_store.bodies.import_body import encode_import
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, write_folder
 from cotrain_workers.engine.adapters.bank import initial_weights
@@ -175,8 +176,8 @@ def test_our_own_export_comes_back_to_the_bit(
     for pair in layout_of(spec).views(flat).values():
         for matrix in pair:
             matrix.copy_(torch.randn(matrix.shape))
-    folder = write_folder(tmp_path, HostWeights(spec, flat), layout_of(spec), "base")
-    weights = read_import(imported(read(folder.path)), layout_of, MAX_RANK)
+    folder = write_folder(Folder(tmp_path), HostWeights(spec, flat), layout_of(spec), "base")
+    weights = read_import(imported(read(tmp_path / folder.key)), layout_of, MAX_RANK)
     assert weights.spec == spec
     assert weights.flat.numpy().tobytes() == flat.numpy().tobytes()
 

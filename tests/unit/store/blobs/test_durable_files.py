@@ -5,18 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 from cotrain_server.supervisor.data_folder import DataFolder
-from cotrain_store.disk.durable_files import make_folder, passes, sync_folder
+from cotrain_store.blobs.durable_files import make_folder, passes, sync_folder
+from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.spool import Spool
 from cotrain_store.redis_client.embedded_server import LOG_FOLDER
-from cotrain_store.settings.worker import WorkerSettings
-from cotrain_workers.checkpoints.files import CheckpointFiles
-from cotrain_workers.recovery.resident_runs import ResidentRuns
-from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
 
 
 @pytest.fixture
@@ -31,7 +27,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[str]]]:
             calls.append((path, sorted(entry.name for entry in path.iterdir())))
         fsync(handle)
 
-    monkeypatch.setattr("cotrain_store.disk.durable_files.os.fsync", noted)
+    monkeypatch.setattr("cotrain_store.blobs.durable_files.os.fsync", noted)
     return calls
 
 
@@ -67,12 +63,11 @@ def test_all_that_must_outlive_a_power_cut_is_in_folders_with_durable_names(
     data = tmp_path / "data"
     folder = DataFolder(data)
     Spool(data / "spool", "w").close()
-    files = CheckpointFiles.below(data, "some/model")
-    nothing = cast("Any", None)
-    settings = WorkerSettings(redis_url="unix:///nowhere", data_dir=data, base_model="some/model")
-    ResidentRuns(nothing, nothing, nothing, settings, SnapshotPolicy(), nothing, exact=True)
-    needed = {settings.snapshots_dir, data, folder.redis, folder.redis / LOG_FOLDER, data / "spool"}
-    assert needed | {files.adapters, files.optimizers, files.external} <= durable(synced)
+    blobs, key = Folder(data).below("weights"), "ab/abcd/adapter_config.json"
+    blobs.put(key, b"{}")
+    of_key = (data / "weights", *(data / "weights" / key).parents, data / "weights" / key)
+    needed = {data, folder.redis, folder.redis / LOG_FOLDER, data / "spool"}
+    assert needed | {path for path in of_key if path.is_relative_to(data)} <= durable(synced)
 
 
 def test_a_folder_can_be_made_durable(tmp_path: Path) -> None:

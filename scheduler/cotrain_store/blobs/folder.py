@@ -1,0 +1,130 @@
+"""Blobs as files below one folder, which processes of several hosts may share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING, Self
+from uuid import uuid4
+
+from cotrain_store.blobs.durable_files import make_folder, sync_folder
+from cotrain_store.blobs.protocol import Blob
+from cotrain_store.failpoints import failpoint, write_past
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+    from typing import BinaryIO
+
+#: Never through a link, and without waiting for the other end of a pipe.
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Folder:
+    """`<folder>/<key>`, readable by its owner only; written under a name that begins with a dot, then renamed."""
+
+    def __init__(self, folder: Path, root: Path | None = None) -> None:
+        """`root` is above `folder`, or it: below it no name that this one makes is lost."""
+        self.folder = folder
+        self._root = root or folder
+
+    def below(self, prefix: str) -> Self:
+        """Give those below a folder in this one."""
+        return type(self)(self.folder / prefix, self._root)
+
+    def put(self, key: str, content: bytes, *, new: bool = False, moments: str = "") -> None:
+        """Write a file, fsync it, and give it its name. Raises OSError, FileExistsError."""
+        path = self.folder / key
+        unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
+        with _made(unfinished) as file:
+            if moments:
+                write_past(f"{moments}.half_written", file, content)
+            else:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        _reach(moments, "before_rename")
+        if new:
+            try:
+                os.link(unfinished, path)
+            finally:
+                unfinished.unlink()
+        else:
+            unfinished.rename(path)
+        _reach(moments, "renamed")
+        self._settle(key)
+
+    def _settle(self, key: str) -> None:
+        """Make the name of a file durable that another process may have given it, and died."""
+        folder = (self.folder / key).parent
+        while folder.is_relative_to(self._root):
+            sync_folder(folder)
+            folder = folder.parent
+
+    def get(self, key: str, span: tuple[int, int] | None = None) -> bytes:
+        """Read a file, or a part of it; raises OSError."""
+        with (self.folder / key).open("rb") as file:
+            if span is None:
+                return file.read()
+            file.seek(span[0])
+            return file.read(span[1] - span[0])
+
+    def touch(self, key: str) -> bool:
+        """Set the date of a file that is there, and make its name durable."""
+        try:
+            os.utime(self.folder / key)
+        except FileNotFoundError:
+            return False
+        self._settle(key)
+        return True
+
+    def open(self, key: str) -> tuple[BinaryIO, Blob]:
+        """Open a regular file, never through a link; raises OSError."""
+        descriptor = os.open(self.folder / key, _FLAGS)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(descriptor)
+            raise FileNotFoundError(errno.ENOENT, "No regular file", key)
+        return os.fdopen(descriptor, "rb", buffering=0), _blob(key, found)
+
+    def exists(self, key: str) -> bool:
+        """Tell whether there is such a file."""
+        return (self.folder / key).is_file()
+
+    def delete(self, key: str) -> None:
+        """Remove a file, and its folder with the last one. Twice is harmless."""
+        path = self.folder / key
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it has others, or another process has just removed it
+            if path.parent != self.folder:
+                path.parent.rmdir()
+
+    def list(self, prefix: str = "") -> Iterator[Blob]:
+        """List files in the order of their keys."""
+        for folder, folders, names in os.walk(self.folder / prefix):
+            folders.sort()
+            for name in sorted(names):
+                path = os.path.join(folder, name)  # noqa: PTH118 - of 40,000 files, three times as fast
+                with contextlib.suppress(FileNotFoundError):
+                    yield _blob(os.path.relpath(path, self.folder), os.lstat(path))
+
+
+def _made(path: Path) -> BinaryIO:
+    """Open a new file that its owner alone can read, in a folder that is there then; raises OSError."""
+    while True:
+        make_folder(path.parent)
+        # `delete` may just have removed the folder with its last file.
+        with contextlib.suppress(FileNotFoundError):
+            return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+def _reach(moments: str, name: str) -> None:
+    if moments:
+        failpoint(f"{moments}.{name}")
+
+
+def _blob(key: str, found: os.stat_result) -> Blob:
+    mark = f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
+    return Blob(key, found.st_size, mark)
