@@ -12,7 +12,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-gpu test-faults soak mutants compatibility lint format pictures map boards proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart chart test-gpu test-faults soak mutants compatibility lint format pictures map boards proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,16 @@ test-browser: $(INSTALLED) ## Look at the web pages with Chromium (apt-get insta
 
 dashboard-pictures: $(INSTALLED) ## Draw the dashboard's pictures in the docs anew, with the same Chromium
 	PICTURES=docs/pictures $(BIN)/python -m pytest -m browser -k pictures tests/browser
+
+test-chart: $(VENV)/.chart-installed ## Render the Helm chart, and check every object by the schemas of Kubernetes (350 MB more)
+	$(BIN)/python -m pytest -n 0 -m chart $(ARGS) tests/chart
+
+chart: $(VENV)/.chart-installed ## Write what the Helm chart renders to, in deploy/helm/rendered, anew
+	$(BIN)/python -m tests.chart.render
+
+$(VENV)/.chart-installed: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group chart
+	@touch $@
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

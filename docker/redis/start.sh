@@ -7,7 +7,8 @@ password_file=${REDIS_PASSWORD_FILE:-/secret/redis-password}
 folder=${REDIS_FOLDER:-/redis}
 users=${TMPDIR:-/tmp}/users.acl
 
-for writable in "$folder" "$(dirname "$password_file")"; do
+# A password that is there already may be on a volume that nothing can be written to.
+for writable in "$folder" $([ -s "$password_file" ] || dirname "$password_file"); do
   [ -w "$writable" ] || {
     echo "$writable cannot be written by user $(id -u). Is its volume an older version's? Make it this user's: see \"Upgrade\" in docs/operations.md." >&2
     exit 1

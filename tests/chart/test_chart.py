@@ -1,0 +1,71 @@
+"""What only Helm and the Kubernetes schemas can say of the chart: `make test-chart`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart.render import CHART, RENDERED, examples, rendered
+
+pytestmark = pytest.mark.chart
+
+#: The oldest that Chart.yaml allows, and the newest whose schemas are there.
+VERSIONS = ("1.29.0", "1.37.0")
+#: Of operators that a cluster may have; their schemas are not among those of Kubernetes.
+OTHERS = ("keda.sh/", "monitoring.coreos.com/", "leaderworkerset.x-k8s.io/")
+
+
+@pytest.mark.parametrize("name", examples())
+def test_what_the_quick_tests_read_is_what_the_chart_says_now(name: str) -> None:
+    text = (RENDERED / f"{name}.yaml").read_text()
+    assert text == rendered(examples()[name]), "run: make chart"
+    assert {file.stem for file in RENDERED.glob("*.yaml")} == examples().keys()
+
+
+@pytest.mark.parametrize("name", examples())
+def test_helm_finds_nothing_wrong(name: str) -> None:
+    from helm_python import lint
+
+    report = lint(CHART, examples()[name])
+    assert report["errors"] == []
+    assert [each for each in report["messages"] if each["severity"] > 1] == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", examples())
+def test_every_object_is_one_of_kubernetes(name: str, version: str) -> None:
+    import kubernetes_validate
+
+    documents = [each for each in yaml.safe_load_all(rendered(examples()[name])) if each]
+    ours = [each for each in documents if not each["apiVersion"].startswith(OTHERS)]
+    assert len(ours) > 10
+    for each in ours:
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"api": {"replicas": 0}}, "'/api/replicas': minimum: got 0, want 1"),
+        ({"poolz": []}, "additional properties 'poolz' not allowed"),
+        ({"env": {"COTRAIN_PORT": "1"}}, "invalid propertyName 'COTRAIN_PORT'"),
+        ({"redis": {"external": {"url": "http://r"}}}, "'/redis/external/url': 'http://r'"),
+    ],
+)
+def test_helm_refuses_a_wrong_value_by_its_name(values: dict[str, Any], says: str) -> None:
+    from helm_python import HelmValuesError
+
+    with pytest.raises(HelmValuesError) as refused:
+        rendered(values)
+    assert says in str(refused.value)
+
+
+def test_the_notes_name_what_is_there() -> None:
+    from helm_python import Chart
+
+    found = Chart.load(CHART).render({}, name="demo", namespace="ml")
+    (notes,) = (text for path, text in found.items() if path.endswith("NOTES.txt"))
+    assert "service/demo-cotrain-api 8000" in notes
+    assert "--from-literal=redis-password=" in notes
