@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cotrain_scheduler.placement import MEMORY_S
+from cotrain_store.monitoring.backlog import computed
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
@@ -32,6 +33,9 @@ class Load:
 
     worker: WorkerId
     seconds: float
+    """All of it."""
+    training_s: float
+    """Of these, what is its runs': sampling stays where it is when they go."""
     tokens_of: Mapping[RunId, float]
     """What its runs asked for lately."""
 
@@ -40,9 +44,10 @@ def load_of(
     worker: WorkerHeartbeat, queued_tokens: float, tokens_of: Mapping[RunId, float]
 ) -> Load:
     """Sum up what a worker did in the last minute, and what waits there."""
-    busy = sum(share for phase, share in worker.duty.items() if phase != "idle")
+    busy_s = MEMORY_S * min(computed(worker.duty), 1.0)
+    sampling_s = MEMORY_S * worker.duty.get("sample", 0.0)
     waiting_s = queued_tokens / max(worker.tokens_per_s, 1.0)
-    return Load(worker.id, MEMORY_S * min(busy, 1.0) + waiting_s, tokens_of)
+    return Load(worker.id, busy_s + waiting_s, max(0.0, busy_s - sampling_s) + waiting_s, tokens_of)
 
 
 @dataclass
@@ -93,10 +98,10 @@ def levelled(loads: Sequence[Load], resting: Container[RunId]) -> list[tuple[Run
 
 
 def _parts(load: Load, resting: Container[RunId]) -> dict[RunId, float]:
-    """Say how much of a worker's seconds each of its runs is, those aside that stay."""
+    """Say how much of a worker's training each of its runs is, in s; those aside that stay."""
     total = sum(load.tokens_of.values())
     return {
-        run: load.seconds * tokens / total
+        run: load.training_s * tokens / total
         for run, tokens in load.tokens_of.items()
         if total and run not in resting
     }

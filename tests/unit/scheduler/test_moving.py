@@ -26,14 +26,33 @@ RUNS = [RunId(f"run{number}") for number in range(8)]
 
 
 def load(worker: WorkerId, seconds: float, **tokens: float) -> Load:
-    return Load(worker, seconds, {RunId(run): each for run, each in tokens.items()})
+    return Load(worker, seconds, seconds, {RunId(run): each for run, each in tokens.items()})
 
 
 def test_a_load_is_the_last_minutes_work_and_what_waits() -> None:
     beat = WorkerHeartbeat(
         W0, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.4, "sample": 0.1, "idle": 0.5}
     )
-    assert load_of(beat, 250.0, {}).seconds == 30.0 + 2.5
+    found = load_of(beat, 250.0, {})
+    assert (found.seconds, found.training_s) == (30.0 + 2.5, 24.0 + 2.5)
+
+
+def test_runs_of_a_worker_that_samples_are_no_heavier_for_that() -> None:
+    """What it samples stays with it: only their training goes with the runs that go."""
+    asked = {RunId("a"): 1.0, RunId("b"): 1.0}
+    samples = WorkerHeartbeat(
+        W0, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.1, "sample": 0.8, "idle": 0.1}
+    )
+    trains = WorkerHeartbeat(
+        W1, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.5, "idle": 0.5}
+    )
+    # Were sampling theirs, each run was 27 s of 54, and none fitted half of the difference of 24 s.
+    found = levelled([load_of(samples, 0.0, asked), load_of(trains, 0.0, {})], frozenset())
+    assert found == [("b", W1)]
+    # And runs that trained nothing lately weigh nothing, however much is sampled.
+    heavy = WorkerHeartbeat(W0, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"sample": 1.0})
+    loads = [load_of(heavy, 0.0, asked), load_of(trains, 0.0, {})]
+    assert levelled(loads, frozenset()) == []
 
 
 def test_a_difference_has_to_last() -> None:
@@ -68,7 +87,7 @@ def test_moves_bring_workers_nearer_and_never_swap_them(
     tokens: defaultdict[int, dict[RunId, float]] = defaultdict(dict)
     for number, (at, asked) in enumerate(runs):
         tokens[at % len(seconds)][RunId(f"run{number}")] = asked
-    loads = [Load(WorkerId(f"w{at}"), each, tokens[at]) for at, each in enumerate(seconds)]
+    loads = [Load(WorkerId(f"w{at}"), each, each, tokens[at]) for at, each in enumerate(seconds)]
     found = levelled(loads, frozenset())
     assert len({run for run, _ in found}) == len(found)
     after = {each.worker: each.seconds for each in loads}
@@ -93,6 +112,7 @@ def simulated(
         loads = [
             Load(
                 worker,
+                min(60.0, sum(demand[run] for run in demand if home[run] == worker)),
                 min(60.0, sum(demand[run] for run in demand if home[run] == worker)),
                 {run: demand[run] for run in demand if home[run] == worker},
             )
