@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +23,7 @@ from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.tenants.api_keys import CACHE_S, Tenants, signing_keys
 from cotrain_store.tenants.key_format import read_chosen_keys
+from cotrain_store.tenants.policies import Policies
 from cotrain_store.tenants.records import Records
 from tests.support.stack import MODEL, POOL
 
@@ -312,3 +313,24 @@ async def test_a_base_model_that_is_not_served_is_refused_naming_those_that_are(
     with pytest.raises(BaseModelNotServed, match=f"'gpt' is not served here. Available: {MODEL}"):
         await records.pool_of("gpt")
     assert await records.pool(POOL) == (await records.pools())[0]
+
+
+async def test_limits_are_set_and_taken_back_in_one_write(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that dies, or a Redis that is lost, between two commands would leave the half of a change."""
+    policies = Policies(log.connection)
+    await policies.set_limits(A, {"ops": 10**15, "runs": 7})
+    sent = []
+    execute = log.connection.execute_command
+
+    async def counted(*args: Any, **options: Any) -> Any:
+        sent.append(args[0])
+        return await execute(*args, **options)
+
+    monkeypatch.setattr(log.connection, "execute_command", counted)
+    await policies.set_limits(A, {"tokens": 9, "runs": None})
+    assert sent == ["EVALSHA"]  # behind which replicas are waited for
+    assert await policies.limits(A) == {"ops": 10**15, "tokens": 9}
+    await policies.set_limits(A, {"ops": None, "tokens": None})
+    assert await policies.limits(A) == {}

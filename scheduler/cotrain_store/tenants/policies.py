@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.pauses import WEIGHT
+from cotrain_store.redis_client.scripts import async_script
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +25,7 @@ class Policies:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
+        self._tenant_limits = async_script(connection, "tenant_limits")
 
     async def limits(self, tenant: TenantId) -> dict[str, int]:
         """Read a tenant's own limits by the names of quotas."""
@@ -31,13 +33,10 @@ class Policies:
         return {name.decode(): int(number) for name, number in row.items()}
 
     async def set_limits(self, tenant: TenantId, given: Mapping[str, int | None]) -> None:
-        """Set what is given; None takes a limit back to its default."""
-        name = tenant_keys.limits(tenant)
-        numbers = {quota: number for quota, number in given.items() if number is not None}
-        if numbers:
-            await self._redis.hset(name, mapping=numbers)
-        if given.keys() - numbers.keys():
-            await self._redis.hdel(name, *sorted(given.keys() - numbers.keys()))
+        """Set what is given, at once; None takes a limit back to its default."""
+        numbers = {quota: str(number) for quota, number in given.items() if number is not None}
+        back = sorted(given.keys() - numbers.keys())
+        await self._tenant_limits([tenant_keys.limits(tenant)], {"numbers": numbers, "back": back})
 
     async def weight(self, tenant: TenantId) -> float:
         """Read a tenant's weight."""
