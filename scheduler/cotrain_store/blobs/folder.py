@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
+    from cotrain_store.blobs.protocol import Moments
+
 #: Never through a link, and without waiting for the other end of a pipe.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -34,18 +36,21 @@ class Folder:
         """Give those below a folder in this one."""
         return type(self)(self.folder / prefix, self._root)
 
-    def put(self, key: str, content: bytes, *, new: bool = False, moments: str = "") -> None:
+    def put(
+        self, key: str, content: bytes, *, new: bool = False, moments: Moments | None = None
+    ) -> None:
         """Write a file, fsync it, and give it its name. Raises OSError, FileExistsError."""
         path = self.folder / key
         unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
         with _made(unfinished) as file:
             if moments:
-                write_past(f"{moments}.half_written", file, content)
+                write_past(moments.half_written, file, content)
             else:
                 file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        _reach(moments, "before_rename")
+        if moments:
+            failpoint(moments.before_rename)
         if new:
             try:
                 os.link(unfinished, path)
@@ -53,7 +58,8 @@ class Folder:
                 unfinished.unlink()
         else:
             unfinished.rename(path)
-        _reach(moments, "renamed")
+        if moments:
+            failpoint(moments.renamed)
         self._settle(key)
 
     def _settle(self, key: str) -> None:
@@ -118,11 +124,6 @@ def _made(path: Path) -> BinaryIO:
         # `delete` may just have removed the folder with its last file.
         with contextlib.suppress(FileNotFoundError):
             return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
-
-
-def _reach(moments: str, name: str) -> None:
-    if moments:
-        failpoint(f"{moments}.{name}")
 
 
 def _blob(key: str, found: os.stat_result) -> Blob:

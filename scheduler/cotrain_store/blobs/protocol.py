@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +35,14 @@ class Blob:
         return any(part.startswith(".") for part in self.key.split("/"))
 
 
+class Moments(NamedTuple):
+    """The failpoints on the way of a put."""
+
+    half_written: str
+    before_rename: str
+    renamed: str
+
+
 class Blobs(Protocol):
     """Bytes by key. A key is a path: words that are separated by `/`.
 
@@ -51,9 +59,10 @@ class Blobs(Protocol):
         """Give those whose keys begin with `prefix/`, by the rest of their keys."""
         ...
 
-    def put(self, key: str, content: bytes, *, new: bool = False, moments: str = "") -> None:
-        """Write one, durable when this returns. `moments` begins the names of failpoints on the way:
-        `.half_written`, `.before_rename`, `.renamed`.
+    def put(
+        self, key: str, content: bytes, *, new: bool = False, moments: Moments | None = None
+    ) -> None:
+        """Write one, durable when this returns, past failpoints on the way.
 
         Raises FileExistsError where `new` is asked for and there is one.
         """

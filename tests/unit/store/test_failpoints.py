@@ -15,6 +15,8 @@ from cotrain_store.failpoints import FAILPOINTS, Faults, failpoint, parse_faults
 
 ROOT = Path(__file__).parents[3]
 PLACED = re.compile(r'(?:failpoint|write_past)\(\s*"([^"]*)"')
+#: Those that a put of a blob passes.
+MOMENTS = re.compile(r'Moments\("([^"]*)", "([^"]*)", "([^"]*)"\)')
 
 
 def struck(faults: Faults, name: str, about: str = "") -> bool:
@@ -31,7 +33,9 @@ def test_every_registered_name_has_its_place_and_no_other_is_used() -> None:
         for folder in ("scheduler", "server", "workers")
         for path in (ROOT / folder).rglob("*.py")
     ]
-    placed = [name for path in sources for name in PLACED.findall(path.read_text())]
+    texts = [path.read_text() for path in sources]
+    placed = [name for text in texts for name in PLACED.findall(text)]
+    placed += [name for text in texts for names in MOMENTS.findall(text) for name in names]
     assert set(placed) == set(FAILPOINTS)
 
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from cotrain_store.blobs.durable_files import passes
-from cotrain_store.blobs.protocol import BlobsUnavailable
+from cotrain_store.blobs.protocol import BlobsUnavailable, Moments
 from cotrain_workers.engine.ops import HostOptimizer
 from cotrain_workers.engine.spec import AdapterSpec
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FORMAT = "cotrain-optimizer-1"
 SUFFIX = ".safetensors"
+_MOMENTS = Moments("optimizer.half_written", "optimizer.before_rename", "optimizer.renamed")
 
 
 class OptimizerUnreadable(Exception):
@@ -53,7 +54,7 @@ def write_optimizer(root: Blobs, optimizer: HostOptimizer, base_model: str) -> W
     digest = _digest(optimizer, base_model)
     content = _content(optimizer, base_model)
     if not (_is_whole(root, digest) and root.touch(key_of(digest))):
-        root.put(key_of(digest), content, moments="optimizer")
+        root.put(key_of(digest), content, moments=_MOMENTS)
     return WrittenOptimizer(digest, len(content))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load, save
 
 from cotrain_store.blobs.durable_files import passes
-from cotrain_store.blobs.protocol import BlobsUnavailable
+from cotrain_store.blobs.protocol import BlobsUnavailable, Moments
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId
 from cotrain_workers.engine.adapters.bank import AdapterState
@@ -29,6 +29,7 @@ FORMAT = "cotrain-snapshot-1"
 SUFFIX = ".safetensors"
 #: What an older version had half written.
 TEMPORARY = ".tmp"
+_MOMENTS = Moments("snapshot.half_written", "snapshot.before_rename", "snapshot.renamed")
 ARENAS = ("weights", "grads", "m", "v")
 
 
@@ -52,7 +53,7 @@ def write_snapshot(
     content = encode_snapshot(run, seq, numerics_id, state)
     name = f"{run_folder(run)}/{seq}-{writer}{SUFFIX}"
     failpoint("snapshot.before_write", run)
-    root.put(name, content, moments="snapshot")
+    root.put(name, content, moments=_MOMENTS)
     return Snapshot(name, hashlib.sha256(content).hexdigest(), len(content))
 
 
