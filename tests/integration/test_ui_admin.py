@@ -196,18 +196,46 @@ async def test_a_thousand_tenants_make_a_small_page(api: Api) -> None:
     assert "51 to 100 of 1,002" in page.text
 
 
-async def test_a_run_is_sent_to_another_worker_from_its_page(api: Api) -> None:
-    tenant, run, redis = await tenant_of(api), await api.new_run(ALICE), api.services.connection
-    await log_in(api.http, ADMIN_KEY)
-    assert "Move this run" in (await api.http.get(f"/ui/runs/{quote(run)}")).text
-    path = f"/ui/tenants/{tenant}/runs/{quote(run)}/move"
-    assert (await send(api.http, path, {"worker": "w1"})).status_code == 404
-    assert (await send(api.http, path, {"worker": "no worker"})).status_code == 400
+async def two_workers(api: Api, run: str) -> None:
+    """Have two workers serve, the first of which has the run."""
+    redis = api.services.connection
     for worker in ("w0", "w1"):
         beat = WorkerHeartbeat(WorkerId(worker), 1, "serving", "cpu", 1.0, 0, 0, 0.0)
         await redis.sadd(fleet_keys.workers(POOL.id), worker)
         await redis.set(fleet_keys.worker(POOL.id, beat.id), json.dumps(asdict(beat)))
     await redis.hset(run_keys.log(POOL.id, RunId(run)), "worker", "w0")
+
+
+async def test_a_run_is_sent_to_another_worker_from_its_page(api: Api) -> None:
+    tenant, run, redis = await tenant_of(api), await api.new_run(ALICE), api.services.connection
+    await log_in(api.http, ADMIN_KEY)
+    assert "Move this run" not in (await api.http.get(f"/ui/runs/{quote(run)}")).text
+    path = f"/ui/tenants/{tenant}/runs/{quote(run)}/move"
+    assert (await send(api.http, path, {"worker": "w1"})).status_code == 404
+    assert (await send(api.http, path, {"worker": "no worker"})).status_code == 400
+    await two_workers(api, run)
+    page = (await api.http.get(f"/ui/runs/{quote(run)}")).text
+    assert re.findall(r"<option>(\w+)</option>", page) == ["w1"]
     answer = await send(api.http, path, {"worker": "w1"})
     assert answer.status_code == 303
     assert await redis.hgetall(fleet_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
+
+
+async def test_a_run_is_sent_to_another_worker_from_the_page_of_workers(api: Api) -> None:
+    tenant, run, redis = await tenant_of(api), await api.new_run(ALICE), api.services.connection
+    cycle = {"cycle": 1, "runs": [{"run": run, "tenant": tenant, "tokens": 1234}]}
+    await redis.lpush(fleet_keys.cycles(POOL.id), json.dumps(cycle))
+    await log_in(api.http, ADMIN_KEY)
+    await two_workers(api, run)
+    page = (await api.http.get("/ui/workers")).text
+    assert "1,234" in page
+    (action,) = re.findall(r'action="(/ui/workers/[^"]+/move)"', page)
+    assert re.findall(r"<option>(\w+)</option>", page) == ["w1"]
+    sent = {"tenant": tenant, "run": run, "worker": "w1"}
+    answer = await send(api.http, action, sent)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/workers")
+    assert await redis.hgetall(fleet_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
+    assert (await send(api.http, action, sent | {"worker": "w9"})).status_code == 404
+    assert (await send(api.http, action, sent | {"run": "s:train:9"})).status_code == 404
+    await redis.delete(fleet_keys.worker(POOL.id, WorkerId("w1")))
+    assert "/move" not in (await api.http.get("/ui/workers")).text  # there is none to go to

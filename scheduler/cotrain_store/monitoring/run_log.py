@@ -1,4 +1,4 @@
-"""The newest ops of a run's log, with what became of each. Reads only."""
+"""The newest ops of a run's log, with what became of each; and which worker runs are at. Reads only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import result_keys, run_keys
-from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ids import WorkerId, request_id
 from cotrain_store.messages.ops import QueuedOp
 from cotrain_store.messages.results import Result, ResultKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_store.messages.ids import PoolId, RunId
     from cotrain_store.messages.runs import RunRecord
     from cotrain_store.redis_client.connection import Connection
 
@@ -69,3 +72,18 @@ def _error(result: bytes) -> str:
     except (ValueError, KeyError):  # longer than what was read
         return "It failed; its client has the reason."
     return str(text)
+
+
+async def owners(
+    connection: Connection, pool: PoolId, runs: Sequence[RunId]
+) -> dict[RunId, WorkerId]:
+    """Say which worker each of these runs of a pool is at; those that ended, or have none, are left out."""
+    pipeline = connection.pipeline(transaction=False)
+    for run in runs:
+        pipeline.hmget(run_keys.log(pool, run), ["state", "worker"])
+    rows = await pipeline.execute() if runs else []
+    return {
+        run: WorkerId(worker.decode())
+        for run, (state, worker) in zip(runs, rows, strict=True)
+        if state == b"live" and worker
+    }

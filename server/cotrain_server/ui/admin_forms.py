@@ -181,6 +181,14 @@ async def drain(form: _Form) -> None:
     await drain_worker(form.services, form.parts["pool_id"], form.parts["worker_id"])
 
 
+@_form(_WORKER + "/move", back="/workers")
+async def move_from(form: _Form) -> None:
+    """Have a run of this worker go on at another one."""
+    tenant = await find_tenant(form.services, form.field("tenant"))
+    wanted = form.read(MoveRequest, {"worker": form.field("worker")})
+    await move_run(form.services, tenant, form.field("run"), wanted.worker)
+
+
 @_form(_WORKER + "/undrain", back="/workers")
 async def undrain(form: _Form) -> None:
     """Let a worker take runs again."""

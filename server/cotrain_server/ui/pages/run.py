@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
+from cotrain_server.administration.workers import list_workers
 from cotrain_server.errors import Invalid
 from cotrain_server.http.dependencies import ServicesDep
 from cotrain_server.ui.access.visitors import visitor_of
 from cotrain_server.ui.data.curves import MOST_COMPARED, curves_of, evaluation_of
 from cotrain_server.ui.data.op_log import log_rows
 from cotrain_server.ui.data.runs import run_row
+from cotrain_server.ui.data.worker_runs import targets_of
 from cotrain_server.ui.page import Look, Page
 from cotrain_server.ui.rendering import guarded
 from cotrain_server.views.history import csv_of
@@ -58,6 +60,9 @@ async def read(look: Look) -> dict[str, Any]:
         "user_metadata": run.user_metadata,
         "note": run.note,
         "worker": position.worker if look.visitor.is_operator else "",
+        "targets": await _targets(services, run, position.worker)
+        if look.visitor.is_operator
+        else [],
         "weights_epoch": run.weights_epoch,
         "rolled_back_to": run.rolled_back_to,
         "done": position.done,
@@ -108,6 +113,13 @@ async def csv(request: Request, run_id: str, services: ServicesDep) -> Response:
     text = csv_of(await read_history(services.connection, run.id))
     name = f'attachment; filename="{run.id.replace(":", "-")}.csv"'
     return Response(text, media_type="text/csv", headers={"Content-Disposition": name})
+
+
+async def _targets(services: Services, run: RunRecord, at: str | None) -> list[str]:
+    """Name the workers that a run could go on at; none before it has one."""
+    found = await list_workers(services) if at else []
+    here = [each for each in found if each.pool == run.pool and each.id == at]
+    return targets_of(here[0], found) if here else []
 
 
 async def _run_of(services: Services, visitor: Visitor, name: str) -> RunRecord:

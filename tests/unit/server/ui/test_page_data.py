@@ -11,10 +11,11 @@ from cotrain_server.ui.data.curves import curves_of
 from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, timeline_of
 from cotrain_server.ui.data.problems import problems_of
 from cotrain_server.ui.data.runs import keeps, state_of, waits_for
+from cotrain_server.ui.data.worker_runs import RUNS_SHOWN, busiest, tokens_of_runs
 from cotrain_server.ui.number_format import age, ago, duration, percent, plural, short, size
 from cotrain_server.ui.pages.playground import level_of
 from cotrain_store.messages.history import HistoryPoint
-from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId
+from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId
 from cotrain_store.messages.pauses import Pause, Pauses
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.monitoring.last_hour import Minute
@@ -202,3 +203,16 @@ def test_numbers_have_units() -> None:
 
 def test_a_tokens_colour_says_how_likely_it_was() -> None:
     assert [level_of(value) for value in (0.0, -0.5, -2.0, -9.0, None)] == [0, 1, 2, 3, 0]
+
+
+def test_a_workers_busiest_runs_are_those_that_are_there_now() -> None:
+    cycles = [cycle(1, "a", "b", tokens=10), cycle(2, "b", tokens=10)]
+    tokens = tokens_of_runs(cycles)
+    a, b = RunId("a-session:train:0"), RunId("b-session:train:0")
+    assert list(tokens.items()) == [(b, ("b", 20)), (a, ("a", 10))]
+    # a has moved since; what ended is nowhere
+    found = busiest(tokens, {a: WorkerId("w1")})
+    assert found == {"w1": [{"run": a, "tenant": "a", "tokens": 10}]}
+    many = {RunId(str(n)): ("t", n) for n in range(9)}
+    (shown,) = busiest(many, dict.fromkeys(many, WorkerId("w0"))).values()
+    assert len(shown) == RUNS_SHOWN
