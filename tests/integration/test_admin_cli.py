@@ -74,6 +74,9 @@ def test_the_operator_does_all_there_is_from_the_command_line(server: dict[str, 
     events = [event["event"] for event in asked(server, "audit")["events"]]
     assert events[:2] == ["worker_undrain", "worker_drain"]
     assert len(events) == 11
+    (pool,) = asked(server, "fleet")["pools"]
+    assert (pool["base_model"], pool["workers"]) == (POOL.base_model, [])
+    assert POOL.base_model in run(server, "fleet").output
     for words in (("tenants", "list"), ("keys", "list", tenant), ("workers", "list"), ("audit",)):
         assert run(server, *words).exit_code == 0
 

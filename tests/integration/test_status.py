@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 from cotrain_store.keys import fleet_keys, run_keys, sample_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, TenantId
+from cotrain_store.messages.pauses import Pause, Pauses
+from cotrain_store.messages.scaling import Scaling
+from cotrain_store.monitoring.backlog import workers_needed
+from cotrain_store.monitoring.scaling import ScalingRecords
 from cotrain_store.monitoring.status import (
     QueueStatus,
     cycle_records,
@@ -186,3 +190,27 @@ async def test_the_queues_of_more_tenants_than_are_read_at_once_are_all_there(
             await log.submit(run, seq)
     queues = (await pool_status(log.connection, POOL)).queues
     assert [(each.tenant, each.ops) for each in queues] == [("a", 1), ("b", 2), ("c", 3)]
+
+
+async def test_what_is_held_back_is_no_demand_for_workers(log: Log) -> None:
+    first, second = await log.new_run("a"), await log.new_run("b")
+    await log.run_all()
+    await log.submit(first, 1, tokens=500)
+    await log.submit(second, 1, tokens=70)
+    records = ScalingRecords(log.connection)
+    whole = await records.demand(POOL, Pauses())
+    assert (whole.runs, whole.tokens, whole.rates) == (2, 570, ())
+    held = await records.demand(POOL, Pauses(tenants={first.tenant: Pause(0.0)}))
+    assert (held.runs, held.tokens) == (1, 70)
+    held = await records.demand(POOL, Pauses(runs={second.id: Pause(0.0, tenant=second.tenant)}))
+    assert held.runs == 1
+    everyone = Pauses({first.tenant: Pause(0.0)}, {second.id: Pause(0.0, tenant=second.tenant)})
+    assert workers_needed(await records.demand(POOL, everyone)) == 0
+    await log.plan()
+    assert (await records.demand(POOL, Pauses())).runs == 1  # a step at work holds both
+    scaling = Scaling(2, 5.0, 4.0)
+    await records.write(POOL, scaling)
+    assert await records.read(POOL) == scaling
+    assert (await pool_status(log.connection, POOL)).workers_wanted(6.0) == 2
+    # Long after: no scheduler leads, and as many are wanted as there are, or one where something waits.
+    assert (await pool_status(log.connection, POOL)).workers_wanted(600.0) == 1

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.scaling import parse_scaling
 from cotrain_store.monitoring.backlog import Demand, computed
 from cotrain_store.monitoring.status import pool_status
@@ -18,14 +19,17 @@ if TYPE_CHECKING:
     from cotrain_store.redis_client.connection import Connection
 
 
+#: Runs that are looked at one by one where some are held back; any more count as if they were not.
+RUNS_READ = 1_000
+
+
 def demand_of(status: PoolStatus, pauses: Pauses, paused_runs: int = 0) -> Demand:
-    """Sum up what a pool has to do; `paused_runs` of those that could go on are held back, each on its own."""
+    """Sum up what a pool has to do; `paused_runs` of those that could go on are held back."""
     queues = [queue for queue in status.queues if queue.tenant not in pauses.tenants]
     serving = [worker for worker in status.workers if not worker.hands_over]
-    runs = max(0, status.ready_runs - paused_runs) + status.open_cycles
     return Demand(
         tokens=sum(queue.tokens for queue in queues),
-        runs=min(runs, sum(queue.ops for queue in queues)),
+        runs=max(0, status.ready_runs - paused_runs) + status.open_cycles,
         samples=sum(queue.samples_waiting + queue.samples_running for queue in queues),
         rates=tuple(worker.tokens_per_s for worker in serving),
         measured=status.measured_tokens_per_s,
@@ -45,10 +49,23 @@ class ScalingRecords:
 
     async def demand(self, pool: PoolId, pauses: Pauses) -> Demand:
         """Read what a pool has to do, those aside who are held back."""
-        paused = list(pauses.runs)
-        scores = await self._redis.zmscore(run_keys.ready(pool), paused) if paused else ()
-        status = await pool_status(self._redis, pool)
-        return demand_of(status, pauses, sum(score is not None for score in scores))
+        paused_runs = await self._paused_runs(pool, pauses)
+        return demand_of(await pool_status(self._redis, pool), pauses, paused_runs)
+
+    async def _paused_runs(self, pool: PoolId, pauses: Pauses) -> int:
+        """Count the runs that could go on, were they or their tenants not held back."""
+        if not pauses.tenants and not pauses.runs:
+            return 0
+        ready = await self._redis.zrange(run_keys.ready(pool), 0, RUNS_READ - 1)
+        runs = [RunId(name.decode()) for name in ready]
+        pipeline = self._redis.pipeline(transaction=False)
+        for run in runs:
+            pipeline.hget(run_keys.log(pool, run), "tenant")
+        tenants = await pipeline.execute() if runs else []
+        return sum(
+            run in pauses.runs or (tenant or b"").decode() in pauses.tenants
+            for run, tenant in zip(runs, tenants, strict=True)
+        )
 
     async def write(self, pool: PoolId, scaling: Scaling) -> None:
         """Keep it for all API processes, and for the next scheduler."""
