@@ -1,4 +1,4 @@
-"""Decide when the next cycle of one worker may start. Pure; times in seconds, `now` comes in."""
+"""Decide when the next cycle of one worker may start, and how long it may take. Pure; times in seconds, `now` comes in."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 GATHER_S = 0.005
 #: Waiting for the others of the last cycle may cost this share of what it took.
 GATHER_SHARE = 0.1
+#: Of the clock period, what an eager cycle may take. A request that comes when one has just begun waits for the rest of it,
+#: for the gather window and for all of the next: 2.1 cycles. The rest of the period is for what a plan does not
+#: know: a micro-batch that goes on when the time is over, and a throughput that was measured otherwise.
+EAGER_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,14 @@ def eager_start(last: LastCycle, now: float, gather_s: float, *, are_back: bool)
     if are_back:
         return now
     return max(now, last.ended_at + max(gather_s, GATHER_SHARE * last.duration_s))
+
+
+def cycle_limit_s(period_s: float, *, begins_at_once: bool) -> float:
+    """Say how long a cycle may take: so that who waits for an eager one has its results within a period.
+
+    On the metronome cycles begin a period apart, whatever they hold, and fill it.
+    """
+    return EAGER_SHARE * period_s if begins_at_once else period_s
 
 
 def period_number(now: float, period_s: float) -> int:

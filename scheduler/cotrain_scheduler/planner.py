@@ -155,10 +155,10 @@ def _selection(backlogs: Iterable[Backlog], tokens: int, fair_queue: FairQueue) 
     return Selection(ops, allowances, tokens, fair_queue)
 
 
-def budget(worker: WorkerHeartbeat, period_s: float, last_tokens: int) -> int:
-    """Count the tokens a worker does in one clock period, at the throughput it measured.
+def budget(worker: WorkerHeartbeat, limit_s: float, last_tokens: int) -> int:
+    """Count the tokens a worker does in one cycle of `limit_s`, at the throughput it measured.
 
     After a cycle of `last_tokens` no more than that has shown.
     """
     shown = max(FIRST_TOKENS, GROWTH * last_tokens)
-    return max(1, min(shown, int(worker.tokens_per_s * period_s)))
+    return max(1, min(shown, int(worker.tokens_per_s * limit_s)))

@@ -260,7 +260,11 @@ class PoolClock:
     async def _plan(self, worker: WorkerHeartbeat, now: float) -> bool:
         """Write one worker's step; False when the log is not as it was read: it is read again."""
         clock, began = self._clocks[worker.id], time.time()
-        tokens = planner.budget(worker, self._settings.clock_period_s, clock.last_tokens)
+        limit_s = cycle_start.cycle_limit_s(
+            self._settings.clock_period_s,
+            begins_at_once=self._settings.clock_mode is ClockMode.EAGER,
+        )
+        tokens = planner.budget(worker, limit_s, clock.last_tokens)
         policy = self.policy  # it may be set while this plan is written
         fair_queue = clock.fair_queue.copy(is_current=policy == clock.policy)
         chosen = planner.select(
@@ -274,7 +278,7 @@ class PoolClock:
         tenants = {run: self._queue[run].tenant for run in runs}
         span = begin_plan(chosen.ops, began)
         trace = span.traceparent if span else ""
-        step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances, trace)
+        step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances, limit_s, trace)
         failpoint("scheduler.before_plan", (op.request_id for op in chosen.ops))
         try:
             seen = 0 if self._is_forgotten else self._seen or 0

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from cotrain_store.messages.runs import RunRecord
     from tests.support.redis_server import EmbeddedRedis
 
-#: A cycle of the scheduler's holds little, and a step of the worker's has run out of time after its first
-#: micro-batch: every step runs one slice of each pass.
-PERIOD_S, STEP_S = 1e-3, 1e-6
+#: A cycle holds little, and has run out of time after its first micro-batch: it runs one slice of each pass.
+PERIOD_S = 1e-5
 SLICE, SLICES = 60, 12
 DATA = sequences(1, SLICES, SLICE)
 TOKENS = SLICE * SLICES
@@ -123,7 +122,7 @@ async def test_a_neighbour_of_a_pass_of_many_cycles_waits_for_none_of_them(
     large = await server.create("large", "large", LORA)
     requests = await submit_two_steps(server, large)
     late = []
-    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+    with worker(empty_redis.url, tmp_path, engine):
         await until(lambda: begun(redis, large) is not None)
         small = await server.create("small", "small", LORA)
         await server.result(small, request_id(small.id, 0))
@@ -170,9 +169,9 @@ async def test_a_worker_killed_in_the_middle_of_a_pass_leaves_no_trace_of_a_part
     expected, digest = whole(engine)
     run = await server.create("a", "a", LORA)
     requests = await submit_two_steps(server, run)
-    async with dying_worker(empty_redis.url, tmp_path, engine, failpoint, clock_period_s=STEP_S):
+    async with dying_worker(empty_redis.url, tmp_path, engine, failpoint):
         pass
-    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+    with worker(empty_redis.url, tmp_path, engine):
         results = await answers_of(server, run, requests)
     assert [without_cycle(result) for result in results] == expected
     assert engine.adapters.state(run.id).digest() == digest
@@ -186,11 +185,9 @@ async def test_a_step_that_crashed_runs_its_pass_to_the_end(
     """Else a request that kills behind its third slice would kill in a new step each time, uncounted."""
     run = await server.create("a", "a", LORA)
     request = await server.forward_backward(run, 1, DATA)
-    async with dying_worker(
-        empty_redis.url, tmp_path, engine, Failpoint("commit", 4), clock_period_s=STEP_S
-    ):
+    async with dying_worker(empty_redis.url, tmp_path, engine, Failpoint("commit", 4)):
         pass
-    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+    with worker(empty_redis.url, tmp_path, engine):
         assert cycle_of(await server.result(run, request)) == 4
 
 
@@ -201,9 +198,9 @@ async def test_a_worker_that_is_replaced_half_way_leaves_a_pass_that_begins_anew
     run = await server.create("a", "a", LORA)
     requests = await submit_two_steps(server, run)
     for _ in range(2):
-        with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+        with worker(empty_redis.url, tmp_path, engine):
             await until(lambda: begun(redis, run) is not None)
-    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+    with worker(empty_redis.url, tmp_path, engine):
         results = await answers_of(server, run, requests)
     assert [without_cycle(result) for result in results] == expected
     assert engine.adapters.state(run.id).digest() == digest
@@ -215,7 +212,7 @@ async def test_a_run_closed_half_way_leaves_memory_at_once(
 ) -> None:
     run = await server.create("a", "a", LORA)
     request = await server.forward_backward(run, 1, sequences(2, 400, SLICE))
-    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S):
+    with worker(empty_redis.url, tmp_path, engine):
         await until(lambda: begun(redis, run) is not None)
         await server.intake.close_run(run)
         assert (await server.result(run, request)).kind is ResultKind.FAILURE
@@ -231,7 +228,7 @@ async def test_the_body_of_a_pass_is_read_once(
     run = await server.create("a", "a", LORA)
     request = await server.forward_backward(run, 1, DATA)
     read: list[QueuedOp] = []
-    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S) as loop:
+    with worker(empty_redis.url, tmp_path, engine) as loop:
         bodies = loop._execution.bodies
 
         def noted(ops: Any) -> Any:
@@ -251,7 +248,7 @@ async def test_a_pass_that_is_open_when_its_run_is_moved_runs_from_its_beginning
     other = Engine.load(str(tiny_model), micro_batch_tokens=64)
     run = await server.create("large", "large", LORA)
     target = WorkerId("w1")
-    with worker(empty_redis.url, tmp_path, engine, clock_period_s=STEP_S) as owner:
+    with worker(empty_redis.url, tmp_path, engine) as owner:
         await server.result(run, request_id(run.id, 0))
         with worker(empty_redis.url, tmp_path, other, worker_id=target):
             await until(lambda: redis.exists(fleet_keys.worker(POOL, target)))

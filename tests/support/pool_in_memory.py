@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 POOL, WORKER = PoolId("pool"), WorkerId("w0")
 NOW = 1_000_000.0
+TOKENS_PER_S = 1e4
 
 
 class InMemory:
@@ -93,7 +94,7 @@ class InMemory:
     async def worker_slots(self, _: PoolId) -> list[WorkerSlot]:
         room = self.takes_saves
         beats = [
-            WorkerHeartbeat(w, 1, "serving", "cpu", 1e4, 0, 0, NOW, takes_saves=room)
+            WorkerHeartbeat(w, 1, "serving", "cpu", TOKENS_PER_S, 0, 0, NOW, takes_saves=room)
             for w in self.workers
         ]
         return [WorkerSlot(beat.id, 1, beat) for beat in beats] + [

@@ -103,6 +103,8 @@ class Step:
     allowances: dict[RequestId, int] = field(default_factory=dict)
     """About how many more tokens of these passes shall run in this step: they may stay open behind it.
     Each runs one slice at least. A pass without an allowance runs to its end."""
+    limit_s: float = 10.0
+    """After so long on the worker its divided passes stop. What no plan says is that of older schedulers."""
     trace: str = ""
     """The span of its plan, as a `traceparent`, where some op of it is traced."""
 

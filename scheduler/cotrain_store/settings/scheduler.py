@@ -24,7 +24,7 @@ class SchedulerSettings(StoreSettings):
 
     clock_mode: ClockMode = ClockMode.EAGER
     clock_period_s: float = Field(default=10.0, gt=0, le=3600)
-    """A cycle holds no more work than a worker does in this time; in metronome mode, when one starts."""
+    """A small request has its result within this time; in metronome mode, when a cycle starts."""
     reassign_after_s: float = Field(default=30.0, gt=0)
     """A worker without a heartbeat for this long loses its work to another one of its pool."""
     gap_limit_s: float = Field(default=900.0, gt=0)

@@ -53,8 +53,6 @@ class WorkerSettings(StoreSettings):
     """Remove a file once this process has seen for so long that nothing refers to it."""
     record_cycles: int = Field(default=0, ge=0)
     """Keep the last so many cycles whole, to run them again with `cotrain replay`; 0 records none."""
-    clock_period_s: float = Field(default=10.0, gt=0, le=3600)
-    """As the scheduler's: a pass that may go on in a later cycle stops when its step has taken so long."""
     stop_grace_s: float = Field(default=60.0, gt=0)
     """Time between SIGTERM and SIGKILL: what the drain of a worker is planned by."""
     sampler: Literal["engine", "vllm"] = "engine"

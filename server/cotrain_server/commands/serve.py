@@ -66,7 +66,10 @@ def serve(
         ),
     ] = "eager",
     clock_period_s: Annotated[
-        float, typer.Option(envvar="COTRAIN_CLOCK_PERIOD_S", help="Longest cycle, or the beat.")
+        float,
+        typer.Option(
+            envvar="COTRAIN_CLOCK_PERIOD_S", help="Longest wait of a small request, or the beat."
+        ),
     ] = 10.0,
     device: Device = "auto",
     workers: Workers = 1,

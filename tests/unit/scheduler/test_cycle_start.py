@@ -1,6 +1,14 @@
 from __future__ import annotations
 
-from cotrain_scheduler.cycle_start import LastCycle, eager_start, period_number
+import pytest
+
+from cotrain_scheduler.cycle_start import (
+    GATHER_SHARE,
+    LastCycle,
+    cycle_limit_s,
+    eager_start,
+    period_number,
+)
 from cotrain_store.messages.ids import RunId
 
 A, B = RunId("a"), RunId("b")
@@ -26,3 +34,20 @@ def test_nobody_waits_for_tenants_that_left() -> None:
 def test_periods_begin_on_multiples_of_their_length() -> None:
     assert period_number(9.99, 10.0) == 0
     assert period_number(10.0, 10.0) == 1
+
+
+@pytest.mark.parametrize("period_s", [0.5, 10.0, 60.0])
+def test_who_comes_when_an_eager_cycle_has_just_begun_is_answered_within_a_period(
+    period_s: float,
+) -> None:
+    """Behind the rest of that cycle, the gather window and all of the next: with a tenth of a period to spare."""
+    limit_s = cycle_limit_s(period_s, begins_at_once=True)
+    next_begins = eager_start(
+        LastCycle(frozenset({A}), limit_s, ended_at=limit_s), limit_s, 0.005, are_back=False
+    )
+    assert next_begins == pytest.approx(limit_s * (1 + GATHER_SHARE))
+    assert next_begins + limit_s < 0.9 * period_s
+
+
+def test_a_cycle_on_the_beat_fills_its_period() -> None:
+    assert cycle_limit_s(10.0, begins_at_once=False) == 10.0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     pass
 
-from tests.support.pool_in_memory import NOW, WORKER, InMemory, pool_on, wake
+from tests.support.pool_in_memory import NOW, TOKENS_PER_S, WORKER, InMemory, pool_on, wake
 
 
 @pytest.fixture
@@ -153,6 +153,20 @@ async def test_a_metronome_takes_one_cycle_for_a_whole_step_and_two_for_a_naive_
         assert store.queued["a"] == []
         store.finish()
     assert len(store.steps) == steps * cycles
+
+
+@pytest.mark.parametrize(("mode", "limit_s"), [(ClockMode.EAGER, 0.4), (ClockMode.METRONOME, 1.0)])
+async def test_a_step_holds_what_a_worker_does_in_its_time_and_says_that_time(
+    store: InMemory, mode: ClockMode, limit_s: float
+) -> None:
+    clock = pool_on(store, clock_mode=mode, clock_period_s=1)
+    for _ in range(600):
+        store.submit("a")
+        store.submit("b")
+    await clock.tick(NOW)
+    (step,) = store.steps
+    assert step.limit_s == limit_s
+    assert sum(op.tokens for op in step.ops) == limit_s * TOKENS_PER_S
 
 
 async def test_a_queue_that_changed_is_read_again_soon_within_the_same_beat(

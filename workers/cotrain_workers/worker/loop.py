@@ -97,7 +97,6 @@ class WorkerLoop:
         self._record = record
         self._metrics = metrics
         self._throughput = Throughput(record.tokens_per_s)
-        self._clock_period_s = settings.clock_period_s
         self._grace_s = settings.stop_grace_s
         self._drain_until = math.inf
         self._stopping = threading.Event()
@@ -218,7 +217,9 @@ class WorkerLoop:
             self._recorder.begin(step, bodies)
             # Nothing is prefetched during a step that killed: what is decoded could be blamed on it.
             with nullcontext() if has_crashed else self._prefetcher.during(step):
-                work = self._runner.run(step, bodies, runs, partial(self._is_over, began))
+                work = self._runner.run(
+                    step, bodies, runs, partial(self._is_over, began + step.limit_s)
+                )
                 self._device_time.lap(Phase.IDLE)
                 ran, sampling_s = drive(work, times.visited(at_yield) if traces else at_yield)
             self._device_time.optimized(ran.cost.optim_s if ran.cost else 0.0)
@@ -272,9 +273,9 @@ class WorkerLoop:
             accepted_at = save.accepted_at if save.is_named else None
             self._weights.put(save.records.weights, save.saved, accepted_at)
 
-    def _is_over(self, began: float) -> bool:
-        """Tell whether passes that may stay open stop: after a clock period, or to leave soon."""
-        return time.monotonic() - began > self._clock_period_s or self._stopping.is_set()
+    def _is_over(self, ends_at: float) -> bool:
+        """Tell whether passes that may stay open stop: when the step's time is over, or to leave soon."""
+        return time.monotonic() > ends_at or self._stopping.is_set()
 
     def _at_yield_point(self) -> None:
         """Use the time between two micro-batches: for adapters of runs that wait, then for samples."""
