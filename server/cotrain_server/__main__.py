@@ -128,7 +128,11 @@ def _config(app: FastAPI, settings: ServerSettings, most_connections: int) -> uv
         app,
         host=settings.host,
         port=settings.port,
-        http=limited_protocol(most_connections, settings.trusted_proxies),
+        http=limited_protocol(
+            most_connections,
+            settings.trusted_proxies,
+            lambda head: app.state.services.credentials.tenant_of(head),
+        ),
         ws="none",
         lifespan="on",
         access_log=False,

@@ -17,6 +17,7 @@ from cotrain_server.admin_key import admin_key
 from cotrain_server.errors import TooManyPolls
 from cotrain_server.limits.body_memory import BodyMemory
 from cotrain_server.limits.failures import FailureCounter
+from cotrain_server.limits.known_credentials import KnownCredentials
 from cotrain_server.limits.own_quotas import OwnQuotas
 from cotrain_server.limits.tenant_connections import TenantConnections
 from cotrain_server.limits.upload_slots import UploadSlots
@@ -88,6 +89,7 @@ class Services:
     polls_by_tenant: Counter[TenantId] = field(default_factory=Counter)
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     tenant_connections: TenantConnections = field(default_factory=TenantConnections)
+    credentials: KnownCredentials = field(default_factory=KnownCredentials)
     parser: Parser = field(default_factory=Parser)
     walks: TenantLocks = field(default_factory=TenantLocks)
     """For requests that ask Redis many things one after the other: no more than one of a tenant."""

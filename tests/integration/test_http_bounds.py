@@ -14,6 +14,7 @@ from cotrain.wire.sampling import MAX_RETRIEVED
 from cotrain_server.limits.tenant_connections import TenantConnections
 from cotrain_store.redis_client.batching import BatchingRedis
 from cotrain_store.sampling.completions import ACKNOWLEDGED_AT_ONCE
+from tests.support.checkpoint_requests import tenant_of
 from tests.support.http_api import ALICE, BOB, Api, pass_body, running_api
 
 if TYPE_CHECKING:
@@ -122,3 +123,13 @@ async def test_a_tenant_has_so_many_requests_open_and_its_neighbour_its_own(api:
     ended.set()
     assert [(await each).is_success for each in slow] == [True, True]
     assert (await api.post("telemetry", {}, ALICE)).is_success
+
+
+async def test_a_tenant_has_turns_of_its_own_once_its_key_has_opened_it(api: Api) -> None:
+    wrong = "tml-none_0123456789abcdef"
+    heads = [f"GET / HTTP/1.1\r\nx-api-key: {key}\r\n\r\n".encode() for key in (ALICE, wrong)]
+    find = api.services.credentials.tenant_of
+    assert [find(head) for head in heads] == [None, None]
+    assert (await api.post("telemetry", {}, ALICE)).is_success
+    assert (await api.post("telemetry", {}, wrong)).status_code == 401
+    assert [find(head) for head in heads] == [(await tenant_of(api)).id, None]

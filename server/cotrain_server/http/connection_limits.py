@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how long one may stay on which nothing is asked, and how they are taken.
+"""Connections: how many there may be, how long one may stay on which nothing is asked, how they are taken and whose request is next.
 
 uvicorn waits for the rest of a request's head as long as there is a connection, and takes every one, so
 that a client without a key could occupy all that this process may have.
@@ -6,6 +6,7 @@ that a client without a key could occupy all that this process may have.
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 import time
@@ -17,17 +18,19 @@ from starlette.responses import JSONResponse
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cotrain_server.http.connection_table import Admission, ConnectionTable
+from cotrain_server.http.connection_table import Admission, ConnectionTable, owner_of
 from cotrain_server.http.request_id import request_id_of
+from cotrain_server.http.request_turns import RequestTurns
 from cotrain_store.monitoring import metrics
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
     from ipaddress import IPv4Network, IPv6Network
 
     from starlette.types import ASGIApp, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
+    from cotrain_store.messages.ids import TenantId
 
 log = structlog.get_logger()
 
@@ -39,9 +42,13 @@ MOST_CONNECTIONS = 20_000
 RESERVED_DESCRIPTORS = 256
 #: New connections taken in one turn of the event loop; the rest waits in the kernel, which holds BACKLOG.
 #: asyncio tries as often, and logs and schedules as often, when no descriptor is left (CPython 3.11 to 3.13).
-ACCEPTED_AT_ONCE = 64
+ACCEPTED_AT_ONCE = 8
 BACKLOG = 4096
 HEALTH_PATHS = frozenset({"/healthz", "/readyz", "/api/v1/healthz", "/metrics"})
+#: Read at once where a request is to begin: what a connection holds until it is its turn. Then as much as uvicorn lets lie.
+_HEAD_BYTES, _BODY_BYTES = 16 * 1024, 64 * 1024
+#: Those who ask for more than this host's health do not hold up who asks for that.
+_HEALTH_CHECKS = (b"GET /healthz ", b"GET /readyz ", b"GET /metrics ")
 #: Of what happens to thousands of connections in a second.
 _LOGGED_EVERY_S = 10.0
 _FULL = {
@@ -59,13 +66,20 @@ class ImpatientProtocol(H11Protocol):
 
     head_timeout_s = HEAD_TIMEOUT_S
     table: ConnectionTable[ImpatientProtocol] = ConnectionTable(MOST_CONNECTIONS, MOST_CONNECTIONS)
+    turns: RequestTurns[ImpatientProtocol] = RequestTurns()
+    tenant_of: Callable[[bytes], TenantId | None] = staticmethod(lambda _: None)
     _deadline: asyncio.TimerHandle | None = None
+    _is_queued = False
+    _owner = ""
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait, unless there are too many."""
         super().connection_made(cast("asyncio.Transport", transport))
-        admission, victim, reached = self.table.add(self, self.client[0] if self.client else "")
+        _read_at_once(transport, _HEAD_BYTES)
+        address = self.client[0] if self.client else ""
+        self._owner = owner_of(address)
+        admission, victim, reached = self.table.add(self, address)
         if victim is not None:
             victim.transport.abort()
         if reached is not None:
@@ -79,10 +93,37 @@ class ImpatientProtocol(H11Protocol):
         self._begin_to_wait()
 
     @override
-    def data_received(self, data: bytes) -> None:
-        """Wait on while no request is there to answer."""
-        super().data_received(data)
+    def handle_events(self) -> None:
+        """Read what has come: of a request that is being answered at once, else when it is its turn."""
         if self._is_answering():
+            super().handle_events()
+        elif not self._is_queued:
+            self._is_queued = True
+            self.flow.pause_reading()
+            self._unset_keepalive_if_required()
+            if not self.turns:
+                self.loop.call_soon(self._next_turn, self.turns)
+            self.turns.wait(self._caller(), self)
+
+    def _caller(self) -> Hashable:
+        head, _ = self.conn.trailing_data
+        return self.tenant_of(head) or (self._owner, head.startswith(_HEALTH_CHECKS))
+
+    @staticmethod
+    def _next_turn(turns: RequestTurns[ImpatientProtocol]) -> None:
+        for protocol in turns.take():
+            protocol._take_turn()
+        if turns:
+            asyncio.get_running_loop().call_soon(ImpatientProtocol._next_turn, turns)
+
+    def _take_turn(self) -> None:
+        self._is_queued = False
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        super().handle_events()
+        if self._is_answering():
+            _read_at_once(self.transport, _BODY_BYTES)
             self.table.asks(self)
             self._end_waiting()
         else:
@@ -91,6 +132,7 @@ class ImpatientProtocol(H11Protocol):
     @override
     def on_response_complete(self) -> None:
         """Wait for the next request, unless it is there."""
+        _read_at_once(self.transport, _HEAD_BYTES)
         super().on_response_complete()
         if not self._is_answering():
             self.table.waits(self)
@@ -113,7 +155,7 @@ class ImpatientProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         self._deadline = None
-        if not self._is_answering():
+        if not self._is_queued and not self._is_answering():
             self.transport.close()
 
     def _is_answering(self) -> bool:
@@ -121,10 +163,22 @@ class ImpatientProtocol(H11Protocol):
         return cycle is not None and not cycle.response_complete
 
 
-def limited_protocol(most: int, proxies: Iterable[str]) -> type[ImpatientProtocol]:
+def _read_at_once(transport: asyncio.BaseTransport, most_bytes: int) -> None:
+    """Limit what one turn of the event loop reads; other loops than asyncio's own have no such limit."""
+    if hasattr(transport, "max_size"):
+        transport.max_size = most_bytes
+
+
+def limited_protocol(
+    most: int,
+    proxies: Iterable[str],
+    find_tenant: Callable[[bytes], TenantId | None] = lambda _: None,
+) -> type[ImpatientProtocol]:
     """Make the protocol of a process that holds `most` connections, half of them from one address.
 
     Not where many clients share one: this host's own, and that of a proxy (addresses or networks).
+    `find_tenant` knows whose request it is by its first bytes, where it can: tenants take turns, and so do
+    the addresses of strangers.
     """
     named = frozenset(proxies)
     networks = [network for name in named if (network := _network(name))]
@@ -139,6 +193,8 @@ def limited_protocol(most: int, proxies: Iterable[str]) -> type[ImpatientProtoco
 
     class LimitedProtocol(ImpatientProtocol):
         table = ConnectionTable[ImpatientProtocol](most, most // 2, is_shared)
+        turns = RequestTurns[ImpatientProtocol]()
+        tenant_of = staticmethod(find_tenant)
 
     return LimitedProtocol
 

@@ -74,7 +74,7 @@ class ConnectionTable(Generic[Connection]):
 
     def add(self, connection: Connection, address: str) -> Added[Connection]:
         """Take in a new one."""
-        owner = _owner_of(address)
+        owner = owner_of(address)
         victim, reached = None, None
         if self._count_by_address[owner] >= self._most_of_address and not self._is_shared(address):
             victim, reached = next(iter(self._waiting_by_address[owner]), None), Limit.ADDRESS
@@ -135,7 +135,7 @@ class ConnectionTable(Generic[Connection]):
         self.waits(connection)
 
 
-def _owner_of(address: str) -> str:
+def owner_of(address: str) -> str:
     """Give an address of IPv4, or the network of one of IPv6: its owner has all of the others in it."""
     try:
         parsed = ip_address(address)

@@ -23,20 +23,19 @@ from cotrain_server.http.connection_limits import (
     log_lost_accepts,
     most_connections,
 )
+from cotrain_server.http.request_turns import AT_ONCE, RequestTurns
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics import REGISTRIES
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from starlette.types import Receive, Scope, Send
 
 TIMEOUT_S = 0.2
 REQUEST = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
-
-
-class Hurried(ImpatientProtocol):
-    head_timeout_s = TIMEOUT_S
 
 
 async def answer_late(scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,6 +47,10 @@ async def answer_late(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    class Hurried(ImpatientProtocol):
+        head_timeout_s = TIMEOUT_S
+        turns = RequestTurns()  # of this event loop
+
     config = uvicorn.Config(answer_late, ws="none", log_config=None)
     state, loop = ServerState(), asyncio.get_running_loop()
     server = await loop.create_server(lambda: Hurried(config, state, {}), "127.0.0.1", 0)
@@ -133,6 +136,17 @@ class Held:
         await answer(send)
 
 
+class Noting:
+    """A server that notes what it is asked for, and answers at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.asked.append(scope["path"])
+        await answer(send)
+
+
 async def answer(send: Send) -> None:
     headers = [(b"content-length", b"4")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -140,17 +154,23 @@ async def answer(send: Send) -> None:
 
 
 @asynccontextmanager
-async def limited(app: Held) -> AsyncIterator[asyncio.Server]:
+async def limited(
+    app: Held | Noting,
+    most: int = MOST,
+    find_tenant: Callable[[bytes], TenantId | None] = lambda _: None,
+) -> AsyncIterator[asyncio.Server]:
     config = uvicorn.Config(app, ws="none", log_config=None)
     state, loop = ServerState(), asyncio.get_running_loop()
-    protocol = limited_protocol(MOST, proxies=())
+    protocol = limited_protocol(most, (), find_tenant)
     server = await loop.create_server(
         lambda: protocol(config, state, {}), "127.0.0.1", 0, backlog=ACCEPTED_AT_ONCE
     )
     listen_long([server])
     async with server:
         yield server
-        app.let.set()
+        if isinstance(app, Held):
+            app.let.set()
+        await until(lambda: not len(protocol.table))  # the client has closed them
 
 
 async def connect(server: asyncio.Server, *, count: int = 1) -> list[Streams]:
@@ -250,3 +270,47 @@ async def test_out_of_descriptors_is_one_line_and_no_traceback(
         for _, writer in (ordinary, late):
             writer.close()
     loop.set_exception_handler(None)
+
+
+# ---- Whose request is next --------------------------------------------------------------------------
+
+FLOOD, KEY = 300, b"tml-known"
+
+
+def tenant_in(head: bytes) -> TenantId | None:
+    return TenantId("a") if KEY in head else None
+
+
+@pytest.mark.parametrize(
+    ("path", "header"),
+    [("/ordinary", b"X-Api-Key: " + KEY + b"\r\n"), ("/healthz", b"")],
+    ids=["tenant", "health"],
+)
+async def test_a_flood_of_requests_waits_behind_itself_alone(path: str, header: bytes) -> None:
+    app = Noting()
+    async with limited(app, 2 * FLOOD, tenant_in) as server:
+        flood = await connect(server, count=FLOOD)
+        [ordinary] = await connect(server)
+        for streams in flood:
+            streams[1].write(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n")
+        request = f"GET {path} HTTP/1.1\r\nHost: here\r\n".encode() + header + b"\r\n"
+        assert await ask(ordinary, request) == b"HTTP/1.1 200 OK\r\n"
+        assert app.asked.index(path) <= 3 * AT_ONCE
+        for streams in flood:
+            assert (await streams[0].readuntil(b"here")).startswith(b"HTTP/1.1 200")
+        assert len(app.asked) == FLOOD + 1
+        for _, writer in [*flood, ordinary]:
+            writer.close()
+
+
+async def test_requests_behind_one_another_on_a_connection_take_their_turns_as_well() -> None:
+    app = Noting()
+    async with limited(app, MOST, tenant_in) as server:
+        [flood, ordinary] = await connect(server, count=2)
+        flood[1].write(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n" * FLOOD)
+        assert await ask(ordinary, HEALTH) == b"HTTP/1.1 200 OK\r\n"
+        assert app.asked.index("/healthz") <= AT_ONCE
+        for _ in range(FLOOD):
+            await flood[0].readuntil(b"here")
+        for _, writer in (flood, ordinary):
+            writer.close()
