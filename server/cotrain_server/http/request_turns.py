@@ -16,7 +16,7 @@ Waiting = TypeVar("Waiting")
 
 #: Requests taken in one turn of the event loop, of all callers. More of them make each turn longer, and a request takes many;
 #: fewer cost throughput: what goes to Redis in one turn goes there in one batch.
-AT_ONCE = 8
+AT_ONCE = 32
 
 
 class RequestTurns(Generic[Waiting]):
