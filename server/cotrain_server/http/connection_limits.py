@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cotrain_server.http.connection_table import Admission, ConnectionTable, owner_of
 from cotrain_server.http.request_id import request_id_of
-from cotrain_server.http.request_turns import RequestTurns
+from cotrain_server.http.request_queue import RequestQueue
 from cotrain_store.monitoring import metrics
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ HEAD_TIMEOUT_S = 30.0
 MOST_CONNECTIONS = 20_000
 #: Descriptors for all else: Redis, the spool, uploads, the files that are sent.
 RESERVED_DESCRIPTORS = 256
-#: New connections taken in one turn of the event loop; the rest waits in the kernel, which holds BACKLOG.
+#: New connections taken in one iteration of the event loop; the rest waits in the kernel, which holds BACKLOG.
 #: asyncio tries as often, and logs and schedules as often, when no descriptor is left (CPython 3.11 to 3.13).
 ACCEPTED_AT_ONCE = 8
 BACKLOG = 4096
 HEALTH_PATHS = frozenset({"/healthz", "/readyz", "/api/v1/healthz", "/metrics"})
-#: Read at once where a request is to begin: what a connection holds until it is its turn. Then as much as uvicorn lets lie.
+#: Read at once where a request is to begin: what a connection holds while it is queued. Then as much as uvicorn lets lie.
 _HEAD_BYTES, _BODY_BYTES = 16 * 1024, 64 * 1024
 #: Those who ask for more than this host's health do not hold up who asks for that.
 _HEALTH_CHECKS = (b"GET /healthz ", b"GET /readyz ", b"GET /metrics ")
@@ -66,7 +66,7 @@ class ImpatientProtocol(H11Protocol):
 
     head_timeout_s = HEAD_TIMEOUT_S
     table: ConnectionTable[ImpatientProtocol] = ConnectionTable(MOST_CONNECTIONS, MOST_CONNECTIONS)
-    turns: RequestTurns[ImpatientProtocol] = RequestTurns()
+    queue: RequestQueue[ImpatientProtocol] = RequestQueue()
     tenant_of: Callable[[bytes], TenantId | None] = staticmethod(lambda _: None)
     _deadline: asyncio.TimerHandle | None = None
     _is_queued = False
@@ -94,29 +94,29 @@ class ImpatientProtocol(H11Protocol):
 
     @override
     def handle_events(self) -> None:
-        """Read what has come: of a request that is being answered at once, else when it is its turn."""
+        """Read what has come: of a request that is being answered at once, else when the queue comes to it."""
         if self._is_answering():
             super().handle_events()
         elif not self._is_queued:
             self._is_queued = True
             self.flow.pause_reading()
             self._unset_keepalive_if_required()
-            if not self.turns:
-                self.loop.call_soon(self._next_turn, self.turns)
-            self.turns.wait(self._caller(), self)
+            if not self.queue:
+                self.loop.call_soon(self._read_next, self.queue)
+            self.queue.wait(self._caller(), self)
 
     def _caller(self) -> Hashable:
         head, _ = self.conn.trailing_data
         return self.tenant_of(head) or (self._owner, head.startswith(_HEALTH_CHECKS))
 
     @staticmethod
-    def _next_turn(turns: RequestTurns[ImpatientProtocol]) -> None:
-        for protocol in turns.take():
-            protocol._take_turn()
-        if turns:
-            asyncio.get_running_loop().call_soon(ImpatientProtocol._next_turn, turns)
+    def _read_next(queue: RequestQueue[ImpatientProtocol]) -> None:
+        for protocol in queue.take():
+            protocol._read()
+        if queue:
+            asyncio.get_running_loop().call_soon(ImpatientProtocol._read_next, queue)
 
-    def _take_turn(self) -> None:
+    def _read(self) -> None:
         self._is_queued = False
         if self.transport.is_closing():
             return
@@ -164,7 +164,7 @@ class ImpatientProtocol(H11Protocol):
 
 
 def _read_at_once(transport: asyncio.BaseTransport, most_bytes: int) -> None:
-    """Limit what one turn of the event loop reads; other loops than asyncio's own have no such limit."""
+    """Limit what is read at once; other loops than asyncio's own have no such limit."""
     if hasattr(transport, "max_size"):
         transport.max_size = most_bytes
 
@@ -177,8 +177,8 @@ def limited_protocol(
     """Make the protocol of a process that holds `most` connections, half of them from one address.
 
     Not where many clients share one: this host's own, and that of a proxy (addresses or networks).
-    `find_tenant` knows whose request it is by its first bytes, where it can: tenants take turns, and so do
-    the addresses of strangers.
+    `find_tenant` knows whose request it is by its first bytes, where it can: requests of each tenant are read round robin, and so are
+    those of each address without one.
     """
     named = frozenset(proxies)
     networks = [network for name in named if (network := _network(name))]
@@ -193,7 +193,7 @@ def limited_protocol(
 
     class LimitedProtocol(ImpatientProtocol):
         table = ConnectionTable[ImpatientProtocol](most, most // 2, is_shared)
-        turns = RequestTurns[ImpatientProtocol]()
+        queue = RequestQueue[ImpatientProtocol]()
         tenant_of = staticmethod(find_tenant)
 
     return LimitedProtocol

@@ -1,4 +1,4 @@
-"""Whose a request is, as far as its first bytes tell: enough to give its tenant a turn, not to let it in."""
+"""Whose a request is, as far as its first bytes tell: enough to queue it with its tenant's, not to let it in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CREDENTIAL = re.compile(rb"\r\n(x-api-key|authorization):[ \t]*(?:bearer +)?([^
 class KnownCredentials:
     """Which tenant a credential opened last. No credential is kept, but what tells it from others.
 
-    Who shows an unknown one waits for a turn with all strangers of its address: else each invented key had a turn.
+    A request with an unknown one is queued with all others of its address: else each invented key had a queue.
     """
 
     def __init__(self, most: int = MOST_KNOWN) -> None:

@@ -23,7 +23,7 @@ from cotrain_server.http.connection_limits import (
     log_lost_accepts,
     most_connections,
 )
-from cotrain_server.http.request_turns import AT_ONCE, RequestTurns
+from cotrain_server.http.request_queue import AT_ONCE, RequestQueue
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics import REGISTRIES
@@ -49,7 +49,7 @@ async def answer_late(scope: Scope, receive: Receive, send: Send) -> None:
 async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     class Hurried(ImpatientProtocol):
         head_timeout_s = TIMEOUT_S
-        turns = RequestTurns()  # of this event loop
+        queue = RequestQueue()  # of this event loop
 
     config = uvicorn.Config(answer_late, ws="none", log_config=None)
     state, loop = ServerState(), asyncio.get_running_loop()

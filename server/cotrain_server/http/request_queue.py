@@ -1,6 +1,6 @@
 """Decides whose request is read next, when more come than can be answered. Pure: no socket, no clock.
 
-A request costs some twenty times as much to answer as to receive. So what arrives is not parsed at once but in turns:
+A request costs some twenty times as much to answer as to receive. So what arrives is not parsed at once but round robin:
 one request of each caller, then the next of each. A tenant that sends thousands waits behind itself alone.
 """
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 Waiting = TypeVar("Waiting")
 
-#: Requests taken in one turn of the event loop, of all callers. More of them make each turn longer, and a request takes many;
-#: fewer cost throughput: what goes to Redis in one turn goes there in one batch.
+#: Requests taken in one iteration of the event loop, of all callers. More of them make each longer, and a request takes many;
+#: fewer cost throughput: what goes to Redis in one iteration goes there in one batch.
 AT_ONCE = 32
 
 
-class RequestTurns(Generic[Waiting]):
+class RequestQueue(Generic[Waiting]):
     """What waits, by caller. Each caller's own comes in the order in which it arrived."""
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
-        """Let `at_once` go in a turn."""
+        """Let `at_once` go at a time."""
         self._at_once = at_once
         self._by_caller: OrderedDict[Hashable, deque[Waiting]] = OrderedDict()  # who is next, first
 
@@ -36,7 +36,7 @@ class RequestTurns(Generic[Waiting]):
         self._by_caller.setdefault(caller, deque()).append(waiting)
 
     def take(self) -> list[Waiting]:
-        """Take those whose turn it is: the first of each caller, and so on."""
+        """Take the first of each caller, and so on."""
         taken: list[Waiting] = []
         while self._by_caller and len(taken) < self._at_once:
             caller, waiting = next(iter(self._by_caller.items()))
