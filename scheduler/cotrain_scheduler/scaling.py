@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
 
 from cotrain_store.messages.scaling import Bounds, first_scaling
-from cotrain_store.monitoring.backlog import workers_needed
+from cotrain_store.monitoring.backlog import Growth, workers_needed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +35,7 @@ class PoolScaling:
         self._records = records
         self._pool = pool
         self._bounds = Bounds(settings.workers_min, settings.workers_max, settings.idle_after_s)
+        self._growth = Growth()
         self._decided: Scaling | None = None
         self._written: Scaling | None = None
 
@@ -47,7 +49,8 @@ class PoolScaling:
         demand = await self._records.demand(self._pool, pauses)
         before = self._decided or await self._records.read(self._pool)
         before = before or first_scaling(len(demand.rates), now, self._bounds)
-        needed = workers_needed(demand)
+        growth = self._growth.per_second(demand.tokens, now)
+        needed = workers_needed(replace(demand, growth=growth))
         decided = before.after(needed, now, self._bounds, waiting_tokens)
         if decided.wanted != before.wanted:
             log.info("workers_wanted", pool=self._pool, wanted=decided.wanted, needed=needed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,14 @@ if TYPE_CHECKING:
 
 #: What waits shall be done with within this time.
 WANTED_WITHIN_S = 60.0
+#: Where it is going to be done with within this time, the workers there are will do.
+OVER_WITHIN_S = 600.0
+#: What waits is compared with what waited so long ago.
+GROWTH_OVER_S = 30.0
 #: Workers stay that are busy: so much of the last minute each of those that stay may have computed.
 BUSY_SHARE = 0.8
 #: A worker at rest computes less than this part of a minute.
-AT_REST = 0.005
+AT_REST = 0.01
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Demand:
 
     tokens: int = 0
     """Of training requests that are accepted and not run."""
+    growth: float = 0.0
+    """Tokens by which that grew lately, per second; below 0 it shrinks."""
     runs: int = 0
     """Runs with a request that can be run, and steps at work: no more workers than these have training to do."""
     samples: int = 0
@@ -47,15 +54,36 @@ def backlog_seconds(tokens: int, rates: Sequence[float], measured: float) -> flo
 def workers_needed(demand: Demand) -> int:
     """Count the workers, as fast as those there are, that this moment's work needs: the formula of docs/metrics.md.
 
-    As many as end what waits within WANTED_WITHIN_S, and no fewer than what the last minute's computing takes
-    at BUSY_SHARE; the second adds none to those there are. One at least while anything can be run.
+    As many as end what waits within WANTED_WITHIN_S. At most twice those there are, and none more where what waits
+    shrinks so that it is over within OVER_WITHIN_S: while workers start it grows, and is no measure of the load then.
+    No fewer than what the last minute's computing takes at BUSY_SHARE, which adds none to those there are. One at
+    least while anything can be run.
     """
     rates = demand.rates
     rate = sum(rates) / len(rates) if rates else demand.measured
     waiting = math.ceil(demand.tokens / (rate * WANTED_WITHIN_S)) if rate > 0 else 0
     at_once = demand.runs + demand.samples
-    computing = 0 if demand.busy < AT_REST else math.ceil(demand.busy / BUSY_SHARE)
-    return max(min(waiting, at_once), min(computing, len(rates)), min(at_once, 1))
+    computing = math.ceil(demand.busy / BUSY_SHARE - AT_REST)
+    is_ending = demand.tokens < -demand.growth * OVER_WITHIN_S
+    ending = min(waiting, at_once, len(rates) if is_ending else 2 * len(rates))
+    return max(ending, min(computing, len(rates)), min(at_once, 1))
+
+
+class Growth:
+    """By how much what waits in one pool grows."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def per_second(self, tokens: int, now: float) -> float:
+        """Note what waits now; return its growth since GROWTH_OVER_S ago, or since it was noted first, in tokens/s."""
+        if self._seen and now <= self._seen[-1][0]:
+            self._seen.clear()
+        self._seen.append((now, tokens))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= GROWTH_OVER_S:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        return (tokens - before) / (now - since) if now > since else 0.0
 
 
 def computed(duty: Mapping[str, float]) -> float:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cotrain_store.monitoring.backlog import Demand, backlog_seconds, computed, workers_needed
+from cotrain_store.monitoring.backlog import (
+    Demand,
+    Growth,
+    backlog_seconds,
+    computed,
+    workers_needed,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,16 +37,22 @@ def test_what_waits_takes_as_long_as_all_workers_need(
         (Demand(samples=1), 1),
         (Demand(tokens=6_000, runs=9, rates=(100.0,)), 1),
         (Demand(tokens=6_001, runs=9, rates=(100.0,)), 2),
-        (Demand(tokens=60_000, runs=99, rates=(100.0, 100.0)), 10),
-        (Demand(tokens=60_000, runs=99, measured=50.0), 20),
+        (Demand(tokens=60_000, runs=99, rates=(100.0,) * 6), 10),
+        # at most twice those there are, and the first one alone
+        (Demand(tokens=60_000, runs=99, rates=(100.0, 100.0)), 4),
+        (Demand(tokens=60_000, runs=99, measured=50.0), 1),
+        # it is over in ten minutes with those there are
+        (Demand(tokens=60_000, runs=99, rates=(100.0, 100.0), growth=-101.0), 2),
+        (Demand(tokens=60_000, runs=99, rates=(100.0, 100.0), growth=-99.0), 4),
         # a run trains on one worker at a time
-        (Demand(tokens=60_000, runs=3, rates=(100.0,)), 3),
+        (Demand(tokens=60_000, runs=3, rates=(100.0,) * 2), 3),
         # what is held back needs none
         (Demand(tokens=60_000, runs=0, rates=(100.0,)), 0),
         # workers that compute stay, and bring no further ones
         (Demand(runs=2, rates=(1.0, 1.0), busy=1.2), 2),
         (Demand(runs=2, rates=(1.0, 1.0), busy=0.7), 1),
         (Demand(runs=2, rates=(1.0, 1.0), busy=2.0), 2),
+        (Demand(runs=9, rates=(1.0,) * 3, busy=1.6000000000000003), 2),
         (Demand(rates=(1.0,), busy=0.001), 0),
     ],
 )
@@ -50,3 +62,12 @@ def test_so_many_workers_are_needed(demand: Demand, needed: int) -> None:
 
 def test_sampling_is_computing_and_idling_is_not() -> None:
     assert computed({"train": 0.25, "optim": 0.125, "sample": 0.5, "idle": 0.125}) == 0.875
+
+
+def test_growth_is_that_of_the_last_half_minute() -> None:
+    growth = Growth()
+    assert growth.per_second(100, 0.0) == 0.0
+    assert growth.per_second(120, 10.0) == 2.0
+    assert growth.per_second(100, 30.0) == 0.0
+    assert growth.per_second(0, 40.0) == -4.0  # since 10
+    assert growth.per_second(50, 39.0) == 0.0  # the clock was set back
