@@ -252,17 +252,6 @@ def test_workers_are_named_by_their_pods_and_have_the_time_that_they_plan_by(exa
         assert gpus == (1 if env["COTRAIN_DEVICE"]["value"] == "cuda" else None)
 
 
-@ALL
-def test_scheduler_and_workers_keep_to_one_clock_period(example: str) -> None:
-    found = {
-        each["value"]
-        for _, container in containers(example)
-        for each in container.get("env", ())
-        if each["name"] == "COTRAIN_CLOCK_PERIOD_S"
-    }
-    assert len(found) == 1
-
-
 def test_redis_may_hold_its_data_twice_and_is_met_by_our_processes_alone() -> None:
     redis = next(c for n, c in containers("default") if n.endswith("-redis"))
     config = (ROOT / "docker" / "redis" / "redis.conf").read_text()
