@@ -30,11 +30,15 @@ from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel
 from cotrain_workers.engine.progress import listen, report
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
+from cotrain_workers.group.engine import GroupEngine
+from cotrain_workers.group.launch import launch
+from cotrain_workers.group.links import Links
 from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
 from cotrain_workers.worker.bootstrap import (
     Tuning,
     device_of,
     enter_pool,
+    follow_first,
     measured_engine,
     pool_record,
 )
@@ -47,14 +51,38 @@ from cotrain_workers.worker.instance_lock import (
 from cotrain_workers.worker.tokenizer import publish_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cotrain_store.messages.ids import PoolId
     from cotrain_store.redis_client.connection import SyncConnection
+    from cotrain_workers.engine.trainer import Trainer
 
 log = structlog.get_logger()
 
 
-def serve(settings: WorkerSettings, tuning: Tuning) -> int:
-    """Load the base model and serve its pool until stopped."""
+def member(settings: WorkerSettings, tuning: Tuning) -> int:
+    """Be one process of a group: the first of them is the worker, the others do as it says."""
+    device = device_of(settings)
+    if settings.torch_threads:
+        torch.set_num_threads(settings.torch_threads)
+    links = Links(device, settings.group_timeout_s)
+    if links.number == 0:
+        return serve(settings, tuning, links)
+    start_logs(f"member-{links.number}", settings.log_level)
+    try:
+        follow_first(settings, device, links)
+    except UnusableModel:
+        raise
+    except Exception:
+        log.exception("member_failed", member=links.number)
+        sys.stdout.flush()
+        os._exit(EXIT_CODE)  # an orderly end would wait for the others
+    links.close()
+    return 0
+
+
+def serve(settings: WorkerSettings, tuning: Tuning, links: Links | None = None) -> int:
+    """Load the base model and serve its pool until stopped; with `links`, for a group."""
     pool = pool_of(settings.model_name)
     connection = open_sync_connection(settings.redis_url)
     check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
@@ -66,7 +94,7 @@ def serve(settings: WorkerSettings, tuning: Tuning) -> int:
     device = device_of(settings)
     if settings.torch_threads:
         torch.set_num_threads(settings.torch_threads)
-    engine, tokens_per_s = measured_engine(settings, device)
+    engine, tokens_per_s = measured_engine(settings, device, links)
     tokenizer = publish_tokenizer(
         settings.model_source,
         pool,
@@ -93,13 +121,17 @@ def serve(settings: WorkerSettings, tuning: Tuning) -> int:
             loop.run()
     except Fenced:
         log.warning("worker_fenced")
+        _end_group(engine, links)
         return 0
-    except DeviceLost as lost:
-        log.error("device_lost", reason=str(lost))  # all there is to it is in its name
-        sys.stdout.flush()
-        os._exit(EXIT_CODE)  # an orderly end would call the device
+    _end_group(engine, links)
     log.info("worker_stopped")
     return 0
+
+
+def _end_group(engine: Trainer, links: Links | None) -> None:
+    if links is not None and isinstance(engine, GroupEngine):
+        engine.followers.end()
+        links.close()
 
 
 def _claim_worker_id(
@@ -124,8 +156,20 @@ def main() -> None:
     start_logs("worker", settings.log_level)
     listen(lambda doing: log.info("starting", doing=doing))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if settings.group_size > 1:
+        sys.exit(launch(settings.group_size, partial(_work, member, settings, tuning)))
+    _work(serve, settings, tuning)
+
+
+def _work(
+    work: Callable[[WorkerSettings, Tuning], int], settings: WorkerSettings, tuning: Tuning
+) -> None:
     try:
-        sys.exit(serve(settings, tuning))
+        sys.exit(work(settings, tuning))
+    except DeviceLost as lost:
+        log.error("device_lost", reason=str(lost))  # all there is to it is in its name
+        sys.stdout.flush()
+        os._exit(EXIT_CODE)  # an orderly end would call the device
     except WorkerIdInUse as taken:
         refuse("worker_id_in_use", str(taken))
     except UnsafeRedis as unsafe:

@@ -61,6 +61,8 @@ class WorkerHeartbeat:
     """Training that no recovery copy holds, in s of computing, of the run with the most."""
     snapshot_due_s: float = 0.0
     """At how much of it a copy of that run is due."""
+    members: list[dict[str, int]] = field(default_factory=list)
+    """Of a group, what each of its processes holds: `runs` and `memory_bytes`; none where a worker is one process."""
 
 
 @dataclass(frozen=True)

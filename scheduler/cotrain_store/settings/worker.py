@@ -30,6 +30,10 @@ class WorkerSettings(StoreSettings):
     `auto`: the first of w0, w1, … that no living process has."""
     workers_on_host: int = Field(default=1, ge=1)
     """How many workers share this host's memory; `cotrain serve` and `cotrain worker` say so to theirs."""
+    group_size: int = Field(default=1, ge=1, le=64)
+    """Processes that hold the base model together, a part each, as one worker; 1: this one holds all of it."""
+    group_timeout_s: float = Field(default=300.0, gt=0)
+    """How long the processes of a group wait for one another, at most: then one of them hangs, and all end."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: float32 on the CPU, bfloat16 on CUDA."""

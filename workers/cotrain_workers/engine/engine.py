@@ -25,6 +25,7 @@ from cotrain_workers.engine.device import (
     make_cuda_deterministic,
     memory_use,
 )
+from cotrain_workers.engine.host_memory import resident_bytes
 from cotrain_workers.engine.lora.backend import find_backend
 from cotrain_workers.engine.model.attention import use_flash_3
 from cotrain_workers.engine.model.base_model import load_base_model
@@ -43,6 +44,7 @@ from cotrain_workers.engine.ops import (
     unknown_run,
 )
 from cotrain_workers.engine.running_cycle import RunningCycle
+from cotrain_workers.engine.trainer import ProcessUse
 from cotrain_workers.engine.training.adamw import take_steps
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_probe import size_micro_batches
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.model_facts import ModelFacts
     from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op
     from cotrain_workers.engine.spec import Target
+
+    LoadBase = Callable[..., BaseModel]  # as `load_base_model`
 
 
 class Engine:
@@ -100,6 +104,7 @@ class Engine:
         adapter_bytes: int | None = None,
         host_bytes: int | None = None,
         local_files_only: bool = True,
+        load_base: LoadBase = load_base_model,
     ) -> Engine:
         """Load a hub id or a folder; fp32 on CPU and bf16 on CUDA unless `dtype` says otherwise.
 
@@ -107,7 +112,7 @@ class Engine:
         at rest are offloaded to the host's memory, where `host_bytes` is what `over_budget` goes by.
         `micro_batch_tokens` are measured on CUDA if "auto", and part of the numerics then as ever;
         "auto" to `recompute` computes decoder layers twice where they do not fit otherwise. `fusion`
-        compiles norms, gates and rotations, on CUDA.
+        compiles norms, gates and rotations, on CUDA. `load_base` gives the base model, whole or in part.
 
         Set the number of threads before: it is part of `facts.numerics_id`. For the whole process this
         turns on deterministic algorithms (CUDA) or keeps freed memory (CPU). Raises UnsupportedModel,
@@ -120,7 +125,7 @@ class Engine:
             use_flash_3(where)
         else:
             keep_freed_memory()
-        base = load_base_model(model, device=where, dtype=dtype, local_files_only=local_files_only)
+        base = load_base(model, device=where, dtype=dtype, local_files_only=local_files_only)
         fuses = fusion and where.type == "cuda"
         fused = fuse(base.backbone, base.router, compiled) if fuses else ()
         lora = find_backend(lora_backend, base.targets, base.head_weight)
@@ -141,8 +146,9 @@ class Engine:
             base.targets, where, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes
         )
         numerics = numerics_of(
-            where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused
-        )
+            where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused,
+            base.lock_step.sharding,
+        )  # fmt: skip
         return cls(model_facts(model, base, numerics), base, forward_backward, adapters)
 
     def run(self, ops: Sequence[Op]) -> CycleOutput:
@@ -219,6 +225,12 @@ class Engine:
     def device_memory(self) -> tuple[int, int]:
         """Return the bytes in use on the device, and all it has; zeros on a CPU. Any thread may ask."""
         return memory_use(self._base.head_weight.device)
+
+    @property
+    def processes(self) -> Sequence[ProcessUse]:
+        """Return what this process holds. Any thread may ask."""
+        runs = sum(count for count, _ in self.adapters.by_tier.values())
+        return (ProcessUse(runs, resident_bytes()),)
 
     @property
     def safe_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""How much memory the host has left for this process."""
+"""How much memory the host has left for this process, and how much that has."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def free_host_bytes(memory: Path = MEMORY, group: Path = GROUP) -> int:
     except (OSError, ValueError):  # another kind of control group, or the limit "max"
         return of_host
     return max(0, min(of_host, limit - used))
+
+
+def resident_bytes() -> int:
+    """Measure this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cached(statistics: Path) -> int:

@@ -43,20 +43,29 @@ class Numerics:
     lora: Choice = "seg"  # the backend; recordings from before there was a choice do not name it
     adapter_bytes: int = 0  # of a GPU, where who computes together moves bits; 0 on a CPU
     fused: str = ""  # what of the base model is compiled: "gate norm rope"
+    # Who holds the base model: "fsdp2/4" for four processes. Said, and not compared: gathered weights are the
+    # same bits, and nothing that is computed is added up across processes.
+    sharding: str = ""
 
     @property
     def id(self) -> str:
         """Name them in 16 characters."""
-        return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(_compared(self)).encode()).hexdigest()[:16]
 
     def differences(self, other: Numerics) -> list[str]:
         """Say where `other` is not the same, one phrase each."""
-        ours, theirs = asdict(self), asdict(other)
+        ours, theirs = _compared(self), _compared(other)
         return [
             f"{name} {ours[name]}, now {theirs[name]}"
             for name in ours
             if ours[name] != theirs[name]
         ]
+
+
+def _compared(numerics: Numerics) -> dict[str, object]:
+    named = asdict(numerics)
+    del named["sharding"]
+    return named
 
 
 def numerics_of(
@@ -66,6 +75,7 @@ def numerics_of(
     lora: Choice,
     adapter_bytes: int | None,
     fused: Sequence[str] = (),
+    sharding: str = "",
 ) -> Numerics:
     """Read them off this process; `sizes` are tokens per micro-batch and rows per head chunk.
 
@@ -85,6 +95,7 @@ def numerics_of(
         lora=lora,
         adapter_bytes=(adapter_bytes or 0) if is_cuda else 0,
         fused=" ".join(fused),
+        sharding=sharding,
     )
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import RunId
     from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_workers.engine.adapters.bank import AdapterState
-    from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import HostOptimizer, Output
+    from cotrain_workers.engine.trainer import Trainer
     from cotrain_workers.op_codec import Checkpoints
 
 log = structlog.get_logger()
@@ -37,7 +37,7 @@ class Recorder:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Trainer,
         checkpoints: Checkpoints,
         folder: Path,
         *,

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from cotrain_store.messages.ids import RequestId
     from cotrain_store.oplog.execution import Execution
-    from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import CycleOutput, Op, Output
+    from cotrain_workers.engine.trainer import Trainer
 
 log = structlog.get_logger()
 
@@ -107,7 +107,7 @@ def name_of(group: Sequence[Op]) -> str:
 
 
 def run_in_groups(
-    engine: Engine,
+    engine: Trainer,
     risks: Risks,
     ops: Sequence[Op],
     run_separately: Callable[[str], Answers],
@@ -141,7 +141,7 @@ def run_in_groups(
 
 
 def run_alone(
-    engine: Engine, ops: Sequence[Op], start_over: Callable[[], bool], risks: Risks | None
+    engine: Trainer, ops: Sequence[Op], start_over: Callable[[], bool], risks: Risks | None
 ) -> Answers:
     """Run one run's ops again and again, each time without one more that breaks the engine.
 
@@ -161,7 +161,7 @@ def run_alone(
 
 
 def _run_one_by_one(
-    engine: Engine, ops: Sequence[Op], answers: Answers, risks: Risks | None
+    engine: Trainer, ops: Sequence[Op], answers: Answers, risks: Risks | None
 ) -> Op | None:
     """Fill `answers` up to the first op that breaks the engine, and return that one."""
     for op in ops:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from cotrain_store.oplog.reader import LogPosition
     from cotrain_workers.checkpoints.weights_store import WeightsStore
     from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import Op, Output
+    from cotrain_workers.engine.trainer import Trainer
 
 log = structlog.get_logger()
 
@@ -66,7 +66,7 @@ class Replay:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Trainer,
         execution: Execution,
         weights: WeightsStore,
         snapshots: Blobs,
@@ -217,12 +217,12 @@ def bases_of(position: LogPosition) -> list[Base]:
     ]
 
 
-def has_other_numerics(engine: Engine, position: LogPosition) -> bool:
+def has_other_numerics(engine: Trainer, position: LogPosition) -> bool:
     """Tell whether this engine may give other bits than those that wrote this log."""
     return _is_foreign(engine, position.numerics_id)
 
 
-def _is_foreign(engine: Engine, numerics_id: str) -> bool:
+def _is_foreign(engine: Trainer, numerics_id: str) -> bool:
     return numerics_id not in ("", engine.facts.numerics_id)
 
 

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from cotrain_store.oplog.execution import Execution
     from cotrain_store.settings.worker import WorkerSettings
     from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.adapters.bank import StateCopy
     from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.trainer import StateCopying, Trainer
     from cotrain_workers.recovery.replay import Restored
     from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
 
@@ -49,7 +48,7 @@ class ResidentRuns:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Trainer,
         execution: Execution,
         weights: WeightsStore,
         settings: WorkerSettings,
@@ -287,7 +286,7 @@ class ResidentRuns:
 
 
 def _write(
-    root: Blobs, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopy
+    root: Blobs, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopying
 ) -> tuple[Snapshot, float]:
     """Write a snapshot once its state has arrived; return it and how long that took, in s."""
     began = time.perf_counter()

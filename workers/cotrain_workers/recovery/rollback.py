@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from cotrain_store.messages.weights import CheckpointRecord
     from cotrain_store.oplog.execution import Execution
     from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.trainer import Trainer
 
 log = structlog.get_logger()
 
 
 def roll_back(
-    engine: Engine, execution: Execution, weights: WeightsStore, snapshots: Blobs, run: RunId
+    engine: Trainer, execution: Execution, weights: WeightsStore, snapshots: Blobs, run: RunId
 ) -> bool:
     """Make the state of a run's newest readable checkpoint its state as of `done`; False for none.
 

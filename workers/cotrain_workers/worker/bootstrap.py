@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,16 +31,22 @@ from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_l
 from cotrain_workers.engine.ops import Create, Datum, Pass
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
+from cotrain_workers.engine.training.memory_model import ENOUGH_TOKENS
+from cotrain_workers.group.engine import GroupEngine
+from cotrain_workers.group.follower import follow
+from cotrain_workers.group.lock_step import GroupLockStep
+from cotrain_workers.group.sharded_base import load_sharded
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
+from cotrain_workers.sampling.no_decoder import NoDecoder
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 from cotrain_workers.worker.batch_size_cache import BatchSizeCache
 from cotrain_workers.worker.loop import WorkerLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from cotrain_store.disk.spool import Spool
@@ -47,6 +54,8 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.decoding.decoder import EngineDecoder
     from cotrain_workers.engine.decoding.requests import TextOf
     from cotrain_workers.engine.ops import HostWeights
+    from cotrain_workers.engine.trainer import Trainer
+    from cotrain_workers.group.links import Links
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
 _PROBE_TOKENS = 1024
@@ -70,12 +79,36 @@ def device_of(settings: WorkerSettings) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def measured_engine(settings: WorkerSettings, device: str) -> tuple[Engine, float]:
-    """Load the engine and train one small batch; raises ModelTooLarge where memory is too small for either."""
-    try:
-        engine = load_engine(settings, device)
+def measured_engine(
+    settings: WorkerSettings, device: str, links: Links | None = None
+) -> tuple[Trainer, float]:
+    """Load the engine and train one small batch; with `links`, for the group that this process is the first of.
+
+    Raises ModelTooLarge where memory is too small for either.
+    """
+    with _refusing_what_is_too_large(settings):
+        engine: Trainer
+        if links is None:
+            engine = load_engine(settings, device)
+        else:
+            lock_step = GroupLockStep(links)
+            engine = GroupEngine(load_part(settings, device, links, lock_step), links, lock_step)
         report("measuring how fast it trains")
         return engine, measure_throughput(engine)
+
+
+def follow_first(settings: WorkerSettings, device: str, links: Links) -> None:
+    """Load this member's part of the base model, and do what the first member asks for until that ends."""
+    lock_step = GroupLockStep(links)
+    with _refusing_what_is_too_large(settings):
+        engine = load_part(settings, device, links, lock_step)
+    follow(engine, links, lock_step)
+
+
+@contextmanager
+def _refusing_what_is_too_large(settings: WorkerSettings) -> Iterator[None]:
+    try:
+        yield
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             name = settings.base_model
@@ -83,6 +116,28 @@ def measured_engine(settings: WorkerSettings, device: str) -> tuple[Engine, floa
                 f"Base model {name} cannot be served: {model_too_large()}"
             ) from error
         raise
+
+
+def load_part(
+    settings: WorkerSettings, device: str, links: Links, lock_step: GroupLockStep
+) -> Engine:
+    """Load a member's engine. On a GPU nothing is measured: memory that ran out would end the group."""
+    is_cuda, asked = device == "cuda", settings.micro_batch_tokens
+    return Engine.load(
+        settings.model_source,
+        device=device,
+        dtype=_DTYPES[settings.dtype],
+        micro_batch_tokens=ENOUGH_TOKENS if is_cuda and asked == "auto" else asked,
+        recompute="always" if is_cuda else "auto",
+        adapter_bytes=settings.adapter_bytes or None,
+        host_bytes=_host_bytes(settings) // links.size,
+        local_files_only=settings.offline,
+        load_base=partial(load_sharded, links=links, lock_step=lock_step),
+    )
+
+
+def _host_bytes(settings: WorkerSettings) -> int:
+    return settings.host_bytes or free_host_bytes() // 2 // settings.workers_on_host
 
 
 def load_engine(settings: WorkerSettings, device: str) -> Engine:
@@ -95,7 +150,7 @@ def load_engine(settings: WorkerSettings, device: str) -> Engine:
         dtype=_DTYPES[settings.dtype],
         micro_batch_tokens=(known.tokens(circumstances) if asked == "auto" else None) or asked,
         adapter_bytes=settings.adapter_bytes or None,
-        host_bytes=settings.host_bytes or free_host_bytes() // 2 // settings.workers_on_host,
+        host_bytes=_host_bytes(settings),
         local_files_only=settings.offline,
     )
     if asked == "auto" and device == "cuda":
@@ -115,7 +170,7 @@ def _circumstances(settings: WorkerSettings, device: str) -> str:
     )  # fmt: skip
 
 
-def measure_throughput(engine: Engine) -> float:
+def measure_throughput(engine: Trainer) -> float:
     """Measure training tokens/s on one small batch: the first token budget comes from it."""
     length = min(256, engine.facts.context_length)
     count = max(1, _PROBE_TOKENS // length)
@@ -136,7 +191,7 @@ def measure_throughput(engine: Engine) -> float:
 
 
 def pool_record(
-    settings: WorkerSettings, engine: Engine, device: str, tokens_per_s: float
+    settings: WorkerSettings, engine: Trainer, device: str, tokens_per_s: float
 ) -> PoolRecord:
     """Describe what this pool can do."""
     facts = engine.facts
@@ -157,7 +212,7 @@ def pool_record(
 
 
 def enter_pool(
-    engine: Engine,
+    engine: Trainer,
     connection: SyncConnection,
     spools: tuple[Spool, Spool],
     record: PoolRecord,
@@ -223,9 +278,9 @@ def enter_pool(
 
 
 def decoder_factory(
-    engine: Engine, settings: WorkerSettings, weights: WeightsStore, text: TextOf | None
-) -> Callable[[], EngineDecoder | VllmDecoder]:
-    """Return what makes a decoder: the engine's own, or one that asks a vLLM server."""
+    engine: Trainer, settings: WorkerSettings, weights: WeightsStore, text: TextOf | None
+) -> Callable[[], EngineDecoder | VllmDecoder | NoDecoder]:
+    """Return what makes a decoder: the engine's own, one that asks a vLLM server, or for a group without one none."""
 
     def host(key: str) -> HostWeights:
         return weights.host(WeightsRef(key))
@@ -234,6 +289,8 @@ def decoder_factory(
         return weights.path(WeightsRef(key))
 
     if settings.sampler == "engine":
+        if not isinstance(engine, Engine):
+            return NoDecoder
         kv_tokens = settings.kv_cache_tokens or None
         return partial(engine.decoder, host, kv_tokens=kv_tokens, text=text)
     return partial(
@@ -248,8 +305,8 @@ def decoder_factory(
     )
 
 
-def longest_sequence(decoder: EngineDecoder | VllmDecoder, record: PoolRecord) -> int:
+def longest_sequence(decoder: EngineDecoder | VllmDecoder | NoDecoder, record: PoolRecord) -> int:
     """Count the tokens that a prompt and its continuation may have together."""
-    if isinstance(decoder, VllmDecoder):
+    if isinstance(decoder, VllmDecoder | NoDecoder):
         return record.context_length  # vLLM itself answers who exceeds its limit
     return decoder.max_sequence_tokens

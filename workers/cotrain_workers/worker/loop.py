@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from cotrain_store.oplog.execution import Execution
     from cotrain_store.settings.worker import WorkerSettings
     from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import CycleOutput
+    from cotrain_workers.engine.trainer import Trainer
     from cotrain_workers.recorder.recorder import Recorder
     from cotrain_workers.recovery.resident_runs import ResidentRuns
     from cotrain_workers.sampling.service import SamplingService
@@ -75,7 +75,7 @@ class WorkerLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Trainer,
         execution: Execution,
         residents: ResidentRuns,
         weights: WeightsStore,

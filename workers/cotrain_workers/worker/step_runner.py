@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from cotrain_store.oplog.execution import Execution
     from cotrain_workers.checkpoints.weights_store import WeightsStore
     from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import CycleOutput, Op, Output
+    from cotrain_workers.engine.trainer import Trainer
     from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
     from cotrain_workers.worker.prefetch import Prefetcher
 
@@ -86,7 +86,7 @@ class StepRunner:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Trainer,
         execution: Execution,
         runs: RunLifecycle,
         weights: WeightsStore,

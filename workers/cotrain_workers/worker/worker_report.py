@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from cotrain_store.oplog.execution import Execution
     from cotrain_workers.checkpoints.backpressure import SaveBackpressure
     from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.trainer import Trainer
     from cotrain_workers.recovery.resident_runs import ResidentRuns
     from cotrain_workers.recovery.run_lifecycle import RunLifecycle
     from cotrain_workers.sampling.service import SamplingService
@@ -33,7 +32,7 @@ class WorkerReport:
     def __init__(
         self,
         execution: Execution,
-        engine: Engine,
+        engine: Trainer,
         record: PoolRecord,
         residents: ResidentRuns,
         weights: WeightsStore,
@@ -63,6 +62,7 @@ class WorkerReport:
         memory_bytes, memory_limit_bytes = engine.device_memory
         adapters = engine.adapters.by_tier
         snapshot_age_s, snapshot_due_s = self._residents.snapshot_age
+        processes = engine.processes
         return WorkerHeartbeat(
             id=self._execution.worker,
             epoch=self._execution.epoch,
@@ -73,7 +73,7 @@ class WorkerReport:
             runs=self._residents.runs,
             parked_runs=engine.adapters.offloaded,
             takes_saves=self.backpressure.takes_saves,
-            memory_bytes=resident_bytes(),
+            memory_bytes=sum(process.memory_bytes for process in processes),
             seen_at=time.time(),
             restored_ops=self._runs.replayed_ops,
             samples_running=self._sampler.running,
@@ -93,10 +93,5 @@ class WorkerReport:
             unstored_bytes=self._weights.unstored_bytes,
             snapshot_age_s=snapshot_age_s,
             snapshot_due_s=snapshot_due_s,
+            members=[process._asdict() for process in processes] if len(processes) > 1 else [],
         )
-
-
-def resident_bytes() -> int:
-    """Measure this process's memory."""
-    with open("/proc/self/statm") as statm:  # noqa: PTH123  # a kernel file, not a path to resolve
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

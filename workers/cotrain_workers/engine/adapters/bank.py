@@ -116,6 +116,11 @@ class AdapterBank:
     def __getitem__(self, run: str) -> Adapter:
         return self._adapter_by_run[run]
 
+    @property
+    def runs(self) -> frozenset[str]:
+        """Return the runs whose adapters are here."""
+        return frozenset(self._adapter_by_run)
+
     def create(self, run: str, spec: AdapterSpec) -> Adapter:
         """Add a fresh adapter: A random from the spec's seed, B zero, so that it starts as the base."""
         layout = self.layout_of(spec)

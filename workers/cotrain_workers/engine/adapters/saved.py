@@ -33,6 +33,10 @@ class SavedWeights(HostWeights):
         }
         self.__dict__.update(values)  # it is frozen
 
+    def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[explicit-override]
+        """Be plain weights in another process, which waits until they have arrived."""
+        return HostWeights, (self.spec, self.flat)
+
     @cached_property
     def flat(self) -> torch.Tensor:  # type: ignore[explicit-override]
         """The weights, once they have arrived."""

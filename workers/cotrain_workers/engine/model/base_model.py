@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.host_memory import free_host_bytes
+from cotrain_workers.engine.lock_step import Alone
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
@@ -30,6 +31,7 @@ from cotrain_workers.engine.spec import Target
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from cotrain_workers.engine.lock_step import LockStep
     from cotrain_workers.engine.spec import Family
 
 # model_type of transformers -> how people call it
@@ -88,6 +90,7 @@ class BaseModel:
     num_parameters: int
     eos_token_ids: tuple[int, ...]
     kv: KvShape
+    lock_step: LockStep
 
 
 def load_base_model(
@@ -124,6 +127,11 @@ def _load(
         if is_out_of_memory(error):
             raise model_too_large() from error
         raise
+    return make_base_model(network, config, Alone())
+
+
+def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel:
+    """Put our modules into a model, and say what it is; its weights may still be to come (device `meta`)."""
     targets, router = find_targets(config), Router()
     num_parameters = network.num_parameters()
     adapt(network, targets, router)
@@ -144,6 +152,7 @@ def _load(
         num_parameters=num_parameters,
         eos_token_ids=eos_token_ids(network),
         kv=kv_shape(config),
+        lock_step=lock_step,
     )
 
 
@@ -204,10 +213,10 @@ def rope_types(config: Any) -> set[str]:
     return {str(each["rope_type"]) for each in nested or [rope] if "rope_type" in each}
 
 
-def make_skeleton(config: Any) -> Any:
-    """Build the model without weights."""
+def make_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """Build the model without weights, which will be of `dtype`."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
 
 
 def find_targets(config: Any) -> tuple[Target, ...]:

@@ -16,6 +16,7 @@ from cotrain_workers.engine.device import (
     release_memory,
     to_device,
 )
+from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.model.base_model import UNEMBED
 from cotrain_workers.engine.model.forward import hidden_states, token_row
 from cotrain_workers.engine.ops import ReverseKl
@@ -150,7 +151,8 @@ class ForwardBackward:
         try:
             return self._run_micro_batch(batch, passes)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            # The other processes that hold this base model are in the middle of the same pass of it.
+            if not is_out_of_memory(error) or self._base.lock_step.sharding:
                 raise
         # Here the exception is gone, and with it the tensors that its frames held.
         for owner in owners:
@@ -205,9 +207,10 @@ class ForwardBackward:
         )
         segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
         route = Route(segments, table, self._lora.of(segments, batch.padded_tokens))
-        self._base.recompute.is_on = self.recomputes(batch.padded_tokens)
+        kind = self._base.lock_step.turn(self._kind_of(batch, passes))
+        self._base.recompute.is_on = kind is Forward.RECOMPUTED
         with self._base.router.use(route):
-            with torch.set_grad_enabled(batch.needs_grad):
+            with torch.set_grad_enabled(kind.goes_back):
                 hidden = hidden_states(self._base, row)
             results, hidden_grad = self._run_head(
                 batch, passes, route, hidden.detach()[0], referred
@@ -216,6 +219,14 @@ class ForwardBackward:
                 hidden.backward(hidden_grad[None])
         collect(batch, passes, results)
         return [*ran, batch]
+
+    def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
+        specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
+        if not any(spec.train_attn or spec.train_mlp for spec in specs):
+            return Forward.PLAIN  # what trains the unembedding is formed in the head
+        if self.recomputes(batch.padded_tokens):
+            return Forward.RECOMPUTED
+        return Forward.BACKWARD
 
     def _ask_references(
         self, batch: MicroBatch, passes: Sequence[PassState]

@@ -23,7 +23,12 @@ class OpenPasses:
         self._state_by_run: dict[str, PassState] = {}
 
     def __contains__(self, op_id: object) -> bool:
-        return op_id in {(run, state.op.seq) for run, state in self._state_by_run.items()}
+        return op_id in self.ids
+
+    @property
+    def ids(self) -> frozenset[tuple[str, int]]:
+        """Return them, by (run, seq)."""
+        return frozenset((run, state.op.seq) for run, state in list(self._state_by_run.items()))
 
     @property
     def runs(self) -> Collection[str]:

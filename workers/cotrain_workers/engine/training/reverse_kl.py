@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.device import to_device, unordered_writes
+from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.model.base_model import UNEMBED
 from cotrain_workers.engine.model.forward import hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import Projection
@@ -188,6 +189,7 @@ class References:
         ]
         table = SequenceTable(row.lengths, self._device)
         route = Route(segments, table, self._lora.of(segments, batch.padded_tokens))
+        self._base.lock_step.turn(Forward.PLAIN)
         with self._base.router.use(route):
             hidden = hidden_states(self._base, row)[0]
         return [

@@ -1,0 +1,72 @@
+"""Several processes that hold one base model together compute what one process does, to the bit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.group.sharded_base import own_bytes
+from tests.support.group_program import MICRO_BATCH
+from tests.support.group_scenarios import SCENARIOS
+from tests.support.tiny_models import build_tiny
+from tests.warm.popen import Popen
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MEMBERS_S = 120
+
+
+def run_group(folder: Path, out: Path, size: int, recompute: str) -> list[dict[str, Any]]:
+    """Run the scenarios in a group; return what each member wrote."""
+    out.mkdir()
+    command = [sys.executable, "-P", "-m", "tests.support.group_program"]
+    program = Popen([*command, str(folder), str(out), str(size), recompute])
+    assert program.wait(MEMBERS_S) == 0
+    return [json.loads((out / f"{number}.json").read_text()) for number in range(size)]
+
+
+# Of three members no row of anything divides evenly; tied embeddings, a factor that no file holds, a window.
+@pytest.mark.parametrize(
+    ("size", "family", "tied", "recompute"),
+    [(2, "qwen3", False, "always"), (3, "gemma2", True, "auto")],
+)
+def test_a_group_computes_what_one_process_does(
+    tmp_path: Path, size: int, family: str, tied: bool, recompute: str
+) -> None:
+    """Weights, gradients and moments, alone and with others, uneven work, and runs that went through the host."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        folder = build_tiny(family, tmp_path / "model", layers=3, tied=tied)
+        alone = Engine.load(str(folder), micro_batch_tokens=MICRO_BATCH)
+        members = run_group(folder, tmp_path / "out", size, recompute)
+        first = members[0]
+        for name, scenario in SCENARIOS.items():
+            wanted = scenario(alone)
+            assert first[name] == wanted, name
+            assert sum(first[f"{name} members"]) == len(wanted), "each run lives on one member"
+            for run in wanted:
+                alone.adapters.drop(run)
+        assert first["numerics_id"] == alone.facts.numerics_id
+        assert alone.facts.numerics.sharding == ""
+        assert {member["sharding"] for member in members} == {f"fsdp2/{size}"}
+        assert min(first["together members"]) > 0
+        _assert_divided(alone, [member["base_bytes"] for member in members])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _assert_divided(alone: Engine, base_bytes: list[int]) -> None:
+    """All of the base model is there once, but for the unembedding, which each member holds."""
+    head = alone._base.head_weight.nbytes
+    divided = own_bytes(alone._base) - head
+    parts = [each - head for each in base_bytes]
+    assert sum(parts) == divided
+    # Each matrix is cut between two rows, and where its rows do not divide the last members have fewer.
+    assert max(parts) < 1.1 * divided / len(parts)

@@ -1,0 +1,67 @@
+"""Runs groups without a worker around them, for tests: `python -m tests.support.group_program FOLDER OUT SIZE RECOMPUTE`.
+
+What came of it is written to OUT: digests of runs by scenario, and what each member holds of the base model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.group.engine import GroupEngine
+from cotrain_workers.group.follower import follow
+from cotrain_workers.group.launch import launch
+from cotrain_workers.group.links import Links
+from cotrain_workers.group.lock_step import GroupLockStep
+from cotrain_workers.group.sharded_base import load_sharded, own_bytes
+from tests.support.group_scenarios import SCENARIOS
+
+if TYPE_CHECKING:
+    from cotrain_workers.engine.model.activation_checkpointing import Choice
+
+MICRO_BATCH = 256
+
+
+def main(folder: str, out: str, size: str, recompute: Choice) -> int:
+    """Run one group to its end."""
+    return launch(int(size), partial(member, folder, Path(out), recompute))
+
+
+def member(folder: str, out: Path, recompute: Choice) -> None:
+    """Run one member."""
+    torch.set_num_threads(1)
+    links = Links("cpu", timeout_s=60)
+    lock_step = GroupLockStep(links)
+    own = Engine.load(
+        folder,
+        device="cpu",
+        micro_batch_tokens=MICRO_BATCH,
+        recompute=recompute,
+        load_base=partial(load_sharded, links=links, lock_step=lock_step),
+    )
+    found: dict[str, Any] = {"base_bytes": own_bytes(own._base), "sharding": own.facts.numerics.sharding}
+    if links.number:
+        follow(own, links, lock_step)
+    else:
+        engine = GroupEngine(own, links, lock_step)
+        found["numerics_id"] = engine.facts.numerics_id
+        for name, scenario in SCENARIOS.items():
+            found[name] = scenario(engine)
+            found[f"{name} members"] = [each.runs for each in engine.processes]
+            for run in found[name]:
+                engine.adapters.drop(run)
+        engine.followers.end()
+    (out / f"{links.number}.json").write_text(json.dumps(found))
+    links.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main(*sys.argv[1:]))  # type: ignore[arg-type]

@@ -1,0 +1,167 @@
+"""The adapters of a group, each on one member, as the worker sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cotrain_workers.engine.adapters.lifecycle import begins_run
+from cotrain_workers.engine.ops import Create, Import
+from cotrain_workers.group.facts import facts_of
+from cotrain_workers.group.messages import CopyOut, Drop, MemberFacts, Restore
+from cotrain_workers.group.placement import lightest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cotrain_workers.engine.adapters.bank import AdapterState
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import Op
+    from cotrain_workers.engine.spec import AdapterSpec, Layout
+    from cotrain_workers.engine.trainer import StateCopying
+    from cotrain_workers.group.followers import Followers
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A state that another member has sent."""
+
+    of_run: AdapterState
+
+    def state(self) -> AdapterState:
+        """Return it."""
+        return self.of_run
+
+
+class GroupBank:
+    """Implements `Adapters` over all members; for the first one."""
+
+    def __init__(self, own: Engine, followers: Followers) -> None:
+        self._engine = own
+        self._own = own.adapters
+        self._followers = followers
+
+    def __contains__(self, run: object) -> bool:
+        return run in self._own or self._follower_of(run) is not None
+
+    def drop(self, run: str) -> None:
+        """Forget a run's adapter; twice is harmless."""
+        self._own.drop(run)
+        follower = self._follower_of(run)
+        if follower is not None:
+            self._followers.ask(follower, Drop(run))
+
+    def state(self, run: str) -> AdapterState:
+        """Copy a run's adapter to the host of the first member. Raises KeyError for an unknown run."""
+        return self.copy_out(run).state()
+
+    def copy_out(self, run: str) -> StateCopying:
+        """Begin to copy a run's adapter to the host; that of another member has arrived when this returns.
+
+        Raises KeyError for an unknown run.
+        """
+        follower = self._follower_of(run)
+        if follower is None:
+            return self._own.copy_out(run)
+        return Arrived(self._followers.ask(follower, CopyOut(run)))
+
+    def restore(self, run: str, state: AdapterState) -> None:
+        """Put a state in place of whatever this run held, on the member that has the least.
+
+        Raises ValueError if the state was made for other modules than this base model has.
+        """
+        layout = self.layout_of(state.spec)
+        if state.weights.shape != (layout.size,):
+            raise ValueError(f"The state holds {state.weights.numel()} values, not {layout.size}.")
+        self.drop(run)
+        member = self._place(run, self._loads())
+        if member == 0:
+            self._own.restore(run, state)
+        else:
+            self._followers.ask(member, Restore(run, state))
+
+    def prefetch(self, runs: Sequence[str]) -> None:
+        """Begin to bring in what the next cycle needs of this member; the others do when it begins."""
+        self._own.prefetch([run for run in runs if run in self._own])
+
+    def over_budget(self) -> list[str]:
+        """Return the runs whose leaving frees the host memory that is too much, member by member."""
+        elsewhere = (run for facts in self._followers.facts for run in facts.over_budget)
+        return [*self._own.over_budget(), *elsewhere]
+
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        """Return where the matrices of such an adapter lie in its arenas."""
+        return self._own.layout_of(spec)
+
+    @property
+    def offloaded(self) -> int:
+        """How many adapters are on the host, nothing of theirs on a device. Any thread may look."""
+        return self._own.offloaded + sum(facts.offloaded for facts in self._followers.facts)
+
+    @property
+    def device_limit_bytes(self) -> int | None:
+        """Return what adapters may take of all devices; None: no limit."""
+        limit = self._own.device_limit_bytes
+        return None if limit is None else limit * (1 + len(self._followers.facts))
+
+    @property
+    def by_tier(self) -> dict[str, tuple[int, int]]:
+        """Count adapters and their bytes, by where they are. Any thread may ask."""
+        found = dict(self._own.by_tier)
+        for facts in self._followers.facts:
+            for tier, (count, size) in (facts.by_tier or {}).items():
+                counted, total = found.get(tier, (0, 0))
+                found[tier] = (counted + count, total + size)
+        return found
+
+    @property
+    def members(self) -> list[MemberFacts]:
+        """Return what each member holds, as of its last answer."""
+        return [facts_of(self._engine), *self._followers.facts]
+
+    def shares(self, ops: Sequence[Op]) -> list[list[Op]]:
+        """Divide the ops of a cycle among the members: each run's to the one that has its adapter.
+
+        One that begins here goes where the least is, in the order of the ops.
+        """
+        loads = self._loads()
+        member_by_run: dict[str, int] = {}
+        shares: list[list[Op]] = [[] for _ in loads]
+        for op in ops:
+            if op.run not in member_by_run:
+                is_new = begins_run(op) and op.run not in self
+                member_by_run[op.run] = (
+                    self._place(op.run, loads) if is_new else self._follower_of(op.run) or 0
+                )
+                if is_new:
+                    loads[member_by_run[op.run]] += self._size_of(op)
+            shares[member_by_run[op.run]].append(op)
+        return shares
+
+    def _size_of(self, op: Op) -> int:
+        """Guess the bytes of an adapter that an op makes; of a bad spec, none."""
+        if isinstance(op, Create):
+            spec = op.spec
+        elif isinstance(op, Import):
+            spec = op.adapter.spec
+        else:
+            spec = op.weights.spec  # type: ignore[union-attr]  # a load
+        return 16 * self.layout_of(spec).size if 0 < spec.rank <= self._engine.facts.max_rank else 0
+
+    def _place(self, run: str, loads: Sequence[int]) -> int:
+        member = lightest(loads)
+        log.info("run_on_member", run=run, member=member)
+        return member
+
+    def _loads(self) -> list[int]:
+        return [facts.adapter_bytes for facts in self.members]
+
+    def _follower_of(self, run: object) -> int | None:
+        for number, facts in enumerate(self._followers.facts, start=1):
+            if run in facts.runs:
+                return number
+        return None

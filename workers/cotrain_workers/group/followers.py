@@ -1,0 +1,87 @@
+"""The members that follow, as the first one sees them: it asks, waits, and remembers how they were."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from cotrain_workers.group.links import GroupLost
+from cotrain_workers.group.messages import Drop, End
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cotrain_workers.group.links import Links
+    from cotrain_workers.group.messages import MemberFacts, Order
+
+log = structlog.get_logger()
+
+
+class Followers:
+    """For the first member's main thread; `facts` and `lost` are for any."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self.lost: str | None = None
+        """Why this group cannot go on."""
+        # To drop what no member has is harmless, and answered like anything else.
+        self._facts: dict[int, MemberFacts] = {}
+        self.ask_all(dict.fromkeys(links.others, Drop("")))
+
+    @property
+    def facts(self) -> list[MemberFacts]:
+        """Return what each holds, as of its last answer."""
+        return [self._facts[number] for number in self._links.others]
+
+    def ask(self, member: int, order: Order) -> Any:
+        """Have a member do something, and return what came of it.
+
+        Raises:
+            GroupLost: it is gone, or does not answer.
+        """
+        return self.ask_all({member: order})[member]
+
+    def ask_all(self, orders: Mapping[int, Order]) -> dict[int, Any]:
+        """Ask several at once. Raises GroupLost."""
+        self.send(orders)
+        return self.collect()
+
+    def send(self, orders: Mapping[int, Order]) -> None:
+        """Begin to ask; `collect` waits for the answers. Raises GroupLost."""
+        self._refuse_if_lost()
+        self._asked = tuple(orders)
+        try:
+            for member, order in orders.items():
+                self._links.order(member, order)
+        except RuntimeError as gone:
+            raise self.lose(gone) from gone
+
+    def collect(self) -> dict[int, Any]:
+        """Wait for the answers. Raises GroupLost."""
+        self._refuse_if_lost()
+        results = {}
+        try:
+            for member in self._asked:
+                answer = self._links.await_answer(member)
+                self._facts[member] = answer.facts
+                results[member] = answer.result
+        except RuntimeError as gone:
+            raise self.lose(gone) from gone
+        return results
+
+    def end(self) -> None:
+        """Let all members end, where they are still there."""
+        try:
+            self.send(dict.fromkeys(self._links.others, End()))
+        except GroupLost as lost:
+            log.warning("group_ended_without_its_members", reason=str(lost))
+
+    def lose(self, error: BaseException) -> GroupLost:
+        """Say that the group cannot go on: from here on nothing is asked any more."""
+        self.lost = self.lost or f"{type(error).__name__}: {error}"
+        return GroupLost(self.lost)
+
+    def _refuse_if_lost(self) -> None:
+        if self.lost:
+            raise GroupLost(self.lost)

@@ -1,0 +1,83 @@
+"""Start the members of a group with torchrun, and end with them.
+
+torchrun's agent starts, watches and ends the processes; this says what their end means to a supervisor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from typing import TYPE_CHECKING
+
+import structlog
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from cotrain_workers.engine.device import EXIT_CODE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = structlog.get_logger()
+
+HERE = "127.0.0.1"
+PR_SET_PDEATHSIG = 1
+#: What members have to end in once one of them has died: what they hold is replayed.
+LAST_S = 3
+#: Exit codes that say something to a supervisor; any other end is a crash.
+_SAID = (2, EXIT_CODE)
+
+
+def launch(size: int, member: Callable[[], None]) -> int:
+    """Run `member` in `size` processes until all have returned; return an exit code.
+
+    They are forked, so that libraries are imported once: no device has been touched before. A stop is for
+    the first member, which ends the others; a member that dies takes all with it.
+    """
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _pass_on)
+    with tempfile.TemporaryDirectory(prefix="cotrain-group-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=size,
+            run_id=str(uuid.uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{HERE}:0",
+            local_addr=HERE,
+            max_restarts=0,  # a supervisor's to decide
+            start_method="fork",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGQUIT",
+            shutdown_timeout=LAST_S,
+        )
+        try:
+            elastic_launch(config, _tied)(os.getpid(), member)
+        except ChildFailedError as failed:
+            codes = {failure.exitcode for failure in failed.failures.values()}
+            log.error("group_ended", exit_codes=sorted(codes))
+            return next((code for code in _SAID if code in codes), 1)
+    return 0
+
+
+def _pass_on(signum: int, _: object) -> None:
+    for process in multiprocessing.active_children():
+        if process.pid is not None:
+            os.kill(process.pid, signum)
+
+
+def _tied(launcher: int, member: Callable[[], None]) -> None:
+    """Run a member that cannot outlive its launcher."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)  # the first member has its own way to stop
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != launcher:
+        sys.exit(1)
+    member()

@@ -1,0 +1,224 @@
+"""Load one member's part of a base model: of each matrix the rows that are its own, and nothing else of the files.
+
+FSDP2 gathers a layer's rows from all members when it runs, and lets go of them. The unembedding stays whole:
+the head multiplies by it chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from cotrain_workers.engine.device import is_out_of_memory
+from cotrain_workers.engine.model.base_model import (
+    make_base_model,
+    make_skeleton,
+    refuse_too_large,
+    refuse_type,
+    refuse_unsupported,
+)
+from cotrain_workers.engine.model.model_source import (
+    CONFIG,
+    NoModel,
+    UnusableModel,
+    model_too_large,
+    read_config,
+)
+from cotrain_workers.engine.progress import report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import nn
+
+    from cotrain_workers.engine.model.base_model import BaseModel
+    from cotrain_workers.group.links import Links
+    from cotrain_workers.group.lock_step import GroupLockStep
+
+INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+
+
+def load_sharded(
+    model: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    local_files_only: bool,
+    links: Links,
+    lock_step: GroupLockStep,
+) -> BaseModel:
+    """Load this member's part of a hub id or a folder; returns when all members have theirs.
+
+    Raises what `load_base_model` does, and NoModel where the weights are no safetensors.
+    """
+    try:
+        base = _load(model, device, dtype, links, lock_step, local_files_only=local_files_only)
+    except UnusableModel as unusable:
+        raise type(unusable)(f"Base model {model} cannot be served: {unusable}") from unusable
+    lock_step.fill_with(base)
+    report(f"its part of the base model takes {own_bytes(base) / 1e9:.2g} GB")
+    links.meet()
+    return base
+
+
+def _load(
+    model: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    links: Links,
+    lock_step: GroupLockStep,
+    *,
+    local_files_only: bool,
+) -> BaseModel:
+    report(f"reading what base model {model} is")
+    config = read_config(model, refuse_type, local_files_only=local_files_only)
+    refuse_unsupported(config)
+    network = make_skeleton(config, dtype)
+    network.eval().requires_grad_(requires_grad=False)
+    head_bytes = network.lm_head.weight.numel() * dtype.itemsize
+    whole_bytes = network.num_parameters() * dtype.itemsize
+    own_bytes = (whole_bytes - head_bytes) // links.size + head_bytes
+    if device.type == "cpu":
+        refuse_too_large(own_bytes * links.size)  # they share this host
+    report(
+        f"loading part {links.number} of {links.size} of its weights, {own_bytes / 1e9:.2g} of "
+        f"{whole_bytes / 1e9:.2g} GB"
+    )
+    base = make_base_model(network, config, lock_step)
+    files = weight_files(model, local_files_only=local_files_only)
+    try:
+        shard(network, device, links.size)
+        read_rows(network, files)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise model_too_large() from error
+        raise
+    return replace(base, head_weight=network.lm_head.weight)
+
+
+def shard(network: Any, device: torch.device, size: int) -> None:
+    """Divide a model without weights (device `meta`) among `size` processes; what is ours is empty then."""
+    head = network.lm_head.weight
+    is_tied = network.model.embed_tokens.weight is head
+    buffers = made_buffers(network, device)
+    mesh = init_device_mesh(device.type, (size,))
+    for layer in network.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    ignored = {head} if is_tied else set()
+    fully_shard(network.model, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
+    network.model.to_empty(device=device)
+    if is_tied:
+        network.lm_head.weight = network.model.embed_tokens.weight
+    else:
+        network.lm_head.to_empty(device=device)
+    for name, buffer in buffers.items():
+        owner, _, last = name.rpartition(".")
+        network.get_submodule(owner)._buffers[last] = buffer
+
+
+def made_buffers(network: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """Compute what no file holds: frequencies of rotations, the factor of Gemma's embedding.
+
+    By the rule that the library itself fills them with after it loaded weights; parameters have none yet.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path, module in network.named_modules():
+        own = dict(module.named_buffers(recurse=False))
+        for name, buffer in own.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+        if own:
+            with torch.no_grad():
+                network._init_weights(module)
+        found |= {f"{path}.{name}".lstrip("."): module._buffers[name] for name in own}
+    return found
+
+
+def weight_files(model: str, *, local_files_only: bool) -> dict[str, Path]:
+    """Return which file holds each tensor; raises NoModel."""
+    try:
+        folder = (
+            Path(model)
+            if Path(model).is_dir()
+            else Path(
+                snapshot_download(
+                    model,
+                    local_files_only=local_files_only,
+                    allow_patterns=["*.json", "*.safetensors"],
+                )
+            )
+        )
+        if (folder / INDEX).is_file():
+            index: Mapping[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+            return {name: folder / file for name, file in index.items()}
+        if (folder / ONE_FILE).is_file():
+            with safe_open(folder / ONE_FILE, "pt") as file:
+                return dict.fromkeys(file.keys(), folder / ONE_FILE)
+    except Exception as error:
+        raise NoModel(f"its weights cannot be read ({error}): fetch or copy them again.") from error
+    raise NoModel(f"its weights are no safetensors ({ONE_FILE}, {INDEX}), which a group reads.")
+
+
+@torch.no_grad()
+def read_rows(network: nn.Module, files: Mapping[str, Path]) -> None:
+    """Fill each parameter with the rows that are this member's; raises NoModel for one that is not there."""
+    by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in network.named_parameters():
+        if name not in files:
+            raise _lacks(name)
+        by_file.setdefault(files[name], []).append((name, parameter))
+    with ExitStack() as closing:
+        for path, parameters in by_file.items():
+            try:
+                file = closing.enter_context(safe_open(path, "pt"))
+            except Exception as error:
+                raise NoModel(
+                    f"its weights cannot be read ({error}): fetch or copy them again."
+                ) from error
+            for name, parameter in parameters:
+                _fill(parameter, file.get_slice(name), name)
+            closing.pop_all().close()
+
+
+def _fill(parameter: torch.Tensor, stored: Any, name: str) -> None:
+    if list(parameter.shape) != stored.get_shape():
+        raise _lacks(name)
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(stored[:])
+        return
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    if shape[0]:
+        parameter.to_local().copy_(stored[offset[0] : offset[0] + shape[0]])
+
+
+def _lacks(name: str) -> NoModel:
+    return NoModel(
+        f"its weights lack {name}, at least in the shape that {CONFIG} says: fetch or copy them again."
+    )
+
+
+def own_bytes(base: BaseModel) -> int:
+    """Count the bytes of the base model that this member holds, the unembedding included."""
+    return sum(_local(each).nbytes for each in _weights(base))
+
+
+def _weights(base: BaseModel) -> Iterator[torch.Tensor]:
+    yield base.head_weight
+    yield from (each for each in base.backbone.parameters() if each is not base.head_weight)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local
