@@ -46,7 +46,10 @@ def member(folder: str, out: Path, recompute: Choice) -> None:
         recompute=recompute,
         load_base=partial(load_sharded, links=links, lock_step=lock_step),
     )
-    found: dict[str, Any] = {"base_bytes": own_bytes(own._base), "sharding": own.facts.numerics.sharding}
+    found: dict[str, Any] = {
+        "base_bytes": own_bytes(own._base),
+        "sharding": own.facts.numerics.sharding,
+    }
     if links.number:
         follow(own, links, lock_step)
     else:

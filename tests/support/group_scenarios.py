@@ -31,7 +31,9 @@ def with_a_gradient_pending(engine: Trainer) -> dict[str, str]:
     few, many = MIX[1], MIX[0]
     for cycle in range(CYCLES):
         ops = [*many.ops(cycle), *few.ops(cycle)]
-        engine.run(ops if cycle < CYCLES - 1 else [op for op in ops if not isinstance(op, OptimStep)])
+        engine.run(
+            ops if cycle < CYCLES - 1 else [op for op in ops if not isinstance(op, OptimStep)]
+        )
     return _digests(engine, [few.run, many.run])
 
 

@@ -53,11 +53,15 @@ def _headline(status: ServerStatus) -> Text:
 
 
 def _workers(pool: PoolStatus) -> str:
-    """Count them; those that do not simply serve are named by their state."""
+    """Count them; those that do not simply serve are named by their state, groups by their size."""
     if isinstance(pool.workers, int):
         return str(pool.workers)
     states = Counter(worker.state for worker in pool.workers if worker.state != "serving")
-    return ", ".join([str(len(pool.workers)), *(f"{n} {state}" for state, n in states.items())])
+    sizes = {len(worker.members) for worker in pool.workers if worker.members}
+    count = str(len(pool.workers))
+    if sizes:
+        count = f"{count} (groups of {'/'.join(map(str, sorted(sizes)))})"
+    return ", ".join([count, *(f"{n} {state}" for state, n in states.items())])
 
 
 def _pool(pool: PoolStatus) -> Table:

@@ -39,6 +39,13 @@ class TenantStatus(WireModel):
     samples_running: int = 0
 
 
+class MemberStatus(WireModel):
+    """What one process of a group holds."""
+
+    runs: int
+    memory_bytes: int
+
+
 class WorkerStatus(WireModel):
     """What a live worker says about itself."""
 
@@ -48,6 +55,8 @@ class WorkerStatus(WireModel):
     tokens_per_s: float
     runs: int
     memory_bytes: int
+    members: list[MemberStatus] = Field(default=[])
+    """Of a group; none where a worker is one process."""
 
 
 class CycleRun(WireModel):

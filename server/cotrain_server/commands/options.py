@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cotrain_server.supervisor.environment import opened
-from cotrain_server.supervisor.gpus import UnfitGpus, chosen
+from cotrain_server.supervisor.gpus import UnfitGpus, chosen, enough
 from cotrain_server.supervisor.gpus import gpus as visible_gpus
 
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"
@@ -82,15 +82,26 @@ Gpus = Annotated[
     str | None,
     typer.Option(
         envvar="COTRAIN_GPUS",
-        help="A worker on each of these GPUs, dealt out to the base models in turn: `all`, or `0,2`. "
+        help="A worker on each of these GPUs (with --group-size on so many), dealt out to the base models in turn: `all`, "
+        "or `0,2`. "
         "By default one worker per base model.",
+    ),
+]
+GroupSize = Annotated[
+    int,
+    typer.Option(
+        envvar="COTRAIN_GROUP_SIZE",
+        min=1,
+        max=64,
+        help="Processes per worker that hold its base model together, a part each: for one that is too large for one "
+        "GPU.",
     ),
 ]
 TorchThreads = Annotated[
     int,
     typer.Option(
         envvar="COTRAIN_TORCH_THREADS",
-        help="CPU threads per worker; 0: all, divided between the workers.",
+        help="CPU threads per process of a worker; 0: all, divided between them.",
     ),
 ]
 LogLevel = Annotated[str, typer.Option(envvar="COTRAIN_LOG_LEVEL")]
@@ -116,7 +127,9 @@ def _base_model(name: str) -> str:
     return f"{alias}={folder}" if alias else folder
 
 
-def chosen_gpus(asked: str | None, device: str, workers: int, base_models: int) -> tuple[str, ...]:
+def chosen_gpus(
+    asked: str | None, device: str, workers: int, base_models: int, group_size: int = 1
+) -> tuple[str, ...]:
     """Read `--gpus`, and refuse what goes with a CPU alone next to GPUs."""
     if asked is None:
         if workers > 1 and device != "cpu" and visible_gpus():
@@ -124,14 +137,33 @@ def chosen_gpus(asked: str | None, device: str, workers: int, base_models: int) 
                 f"--workers {workers} is for a CPU, and this host has GPUs: --gpus all has a worker on each, "
                 "--device cpu uses none."
             )
+        if device != "cpu":
+            _enough_gpus(base_models, group_size)
         return ()
     if device == "cpu" or workers > 1:
         with_it = "--device cpu" if device == "cpu" else f"--workers {workers}"
         refuse(f"--gpus {asked} and {with_it} exclude each other: there is one worker per GPU.")
     try:
-        return chosen(asked, base_models, visible_gpus())
+        return chosen(asked, base_models, visible_gpus(), group_size)
     except UnfitGpus as unfit:
         refuse(str(unfit))
+
+
+def _enough_gpus(base_models: int, group_size: int) -> None:
+    try:
+        enough(base_models, visible_gpus(), group_size)
+    except UnfitGpus as unfit:
+        refuse(str(unfit))
+
+
+def samples_nothing(group_size: int) -> str | None:
+    """Say that groups will refuse samples; None where there are none, or a vLLM server is to sample."""
+    if group_size == 1 or os.environ.get("COTRAIN_SAMPLER") == "vllm":
+        return None
+    return (
+        "groups train and do not sample: sample requests are refused, unless a vLLM server does it "
+        "(COTRAIN_SAMPLER=vllm, COTRAIN_VLLM_URL)"
+    )
 
 
 def fail(message: str) -> NoReturn:

@@ -16,6 +16,7 @@ from cotrain_server.commands.options import (
     DataDir,
     Device,
     Gpus,
+    GroupSize,
     LogLevel,
     RedisUrl,
     TorchThreads,
@@ -23,6 +24,7 @@ from cotrain_server.commands.options import (
     chosen_gpus,
     named_base_models,
     refuse,
+    samples_nothing,
     say,
 )
 from cotrain_server.settings import split_words
@@ -74,6 +76,7 @@ def serve(
     device: Device = "auto",
     workers: Workers = 1,
     gpus: Gpus = None,
+    group_size: GroupSize = 1,
     torch_threads: TorchThreads = 0,
     redis_url: RedisUrl = None,
     accept_data_loss: Annotated[
@@ -93,6 +96,8 @@ def serve(
     cotrain serve --base-model my-model=/models/mine --host 0.0.0.0 --clock-mode metronome
 
     cotrain serve --base-model Qwen/Qwen3-8B --gpus all
+
+    cotrain serve --base-model meta-llama/Llama-3.3-70B-Instruct --gpus all --group-size 8
     """
     if refused := refused_variables():
         refuse(" ".join(refused))
@@ -120,8 +125,11 @@ def serve(
         accept_data_loss=accept_data_loss,
         given=given,
         workers=workers,
-        gpus=chosen_gpus(gpus, device, workers, len(base_models)),
+        gpus=chosen_gpus(gpus, device, workers, len(base_models), group_size),
+        group_size=group_size,
     )
+    if notice := samples_nothing(group_size):
+        say(notice)
     _run(plan)
 
 

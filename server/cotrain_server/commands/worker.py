@@ -13,6 +13,7 @@ from cotrain_server.commands.options import (
     BaseModels,
     Device,
     Gpus,
+    GroupSize,
     JoinedDataDir,
     JoinedRedisUrl,
     LogLevel,
@@ -21,6 +22,7 @@ from cotrain_server.commands.options import (
     chosen_gpus,
     named_base_models,
     refuse,
+    samples_nothing,
     say,
 )
 from cotrain_server.supervisor.environment import refused_variables
@@ -43,6 +45,7 @@ def worker(
     device: Device = "auto",
     workers: Workers = 1,
     gpus: Gpus = None,
+    group_size: GroupSize = 1,
     torch_threads: TorchThreads = 0,
     log_level: LogLevel = "info",
 ) -> None:
@@ -79,9 +82,12 @@ def worker(
         accept_data_loss=False,
         given={"DEVICE": device, "TORCH_THREADS": str(torch_threads), "LOG_LEVEL": log_level},
         workers=workers,
-        gpus=chosen_gpus(gpus, device, workers, len(base_models)),
+        gpus=chosen_gpus(gpus, device, workers, len(base_models), group_size),
+        group_size=group_size,
         worker_names=f"{prefix_of(socket.gethostname() if name is None else name)}-w",
     )
+    if notice := samples_nothing(group_size):
+        say(notice)
     try:
         asyncio.run(Supervisor(plan, say, lambda _: None).join())
     except CannotServe as error:

@@ -63,11 +63,14 @@ class Plan:
     gpus: tuple[str, ...] = ()
     """As CUDA_VISIBLE_DEVICES names them: a worker on each. None chosen: one after the other, as far as there are."""
 
+    group_size: int = 1
+    """Processes of each worker, which hold its base model together."""
+
     @property
     def worker_models(self) -> tuple[str, ...]:
         """The base model of each worker, in turn: one that has another number of workers keeps those ids it had."""
         models = self.base_models
-        count = len(self.gpus) or self.workers * len(models)
+        count = len(self.gpus) // self.group_size or self.workers * len(models)
         return tuple(models[number % len(models)] for number in range(count))
 
 
@@ -103,7 +106,8 @@ class Programs:
     def workers(self, first_port: int = WORKERS_PORT) -> list[Program]:
         """Make the workers of every base model; on GPUs each on one of its own while there are as many."""
         models, names = self.plan.worker_models, self.plan.gpus or self._gpus_there()
-        threads = {} if names else self._threads_of(len(models))
+        size = self.plan.group_size
+        threads = {} if names else self._threads_of(len(models) * size)
         made = [
             self._ours(
                 f"worker-{self.plan.worker_names}{number}",
@@ -113,29 +117,30 @@ class Programs:
                 BASE_MODEL=base_model,
                 WORKER_ID=f"{self.plan.worker_names}{number}",
                 WORKERS_ON_HOST=str(len(models)),
+                GROUP_SIZE=str(size),
                 **threads,
                 **self._metrics_port(first_port + number),
             )
             for number, base_model in enumerate(models)
         ]
         return [
-            replace(worker, environment={**worker.environment, **variables_of(number, names)})
+            replace(worker, environment={**worker.environment, **variables_of(number, names, size)})
             for number, worker in enumerate(made)
         ]
 
     def _gpus_there(self) -> list[str]:
         return [] if self._setting("DEVICE") == "cpu" else gpus()
 
-    def _threads_of(self, workers: int) -> dict[str, str]:
-        """Give each worker on a CPU its part of the cores, unless the operator says how many."""
-        if workers == 1 or self._setting("TORCH_THREADS") not in ("", "0"):
+    def _threads_of(self, processes: int) -> dict[str, str]:
+        """Give each process on a CPU its part of the cores, unless the operator says how many."""
+        if processes == 1 or self._setting("TORCH_THREADS") not in ("", "0"):
             return {}
-        return {"TORCH_THREADS": str(max(1, len(os.sched_getaffinity(0)) // workers))}
+        return {"TORCH_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))}
 
     def gpu_notice(self) -> str | None:
         """Say that workers share a GPU, or that some are left over; None if neither."""
         names = self.plan.gpus or self._gpus_there()
-        return notice(len(self.plan.worker_models), names)
+        return notice(len(self.plan.worker_models), names, self.plan.group_size)
 
     def scheduler(self) -> Program:
         """Make the scheduler."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.segmented import SegmentLora
@@ -37,6 +38,7 @@ class GroupLockStep:
 
     def __init__(self, links: Links) -> None:
         self._links = links
+        self._name = f"member-{links.number}"
         self._filler: Filler | None = None
         self._is_over: Callable[[], bool] = lambda: False
         self.is_over = False
@@ -56,6 +58,7 @@ class GroupLockStep:
         while True:
             agreed = self._agree(wanted)
             if agreed == wanted or (agreed.goes_back and wanted.goes_back):
+                failpoint("group.before_pass", self._name)
                 return agreed
             self._go_along(agreed)
 
@@ -92,6 +95,7 @@ class GroupLockStep:
 
     def _go_along(self, kind: Forward) -> None:
         assert self._filler is not None
+        failpoint("group.before_pass", self._name)
         self._filler.run(kind)
 
 

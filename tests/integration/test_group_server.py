@@ -1,0 +1,104 @@
+"""A whole server whose worker is a group: the official SDK trains on it, its processes die, and no number changes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.serving import Serving
+from tests.support.tiny_models import build_tiny_qwen3
+from tests.warm.popen import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+KEY = "tml-a-lab_of-one-tenant"
+PATIENCE_S = 300
+#: One of two processes, then the other, dies in the middle of a step; then one stands still.
+FAULTS = (
+    "group.before_pass~member-1=kill@4,"
+    "group.before_pass~member-0=kill@8,"
+    "group.before_pass~member-1=stop@12"
+)
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"tiny={build_tiny_qwen3(tmp_path_factory.mktemp('models') / 'tiny')}"
+
+
+def train(serving: Serving) -> Any:
+    """Train with the official SDK, in a process of its own; return what it was answered."""
+    command = [sys.executable, "-P", "-m", "tests.support.group_training", serving.address, KEY]
+    trained = run(command, timeout=PATIENCE_S)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    return json.loads(trained.stdout.splitlines()[-1])
+
+
+def saved_in(folder: Path) -> set[str]:
+    """Name the folders of weights and the files of moments, each after a digest of its content."""
+    return {path.name for path in (folder / "weights").rglob("*") if path.name != "owner"}
+
+
+def workers_of(serving: Serving) -> list[dict[str, Any]]:
+    request = urllib.request.Request(f"{serving.address}/status", headers=serving.operator)
+    with urllib.request.urlopen(request) as answer:
+        (pool,) = json.loads(answer.read())["pools"]
+    workers: list[dict[str, Any]] = pool["workers"]
+    return workers
+
+
+def members_of(serving: Serving) -> list[int]:
+    """Count the runs that each process of the only worker holds, fewest first."""
+    return sorted(member["runs"] for member in workers_of(serving)[0]["members"])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_group_whose_processes_die_or_hang_gives_the_numbers_of_one_process(
+    tmp_path: Path, base_model: str
+) -> None:
+    with Serving(tmp_path / "alone", [base_model], [KEY]) as serving:
+        expected = train(serving)
+        (worker,) = workers_of(serving)
+        assert worker["members"] == []
+    settings = {
+        "COTRAIN_FAILPOINTS": FAULTS,
+        "COTRAIN_FAILPOINTS_LOG": str(tmp_path / "moments"),
+        "COTRAIN_GROUP_TIMEOUT_S": "10",
+    }
+    folder = tmp_path / "group"
+    with Serving(folder, [base_model], [KEY], ["--group-size=2"], settings) as serving:
+        assert "groups train and do not sample" in serving.log
+        found = train(serving)
+        assert found["numbers"] == expected["numbers"]
+        assert "COTRAIN_SAMPLER=vllm" in found["sampled"]
+        wait_until(lambda: members_of(serving) == [1, 2])
+    log = (folder / "logs" / "worker-w0.log").read_text()
+    assert log.count('"event":"worker_started"') + log.count('"event": "worker_started"') == 4, log
+    # One that was killed, twice; and the first of the two, which had waited for the one that hung.
+    exits = [json.loads(line)["exit_codes"] for line in log.splitlines() if "group_ended" in line]
+    assert len(exits) == 3
+    assert [70] in exits
+    assert not re.search(r"did not end in", serving.log)
+    assert saved_in(folder) == saved_in(tmp_path / "alone")
+
+
+def test_a_group_that_cannot_load_its_base_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RuntimeError, match=f"Base model {tmp_path / 'empty'} cannot be served"):
+        Serving(
+            tmp_path / "server", [f"tiny={tmp_path / 'empty'}"], [KEY], ["--group-size=2"]
+        ).__enter__()
