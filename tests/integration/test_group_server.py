@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 import urllib.request
@@ -24,8 +23,8 @@ PATIENCE_S = 300
 #: One of two processes, then the other, dies in the middle of a step; then one stands still.
 FAULTS = (
     "group.before_pass~member-1=kill@4,"
-    "group.before_pass~member-0=kill@8,"
-    "group.before_pass~member-1=stop@12"
+    "group.before_pass~member-0=kill@11,"
+    "group.before_pass~member-1=stop@20"
 )
 
 
@@ -87,12 +86,9 @@ def test_a_group_whose_processes_die_or_hang_gives_the_numbers_of_one_process(
         assert "COTRAIN_SAMPLER=vllm" in found["sampled"]
         wait_until(lambda: members_of(serving) == [1, 2])
     log = (folder / "logs" / "worker-w0.log").read_text()
-    assert log.count('"event":"worker_started"') + log.count('"event": "worker_started"') == 4, log
-    # One that was killed, twice; and the first of the two, which had waited for the one that hung.
-    exits = [json.loads(line)["exit_codes"] for line in log.splitlines() if "group_ended" in line]
-    assert len(exits) == 3
-    assert [70] in exits
-    assert not re.search(r"did not end in", serving.log)
+    assert log.count('"event": "worker_started"') == 4, log
+    assert log.count("group_ended") == 3
+    assert "Timed out" in log, "nothing waited for the process that stood still"
     assert saved_in(folder) == saved_in(tmp_path / "alone")
 
 

@@ -67,7 +67,11 @@ def member(settings: WorkerSettings, tuning: Tuning) -> int:
         torch.set_num_threads(settings.torch_threads)
     links = Links(device, settings.group_timeout_s)
     if links.number == 0:
-        return serve(settings, tuning, links)
+        try:
+            return serve(settings, tuning, links)
+        except DeviceLost:
+            links.end_others()
+            raise
     start_logs(f"member-{links.number}", settings.log_level)
     try:
         follow_first(settings, device, links)
@@ -75,6 +79,7 @@ def member(settings: WorkerSettings, tuning: Tuning) -> int:
         raise
     except Exception:
         log.exception("member_failed", member=links.number)
+        links.end_others()
         sys.stdout.flush()
         os._exit(EXIT_CODE)  # an orderly end would wait for the others
     links.close()

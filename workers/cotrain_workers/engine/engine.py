@@ -115,7 +115,7 @@ class Engine:
         compiles norms, gates and rotations, on CUDA. `load_base` gives the base model, whole or in part.
 
         Set the number of threads before: it is part of `facts.numerics_id`. For the whole process this
-        turns on deterministic algorithms (CUDA) or keeps freed memory (CPU). Raises UnsupportedModel,
+        turns on deterministic algorithms (CUDA) or keeps freed memory (CPU, a whole base model). Raises UnsupportedModel,
         BackendUnfit, TooLittleMemory, or OSError if there is no such model.
         """
         where = torch.device(device)
@@ -123,9 +123,9 @@ class Engine:
         if where.type == "cuda":
             make_cuda_deterministic()
             use_flash_3(where)
-        else:
-            keep_freed_memory()
         base = load_base(model, device=where, dtype=dtype, local_files_only=local_files_only)
+        if where.type != "cuda" and not base.lock_step.sharding:
+            keep_freed_memory()  # not where layers come and go: what they leave would not fit the next one
         fuses = fusion and where.type == "cuda"
         fused = fuse(base.backbone, base.router, compiled) if fuses else ()
         lora = find_backend(lora_backend, base.targets, base.head_weight)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,8 @@ class Links:
         self.size: int = dist.get_world_size()
         self._orders = dist.new_group(backend="gloo", timeout=NEVER)
         self._answers = dist.new_group(backend="gloo", timeout=timeout)
+        self._pids: list[Any] = [None] * self.size
+        dist.all_gather_object(self._pids, os.getpid(), group=self._answers)
 
     @property
     def others(self) -> range:
@@ -83,6 +87,13 @@ class Links:
     def meet(self) -> None:
         """Wait for all members, however long that takes."""
         dist.barrier(group=self._orders)
+
+    def end_others(self) -> None:
+        """Kill the other members, on this host like this one: none can go on, and one that hangs hears nothing."""
+        for pid in self._pids:
+            if pid != os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Part in good order."""
