@@ -40,7 +40,11 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
         )
 
     def worker(name: str, state: str) -> dict[str, object]:
-        facts = {"device": "cpu", "tokens_per_s": 9.0, "runs": 2, "memory_bytes": 1}
+        held = [{"runs": 1, "memory_bytes": 1}] * 4
+        facts = {
+            "device": "cpu", "tokens_per_s": 9.0, "runs": 2, "memory_bytes": 1,
+            "members": held if state == "draining" else [],
+        }  # fmt: skip
         return {"id": name, "state": state, **facts}
 
     cycles = [cycle(8, 103.0), cycle(7, 100.0)]
@@ -79,7 +83,7 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
     for expected in (
         "not ready: No worker for m is running.",
         "1 d 01:01:01",
-        "2, 1 draining",
+        "2 (groups of 4), 1 draining",
         "1,234",
         "2 optim_step",
         "isolated",

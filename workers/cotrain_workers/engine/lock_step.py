@@ -31,7 +31,7 @@ class LockStep(Protocol):
     def sharding(self) -> str:
         """Say who holds the base model: "" for this process alone. No bit depends on it."""
 
-    def turn(self, wanted: Forward) -> Forward:
+    def await_pass(self, wanted: Forward) -> Forward:
         """Wait until a pass of this kind can run, and return the kind to run it as.
 
         That differs in one way: what was to keep its layers' values may have to compute them twice.
@@ -43,6 +43,6 @@ class Alone:
 
     sharding = ""
 
-    def turn(self, wanted: Forward) -> Forward:
+    def await_pass(self, wanted: Forward) -> Forward:
         """Run it now."""
         return wanted

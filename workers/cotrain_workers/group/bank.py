@@ -78,7 +78,7 @@ class GroupBank:
         if state.weights.shape != (layout.size,):
             raise ValueError(f"The state holds {state.weights.numel()} values, not {layout.size}.")
         self.drop(run)
-        member = self._place(run, self._loads())
+        member = self._chosen_for(run, self._loads())
         if member == 0:
             self._own.restore(run, state)
         else:
@@ -135,7 +135,7 @@ class GroupBank:
             if op.run not in member_by_run:
                 is_new = begins_run(op) and op.run not in self
                 member_by_run[op.run] = (
-                    self._place(op.run, loads) if is_new else self._follower_of(op.run) or 0
+                    self._chosen_for(op.run, loads) if is_new else self._follower_of(op.run) or 0
                 )
                 if is_new:
                     loads[member_by_run[op.run]] += self._size_of(op)
@@ -152,7 +152,7 @@ class GroupBank:
             spec = op.weights.spec  # type: ignore[union-attr]  # a load
         return 16 * self.layout_of(spec).size if 0 < spec.rank <= self._engine.facts.max_rank else 0
 
-    def _place(self, run: str, loads: Sequence[int]) -> int:
+    def _chosen_for(self, run: str, loads: Sequence[int]) -> int:
         member = lightest(loads)
         log.info("run_on_member", run=run, member=member)
         return member

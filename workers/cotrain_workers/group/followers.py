@@ -54,8 +54,8 @@ class Followers:
         try:
             for member, order in orders.items():
                 self._links.order(member, order)
-        except RuntimeError as gone:
-            raise self.lose(gone) from gone
+        except RuntimeError as error:
+            raise self.lose(error) from error
 
     def collect(self) -> dict[int, Any]:
         """Wait for the answers. Raises GroupLost."""
@@ -66,8 +66,8 @@ class Followers:
                 answer = self._links.await_answer(member)
                 self._facts[member] = answer.facts
                 results[member] = answer.result
-        except RuntimeError as gone:
-            raise self.lose(gone) from gone
+        except RuntimeError as error:
+            raise self.lose(error) from error
         return results
 
     def end(self) -> None:

@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 #: What members have to end in once one of them has died: what they hold is replayed.
 LAST_S = 3
 #: Exit codes that say something to a supervisor; any other end is a crash.
-_SAID = (2, EXIT_CODE)
+_KNOWN_CODES = (2, EXIT_CODE)
 
 
 def launch(size: int, member: Callable[[], None]) -> int:
@@ -62,7 +62,7 @@ def launch(size: int, member: Callable[[], None]) -> int:
         except ChildFailedError as failed:
             codes = {failure.exitcode for failure in failed.failures.values()}
             log.error("group_ended", exit_codes=sorted(codes))
-            return next((code for code in _SAID if code in codes), 1)
+            return next((code for code in _KNOWN_CODES if code in codes), 1)
     return 0
 
 

@@ -84,7 +84,7 @@ class Links:
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._answers)
         return agreed.tolist()
 
-    def meet(self) -> None:
+    def await_all(self) -> None:
         """Wait for all members, however long that takes."""
         dist.barrier(group=self._orders)
 

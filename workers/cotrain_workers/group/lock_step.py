@@ -53,7 +53,7 @@ class GroupLockStep:
         """Go along with this base model from now on."""
         self._filler = Filler(base)
 
-    def turn(self, wanted: Forward) -> Forward:
+    def await_pass(self, wanted: Forward) -> Forward:
         """Go along until it is the turn of this kind; return it, or a backward with recomputing."""
         while True:
             agreed = self._agree(wanted)

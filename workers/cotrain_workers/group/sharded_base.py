@@ -68,7 +68,7 @@ def load_sharded(
         raise type(unusable)(f"Base model {model} cannot be served: {unusable}") from unusable
     lock_step.fill_with(base)
     report(f"its part of the base model takes {own_bytes(base) / 1e9:.2g} GB")
-    links.meet()
+    links.await_all()
     return base
 
 

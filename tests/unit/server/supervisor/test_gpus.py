@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_server.supervisor.gpus import UnfitGpus, chosen, gpus, notice, variables_of
+from cotrain_server.supervisor.gpus import UnfitGpus, chosen, enough, gpus, notice, variables_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +40,35 @@ def test_each_worker_sees_another_gpu_by_the_number_that_the_driver_shows(
     assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["2", "5", "2"]
     assert {each["CUDA_DEVICE_ORDER"] for each in seen} == {"PCI_BUS_ID"}
     assert variables_of(1, []) == {}
+
+
+def test_a_group_sees_as_many_gpus_as_it_has_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    names = chosen("all", 2, ["2", "5", "6", "7"], group_size=2)
+    seen = [variables_of(at, names, group_size=2)["CUDA_VISIBLE_DEVICES"] for at in range(2)]
+
+    assert seen == ["2,5", "6,7"]
+    assert notice(2, names, group_size=2) is None
+    assert notice(1, names, group_size=2) == "2 of 4 GPUs in use: --gpus all has a worker on each"
+
+
+@pytest.mark.parametrize(
+    ("asked", "base_models", "why"),
+    [
+        ("0,1,2", 1, "3 GPUs and groups of 2; each process of a group needs one of its own"),
+        ("0,1", 2, "2 base models and 2 GPUs; each needs 2 of its own"),
+    ],
+)
+def test_a_group_that_would_lack_a_gpu_is_refused(asked: str, base_models: int, why: str) -> None:
+    with pytest.raises(UnfitGpus, match=re.escape(why)):
+        chosen(asked, base_models, ["0", "1", "2"], group_size=2)
+
+
+def test_a_group_on_the_gpus_that_there_are_needs_enough_of_them() -> None:
+    enough(1, [], 8)
+    enough(1, ["0", "1"], 2)
+    with pytest.raises(UnfitGpus, match="needs a GPU of its own, and this host has 2"):
+        enough(2, ["0", "1"], 2)
 
 
 def test_numbers_that_the_operator_wrote_keep_their_meaning(

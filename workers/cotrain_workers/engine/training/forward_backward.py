@@ -207,7 +207,7 @@ class ForwardBackward:
         )
         segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
         route = Route(segments, table, self._lora.of(segments, batch.padded_tokens))
-        kind = self._base.lock_step.turn(self._kind_of(batch, passes))
+        kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
         self._base.recompute.is_on = kind is Forward.RECOMPUTED
         with self._base.router.use(route):
             with torch.set_grad_enabled(kind.goes_back):

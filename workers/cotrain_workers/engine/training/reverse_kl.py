@@ -189,7 +189,7 @@ class References:
         ]
         table = SequenceTable(row.lengths, self._device)
         route = Route(segments, table, self._lora.of(segments, batch.padded_tokens))
-        self._base.lock_step.turn(Forward.PLAIN)
+        self._base.lock_step.await_pass(Forward.PLAIN)
         with self._base.router.use(route):
             hidden = hidden_states(self._base, row)[0]
         return [
