@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import subprocess
@@ -120,6 +121,23 @@ def test_a_volume_of_another_user_is_told_in_a_sentence(tmp_path: Path) -> None:
     )  # fmt: skip
     assert told.returncode == 1
     assert "/proc/1 cannot be written by user" in told.stderr
+
+
+def test_a_password_that_is_there_may_lie_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """As a Secret of Kubernetes does. To root every folder can be: another user sees the difference."""
+    secret, folder = tmp_path / "secret", tmp_path / "redis"
+    for each in (secret, folder):
+        each.mkdir()
+    (secret / "redis-password").write_text("s3cret-password\n")
+    secret.chmod(0o500)
+    done = subprocess.run(
+        [CONFIG / "start.sh", "--port", "0", "--unixsocket", "/no/such/folder/s"],
+        env=container_environment(folder) | {"REDIS_PASSWORD_FILE": f"{secret}/redis-password"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "cannot be written" not in done.stderr
+    assert (secret / "redis-password").read_text() == "s3cret-password\n"
+    assert hashlib.sha256(b"s3cret-password").hexdigest() in (folder / "users.acl").read_text()
 
 
 def test_it_is_configured_like_the_redis_we_embed() -> None:
