@@ -62,6 +62,31 @@ def test_helm_refuses_a_wrong_value_by_its_name(values: dict[str, Any], says: st
     assert says in str(refused.value)
 
 
+POOL = {"name": "a", "baseModel": "m", "replicas": 1, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"pools": [POOL, POOL | {"baseModel": "n"}]}, "pools: two have one name."),
+        (
+            {"pools": [POOL, POOL | {"name": "b"}], "autoscaling": {"enabled": True}},
+            "autoscaling: two of pools have one baseModel",
+        ),
+    ],
+)
+def test_what_the_schema_cannot_say_is_refused_too(values: dict[str, Any], says: str) -> None:
+    from helm_python import HelmRenderError
+
+    with pytest.raises(HelmRenderError) as refused:
+        rendered(values)
+    assert says in str(refused.value)
+
+
+def test_what_a_pool_leaves_out_is_left_out() -> None:
+    assert "COTRAIN_BASE_MODEL" in rendered({"pools": [POOL]})
+
+
 def test_the_notes_name_what_is_there() -> None:
     from helm_python import Chart
 

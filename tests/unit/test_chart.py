@@ -249,7 +249,9 @@ def test_workers_are_named_by_their_pods_and_have_the_time_that_they_plan_by(exa
         assert grace_s >= 30
         assert (env["COTRAIN_OFFLINE"]["value"], env["HF_HUB_OFFLINE"]["value"]) == ("true", "1")
         gpus = container["resources"]["limits"].get("nvidia.com/gpu")
-        assert gpus == (1 if env["COTRAIN_DEVICE"]["value"] == "cuda" else None)
+        members = int(env["COTRAIN_GROUP_SIZE"]["value"]) if "COTRAIN_GROUP_SIZE" in env else 1
+        assert gpus == (members if env["COTRAIN_DEVICE"]["value"] == "cuda" else None)
+        assert members == (4 if example == "group" else 1)
 
 
 def test_redis_may_hold_its_data_twice_and_is_met_by_our_processes_alone() -> None:

@@ -68,7 +68,7 @@ securityContext:
   "COTRAIN_METRICS_HOST" "0.0.0.0"
   "COTRAIN_METRICS_PORT" "9464" -}}
 {{- if $root.Values.secretKeys.redisPassword }}{{ $_ := set $all "COTRAIN_REDIS_PASSWORD_FILE" (printf "/secret/%s" $root.Values.secretKeys.redisPassword) }}{{ end -}}
-{{- $merged := mergeOverwrite $all .own $root.Values.env .of.env -}}
+{{- $merged := mergeOverwrite $all .own $root.Values.env (.of.env | default dict) -}}
 {{- range $name, $value := $merged }}
 - name: {{ $name }}
   value: {{ $value | toString | quote }}
