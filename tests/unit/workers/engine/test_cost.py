@@ -26,7 +26,7 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("lora", "launches", "kilobytes"), [("grouped", 154, 1_845), ("seg", 267, 1_685)]
+    ("lora", "launches", "kilobytes"), [("grouped", 154, 1_842), ("seg", 267, 1_685)]
 )
 def test_a_layer_of_training_stays_within_its_budget(
     rows: dict[str, dict[str, Any]], lora: str, launches: int, kilobytes: int
@@ -35,8 +35,8 @@ def test_a_layer_of_training_stays_within_its_budget(
 
     assert row["launches_per_layer"] <= launches, row["ops"]
     assert row["kb_per_token_and_layer"] <= kilobytes, row["ops"]
-    # Activations of a layer, and a copy of each adapter's matrices in it.
-    assert row["kept_kb_per_token_and_layer"] <= 145
+    # Activations of a layer, and one copy of each adapter's matrices in it: two were 140.2.
+    assert row["kept_kb_per_token_and_layer"] <= 139.5
     assert row["launches_of_steps"] <= 5
 
 

@@ -49,11 +49,12 @@ class StackedWeights:
         self.layout = layout
         device = sources[0].weights.device
         self._flat = torch.zeros(len(sources) + 1, layout.size, dtype=dtype, device=device)
-        to, found = [], []
         for slot, source in zip(self._flat, sources, strict=False):
-            to += views_at(slot, matrix_spans(layout, source.layout.rank))
-            found += views_at(source.weights.to(dtype), arena_spans(source.layout))
-        torch._foreach_copy_(to, found)
+            # It casts as it copies: no second copy of an adapter is made on the way.
+            torch._foreach_copy_(
+                views_at(slot, matrix_spans(layout, source.layout.rank)),
+                views_at(source.weights, arena_spans(source.layout)),
+            )
 
     def a(self, siblings: tuple[str, ...]) -> torch.Tensor:
         """Return the A matrices of modules that read one x, `[slots, modules * rank, in]`."""

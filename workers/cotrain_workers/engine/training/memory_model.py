@@ -21,6 +21,9 @@ ENOUGH_TOKENS = 4096
 LEAST_TOKENS = 256
 #: Of what the base model leaves: key-value memory takes a quarter (`kv_cache.py`), CUDA 2 GB for itself.
 KV_SHARE, OWN_BYTES = 0.25, 2 * 10**9
+#: A micro-batch stacks its adapters' weights in 16 bits (`lora/stacked_weights.py`): of the 16 bytes that each parameter has on
+#: the device (weights, gradient, m, v) two more, if all that are there are in it, and more where ranks are padded.
+STACKED_SHARE = 1 / 8
 #: A line through two points says nothing of fragments, of workspaces and of ragged lengths.
 MARGIN = 0.95
 
@@ -76,7 +79,7 @@ def micro_batch_bytes(device_bytes: int, taken_bytes: int, adapter_bytes: int) -
     By all memory instead of the free: sizes move bits, so that a restart has to find the same.
     """
     left = device_bytes - taken_bytes - OWN_BYTES
-    return int((left * (1 - KV_SHARE) - adapter_bytes) * MARGIN)
+    return int((left * (1 - KV_SHARE) - adapter_bytes * (1 + STACKED_SHARE)) * MARGIN)
 
 
 def budget(activations: Activations, free_bytes: int, choice: Choice) -> Budget:
