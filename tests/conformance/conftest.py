@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tests.conformance.running import Facts
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`cotrain serve` with a tiny model and five tenants."""
     folder = build_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny")
@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(serving.address, str(folder), data_dir)
 
 
-@pytest.fixture(scope="session", params=SDKS)
+@pytest.fixture(scope="package", params=SDKS)
 def report(request: pytest.FixtureRequest, server: Server) -> Report:
     """Run every scenario under one SDK."""
     sdk = request.param
@@ -55,7 +55,7 @@ def report(request: pytest.FixtureRequest, server: Server) -> Report:
     return Report(sdk, facts, lossy_facts, proxy)
 
 
-@pytest.fixture(scope="session", params=SDKS)
+@pytest.fixture(scope="package", params=SDKS)
 def sampled(request: pytest.FixtureRequest, server: Server) -> SamplingReport:
     """Run every scenario of sampling under one SDK."""
     names = [*SAMPLING_SCENARIOS, "undisturbed"]
@@ -63,7 +63,7 @@ def sampled(request: pytest.FixtureRequest, server: Server) -> SamplingReport:
     return SamplingReport(request.param, facts)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sampled_from_afar(sampled: SamplingReport, server: Server) -> tuple[LossyProxy, Facts]:
     """Sample under the same SDK through a proxy that loses answers."""
     with LossyProxy(server.address, LOSES_SAMPLING_ANSWERS_OF) as proxy:
@@ -71,7 +71,7 @@ def sampled_from_afar(sampled: SamplingReport, server: Server) -> tuple[LossyPro
         return proxy, run_scenarios(sampled.sdk, proxy.address, server.base_model, names, SAMPLING)
 
 
-@pytest.fixture(scope="session", params=SDKS)
+@pytest.fixture(scope="package", params=SDKS)
 def checkpointed(
     request: pytest.FixtureRequest, server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> CheckpointReport:
@@ -84,7 +84,7 @@ def checkpointed(
     return CheckpointReport(sdk, facts, folder)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def checkpointed_from_afar(
     checkpointed: CheckpointReport, server: Server
 ) -> tuple[LossyProxy, Facts]:
@@ -96,7 +96,7 @@ def checkpointed_from_afar(
         return proxy, facts
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def narrow_server(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that lets a tenant have few samples, and few training requests, waiting."""
     settings = {"COTRAIN_QUOTAS": "samples=4,ops=16"}

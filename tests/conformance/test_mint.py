@@ -16,7 +16,7 @@ PINNED = "0.22.0"  # the SDK that mint 0.2.0 asks for
 MINT = ROOT / ".sdk" / "mindlab-toolkit-0.2.0"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def facts(server: Server) -> Facts:
     """Run every scenario of `mint`."""
     if not MINT.is_dir():

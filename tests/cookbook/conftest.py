@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 KEY = "tml-cook_c2VjcmV0LW9mLWNvb2s"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """`cotrain serve`, and a workshop beside it."""
     workshop = build_workshop(tmp_path_factory.mktemp("workshop"))
