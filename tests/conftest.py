@@ -67,6 +67,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Have the processes of `-n` forked from one that has imported the tests."""
+    from tests.warm.collected import fork_processes_of  # it keeps the environment as set above
+
+    fork_processes_of(config)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Look for garbage neither while all tests are imported nor, later, among what was imported.

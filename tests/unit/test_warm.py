@@ -9,15 +9,12 @@ import select
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.warm.popen import Popen, is_same, read_command, run
 from tests.warm.sources import ROOT, SOURCES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PATIENCE_S = 300
 #: Says of itself what a process can, and whether it had to import.
@@ -124,6 +121,7 @@ def test_a_process_ends_with_who_ordered_it() -> None:
         (["-P", "-W", "ignore", "-m", "package"], ("module", "package")),
         (["folder/script.py"], ("script", "folder/script.py")),
         (["-c", "pass"], ("code", "pass")),
+        (["-u", "-c", "pass"], ("code", "pass")),
         (["-X", "importtime", "script.py"], None),
         (["-I", "-S", "script.py"], None),
         ([], None),
@@ -134,6 +132,11 @@ def test_a_command_line_is_read_or_left_to_the_interpreter(
 ) -> None:
     read = read_command([sys.executable, *command])
     assert (read and read.program) == program
+
+
+def test_a_process_of_pytest_xdist_is_forked_from_one_that_has_imported_the_tests() -> None:
+    is_forked = "tests.warm.collected" in Path("/proc/self/cmdline").read_text().split("\0")
+    assert is_forked == ("PYTEST_XDIST_WORKER" in os.environ)
 
 
 def test_another_program_is_started_as_ever() -> None:

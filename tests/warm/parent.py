@@ -141,6 +141,15 @@ def preload() -> None:
         build_routes()
     for program in PROGRAMS:  # a child runs it, as `python -m` does, and not what was imported here
         sys.modules.pop(f"{program}.__main__", None)
+    ready_to_fork()
+
+
+def ready_to_fork() -> None:
+    """See to it that what is here is there in every child.
+
+    Raises:
+        AssertionError: something that was imported has started a thread.
+    """
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: a fork would lose all but one"
     gc.collect()

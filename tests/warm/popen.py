@@ -36,6 +36,8 @@ READ_LATER = {
 }  # fmt: skip
 READ_LATER_PREFIXES = ("COTRAIN_", "PYTEST_", "TINKER_", "MINT_", "TORCHINDUCTOR_")
 READ_LATER_SUFFIX = "_API_KEY"
+#: The process of the test run, in the environment of those that pytest-xdist has in it.
+RUN = "PYTEST_RUN"
 RETRY_S = 0.01
 _parents: list[subprocess.Popen[bytes]] = []
 """Referred to until the end of this process: it outlives us, and nobody waits for it."""
@@ -66,6 +68,8 @@ def read_command(command: Sequence[str]) -> Order | None:
                 sees_folder = False
             case ["-W", "ignore", *rest]:
                 ignores_warnings = True
+            case ["-u", *rest]:
+                pass  # what is forked writes every line at once
             case ["-m", module, *arguments]:
                 return Order(("module", module), arguments, sees_folder, ignores_warnings)
             case ["-c", code, *arguments]:
@@ -142,13 +146,17 @@ class Popen(subprocess.Popen[Any]):
         theirs = enumerate((pipes[0], pipes[3], pipes[5]))
         descriptors = {number: number if pipe == -1 else pipe for number, pipe in theirs}
         descriptors |= {descriptor: descriptor for descriptor in pass_fds}
-        self._orderer = connected(path_of_parent(environment))
+        self._orderer = self._connected(environment)
         self.pid = order(
             self._orderer, what, descriptors, environment,
             folder=cwd, new_session=arguments[21],
         )  # fmt: skip
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _connected(self, environment: Mapping[str, str]) -> socket.socket:
+        """Reach the parent that such a process is forked from."""
+        return connected(path_of_parent(environment))
 
     def _internal_poll(self, *arguments: Any, **keywords: Any) -> int | None:
         if self._orderer is None:
@@ -191,21 +199,39 @@ def run(
 
 def connected(path: str = _PYTHONPATH) -> socket.socket:
     """Reach the parent of this test run with this `PYTHONPATH`; start it if it is not there."""
-    # That of xdist's workers is the process that started them.
-    run = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    address = f"\0cotrain-warm-{run}-{zlib.crc32(path.encode())}"
+    environment = {
+        **{name: value for name, value in AT_START.items() if not name.startswith(READ_LATER_PREFIXES)},
+        **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "RAYON")},
+        "PYTHONPATH": path,
+    }  # fmt: skip
+    return reached(path, ["tests.warm.parent"], environment)
+
+
+def reached(
+    name: str, program: Sequence[str], environment: Mapping[str, str], *, new_session: bool = True
+) -> socket.socket:
+    """Reach the parent of this name of this test run; start it, a module and its arguments, if need be."""
+    run = int(os.environ.get(RUN, os.getpid()))
+    address = f"\0cotrain-warm-{run}-{zlib.crc32(name.encode())}"
     while True:
         orderer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             orderer.connect(address)
         except ConnectionRefusedError:
             orderer.close()
-            start_parent(address, run, path)
+            start_parent(address, run, program, environment, new_session=new_session)
         else:
             return orderer
 
 
-def start_parent(address: str, run: int, path: str) -> None:
+def start_parent(
+    address: str,
+    run: int,
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    new_session: bool,
+) -> None:
     """Start it, unless somebody just does; it hears what was said to it meanwhile."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
@@ -216,16 +242,13 @@ def start_parent(address: str, run: int, path: str) -> None:
             time.sleep(RETRY_S)
             return
         listener.listen(1024)
-        environment = {
-            **{name: value for name, value in AT_START.items() if not name.startswith(READ_LATER_PREFIXES)},
-            **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "RAYON")},
-            "PYTHONPATH": path,
-        }  # fmt: skip
-        command = [sys.executable, "-m", "tests.warm.parent", str(listener.fileno()), str(run)]
+        module, *arguments = program
+        command = [sys.executable, "-m", module, str(listener.fileno()), str(run), *arguments]
         _parents.append(
             subprocess.Popen(
                 command, cwd=ROOT, env=environment, pass_fds=[listener.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                start_new_session=new_session,
             )
         )  # fmt: skip
 

@@ -1,0 +1,68 @@
+"""The process that those of `pytest -n` are forked from: it has imported the tests, once for all of them.
+
+`python -m tests.warm.collected LISTENER RUN FOLDER ARGUMENT …` collects what pytest would in this folder with
+these arguments, and obeys as `tests.warm.parent` does. A process that was forked collects for itself, what is
+imported already: 2 s of CPU instead of 10. What cannot be imported here it meets, and reports, like any other.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from execnet import gateway_io
+from execnet.gateway_base import Popen2IO
+from typing_extensions import override
+
+from tests.warm.parent import Parent, ready_to_fork
+from tests.warm.popen import RUN, Popen, reached
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def fork_processes_of(config: pytest.Config) -> None:
+    """Have the processes of this run of pytest-xdist forked."""
+    asked = config.invocation_params
+
+    class Forked(gateway_io.Popen2IOMaster):
+        """As execnet starts a process."""
+
+        def __init__(self, args: Sequence[str], execmodel: Any) -> None:
+            environment = {**os.environ, RUN: str(os.getpid())}
+            pipe = subprocess.PIPE
+            self.popen = OfTests(args, stdin=pipe, stdout=pipe, env=environment)
+            Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
+
+    class OfTests(Popen):
+        """Forked from the parent of tests."""
+
+        @override
+        def _connected(self, environment: Mapping[str, str]) -> socket.socket:
+            program = ["tests.warm.collected", str(asked.dir), *map(str, asked.args)]
+            # What Ctrl-C ends, as ever: no session of its own.
+            return reached("tests", program, environment, new_session=False)
+
+    gateway_io.Popen2IOMaster = Forked  # type: ignore[misc]  # it has no setting for this
+
+
+def preload(folder: str, arguments: Sequence[str]) -> None:
+    """Import the tests."""
+    os.chdir(folder)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads of tests that train a tokenizer
+    pytest.main([*arguments, "--collect-only", "-qqq", "--capture=no", "-n", "0"])
+    del os.environ["TOKENIZERS_PARALLELISM"]
+    gc.unfreeze()  # what was collected
+    ready_to_fork()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those that were forked
+    preload(sys.argv[3], sys.argv[4:])
+    Parent(socket.socket(fileno=int(sys.argv[1]))).serve(int(sys.argv[2]))
