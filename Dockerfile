@@ -39,8 +39,8 @@ RUN python3 -m venv /opt/cotrain && pip install --quiet --require-hashes --requi
 COPY docker/wheels /wheels
 # Dependencies before sources, so that a change of code does not fetch torch again.
 COPY pyproject.toml ./
-RUN python pins/requirements_of.py server otel >server.txt \
- && python pins/requirements_of.py workers otel >workers.txt
+RUN python pins/requirements_of.py server objects otel >server.txt \
+ && python pins/requirements_of.py workers objects otel >workers.txt
 
 FROM build AS wheel
 ARG PIP_INDEX_URL

@@ -28,7 +28,7 @@ $(INSTALLED): pyproject.toml constraints.txt pins/hashes.txt
 	@echo "Making $(VENV): 2/4 torch, the largest, of some 200 MB …"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torch
 	@echo "Making $(VENV): 3/4 all else that cotrain needs …"
-	$(BIN)/python pins/requirements_of.py all otel >$(VENV)/requirements.txt
+	$(BIN)/python pins/requirements_of.py all objects otel >$(VENV)/requirements.txt
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --requirement $(VENV)/requirements.txt --group dev
 	@echo "Making $(VENV): 4/4 cotrain …"
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .

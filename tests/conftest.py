@@ -19,6 +19,8 @@ from tests.support.redis_server import EmbeddedRedis
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
+    from tests.support.object_store import SeaweedFS
+
 # Before torch is imported, here and in every process a test starts: two test processes with two threads
 # each wait for one another on a machine of two cores, and take several times as long when it is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,8 +32,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-#: The tests of the first file read what those of the second found out in minutes: one process runs both.
+#: The tests of the first file read what those of the second found out in minutes, or share a server that takes
+#: seconds to start: one process runs both.
 RUNS_WITH = {
+    "tests/faults/test_objects.py": "tests/unit/store/blobs/test_objects.py",
+    "tests/unit/store/blobs/test_blobs.py": "tests/unit/store/blobs/test_objects.py",
     "tests/conformance/test_cotrain_extras.py": "tests/conformance/test_official_sdks.py",
     "tests/conformance/test_export_sdks.py": "tests/conformance/test_checkpoint_sdks.py",
 }
@@ -94,6 +99,15 @@ def pytest_collection() -> Generator[None, object, object]:
 def redis_server() -> Iterator[EmbeddedRedis]:
     """One real Redis for the whole session; use `empty_redis` for a clean one."""
     with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def object_store() -> Iterator[SeaweedFS]:
+    """One real S3 server for the whole session; every test takes a prefix of its own."""
+    from tests.support.object_store import SeaweedFS
+
+    with SeaweedFS() as server:
         yield server
 
 

@@ -264,5 +264,9 @@ class ForeignFolder(UnsafeRedis):
     """The data folder belongs to another Redis."""
 
 
+class UnusableBlobs(UnsafeRedis):
+    """The object store refuses: it has no such bucket, or takes other credentials."""
+
+
 class StoreUnavailable(StoreError):
     """Redis does not answer, or takes nothing for now."""

@@ -26,8 +26,11 @@ from cotrain_server.http.connection_limits import (
 from cotrain_server.services import LONG_POLL_S
 from cotrain_server.settings import ServerSettings
 from cotrain_server.supervisor.environment import refused_variables
+from cotrain_store.blobs.claim import claim_blobs
 from cotrain_store.errors import InvalidKey, StoreUnavailable, UnsafeRedis
+from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.logs import start_logs
+from cotrain_store.monitoring.metrics import count_blob_failures
 from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
 from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
 
@@ -82,6 +85,7 @@ def main() -> None:
         _ = settings.chosen_keys
     except (InvalidKey, OSError) as error:
         refuse("settings_refused", f"COTRAIN_API_KEYS or COTRAIN_API_KEYS_FILE: {error}")
+    count_blob_failures(Source.API)
     try:  # before uvicorn, which would show the operator where in our code it happened
         _check_store(settings)
     except UnsafeRedis as unsafe:
@@ -119,6 +123,8 @@ def _check_store(settings: ServerSettings) -> None:
     connection = open_sync_connection(settings.redis_url)
     try:
         check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
+        if settings.blobs:  # a folder is its worker's to claim
+            claim_blobs(connection, settings.data_dir, settings.blobs)
     finally:
         connection.close()
 

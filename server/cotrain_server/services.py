@@ -24,7 +24,7 @@ from cotrain_server.limits.upload_slots import UploadSlots
 from cotrain_server.parsing.parser import Parser
 from cotrain_server.parsing.tenant_locks import TenantLocks
 from cotrain_server.signed_tokens import Signer
-from cotrain_store.disk.spool import Spool, new_writer
+from cotrain_store.disk.spool import new_writer
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.redis_client.connection import Connection, check_store, open_batching_connection
 from cotrain_store.results.futures import Futures
@@ -144,7 +144,7 @@ async def open_services(
     """
     connection = open_batching_connection(settings.redis_url)
     # The first process to come creates the spool, and its thread must end with this process.
-    spool = await asyncio.to_thread(Spool, settings.spool_dir, new_writer("api"))
+    spool = await asyncio.to_thread(settings.open_spool, new_writer("api"))
     try:
         await check_store(connection, accept_data_loss=settings.accept_data_loss)
         tenants = Tenants(connection)

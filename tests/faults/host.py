@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from cotrain_store.redis_client.connection import SyncConnection
     from tests.faults.orders import Nursery
+    from tests.support.object_store import SeaweedFS
 
 #: One per tenant.
 KEYS = tuple(f"tml-faults{number}_secret-of-faults" for number in range(8))
@@ -79,6 +80,8 @@ class Host:
     """A worker copies a run out after so many requests."""
     quantum_tokens: int = QUANTUM_TOKENS
     """What a tenant may take of a cycle per visit."""
+    objects: SeaweedFS | None = None
+    """Where blobs are, if not in `folder`. Each process has a data folder of its own then, as on a host of its own."""
     deaths: list[Death] = field(default_factory=list)
     before_restart: Callable[[str], None] = lambda _: None
     """Called with the name of what died, before it is started again."""
@@ -116,7 +119,7 @@ class Host:
             self.add_worker(worker, worker)
         self.add_scheduler("scheduler")
         run = f"cotrain_server --listen-fd {listener} --long-poll-s {self.long_poll_s:g}"
-        self._keep("api", run, self._environment(API_KEYS=",".join(KEYS)))
+        self._keep("api", run, self._environment("api", API_KEYS=",".join(KEYS)))
         await self.until_ready()
         return self
 
@@ -133,7 +136,7 @@ class Host:
     def add_worker(self, name: str, worker_id: str, **settings: str) -> None:
         """Start a worker, under a name of the host's own."""
         self._keep(name, f"cotrain_workers --snapshot-ops {self.snapshot_ops}", self._environment(
-            BASE_MODEL=f"{MODEL}={self.folder}", WORKER_ID=worker_id, TORCH_THREADS="1",
+            name, BASE_MODEL=f"{MODEL}={self.folder}", WORKER_ID=worker_id, TORCH_THREADS="1",
             OFFLINE="true", DEVICE="cpu", KV_CACHE_TOKENS="4096",
         ) | {f"COTRAIN_{key}": value for key, value in settings.items()})  # fmt: skip
         self.workers = (*(one for one in self.workers if one != name), name)
@@ -141,7 +144,7 @@ class Host:
     def add_scheduler(self, name: str) -> None:
         """Start one more scheduler."""
         run = f"cotrain_scheduler --quantum-tokens {self.quantum_tokens}"
-        self._keep(name, run, self._environment())
+        self._keep(name, run, self._environment(name))
 
     def retire(self, name: str) -> asyncio.Task[None]:
         """Start a process no more once it has ended, which is what is waited for by what this gives."""
@@ -202,6 +205,9 @@ class Host:
         """Let a worker clear away at once what nothing refers to, until it has or TIDY_S are over; end it."""
         if is_tidy():
             return
+        with self.store() as store:  # else who swept before would keep the right to for a minute
+            for lease in store.scan_iter("cotrain:*sweeper"):
+                store.delete(lease)
         self.add_worker("sweeper", "sweeper", ORPHAN_AGE_S="0")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TIDY_S):
@@ -229,12 +235,16 @@ class Host:
         path = self.folder / "logs" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def _environment(self, **own: str) -> dict[str, str]:
+    def _environment(self, process: str, **own: str) -> dict[str, str]:
         shared = {
             "REDIS_URL": self.redis_url, "DATA_DIR": str(self.folder), "DISK_RESERVE_BYTES": "0",
             "FAILPOINTS_LOG": str(self.reached),
         }  # fmt: skip
-        return {
+        variables: dict[str, str] = {}
+        if self.objects:
+            variables = self.objects.variables()
+            shared["DATA_DIR"] = str(self.folder / f"host-of-{process}")
+        return variables | {
             f"COTRAIN_{name}": value for name, value in (shared | own | dict(self.settings)).items()
         }
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tests.faults.invariants import Ending
     from tests.faults.orders import Nursery
     from tests.faults.traffic import Played, Program
+    from tests.support.object_store import SeaweedFS
 
     Running = Coroutine[Any, Any, None]
     Disturb = Callable[[Host], Running]
@@ -73,6 +74,7 @@ async def trial(
     long_poll_s: float = 10.0,
     snapshot_ops: int = 3,
     crowded: bool = False,
+    objects: SeaweedFS | None = None,
 ) -> Outcome:
     """Play programs to a new server below `folder` while `disturb` runs; stop it, and look.
 
@@ -81,8 +83,10 @@ async def trial(
     outcome = Outcome()
     quantum_tokens = CROWDED_QUANTUM_TOKENS if crowded else QUANTUM_TOKENS
     given = {**(settings or {}), **(CROWDED if crowded else {})}
+    if objects:
+        given["BLOBS"] = objects.new_prefix()
     async with Host(
-        nursery, folder, given, workers, long_poll_s, snapshot_ops, quantum_tokens
+        nursery, folder, given, workers, long_poll_s, snapshot_ops, quantum_tokens, objects
     ) as host:
         watch = Watch(host.redis_url, MODEL)
         watching = asyncio.create_task(watch.run())
@@ -124,7 +128,13 @@ async def _look(host: Host, played: Sequence[Played], outcome: Outcome, *, crowd
     """Look at a server that was stopped, once what nothing refers to has been cleared away."""
     with host.store() as store:
         look = Look(store, host.folder, MODEL)
-        await host.tidy(lambda: not look.leftovers())
+
+        def is_tidy() -> bool:
+            if host.objects:
+                host.objects.copy_out(host.settings["BLOBS"], host.folder)
+            return not look.leftovers()
+
+        await host.tidy(is_tidy)
         outcome.ending = look.ending(played)
         outcome.violations += look.violations()
         outcome.violations += [f"I5 nobody refers to {path}" for path in look.leftovers()]

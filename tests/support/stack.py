@@ -170,7 +170,7 @@ def make_worker(
     )
     connection = open_sync_connection(redis_url)
     writer = new_writer("w0")
-    spools = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
+    spools = settings.open_spool(writer), settings.open_spool(RESULTS + writer)
     record = replace(
         pool_record_for_tests(),
         numerics_id=engine.facts.numerics_id,

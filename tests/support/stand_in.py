@@ -13,7 +13,7 @@ import numpy as np
 
 from cotrain_scheduler.backlog import runnable_prefix
 from cotrain_store.bodies.sample_body import encode_sample_output
-from cotrain_store.disk.spool import RESULTS, Spool, new_writer
+from cotrain_store.disk.spool import RESULTS, new_writer
 from cotrain_store.messages.history import PassEntry, StepEntry
 from cotrain_store.messages.ids import OpId, RunId, SessionId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import PASSES, OpKind, RunUsage, Step
@@ -145,7 +145,7 @@ def stand_in(services: Services) -> Iterator[StandIn]:
     """Enter as the worker of the API's pool."""
     settings = services.settings
     redis, writer = open_sync_connection(settings.redis_url), new_writer("stand-in")
-    spool, results = (Spool(settings.spool_dir, name) for name in (writer, RESULTS + writer))
+    spool, results = (settings.open_spool(name) for name in (writer, RESULTS + writer))
     execution = Execution(redis, spool, results, POOL.id, WORKER)
     epoch = execution.claim()
     execution.publish(POOL)

@@ -15,11 +15,12 @@ import structlog
 import torch
 
 from cotrain_store.blobs.claim import claim_blobs
-from cotrain_store.disk.spool import RESULTS, Spool, new_writer
+from cotrain_store.disk.spool import RESULTS, new_writer
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.logs import start_logs
+from cotrain_store.monitoring.metrics import count_blob_failures
 from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
 from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
@@ -91,7 +92,8 @@ def serve(settings: WorkerSettings, tuning: Tuning, links: Links | None = None) 
     pool = pool_of(settings.model_name)
     connection = open_sync_connection(settings.redis_url)
     check_store_sync(connection, accept_data_loss=settings.accept_data_loss)
-    claim_blobs(connection, settings.data_dir)
+    count_blob_failures(Source.WORKER)
+    claim_blobs(connection, settings.data_dir, settings.blobs)
     worker = _claim_worker_id(settings, connection, pool)
     settings = settings.model_copy(update={"worker_id": worker})
     start_logs(f"worker-{worker}", settings.log_level)
@@ -112,7 +114,7 @@ def serve(settings: WorkerSettings, tuning: Tuning, links: Links | None = None) 
     else:
         record = replace(record, tokenizer=tokenizer.folder)
     writer = new_writer(settings.worker_id)
-    spools = Spool(settings.spool_dir, writer), Spool(settings.spool_dir, RESULTS + writer)
+    spools = settings.open_spool(writer), settings.open_spool(RESULTS + writer)
     text = tokenizer.text if tokenizer else None
     loop = enter_pool(engine, connection, spools, record, settings, text, tuning)
     for signum in (signal.SIGTERM, signal.SIGINT):

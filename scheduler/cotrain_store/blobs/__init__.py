@@ -1,1 +1,1 @@
-"""Bytes under names, durable once put: files below a folder, or objects of a store; knows no run and no Redis."""
+"""Bytes under names, durable once put: files below a folder, or objects of a store; knows no run."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from cotrain_store.blobs.durable_files import make_folder
 from cotrain_store.blobs.opening import open_blobs
-from cotrain_store.errors import ForeignFolder, StoreUnavailable
+from cotrain_store.blobs.protocol import BlobsUnavailable
+from cotrain_store.errors import ForeignFolder, StoreUnavailable, UnusableBlobs
 from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 
@@ -25,26 +26,41 @@ if TYPE_CHECKING:
 MARK = "belongs-to"
 
 
-def claim_blobs(connection: SyncConnection, data_dir: Path) -> None:
-    """Have the blobs of a data folder belong to this Redis from now on, if they belong to none. Twice is harmless.
+def claim_blobs(connection: SyncConnection, data_dir: Path, url: str = "") -> None:
+    """Have blobs (`open_blobs`) belong to this Redis from now on, if they belong to none. Twice is harmless.
 
     Raises:
         ForeignFolder: they belong to another one, or to this one before it lost all it held.
         StoreUnavailable: Redis does not answer.
+        UnusableBlobs: the store of objects refuses, or does not answer: bucket, credentials, endpoint.
     """
-    blobs = open_blobs(data_dir)
+    blobs = open_blobs(url, data_dir)
+    where, setting = (url, "COTRAIN_BLOBS") if url else (data_dir, "COTRAIN_DATA_DIR")
     try:
         connection.set(fleet_keys.name(), secrets.token_hex(16), nx=True)
         name = connection.get(fleet_keys.name())
     except CONNECTION_LOST as lost:
         raise StoreUnavailable from lost
-    if not data_dir.exists():  # what is above one that is there need not be ours to read
-        make_folder(data_dir)
-    if _owner(blobs, name) != name:
+    if (
+        blobs.folder and not blobs.folder.exists()
+    ):  # what is above one that is there need not be ours to read
+        make_folder(blobs.folder)
+    try:
+        owner = _owner(blobs, name)
+    except (BlobsUnavailable, FileNotFoundError) as failed:
+        if isinstance(failed, BlobsUnavailable) and not failed.is_refusal:
+            raise StoreUnavailable(
+                f"{setting}: {where} does not answer: {failed.strerror}."
+            ) from failed
+        raise UnusableBlobs(
+            f"{setting}: {where} cannot be used: {failed.strerror}. Check that the bucket is there, and the "
+            "variables with its credentials, region and endpoint."
+        ) from failed
+    if owner != name:
         raise ForeignFolder(
-            f"The files in {data_dir} belong to another Redis than this one, or it has lost all it held: "
+            f"The files in {where} belong to another Redis than this one, or it has lost all it held: "
             "it would take them for leftovers and delete them. Start the Redis they belong to, or set "
-            f"another COTRAIN_DATA_DIR. Should that Redis be gone for good, keep a copy and delete {data_dir / MARK}."
+            f"another {setting}. Should that Redis be gone for good, keep a copy and delete {where}/{MARK}."
         )
 
 

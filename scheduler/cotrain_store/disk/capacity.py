@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
 
+from cotrain_store.blobs.protocol import BlobsUnavailable
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import DiskReserveReached, StoreFull, StoreUnavailable
 from cotrain_store.redis_client.connection import CONNECTION_LOST
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from cotrain_store.redis_client.connection import Connection
 
     #: Spools a body that is too large for Redis, and gives its reference, or `inline`.
-    #: Raises DiskReserveReached where it cannot be written.
+    #: Raises DiskReserveReached, StoreUnavailable where it cannot be written.
     StoreBody: TypeAlias = Callable[[bytes], Awaitable[str]]
 
 log = structlog.get_logger()
@@ -36,6 +37,7 @@ MEMORY_SHARE = 0.8
 CROWDED_SHARE = 0.5
 UNREAD_SHARE = 1 / 32
 _ASK_MEMORY_EVERY_S = 1.0
+UNLIMITED_BYTES = 1 << 62
 
 
 class Capacity:
@@ -66,7 +68,9 @@ class Capacity:
 
     @property
     def free_disk_bytes(self) -> int:
-        """Say what is free of the disk, above its reserve."""
+        """Say what is free of the disk, above its reserve; of an object store, more than there ever is."""
+        if not self._spool.fills_disk:
+            return UNLIMITED_BYTES
         return max(0, self._free_disk().free - self._reserve)
 
     def unread_bytes(self, quota_bytes: int) -> int:
@@ -104,6 +108,8 @@ class Capacity:
         durable = self._spool.put(body)
         try:
             return await asyncio.wrap_future(durable)
+        except BlobsUnavailable as unavailable:
+            raise StoreUnavailable("The object store takes nothing for now.") from unavailable
         except OSError as full:
             log.error("body_not_written", reason=full.strerror)
             raise DiskReserveReached from full

@@ -40,6 +40,8 @@ log = structlog.get_logger()
 #: Larger bodies go to the spool, smaller ones lie with their op in Redis.
 INLINE_LIMIT_BYTES = 16 * 1024
 SEGMENT_BYTES = 64 * 1024**2
+#: A batch of so much waits for no more.
+GATHERED_BYTES = 4 * 1024**2
 #: A writer adds to no segment that rested this long, so that it can be swept.
 REST_S = 300.0
 #: Segments of results start so, and did before these were counted.
@@ -92,6 +94,11 @@ class Spool:
     `writer` must be new for every process start: segments are never appended to by another one.
     """
 
+    #: Whether what is put takes room on the disk of `folder`.
+    fills_disk = True
+    #: How long a batch waits for more: a file waits for its disk, and what comes then is the next batch.
+    GATHER_S = 0.0
+
     def __init__(self, folder: Path, writer: str, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.folder = folder
         self._writer = writer
@@ -131,10 +138,9 @@ class Spool:
         """
         at = SpoolRef.parse(ref)
         try:
-            with (self.folder / at.segment).open("rb") as file:
-                file.seek(at.offset)
-                magic, length, digest = _HEADER.unpack(file.read(_HEADER.size))
-                payload = file.read(at.length)
+            record = self._read(at.segment, at.offset, at.offset + _HEADER.size + at.length)
+            magic, length, digest = _HEADER.unpack_from(record)
+            payload = record[_HEADER.size :]
         except (OSError, struct.error) as broken:
             if passes(broken):
                 raise
@@ -144,6 +150,11 @@ class Spool:
             raise SpoolCorrupt(f"Spool record {ref} does not match its digest.")
         return payload
 
+    def _read(self, segment: str, start: int, end: int) -> bytes:
+        with (self.folder / segment).open("rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
     def close(self) -> None:
         """Finish what is waiting and stop writing."""
         self._waiting.put(_CLOSE)
@@ -151,14 +162,7 @@ class Spool:
 
     def _write_loop(self) -> None:
         while (first := self._next()) is not _CLOSE:
-            batch = [first]
-            while not self._waiting.empty():
-                following = self._waiting.get()
-                if following is _CLOSE:
-                    self._waiting.put(_CLOSE)
-                    break
-                batch.append(following)
-            self._write(batch)
+            self._write(self._batch(first))
         self._leave_segment()
         with self._holding:
             for segment in self._kept.values():
@@ -171,6 +175,23 @@ class Spool:
         except queue.Empty:
             self._leave_segment()
             return self._waiting.get()
+
+    def _batch(self, first: tuple[bytes, Future[str]]) -> list[tuple[bytes, Future[str]]]:
+        """Take what waits, and what else comes in GATHER_S as long as that is not much."""
+        batch, size = [first], len(first[0])
+        until = time.monotonic() + self.GATHER_S
+        while size < self._segment_bytes:
+            wait_s = max(0.0, until - time.monotonic()) if size < GATHERED_BYTES else 0.0
+            try:
+                following = self._waiting.get(timeout=wait_s)
+            except queue.Empty:
+                break
+            if following is _CLOSE:
+                self._waiting.put(_CLOSE)
+                break
+            batch.append(following)
+            size += len(following[0])
+        return batch
 
     def _write(self, batch: list[tuple[bytes, Future[str]]]) -> None:
         # A caller that gave up has cancelled its future; from here on none can.
@@ -204,13 +225,13 @@ class Spool:
         raise OSError(errno.ENOENT, "Another process removes the files of the spool")
 
     def _append(self, segment: _Segment, payload: bytes) -> SpoolRef:
-        digest = _digest(payload)
-        record = memoryview(_HEADER.pack(_MAGIC, len(payload), digest) + payload)
+        encoded, digest = record_of(payload)
+        record = memoryview(encoded)
         written = os.write(segment.file, record[: len(record) // 2])
         failpoint("spool.half_written")
         while written < len(record):
             written += os.write(segment.file, record[written:])
-        ref = SpoolRef(segment.name, segment.size, len(payload), digest.hex())
+        ref = SpoolRef(segment.name, segment.size, len(payload), digest)
         segment.size += len(record)
         return ref
 
@@ -243,6 +264,12 @@ class Spool:
         if segment is not self._segment and segment.unsettled <= 0:
             del self._kept[segment.name]
             os.close(segment.file)
+
+
+def record_of(payload: bytes) -> tuple[bytes, str]:
+    """Encode a record; return it and the digest (hex) of its payload."""
+    digest = _digest(payload)
+    return _HEADER.pack(_MAGIC, len(payload), digest) + payload, digest.hex()
 
 
 def _has_its_name(path: Path, file: int) -> bool:

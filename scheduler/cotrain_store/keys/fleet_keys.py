@@ -29,6 +29,16 @@ def name() -> str:
     return "cotrain:name"
 
 
+def sweeper() -> str:
+    """Name the lease of the worker that sweeps spool and recovery copies in an object store (SweepLease)."""
+    return "cotrain:sweeper"
+
+
+def pool_sweeper(pool: PoolId) -> str:
+    """Name the lease of the worker that sweeps a pool's saved weights in an object store (SweepLease)."""
+    return f"{prefix(pool)}sweeper"
+
+
 def pools() -> str:
     """Name the hash of pools (id → PoolRecord); a worker writes its own at start."""
     return "cotrain:pools"

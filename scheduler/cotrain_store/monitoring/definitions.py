@@ -55,6 +55,7 @@ _OF_TENANT = ("pool", "tenant")
 _OF_WORKER = ("pool", "worker")
 
 _API = (
+    Metric(Source.API, "cotrain_api_blob_failures_total", _C, "What the object store refused, or did not answer.", ("kind",)),
     Metric(Source.API, "cotrain_api_trace_spans_dropped_total", _C, "Spans of traces that no collector got.", ("reason",)),
     Metric(Source.API, "cotrain_build_info", _G, "1; the version is the label.", ("version",)),
     Metric(
@@ -94,6 +95,7 @@ _WORKER = (
     Metric(Source.WORKER, "cotrain_sample_time_to_first_token_seconds", _H, "From accepted to the first token.", _OF_WORKER, _LONG),
     Metric(Source.WORKER, "cotrain_snapshot_seconds", _H, "Time to write a recovery copy.", _OF_WORKER, _LONG),
     Metric(Source.WORKER, "cotrain_tenant_device_seconds_total", _C, "Time of the device that a tenant's training and sampling took.", ("pool", "worker", "tenant")),
+    Metric(Source.WORKER, "cotrain_worker_blob_failures_total", _C, "What the object store refused, or did not answer.", ("kind",)),
     Metric(Source.WORKER, "cotrain_worker_trace_spans_dropped_total", _C, "Spans of traces that no collector got.", ("reason",)),
 )  # fmt: skip
 

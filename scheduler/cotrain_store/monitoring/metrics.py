@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from cotrain_store.blobs.failures import FAILURES
 from cotrain_store.monitoring.counted_histogram import CountedHistogram
 from cotrain_store.monitoring.definitions import METRICS, Metric, Source
 
@@ -54,6 +55,18 @@ TRACE_SPANS_DROPPED = {
     source: _counter(f"cotrain_{source}_trace_spans_dropped_total")
     for source in (Source.API, Source.SCHEDULER, Source.WORKER)
 }
+
+# Of each process that reads and writes blobs, its own
+BLOB_FAILURES = {
+    source: _counter(f"cotrain_{source}_blob_failures_total")
+    for source in (Source.API, Source.WORKER)
+}
+
+
+def count_blob_failures(source: Source) -> None:
+    """Have this process count what an object store refuses; nothing to count where there is none."""
+    FAILURES.count = lambda operation: BLOB_FAILURES[source].labels(operation).inc()
+
 
 # Scheduler
 OP_WAIT = _histogram("cotrain_op_wait_seconds")

@@ -30,6 +30,7 @@ from cotrain_store.oplog.rollback import DIGESTS_KEPT, Rollback
 from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.tenants.names import TenantNames
 from cotrain_store.tenants.run_bytes import STATES_KEPT
+from cotrain_store.weights.sweep_lease import SweepLease
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -305,6 +306,10 @@ class Execution:
         """List the spool segments that some op or result still needs."""
         counts = (result_keys.spool_segment_refs(), result_keys.spool_results())
         return [name.decode() for count in counts for name in self._redis.hkeys(count)]
+
+    def sweep_lease(self) -> SweepLease:
+        """Compete for the right to sweep spool and recovery copies."""
+        return SweepLease(self._redis, fleet_keys.sweeper(), f"{self.pool}/{self.worker}")
 
     def living_writers(self) -> frozenset[str]:
         """Name all workers of any pool that are alive, as `writer` names this one."""

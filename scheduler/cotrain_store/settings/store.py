@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from cotrain_store.blobs.opening import open_blobs
+from cotrain_store.blobs.opening import check_url, open_blobs
+from cotrain_store.disk.object_spool import ObjectSpool
+from cotrain_store.disk.spool import Spool
 from cotrain_store.redis_client.address import parse_address, with_password
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ class StoreSettings(BaseSettings):
     """Holds the password of `redis_url`, which then names none: a file shows in no list of variables."""
     data_dir: Path
     """Spool, snapshots, logs and, when embedded, Redis itself. One per server."""
+    blobs: str = ""
+    """Where spool, snapshots and saved weights are, if not in the data folder: `s3://bucket/prefix`, `gs://…`,
+    `az://…`, or `file:///path`. The data folder is this host's own then."""
     accept_data_loss: bool = False
     """Start even on a Redis that could lose acknowledged writes."""
     log_level: LogLevel = "info"
@@ -56,15 +61,26 @@ class StoreSettings(BaseSettings):
         parse_address(given)
         return given
 
+    @field_validator("blobs")
+    @classmethod
+    def _is_where_blobs_can_be(cls, given: str) -> str:
+        if given:
+            check_url(given)
+        return given.rstrip("/")
+
     @property
     def blob_store(self) -> Blobs:
         """What is too large for Redis: the body spool, recovery copies, saved weights, tokenizers."""
-        return open_blobs(self.data_dir)
+        return open_blobs(self.blobs, self.data_dir)
 
-    @property
-    def spool_dir(self) -> Path:
-        """Bodies and results too large for Redis."""
-        return self.data_dir / "spool"
+    def open_spool(self, writer: str) -> Spool:
+        """Open the spool for bodies and results too large for Redis; raises OSError."""
+        spool = self.blob_store.below("spool")
+        return (
+            Spool(spool.folder, writer)
+            if spool.folder
+            else ObjectSpool(spool, writer, self.data_dir)
+        )
 
 
 def with_password_of(url: str, file: Path) -> str:

@@ -72,6 +72,10 @@ class WorkerSettings(StoreSettings):
     def _names_its_vllm(self) -> Self:
         if self.sampler == "vllm" and not self.vllm_url:
             raise ValueError("sampler=vllm needs vllm_url.")
+        if self.sampler == "vllm" and not self.blob_store.folder:
+            raise ValueError(
+                "sampler=vllm reads adapters from a folder: blobs must be unset or file:///…."
+            )
         return self
 
     @property

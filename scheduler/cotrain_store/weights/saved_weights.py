@@ -21,6 +21,7 @@ from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.rows import WEIGHTS_FIELDS, weights_record
 from cotrain_store.messages.weights import CheckpointRecord, external_folder
 from cotrain_store.redis_client.scripts import sync_script
+from cotrain_store.weights.sweep_lease import SweepLease
 
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import PoolId, WorkerId
@@ -173,6 +174,10 @@ class SavedWeights:
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"LAST")
+
+    def sweep_lease(self) -> SweepLease:
+        """Compete for the right to sweep this pool's files."""
+        return SweepLease(self._redis, fleet_keys.pool_sweeper(self._pool), self._worker)
 
     def knows(self, digest: str) -> bool:
         """Tell whether some weights have this content: a folder without is a leftover."""

@@ -15,6 +15,8 @@ from rich.markup import escape
 from cotrain_server.supervisor.environment import opened
 from cotrain_server.supervisor.gpus import UnfitGpus, chosen, enough
 from cotrain_server.supervisor.gpus import gpus as visible_gpus
+from cotrain_store.blobs.opening import check_url
+from cotrain_store.settings.store import PREFIX
 
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"
 
@@ -186,3 +188,14 @@ def say(line: str) -> None:
     """Print what a supervisor has to say, with the time, for a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[dim]{datetime.now():%H:%M:%S}[/dim] {escape(line)}")
+
+
+def chosen_blobs() -> str:
+    """Read COTRAIN_BLOBS, which every process gets; ends the command where it is no address."""
+    url = os.environ.get(f"{PREFIX}BLOBS", "")
+    try:
+        if url:
+            check_url(url)
+    except ValueError as error:
+        refuse(f"{PREFIX}BLOBS: {error}")
+    return url.rstrip("/")

@@ -21,6 +21,7 @@ from cotrain_server.commands.options import (
     RedisUrl,
     TorchThreads,
     Workers,
+    chosen_blobs,
     chosen_gpus,
     named_base_models,
     refuse,
@@ -125,6 +126,7 @@ def serve(
         accept_data_loss=accept_data_loss,
         given=given,
         workers=workers,
+        blobs=chosen_blobs(),
         gpus=chosen_gpus(gpus, device, workers, len(base_models), group_size),
         group_size=group_size,
     )

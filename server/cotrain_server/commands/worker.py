@@ -19,6 +19,7 @@ from cotrain_server.commands.options import (
     LogLevel,
     TorchThreads,
     Workers,
+    chosen_blobs,
     chosen_gpus,
     named_base_models,
     refuse,
@@ -66,8 +67,12 @@ def worker(
     if redis_url is None:
         refuse("Which Redis? --redis-url, or COTRAIN_REDIS_URL: the one that the server uses.")
     if data_dir is None:
-        refuse("Which data folder? --data-dir, or COTRAIN_DATA_DIR: the server's, mounted here.")
-    if not (data_dir / MARK).is_file():
+        refuse(
+            "Which data folder? --data-dir, or COTRAIN_DATA_DIR: the server's, mounted here; with COTRAIN_BLOBS "
+            "one of this host's own."
+        )
+    blobs = chosen_blobs()
+    if not blobs and not (data_dir / MARK).is_file():
         refuse(
             f"{data_dir} is no server's data folder: it has no file {MARK}. Mount the one that the server "
             "uses; it has that file once the server has started."
@@ -82,6 +87,7 @@ def worker(
         accept_data_loss=False,
         given={"DEVICE": device, "TORCH_THREADS": str(torch_threads), "LOG_LEVEL": log_level},
         workers=workers,
+        blobs=blobs,
         gpus=chosen_gpus(gpus, device, workers, len(base_models), group_size),
         group_size=group_size,
         worker_names=f"{prefix_of(socket.gethostname() if name is None else name)}-w",

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import hashlib
 import os
+import re
 import tarfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import io
     from collections.abc import AsyncIterator, Sequence
 
+    from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
     from cotrain_store.blobs.protocol import Blob, Blobs
@@ -42,6 +44,7 @@ ARCHIVE = "checkpoint.tar"
 COMPLETE = "checkpoint_complete"
 CHUNK_BYTES = 1024**2
 _BLOCK = tarfile.BLOCKSIZE
+_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 #: Errors of this process, or of this moment: the file may well be there.
 _SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE})
 
@@ -146,6 +149,47 @@ def _is_whole(file: OpenFile, expected: str | None) -> bool:
     return True
 
 
+def file_download(file: OpenFile, range_: str | None) -> Response:
+    """Send a file, whole or the ranges that are asked for (the header `Range`); of an object one range."""
+    try:
+        file.content.fileno()
+    except OSError:
+        return ObjectDownload(file, range_)
+    return FileDownload(file)
+
+
+class ObjectDownload(StreamingResponse):
+    """An object of a store, whole or the one range that is asked for, passed on as it comes."""
+
+    def __init__(self, file: OpenFile, range_: str | None) -> None:
+        self._file = file
+        asked = _RANGE.fullmatch(range_ or "")
+        start = int(asked[1]) if asked else 0
+        end = min(file.size, int(asked[2]) + 1) if asked and asked[2] else file.size
+        is_part = asked is not None and start < end
+        if not is_part:
+            start, end = 0, file.size
+        headers = {
+            "Content-Length": str(end - start),
+            "Content-Disposition": f'attachment; filename="{file.name}"',
+            "Accept-Ranges": "bytes",
+        }
+        if is_part:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
+        super().__init__(
+            _content(file, start, end),
+            status_code=206 if is_part else 200,
+            media_type="application/octet-stream",
+            headers=headers,
+        )
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, and close it."""
+        with self._file.content:
+            await super().__call__(scope, receive, send)
+
+
 class FileDownload(FileResponse):
     """One file, whole or the ranges that are asked for."""
 
@@ -200,14 +244,16 @@ def tar_size(sizes: Sequence[int]) -> int:
 async def _tar(files: Sequence[OpenFile], made_at: int) -> AsyncIterator[bytes]:
     for file in files:
         yield _header(file.name, file.size, made_at)
-        async for part in _content(file):
+        async for part in _content(file, 0, file.size):
             yield part
         yield bytes(_padding(file.size))
     yield _header(COMPLETE, 0, made_at) + bytes(2 * _BLOCK)
 
 
-async def _content(file: OpenFile) -> AsyncIterator[bytes]:
-    while part := await asyncio.to_thread(file.content.read, CHUNK_BYTES):
+async def _content(file: OpenFile, start: int, end: int) -> AsyncIterator[bytes]:
+    file.content.seek(start)
+    while part := await asyncio.to_thread(file.content.read, min(CHUNK_BYTES, end - start)):
+        start += len(part)
         yield part
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from cotrain_server.errors import BadLink
 from cotrain_server.http.dependencies import ServicesDep
 from cotrain_server.http.downloads import (
     ARCHIVE,
-    FileDownload,
     TarDownload,
+    file_download,
     files_of,
     names_of,
     open_files,
@@ -32,7 +32,7 @@ router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
     response_class=Response,
     responses={200: {"content": {"application/octet-stream": {}, "application/x-tar": {}}}},
 )
-async def download(token: str, file: str, services: ServicesDep) -> Response:
+async def download(token: str, file: str, request: Request, services: ServicesDep) -> Response:
     """Send one file of a checkpoint, to any client that has the link; no API key is asked for.
 
     What the link was made for is looked up again: a checkpoint that was deleted, or taken from its
@@ -44,14 +44,16 @@ async def download(token: str, file: str, services: ServicesDep) -> Response:
     source = await find_source(services, link.tenant, link.path)
     if source.weights.ref != link.weights:
         raise CheckpointNotFound
-    return await _answer(services, source, file)
+    return await _answer(services, source, file, request)
 
 
-async def _answer(services: Services, source: Source, file: str) -> Response:
+async def _answer(services: Services, source: Source, file: str, request: Request) -> Response:
     checkpoint = source.checkpoint
     files_there = files_of(services.settings.blob_store, checkpoint, source.weights)
     if file != ARCHIVE:
-        return FileDownload((await open_files(files_there, [file]))[0])
+        return file_download(
+            (await open_files(files_there, [file]))[0], request.headers.get("range")
+        )
     files = await open_files(files_there, names_of(checkpoint, source.weights))
     name = f"{checkpoint.run}_{checkpoint.kind}_{checkpoint.name}.tar".replace(":", "_")
     return TarDownload(files, name, checkpoint.created_at)

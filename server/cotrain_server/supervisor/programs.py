@@ -60,6 +60,8 @@ class Plan:
     """Per base model, where no GPUs are chosen."""
     worker_names: str = "w"
     """What a worker's id begins with; its number follows."""
+    blobs: str = ""
+    """As COTRAIN_BLOBS; empty: in the data folder."""
     gpus: tuple[str, ...] = ()
     """As CUDA_VISIBLE_DEVICES names them: a worker on each. None chosen: one after the other, as far as there are."""
 

@@ -236,7 +236,7 @@ async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None])
             try:
                 await check_store(connection, accept_data_loss=plan.accept_data_loss)
                 with open_sync_connection(redis_url) as store:
-                    await asyncio.to_thread(claim_blobs, store, plan.data_dir)
+                    await asyncio.to_thread(claim_blobs, store, plan.data_dir, plan.blobs)
                 return None if plan.api_keys else await _first_key(Tenants(connection))
             except (StoreUnavailable, *CONNECTION_LOST) as error:
                 reason = str(error)

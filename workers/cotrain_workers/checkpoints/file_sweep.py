@@ -26,11 +26,14 @@ class FileSweep:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._looking: Future[None] | None = None
         self._look_at = 0.0
+        self._lease = None if files.blobs.folder else saved.sweep_lease()
         self.unwanted = Unwanted(orphan_age_s)
 
     def maintain(self, now: float) -> None:
         """Look if it is time to; raises what the last look raised, and looks again then."""
-        if self._looking is None and now >= self._look_at:
+        if self._lease and not self._lease.is_mine(now):
+            self.unwanted = Unwanted(self._age_s)
+        elif self._looking is None and now >= self._look_at:
             self._looking = self._thread.submit(
                 self._files.remove_orphans, self._saved, self.unwanted, now
             )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cotrain_store.disk.object_spool import OBJECTS_REST
 from cotrain_store.disk.orphan_ages import Unwanted
 from cotrain_store.disk.spool import UNCOUNTED, unwritten_segments
 from cotrain_workers.recovery.snapshot_file import orphans, run_folder
@@ -39,12 +40,22 @@ class Sweep:
         self._spool = settings.blob_store.below("spool")
         self._snapshots = settings.blob_store.below("snapshots")
         self._age_s = settings.orphan_age_s
-        self._segments, self._copies = Unwanted(self._age_s), Unwanted(self._age_s)
+        self._has_locks = self._spool.folder is not None
+        self._lease = None if self._has_locks else execution.sweep_lease()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know of nothing unwanted: what was seen of it while another worker swept says nothing."""
+        segments_age_s = self._age_s if self._has_locks else OBJECTS_REST * self._age_s
+        self._segments, self._copies = Unwanted(segments_age_s), Unwanted(self._age_s)
         self._uncounted = Unwanted(UNCOUNTED_AGE_S)
         self._segments_at = self._copies_at = -math.inf
 
     def maintain(self, now: float, writing: Collection[RunId]) -> None:
         """Remove what is old, if it is time to look. Copies of runs in `writing` may be registered soon."""
+        if self._lease and not self._lease.is_mine(now):
+            self._begin()
+            return
         if now >= self._segments_at:
             self._segments_at = now + min(SWEEP_S, self._age_s)
             self._sweep_segments(now)

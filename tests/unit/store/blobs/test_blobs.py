@@ -7,21 +7,31 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cotrain_store.blobs.claim import MARK
 from cotrain_store.blobs.folder import Folder
+from cotrain_store.blobs.opening import open_blobs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from cotrain_store.blobs.protocol import Blobs
+    from tests.support.object_store import SeaweedFS
 
 
-@pytest.fixture(params=["folder"])
-def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Blobs:
-    return Folder(tmp_path)
+@pytest.fixture(params=["folder", "objects"])
+def blobs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Blobs:
+    if request.param == "folder":
+        return Folder(tmp_path)
+    server: SeaweedFS = request.getfixturevalue("object_store")
+    for name, value in server.variables().items():
+        monkeypatch.setenv(name, value)
+    blobs = open_blobs(server.new_prefix(), tmp_path)
+    blobs.put(MARK, b"a Redis")  # else nothing is believed to be missing
+    return blobs
 
 
 def keys(blobs: Blobs, prefix: str = "") -> list[str]:
-    return [blob.key for blob in blobs.list(prefix)]
+    return [blob.key for blob in blobs.list(prefix) if blob.key != MARK]
 
 
 @pytest.mark.parametrize("size", [0, 1, 100_000, 12 * 1024**2])

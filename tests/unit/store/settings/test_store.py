@@ -14,10 +14,7 @@ def test_every_setting_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COTRAIN_ACCEPT_DATA_LOSS", "true")
     settings = StoreSettings()
     assert settings.redis_url == "unix:///run/redis.sock"
-    assert (settings.spool_dir, settings.blob_store.folder) == (
-        Path("/data/spool"),
-        Path("/data"),
-    )
+    assert settings.blob_store.folder == Path("/data")
     assert settings.accept_data_loss
 
 

@@ -1,0 +1,69 @@
+"""Blobs in an object store, and each process on a host of its own: the same promises as with one folder."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults.scenarios import until_reached
+from tests.faults.test_directed import PACKS, UNSAMPLED, UNSAMPLED_PACKS
+from tests.faults.test_directed import PROGRAMS as SAMPLED
+from tests.faults.trial import trial
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.faults.conftest import Calm
+    from tests.faults.host import Host
+    from tests.faults.orders import Nursery
+    from tests.support.object_store import SeaweedFS
+
+in_one_loop = pytest.mark.asyncio(loop_scope="session")
+#: What writes blobs, and what refers to them.
+OF_BLOBS = ("spool", "copy", "copied", "save", "saved", "optimizer", "export")
+
+
+@in_one_loop
+async def test_a_worker_is_gone_and_another_host_goes_on_with_the_same_numbers(
+    nursery: Nursery, folder: Path, calm: Calm, object_store: SeaweedFS
+) -> None:
+    async def remove(host: Host) -> None:
+        await until_reached(host, "worker.after_commit", 6)
+        host.kill("w1")
+        host.retire("w1")
+        await asyncio.Event().wait()
+
+    outcome = await trial(
+        nursery, folder, SAMPLED, expected=await calm(SAMPLED), disturb=remove,
+        workers=("w0", "w1"), settings={"REASSIGN_AFTER_S": "0.5"}, objects=object_store,
+    )  # fmt: skip
+    assert outcome.violations == []
+    assert outcome.reached["reassign.after"] >= 1
+    assert outcome.killed == {"w1": 1}
+    kept = {host: _names(folder / f"host-of-{host}") for host in ("api", "w0", "w1")}
+    for names in kept.values():  # nothing of it is needed elsewhere
+        assert names <= {"run", "admin-key", "micro_batches.json"}
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@in_one_loop
+@pytest.mark.faults
+@pytest.mark.parametrize("pack", OF_BLOBS)
+async def test_death_at_a_failpoint_changes_nothing_with_objects(
+    pack: str, nursery: Nursery, folder: Path, calm: Calm, object_store: SeaweedFS
+) -> None:
+    asked = SAMPLED if pack in PACKS else UNSAMPLED
+    names = (PACKS | UNSAMPLED_PACKS)[pack]
+    faults = [f"{name}=kill@{nth}" for name in names for nth in (1, 2, 3)]
+    outcome = await trial(
+        nursery, folder, asked, expected=await calm(asked),
+        settings={"FAILPOINTS": ",".join(faults)}, objects=object_store,
+    )  # fmt: skip
+    assert outcome.violations == []
+    assert {name: outcome.reached[name] for name in names if outcome.reached[name] < 3} == {}
+    assert len(outcome.deaths) == len(faults)
