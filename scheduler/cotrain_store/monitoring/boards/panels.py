@@ -167,6 +167,10 @@ SERVER = Board(
         Panel("Webhooks", _lines(
             ("sum by (outcome) (rate(cotrain_webhook_deliveries_total[$range])) or vector(0)", "{{outcome}}"),
         ), "ops"),
+        Panel("Failures of the object store", _lines(
+            ("sum(rate(cotrain_api_blob_failures_total[$range])) or vector(0)", "API"),
+            ("sum(rate(cotrain_worker_blob_failures_total[$range])) or vector(0)", "workers"),
+        ), "ops"),
         Panel("Spans that no collector got", _lines(
             ("sum(rate(cotrain_api_trace_spans_dropped_total[$range])) or vector(0)", "API"),
             ("sum(rate(cotrain_scheduler_trace_spans_dropped_total[$range])) or vector(0)", "scheduler"),
