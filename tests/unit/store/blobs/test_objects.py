@@ -251,7 +251,10 @@ async def test_a_tokenizer_is_read_from_the_store_once(
         await language_of(replace(POOL, tokenizer="tiny-1-gone"), settings)
 
 
-@pytest.mark.parametrize("module", ["cotrain_workers", "cotrain_server"])
+@pytest.mark.parametrize(
+    "module",
+    ["cotrain_server", pytest.param("cotrain_workers", marks=pytest.mark.faults)],  # seconds each
+)
 def test_a_process_with_a_wrong_bucket_says_so_in_a_sentence_and_ends(
     module: str,
     object_store: SeaweedFS,
