@@ -187,7 +187,9 @@ def test_a_process_has_no_rights_to_lose(example: str) -> None:
 def volumes(example: str, container: dict[str, Any]) -> list[dict[str, Any]]:
     """The volumes of a container's pod, claims of its own among them."""
     found = next(p for p in pods(example).values() if container in [*p.get("initContainers", []), *p["containers"]])  # fmt: skip
-    return [*found["volumes"], {"name": "redis"}]
+    claims = of_kind(example, "StatefulSet")
+    own = [c["metadata"] for s in claims for c in s["spec"].get("volumeClaimTemplates", ())]
+    return [*found["volumes"], *own]
 
 
 @ALL
@@ -331,6 +333,25 @@ def test_an_external_redis_replaces_the_one_of_the_chart() -> None:
             address = parse_address(env["COTRAIN_REDIS_URL"])
             assert (address.replicas, len(address.sentinels)) == (1, 3), name
             assert "/redis-ca" in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_with_an_object_store_nothing_is_shared_and_every_process_has_the_same_address() -> None:
+    assert of_kind("blobs", "PersistentVolumeClaim", "Job") == []
+    for name, container in containers("blobs"):
+        if container["name"] in SETTINGS:
+            env = {each["name"]: each.get("value") for each in container["env"]}
+            assert env["COTRAIN_BLOBS"] == "s3://cotrain/prod", name
+        if container["name"] in ("api", "worker"):
+            assert container["envFrom"] == [{"secretRef": {"name": "bucket-credentials"}}]
+        if container["name"] == "base-model":
+            assert "HF_HUB_OFFLINE" not in {each["name"] for each in container["env"]}
+    kinds = {n: {v["name"]: v for v in p["volumes"]}.get("data") for n, p in pods("blobs").items()}
+    assert kinds["demo-cotrain-api"] == kinds["demo-cotrain-scheduler"] == {"name": "data", "emptyDir": {}}
+    (workers,) = (s for s in of_kind("blobs", "StatefulSet") if not s["metadata"]["name"].endswith("-redis"))  # fmt: skip
+    (claim,) = workers["spec"]["volumeClaimTemplates"]
+    assert claim["metadata"]["name"] == "data"
+    egress = {p["metadata"]["name"]: p["spec"] for p in of_kind("blobs", "NetworkPolicy")}["demo-cotrain-workers"]["egress"]  # fmt: skip
+    assert [port["port"] for each in egress for port in each["ports"]] == [53, 53, 6379, 443, 9000]
 
 
 def test_names_that_clients_ask_for_are_those_before_the_folder() -> None:

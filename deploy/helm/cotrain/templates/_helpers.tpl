@@ -32,6 +32,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- /* What a pod may: nothing that it does not need. Variables of services are left out, since COTRAIN_PORT is one of our settings. */ -}}
 {{- define "cotrain.pod" -}}
 automountServiceAccountToken: false
+{{- with .root.Values.blobs.serviceAccount }}
+serviceAccountName: {{ . }}
+{{- end }}
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
@@ -67,6 +70,7 @@ securityContext:
   "COTRAIN_DATA_DIR" "/data"
   "COTRAIN_METRICS_HOST" "0.0.0.0"
   "COTRAIN_METRICS_PORT" "9464" -}}
+{{- if $root.Values.blobs.url }}{{ $_ := set $all "COTRAIN_BLOBS" $root.Values.blobs.url }}{{ end -}}
 {{- if $root.Values.secretKeys.redisPassword }}{{ $_ := set $all "COTRAIN_REDIS_PASSWORD_FILE" (printf "/secret/%s" $root.Values.secretKeys.redisPassword) }}{{ end -}}
 {{- $merged := mergeOverwrite $all .own $root.Values.env (.of.env | default dict) -}}
 {{- range $name, $value := $merged }}
@@ -86,9 +90,30 @@ securityContext:
 {{- end }}
 {{- end }}
 
-{{- define "cotrain.volumes" -}}
+{{- /* The data folder; of a worker with an object store, its own claim has this name. */ -}}
+{{- define "cotrain.dataVolume" -}}
+{{- if not .Values.blobs.url }}
 - name: data
   persistentVolumeClaim: {claimName: {{ include "cotrain.dataClaim" . }}}
+{{- end }}
+{{- end }}
+
+{{- define "cotrain.scratchVolume" -}}
+{{- if .Values.blobs.url }}
+- name: data
+  emptyDir: {}
+{{- end }}
+{{- end }}
+
+{{- /* How a process that stores blobs shows who it is. */ -}}
+{{- define "cotrain.blobsFrom" -}}
+{{- with .Values.blobs.secret }}
+envFrom: [{secretRef: {name: {{ . }}}}]
+{{- end }}
+{{- end }}
+
+{{- define "cotrain.volumes" -}}
+{{- include "cotrain.dataVolume" . }}
 - name: tmp
   emptyDir: {}
 {{- if .Values.secretKeys.redisPassword }}
