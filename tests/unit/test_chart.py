@@ -346,7 +346,11 @@ def test_with_an_object_store_nothing_is_shared_and_every_process_has_the_same_a
         if container["name"] == "base-model":
             assert "HF_HUB_OFFLINE" not in {each["name"] for each in container["env"]}
     kinds = {n: {v["name"]: v for v in p["volumes"]}.get("data") for n, p in pods("blobs").items()}
-    assert kinds["demo-cotrain-api"] == kinds["demo-cotrain-scheduler"] == {"name": "data", "emptyDir": {}}
+    assert (
+        kinds["demo-cotrain-api"]
+        == kinds["demo-cotrain-scheduler"]
+        == {"name": "data", "emptyDir": {}}
+    )
     (workers,) = (s for s in of_kind("blobs", "StatefulSet") if not s["metadata"]["name"].endswith("-redis"))  # fmt: skip
     (claim,) = workers["spec"]["volumeClaimTemplates"]
     assert claim["metadata"]["name"] == "data"
