@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain_store.messages.encoding import encode
@@ -77,6 +77,7 @@ def test_the_operators_bounds_hold(needed: int, found: int) -> None:
     assert wanted([(1_200, needed)], Bounds(2, 4))[-1] == found
 
 
+@settings(max_examples=25)  # each is some thousand looks
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 20)), max_size=12))
 def test_it_never_goes_up_and_down_again_faster_than_it_says(
     needed: list[tuple[int, int]],
