@@ -6,17 +6,18 @@ import json
 import sys
 import time
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.fake_vllm import FakeVllm
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 from tests.warm.popen import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 KEY = "tml-a-lab_of-one-tenant"
 PATIENCE_S = 300
@@ -88,8 +89,19 @@ def test_a_group_whose_processes_die_or_hang_gives_the_numbers_of_one_process(
     log = (folder / "logs" / "worker-w0.log").read_text()
     assert log.count('"event": "worker_started"') == 4, log
     assert log.count("group_ended") == 3
+    assert log.count('"event": "worker_stopped"') == 1
     assert "Timed out" in log, "nothing waited for the process that stood still"
     assert saved_in(folder) == saved_in(tmp_path / "alone")
+
+
+def test_a_vllm_server_samples_for_a_group(tmp_path: Path, base_model: str) -> None:
+    name, _, folder = base_model.partition("=")
+    with FakeVllm(Path(folder), name) as vllm:
+        settings = {"COTRAIN_SAMPLER": "vllm", "COTRAIN_VLLM_URL": vllm.url}
+        options = ["--group-size=2"]
+        with Serving(tmp_path / "group", [base_model], [KEY], options, settings) as serving:
+            assert "do not sample" not in serving.log
+            assert train(serving)["sampled"] == "answered"
 
 
 def test_a_group_that_cannot_load_its_base_model_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def step_of(optim: Any) -> Any:
 
 
 def sample(service: tinker.ServiceClient) -> str:
-    """Ask the base model for a token; return how that was refused."""
+    """Ask the base model for a token; return how that was refused, or that it was answered."""
     sampler: Any = service.create_sampling_client(base_model="tiny")
     sampler = sampler.result() if hasattr(sampler, "result") else sampler
     try:
@@ -56,7 +56,7 @@ def sample(service: tinker.ServiceClient) -> str:
         ).result()
     except tinker.TinkerError as refused:
         return str(refused)
-    return ""
+    return "answered"
 
 
 def main(address: str, key: str) -> None:

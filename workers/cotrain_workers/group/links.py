@@ -50,7 +50,10 @@ class Links:
         dist.init_process_group(backend, timeout=timeout)
         self.number: int = dist.get_rank()
         self.size: int = dist.get_world_size()
-        self._orders = dist.new_group(backend="gloo", timeout=NEVER)
+        # The first member gives up: one that hangs while it has nothing to do takes no order.
+        to_order = timeout if self.number == 0 else NEVER
+        self._orders = dist.new_group(backend="gloo", timeout=to_order)
+        self._loads = dist.new_group(backend="gloo", timeout=NEVER)
         self._answers = dist.new_group(backend="gloo", timeout=timeout)
         self._pids: list[Any] = [None] * self.size
         dist.all_gather_object(self._pids, os.getpid(), group=self._answers)
@@ -86,7 +89,7 @@ class Links:
 
     def await_all(self) -> None:
         """Wait for all members, however long that takes."""
-        dist.barrier(group=self._orders)
+        dist.barrier(group=self._loads)
 
     def end_others(self) -> None:
         """Kill the other members, on this host like this one: none can go on, and one that hangs hears nothing."""

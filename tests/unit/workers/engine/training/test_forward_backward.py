@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.lock_step import Alone
 from cotrain_workers.engine.lora import segmented as lora
 from cotrain_workers.engine.ops import Create, Failure, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
@@ -43,6 +44,17 @@ def assert_same_states(ours: Engine, theirs: Engine) -> None:
         assert same_bits(ours.adapters.state(tenant.run), theirs.adapters.state(tenant.run)), (
             tenant.run
         )
+
+
+def test_where_others_run_the_same_pass_memory_that_runs_out_is_an_error(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_engine()
+    limit_rows(engine, 128)
+    monkeypatch.setattr(Alone, "sharding", "fsdp2/2")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.run(passes(0))
 
 
 @pytest.mark.parametrize("lora", ["seg", "grouped"])
