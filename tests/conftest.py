@@ -35,7 +35,7 @@ sys.dont_write_bytecode = False
 #: The tests of the first file read what those of the second found out in minutes, or share a server that takes
 #: seconds to start: one process runs both.
 RUNS_WITH = {
-    "tests/faults/test_objects.py": "tests/unit/store/blobs/test_objects.py",
+    "tests/faults/test_objects.py": "tests/faults/test_directed.py",
     "tests/unit/store/blobs/test_blobs.py": "tests/unit/store/blobs/test_objects.py",
     "tests/conformance/test_cotrain_extras.py": "tests/conformance/test_official_sdks.py",
     "tests/conformance/test_export_sdks.py": "tests/conformance/test_checkpoint_sdks.py",

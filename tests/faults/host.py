@@ -82,6 +82,8 @@ class Host:
     """What a tenant may take of a cycle per visit."""
     objects: SeaweedFS | None = None
     """Where blobs are, if not in `folder`. Each process has a data folder of its own then, as on a host of its own."""
+    objects_endpoint: str = ""
+    """Of a proxy before the store."""
     deaths: list[Death] = field(default_factory=list)
     before_restart: Callable[[str], None] = lambda _: None
     """Called with the name of what died, before it is started again."""
@@ -242,7 +244,7 @@ class Host:
         }  # fmt: skip
         variables: dict[str, str] = {}
         if self.objects:
-            variables = self.objects.variables()
+            variables = self.objects.variables(self.objects_endpoint)
             shared["DATA_DIR"] = str(self.folder / f"host-of-{process}")
         return variables | {
             f"COTRAIN_{name}": value for name, value in (shared | own | dict(self.settings)).items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from tests.faults.scenarios import until_reached
 from tests.faults.test_directed import PACKS, UNSAMPLED, UNSAMPLED_PACKS
 from tests.faults.test_directed import PROGRAMS as SAMPLED
 from tests.faults.trial import trial
+from tests.support.object_store import BadNetwork
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +51,29 @@ async def test_a_worker_is_gone_and_another_host_goes_on_with_the_same_numbers(
 
 def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+@in_one_loop
+@pytest.mark.faults
+async def test_a_store_that_fails_again_and_again_is_waited_for(
+    nursery: Nursery, folder: Path, calm: Calm, object_store: SeaweedFS
+) -> None:
+    with BadNetwork(object_store.port) as network:
+
+        async def fail(host: Host) -> None:
+            for fault in itertools.cycle(("refuse", "cut", "away", "stall")):
+                await asyncio.sleep(0.7)
+                with network.failing(fault):
+                    await asyncio.sleep(0.7)
+
+        outcome = await trial(
+            nursery, folder, SAMPLED, expected=await calm(SAMPLED), disturb=fail,
+            objects=object_store, objects_endpoint=network.endpoint,
+        )  # fmt: skip
+    assert outcome.violations == []
+    assert outcome.deaths == []
+    assert network.struck > 10
+    assert "object_store_unavailable" in outcome.logs["w0"]
 
 
 @in_one_loop

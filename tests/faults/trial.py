@@ -75,6 +75,7 @@ async def trial(
     snapshot_ops: int = 3,
     crowded: bool = False,
     objects: SeaweedFS | None = None,
+    objects_endpoint: str = "",
 ) -> Outcome:
     """Play programs to a new server below `folder` while `disturb` runs; stop it, and look.
 
@@ -86,7 +87,15 @@ async def trial(
     if objects:
         given["BLOBS"] = objects.new_prefix()
     async with Host(
-        nursery, folder, given, workers, long_poll_s, snapshot_ops, quantum_tokens, objects
+        nursery,
+        folder,
+        given,
+        workers,
+        long_poll_s,
+        snapshot_ops,
+        quantum_tokens,
+        objects,
+        objects_endpoint,
     ) as host:
         watch = Watch(host.redis_url, MODEL)
         watching = asyncio.create_task(watch.run())
