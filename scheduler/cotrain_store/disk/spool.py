@@ -30,7 +30,7 @@ from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from cotrain_store.blobs.protocol import Blobs
@@ -149,6 +149,16 @@ class Spool:
         if not intact or _digest(payload) != digest or digest.hex() != at.digest:
             raise SpoolCorrupt(f"Spool record {ref} does not match its digest.")
         return payload
+
+    def read_each(self, refs: Sequence[str]) -> list[bytes | None]:
+        """Read records back; None for one that is missing, or does not match. Raises OSError, as `read` does."""
+        return [self._intact(ref) for ref in refs]
+
+    def _intact(self, ref: str) -> bytes | None:
+        try:
+            return self.read(ref)
+        except SpoolCorrupt:
+            return None
 
     def _read(self, segment: str, start: int, end: int) -> bytes:
         with (self.folder / segment).open("rb") as file:

@@ -137,15 +137,10 @@ class Execution:
         for op in inline:
             pipeline.hget(run_keys.bodies(self.pool, op.run), str(op.seq))
         found = dict(zip(((op.run, op.seq) for op in inline), pipeline.execute(), strict=True))
-        return [
-            found[op.run, op.seq] if op.ref == "inline" else self._spooled(op.ref) for op in ops
-        ]
-
-    def _spooled(self, ref: str) -> bytes | None:
-        try:
-            return self._spool.read(ref)
-        except SpoolCorrupt:
-            return None
+        spooled = [op for op in ops if op.ref != "inline"]
+        read = self._spool.read_each([op.ref for op in spooled])
+        found |= dict(zip(((op.run, op.seq) for op in spooled), read, strict=True))
+        return [found[op.run, op.seq] for op in ops]
 
     def commit(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import tarfile
 from dataclasses import replace
 from datetime import timedelta
@@ -145,6 +146,12 @@ def test_what_is_no_address_is_refused(url: str, reason: str) -> None:
         check_url(url)
 
 
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ValueError, match=r"needs what `pip install 'cotrain\[objects\]'` installs"):
+        check_url("s3://bucket/prefix")
+
+
 def test_a_folder_may_be_named(tmp_path: Path) -> None:
     check_url(f"file://{tmp_path}/a%20b")
     assert open_blobs(f"file://{tmp_path}/a%20b", tmp_path).folder == tmp_path / "a b"
@@ -160,7 +167,9 @@ def test_bodies_that_come_together_are_one_object(opened: Open, tmp_path: Path) 
     assert segments == {blob.key for blob in blobs.below("spool").list()}
     assert len(segments) < 10
     reader = ObjectSpool(blobs.below("spool"), "another", tmp_path)
-    assert [reader.read(ref) for ref in refs] == bodies
+    assert [reader.read(ref) for ref in refs] == bodies == reader.read_each(refs)
+    gone = str(SpoolRef("w-gone", 0, 3, "0" * 32))
+    assert reader.read_each([refs[0], gone, refs[1]]) == [bodies[0], None, bodies[1]]
     torn = SpoolRef.parse(refs[0])
     for wrong in (
         SpoolRef(torn.segment, torn.offset + 1, torn.length, torn.digest),
