@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tests.support.redis_server import EmbeddedRedis
 
 
+MISSING = f'cotrain_worker_up{{pool="{MODEL}",worker="w0"}} 0.0'
+
+
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decide within moments what otherwise takes minutes."""
@@ -96,6 +99,10 @@ async def test_a_pool_goes_to_zero_and_comes_back_and_nothing_is_refused_or_repl
         await wants(api, 0)
         assert (await fleet(api))["workers"] == []
         assert (await api.http.get("/readyz")).json() == {"ready": True, "reasons": []}
+        # It is away as it should be: no alert, and no problem on the pages.
+        assert MISSING not in (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
+        pools = (await api.http.get("/status", headers=OPERATOR)).json()["pools"]
+        assert [p["workers_unavailable"] for p in pools if p["base_model"] == MODEL] == [[]]
 
         asked = [
             (await api.post("forward_backward", pass_body(run["model_id"], 2))).json(),
@@ -110,6 +117,7 @@ async def test_a_pool_goes_to_zero_and_comes_back_and_nothing_is_refused_or_repl
             assert (await result(api, each["request_id"]))["type"] == "try_again"
         await wants(api, 1)
         assert (await fleet(api))["ops"] == 2
+        assert MISSING in (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
 
         with worker(url, tmp_path, engine):
             for each in asked:

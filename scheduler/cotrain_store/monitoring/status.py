@@ -79,6 +79,13 @@ class PoolStatus:
             return self.scaling.wanted
         return max(len(self._rates), min(1, sum(q.ops + q.samples_waiting for q in self.queues)))
 
+    def workers_missing(self, now: float) -> tuple[WorkerId, ...]:
+        """Name the known workers without a heartbeat, but for those of a pool that may have none and wants no more."""
+        scaling = self.scaling
+        may_be_none = scaling is not None and scaling.is_current(now) and scaling.bounds.least == 0
+        enough = may_be_none and self.workers_wanted(now) <= len(self._rates)
+        return () if enough else self.workers_unavailable
+
     @property
     def duty(self) -> Mapping[str, float]:
         """What part of the last minute the devices did what (train, optim, sample, idle), on average."""

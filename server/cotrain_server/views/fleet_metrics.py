@@ -109,7 +109,7 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
     found.add("cotrain_pool_workers_wanted", status.workers_wanted(time.time()), pool=pool)
     for worker in status.workers:
         _add_worker(found, pool, worker)
-    for missing in status.workers_unavailable:
+    for missing in status.workers_missing(time.time()):
         found.add("cotrain_worker_up", 0, pool=pool, worker=missing)
     for queue in top_tenants(status.queues):
         of = {"pool": pool, "tenant": queue.tenant}

@@ -84,7 +84,7 @@ def _pool(pool: PoolRecord, found: PoolStatus) -> dict[str, Any]:
         **asdict(pool),
         "workers": [asdict(worker) for worker in found.workers],
         "workers_known": found.workers_known,
-        "workers_unavailable": list(found.workers_unavailable),
+        "workers_unavailable": list(found.workers_missing(time.time())),
         "open_cycles": found.open_cycles,
         "last_cycle": found.last_cycle,
         "queue": {
