@@ -6,18 +6,20 @@ command that waits and asks again for minutes is killed: its exit status is then
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
+import ssl
 import sys
-import threading
 from contextlib import ExitStack
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from tempfile import TemporaryFile
 from typing import Any
+
+from tests.warm.parent import ready_to_fork
 
 #: A command that the server refused ends within seconds. SDKs repeat what they may for 300 s.
 PATIENCE_S = 300
@@ -30,8 +32,11 @@ def main() -> None:
         import_module(f"tinker.cli.commands.{module.name}")
     import_module("tinker")
     import_module("tinker.lib.public_interfaces.admin_client")
-    assert threading.active_count() == 1, "a process with threads cannot be forked"
-    gc.freeze()  # a child that collected what it shares with us at its exit would copy it all first
+    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]  # reads the environment of the command when that imports it
+    # Each command makes some, of the same certificates, and needs none: the server speaks plain HTTP.
+    ssl.create_default_context = cache(ssl.create_default_context)  # type: ignore[assignment]  # what it gives
+    ready_to_fork()
     print(json.dumps([_run(command) for command in commands]))
 
 

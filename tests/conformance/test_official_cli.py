@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -20,6 +19,7 @@ from tests.conformance.cli_commands import KEY, REFUSED, SIGNED_IN, WORKS
 from tests.conformance.running import ROOT
 from tests.support.fake_hub import FakeHub
 from tests.support.http_api import pass_body
+from tests.warm.popen import run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tests.conformance.running import Server
 
 HOUR = timedelta(hours=1)
+#: For all commands of a list; each has its own patience.
+PATIENCE_S = 3600
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,12 @@ def run_commands(
         }
         for command in commands.values()
     ]
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-W", "ignore", "-m", "tests.conformance.cli_runner"],
         cwd=ROOT,
         input=json.dumps(wanted),
-        capture_output=True,
-        text=True,
+        timeout=PATIENCE_S,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)

@@ -17,6 +17,7 @@ import selectors
 import signal
 import socket
 import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,10 @@ def ready_to_fork() -> None:
     """
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: a fork would lose all but one"
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = (
+            False  # what is here ends here, and not in every child: torch has thousands
+        )
     gc.collect()
     gc.freeze()  # pages that no child's collector touches stay shared
 
