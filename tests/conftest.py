@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import redis.utils
 from hypothesis import settings
 from typing_extensions import override
 from xdist.scheduler import LoadScopeScheduling
@@ -55,6 +57,10 @@ if "TMPDIR" not in os.environ and (
 settings.register_profile("steady", deadline=None, derandomize=True, max_examples=35)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("steady")
+
+
+# redis-py looks up on disk which version it is for every connection, of which a test opens some ten.
+redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types here
