@@ -42,7 +42,7 @@ MOST_CONNECTIONS = 20_000
 RESERVED_DESCRIPTORS = 256
 #: New connections taken in one iteration of the event loop; the rest waits in the kernel, which holds BACKLOG.
 #: asyncio tries as often, and logs and schedules as often, when no descriptor is left (CPython 3.11 to 3.13).
-ACCEPTED_AT_ONCE = 8
+ACCEPTED_AT_ONCE = 64
 BACKLOG = 4096
 HEALTH_PATHS = frozenset({"/healthz", "/readyz", "/api/v1/healthz", "/metrics"})
 #: Read at once where a request is to begin: what a connection holds while it is queued. Then as much as uvicorn lets lie.
@@ -95,7 +95,8 @@ class ImpatientProtocol(H11Protocol):
     @override
     def handle_events(self) -> None:
         """Read what has come: of a request that is being answered at once, else when the queue comes to it."""
-        if self._is_answering():
+        head, _ = self.conn.trailing_data
+        if self._is_answering() or not head:
             super().handle_events()
         elif not self._is_queued:
             self._is_queued = True
@@ -103,18 +104,18 @@ class ImpatientProtocol(H11Protocol):
             self._unset_keepalive_if_required()
             if not self.queue:
                 self.loop.call_soon(self._read_next, self.queue)
-            self.queue.wait(self._caller(), self)
+            self.queue.wait(self._caller(head), self)
 
-    def _caller(self) -> Hashable:
-        head, _ = self.conn.trailing_data
+    def _caller(self, head: bytes) -> Hashable:
         return self.tenant_of(head) or (self._owner, head.startswith(_HEALTH_CHECKS))
 
     @staticmethod
     def _read_next(queue: RequestQueue[ImpatientProtocol]) -> None:
-        for protocol in queue.take():
-            protocol._read()
-        if queue:
+        taken = queue.take()
+        if queue:  # else the first that waits again calls this
             asyncio.get_running_loop().call_soon(ImpatientProtocol._read_next, queue)
+        for protocol in taken:
+            protocol._read()
 
     def _read(self) -> None:
         self._is_queued = False

@@ -16,7 +16,7 @@ Waiting = TypeVar("Waiting")
 
 #: Requests taken in one iteration of the event loop, of all callers. More of them make each longer, and a request takes many;
 #: fewer cost throughput: what goes to Redis in one iteration goes there in one batch.
-AT_ONCE = 32
+AT_ONCE = 16
 
 
 class RequestQueue(Generic[Waiting]):

@@ -274,7 +274,7 @@ async def test_out_of_descriptors_is_one_line_and_no_traceback(
 
 # ---- Whose request is next --------------------------------------------------------------------------
 
-FLOOD, KEY = 300, b"tml-known"
+FLOOD, KEY = 400, b"tml-known"
 
 
 def tenant_in(head: bytes) -> TenantId | None:
@@ -296,9 +296,13 @@ async def test_a_flood_of_requests_waits_behind_itself_alone(path: str, header: 
         request = f"GET {path} HTTP/1.1\r\nHost: here\r\n".encode() + header + b"\r\n"
         assert await ask(ordinary, request) == b"HTTP/1.1 200 OK\r\n"
         assert app.asked.index(path) <= 3 * AT_ONCE
+        await ordinary[0].readuntil(b"here")
+        before = len(app.asked)
+        assert await ask(ordinary, request) == b"HTTP/1.1 200 OK\r\n"  # on the same connection
+        assert app.asked[before:].index(path) <= 5 * AT_ONCE
         for streams in flood:
             assert (await streams[0].readuntil(b"here")).startswith(b"HTTP/1.1 200")
-        assert len(app.asked) == FLOOD + 1
+        assert len(app.asked) == FLOOD + 2
         for _, writer in [*flood, ordinary]:
             writer.close()
 
