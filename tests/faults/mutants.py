@@ -154,6 +154,16 @@ MUTANTS = {
         [
             Edit(
                 f"{STORE}/disk/spool.py",
+                "refs = self._append_all(payloads)\n",
+                "refs = self._append_all(payloads, batch)\n",
+            ),
+            Edit(
+                f"{STORE}/disk/spool.py",
+                "def _append_all(self, payloads: list[bytes]) -> list[str]:\n",
+                "def _append_all(self, payloads, batch) -> list[str]:\n",
+            ),
+            Edit(
+                f"{STORE}/disk/spool.py",
                 '            failpoint("spool.before_sync", refs)\n',
                 "            for (_, durable), ref in zip(batch, refs, strict=True):\n"
                 "                durable.set_result(ref)\n"

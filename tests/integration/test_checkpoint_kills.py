@@ -14,6 +14,7 @@ from cotrain_store.redis_client.connection import open_connection, open_sync_con
 from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.tenants.catalog import Catalog
 from cotrain_store.weights.checkpoints import Checkpoints
+from cotrain_workers.checkpoints.peft_folder import CONFIG
 from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state
 from tests.support.processes import WORKER, Process, settings_of, stack_of
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
@@ -75,6 +76,7 @@ async def opened(redis: EmbeddedRedis, folder: Path, model: Path) -> AsyncIterat
 @contextlib.contextmanager
 def no_disk(folder: Path) -> Iterator[None]:
     """Make every write below a folder fail, in whatever process."""
+    folder.mkdir(exist_ok=True)  # it is made with the first file in it
     aside = folder.with_name(f"{folder.name}-aside")
     folder.rename(aside)
     folder.touch()
@@ -100,7 +102,7 @@ async def test_saves_resolve_after_their_worker_is_killed_before_their_files_are
             await results(host.stack, run, await submit(host.stack, run, 1, STEP))
             with no_disk(tmp_path / "optimizers"):
                 between = await submit_state(host.stack, run, STEP + 1, "between")
-                await until(lambda: any((tmp_path / "weights").glob("??/[!.]*")))
+                await until(lambda: any((tmp_path / "weights").glob(f"??/*/{CONFIG}")))
                 with no_disk(tmp_path / "weights"):
                     later = await submit(host.stack, run, STEP + 1, 2 * STEP, place=STEP + 2)
                     before = await submit_state(host.stack, run, 2 * STEP + 2, "before")

@@ -30,7 +30,11 @@ def make_folder(folder: Path) -> None:
     """
     if not folder.parent.exists():
         make_folder(folder.parent)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:  # as a rule a folder, which another process may have removed since
+        if folder.exists() and not folder.is_dir():
+            raise
     sync_folder(folder.parent)
 
 

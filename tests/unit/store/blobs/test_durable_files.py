@@ -57,6 +57,24 @@ def test_a_file_in_the_place_of_a_folder_is_in_the_way(tmp_path: Path) -> None:
         make_folder(tmp_path / "a")
 
 
+def test_a_folder_that_is_removed_while_a_file_is_put_into_it_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removes it with its last file, between our two looks at it."""
+    mkdir, removed = Path.mkdir, []
+
+    def removed_once(self: Path, *args: object, **kwargs: object) -> None:
+        if self.name == "shared" and not removed:
+            removed.append(self)
+            raise FileExistsError(errno.EEXIST, "File exists", str(self))
+        mkdir(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", removed_once)
+    Folder(tmp_path).put("shared/a", b"content")
+    assert Folder(tmp_path).get("shared/a") == b"content"
+    assert removed
+
+
 def test_all_that_must_outlive_a_power_cut_is_in_folders_with_durable_names(
     tmp_path: Path, synced: list[tuple[Path, list[str]]]
 ) -> None:
