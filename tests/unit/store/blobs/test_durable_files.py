@@ -61,7 +61,8 @@ def test_a_folder_that_is_removed_while_a_file_is_put_into_it_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process removes it with its last file, between our two looks at it."""
-    mkdir, removed = Path.mkdir, []
+    mkdir = Path.mkdir
+    removed: list[Path] = []
 
     def removed_once(self: Path, *args: object, **kwargs: object) -> None:
         if self.name == "shared" and not removed:
