@@ -111,18 +111,22 @@ class ImpatientProtocol(H11Protocol):
 
     @staticmethod
     def _read_next(queue: RequestQueue[ImpatientProtocol]) -> None:
-        taken = queue.take()
+        loop = asyncio.get_running_loop()
+        for protocol in queue.take():
+            loop.call_soon(protocol._read)  # apart: an error in one is not the others'
         if queue:  # else the first that waits again calls this
-            asyncio.get_running_loop().call_soon(ImpatientProtocol._read_next, queue)
-        for protocol in taken:
-            protocol._read()
+            loop.call_soon(ImpatientProtocol._read_next, queue)
 
     def _read(self) -> None:
         self._is_queued = False
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        super().handle_events()
+        try:
+            super().handle_events()
+        except Exception:
+            self.transport.abort()  # as asyncio does where `data_received` raises
+            raise
         if self._is_answering():
             _read_at_once(self.transport, _BODY_BYTES)
             self.table.asks(self)

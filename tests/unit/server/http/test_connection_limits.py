@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from cotrain_server.http import connection_limits
@@ -318,3 +319,30 @@ async def test_requests_behind_one_another_on_a_connection_take_their_turns_as_w
             await flood[0].readuntil(b"here")
         for _, writer in (flood, ordinary):
             writer.close()
+
+
+async def test_a_connection_that_breaks_as_it_is_read_is_closed_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parse = H11Protocol.handle_events
+
+    def broken(self: H11Protocol) -> None:
+        if b"/broken" in self.conn.trailing_data[0]:
+            raise ValueError
+        parse(self)
+
+    monkeypatch.setattr(H11Protocol, "handle_events", broken)
+    failures: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
+    async with limited(Noting()) as server:
+        [first, second] = await connect(server, count=2)
+        first[1].write(b"GET /broken HTTP/1.1\r\nHost: here\r\n\r\n")
+        second[1].write(HEALTH)
+        assert await second[0].readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+        with suppress(ConnectionError):
+            assert await first[0].read() == b""
+        for _, writer in (first, second):
+            writer.close()
+    loop.set_exception_handler(None)
+    assert [type(failure) for failure in failures] == [ValueError]
