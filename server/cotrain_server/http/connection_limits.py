@@ -95,8 +95,11 @@ class ImpatientProtocol(H11Protocol):
     @override
     def handle_events(self) -> None:
         """Read what has come: of a request that is being answered at once, else when the queue comes to it."""
+        if self._is_answering():
+            super().handle_events()
+            return
         head, _ = self.conn.trailing_data
-        if self._is_answering() or not head:
+        if not head:
             super().handle_events()
         elif not self._is_queued:
             self._is_queued = True
