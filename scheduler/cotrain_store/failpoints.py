@@ -160,8 +160,10 @@ class Faults:
         os.write(self._log, f"{line}\n".encode())
         if not is_watched:
             return []
-        end = os.lseek(self._log, 0, os.SEEK_CUR)  # an append leaves the offset behind its own line
-        return os.pread(self._log, end, 0).decode().splitlines()
+        lines = os.pread(self._log, os.fstat(self._log).st_size, 0).decode().splitlines()
+        while lines[-1] != line:  # other processes, forked ones on the same offset, write between
+            lines.pop()
+        return lines
 
 
 _FAULTS = Faults.asked_for(os.environ)

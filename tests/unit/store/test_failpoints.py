@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -74,6 +75,19 @@ def test_with_a_log_moments_are_counted_over_processes(tmp_path: Path) -> None:
     assert struck(other, "worker.entered")
     assert not struck(one, "worker.entered")
     assert [line.split()[0] for line in log.read_text().splitlines()] == ["worker.entered"] * 3
+
+
+def test_a_line_that_another_process_appends_at_that_moment_hides_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(parse_faults("worker.entered~mine=error"), str(tmp_path / "reached"))
+    write = os.write
+
+    def write_as_another_does(log: int, line: bytes) -> int:
+        return write(log, line) + write(log, b"worker.entered 1 other\n")
+
+    monkeypatch.setattr(failpoints.os, "write", write_as_another_does)
+    assert struck(faults, "worker.entered", "mine")
 
 
 def test_a_name_that_nobody_registered_is_an_error_where_failpoints_are_on() -> None:
