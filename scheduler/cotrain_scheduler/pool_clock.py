@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: A wake-up can be lost; look by ourselves this often.
+#: A wake-up can be lost, and a heartbeat wakes no scheduler: look by ourselves this often.
 SWEEP_S = 0.25
+#: As often where nothing waits and no worker is at work: a host without work burns no processor.
+IDLE_SWEEP_S = 1.0
 #: The queue changed under a plan; long enough not to spin should it never settle.
 REPLAN_S = 0.005
 #: A metronome looks this often whether the host's time was set.
@@ -174,11 +176,12 @@ class PoolClock:
             slot.heartbeat for slot in slots if slot.heartbeat and not slot.heartbeat.hands_over
         ]
         free = [worker for worker in workers if await self._is_free(worker, now)]
-        again = now + SWEEP_S
         if free:
             await self._follow({slot.worker: slot.epoch for slot in slots})
             self._queue.assign(workers, now)
             self._moving = await self._rebalancing.moving_runs(workers, self._queue, now)
+        is_idle = 0 < len(free) == len(workers) and not self._queue
+        again = now + (IDLE_SWEEP_S if is_idle else SWEEP_S)
         for worker in free:
             if not self._waiting(worker):
                 continue

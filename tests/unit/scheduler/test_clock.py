@@ -81,6 +81,7 @@ async def test_a_process_hears_that_its_worker_is_free(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_clock_module, "SWEEP_S", 600.0)
+    monkeypatch.setattr(pool_clock_module, "IDLE_SWEEP_S", 600.0)
     store.submit("a")
     async with running(process_on(store)):
         await until(lambda: len(store.steps) == 1, 0.0)
@@ -94,6 +95,7 @@ async def test_who_listens_anew_reads_everything(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_clock_module, "SWEEP_S", 600.0)
+    monkeypatch.setattr(pool_clock_module, "IDLE_SWEEP_S", 600.0)
     async with running(process_on(store)):
         await until(lambda: store.read_all != [], 0.0)
         before = len(store.read_all)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_scheduler.pool_clock import LOOK_S, SWEEP_S
+from cotrain_scheduler.pool_clock import IDLE_SWEEP_S, LOOK_S, SWEEP_S
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.pauses import Pause, Pauses, PlanPolicy
@@ -35,7 +35,7 @@ async def test_a_single_tenant_never_waits_for_the_gather_window(store: InMemory
         assert len(store.open) == 1  # planned in the very tick that saw it
         now += 5.0
         store.finish()
-        assert await clock.tick(now) == now + SWEEP_S
+        assert await clock.tick(now) == now + IDLE_SWEEP_S
     assert [step.planned_at for step in store.steps] == [NOW + 5.0 * n for n in range(5)]
 
 
