@@ -32,8 +32,12 @@ class KvCache:
         self.dump = pages
         size = ((pages + 1) * page_tokens, shape.heads, shape.head_dim)
         # [positions, kv heads, head dim]; a page is `page_tokens` neighbouring positions
-        self._keys = [torch.zeros(size, device=device, dtype=dtype) for _ in range(shape.layers)]
-        self._values = [torch.zeros(size, device=device, dtype=dtype) for _ in range(shape.layers)]
+        self._keys, self._values = (
+            [torch.empty(size, device=device, dtype=dtype) for _ in range(shape.layers)]
+            for _ in range(2)
+        )
+        for memory in (*self._keys, *self._values):  # any other page is blank before its first use
+            memory[pages * page_tokens :] = 0
 
     @property
     def device(self) -> torch.device:

@@ -78,6 +78,7 @@ def difference(
     ]
     earlier = [random(page_tokens, shape.heads) for _ in ("keys", "values")]
     for cache in caches:
+        cache.prepare({}, range(3))
         cache.write(0, torch.arange(page_tokens, device=device), *earlier)
     # One more token of the sequence whose first page is page 0; the beginning of another.
     row = Span(0, page_tokens, page_tokens + 1, [0, 1])

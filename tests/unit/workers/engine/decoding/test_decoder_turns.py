@@ -85,6 +85,30 @@ def test_other_tenants_change_no_bit_however_memory_goes_back_and_forth(
         assert_same(found, expected)
 
 
+def test_what_memory_held_before_its_first_use_is_in_no_result(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    requests = [
+        request(
+            f"r{at}", np.arange(at, at + 7 * at + 1), RUNS[at % 3], max_tokens=20, num_samples=3
+        )
+        for at in range(4)
+    ]
+    expected = finish(decoder_of(engine, weights), requests)
+    decoder = decoder_of(engine, weights)
+    for layer in range(len(decoder._cache._keys)):
+        for memory in decoder._cache.paged(layer):
+            memory[: decoder._cache.dump] = float("nan")
+
+    found = finish(decoder, requests)
+
+    for name, output_before in expected.items():
+        ours = found[name]
+        assert isinstance(ours, SampleOutput)
+        assert isinstance(output_before, SampleOutput)
+        assert_same(ours, output_before)
+
+
 def test_a_newcomer_beside_thousands_of_long_sequences_ends_in_two_steps_more_than_alone(
     new_engine: NewEngine,
 ) -> None:
