@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cotrain_store.redis_client.connection import SyncConnection
     from tests.faults.orders import Nursery
-    from tests.support.object_store import SeaweedFS
+    from tests.support.object_store import BadNetwork, SeaweedFS
 
 #: One per tenant.
 KEYS = tuple(f"tml-faults{number}_secret-of-faults" for number in range(8))
@@ -32,8 +32,8 @@ PATIENCE_S = 300.0
 #: How soon a process that died is started again.
 RESTART_S = 0.02
 REDIS = "redis"
-#: What a process says when it starts while Redis is away; whoever started it starts it again.
-NO_REDIS = {1, 3}
+#: What a process says when it starts while Redis or the object store is away; whoever started it starts it again.
+NO_STORE = {1, 3}
 START_S = 60.0
 TIDY_S = 120.0
 
@@ -44,14 +44,14 @@ class Death:
 
     name: str
     status: int
-    redis_was_away: bool
+    store_was_away: bool
     lived_s: float
     at_s: float = field(default_factory=time.time)
 
     @property
     def is_fault(self) -> bool:
-        """Tell whether it died by itself (invariant I8), and not because there was no Redis yet."""
-        is_excused = self.redis_was_away and self.status in NO_REDIS and self.lived_s < START_S
+        """Tell whether it died by itself (invariant I8), and not because there was no store yet."""
+        is_excused = self.store_was_away and self.status in NO_STORE and self.lived_s < START_S
         return self.status not in (0, -signal.SIGKILL) and not is_excused
 
 
@@ -82,8 +82,8 @@ class Host:
     """What a tenant may take of a cycle per visit."""
     objects: SeaweedFS | None = None
     """Where blobs are, if not in `folder`. Each process has a data folder of its own then, as on a host of its own."""
-    objects_endpoint: str = ""
-    """Of a proxy before the store."""
+    network: BadNetwork | None = None
+    """What is between the processes and the objects."""
     deaths: list[Death] = field(default_factory=list)
     before_restart: Callable[[str], None] = lambda _: None
     """Called with the name of what died, before it is started again."""
@@ -98,6 +98,11 @@ class Host:
     def redis_url(self) -> str:
         """Name Redis' socket; its folder's name is short enough for one."""
         return f"unix://{self.folder}/r.sock"
+
+    @property
+    def _downs(self) -> tuple[int, int]:
+        """Count how often each store was away, Redis and the objects."""
+        return self._redis_downs, self.network.struck if self.network else 0
 
     @property
     def _ours(self) -> list[str]:
@@ -244,7 +249,7 @@ class Host:
         }  # fmt: skip
         variables: dict[str, str] = {}
         if self.objects:
-            variables = self.objects.variables(self.objects_endpoint)
+            variables = self.objects.variables(self.network.endpoint if self.network else "")
             shared["DATA_DIR"] = str(self.folder / f"host-of-{process}")
         return variables | {
             f"COTRAIN_{name}": value for name, value in (shared | own | dict(self.settings)).items()
@@ -261,7 +266,7 @@ class Host:
                 await self._redis_up.wait()
             if self._is_over:
                 return
-            downs, since = self._redis_downs, time.monotonic()
+            downs, since = self._downs, time.monotonic()
             kept.pid = await self.nursery.ask(
                 "start", run=kept.run, environment=dict(kept.environment), log=log
             )
@@ -273,7 +278,7 @@ class Host:
                 self._redis_up.clear()
             lived_s = time.monotonic() - since
             if not _is_in_order(kept, status, lived_s):
-                self._note(Death(kept.name, status, downs != self._redis_downs, lived_s))
+                self._note(Death(kept.name, status, downs != self._downs, lived_s))
                 await asyncio.sleep(RESTART_S)
 
     def _note(self, death: Death) -> None:

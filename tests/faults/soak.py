@@ -2,6 +2,9 @@
 
 Every trial is drawn from its seed, printed first: `--seed S --minutes 0` repeats one. A violation keeps
 the trial's folder, logs included, and ends the soak with status 1.
+
+With `--objects` blobs are in a SeaweedFS behind a network that fails, and which is killed itself; each process has a
+data folder of its own. What runs end with must be what they end with where blobs are files and nothing dies.
 """
 
 from __future__ import annotations
@@ -14,29 +17,41 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.orders import Nursery
 from tests.faults.traffic import programs
-from tests.faults.trial import Outcome, random_kills, trial
+from tests.faults.trial import Outcome, at_once, random_kills, store_faults, trial
+from tests.support.object_store import BadNetwork, SeaweedFS
 
 #: Each set of programs is played undisturbed once, and then disturbed this often.
 PLAYS = 8
 
 
-async def soak(seed: int, minutes: float) -> int:
+@dataclass(frozen=True)
+class ObjectStore:
+    """Where blobs are, if not in a folder, and the way there."""
+
+    server: SeaweedFS
+    network: BadNetwork
+
+
+async def soak(seed: int, minutes: float, store: ObjectStore | None = None) -> int:
     """Soak from a seed on; return the exit status."""
     folder, until = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic() + 60 * minutes
     try:
         async with Nursery(_model(folder)) as nursery:
-            return await _trials(nursery, folder, seed, until)
+            return await _trials(nursery, folder, seed, until, store)
     finally:
         shutil.rmtree(folder / "model")
         with contextlib.suppress(OSError):
             folder.rmdir()  # noqa: ASYNC240  # at the end, and not where something is kept
 
 
-async def _trials(nursery: Nursery, folder: Path, seed: int, until: float) -> int:
+async def _trials(
+    nursery: Nursery, folder: Path, seed: int, until: float, store: ObjectStore | None
+) -> int:
     while True:
         asked = programs(seed // PLAYS)
         calm = await trial(nursery, folder / f"{seed}-calm", asked)
@@ -45,12 +60,21 @@ async def _trials(nursery: Nursery, folder: Path, seed: int, until: float) -> in
         for _ in range(PLAYS):
             print(f"seed {seed}: ", end="", flush=True)
             here = folder / str(seed)
-            mean_s = random.Random(seed).choice([0.3, 0.5, 1.0])
-            outcome = await trial(
-                nursery, here, asked, seed=seed, expected=calm.ending,
-                disturb=random_kills(seed, mean_s), crowded=True,
-            )  # fmt: skip
-            print(f"{outcome.killed.total()} deaths; so far {nursery.tally}", flush=True)
+            kills = random_kills(seed, random.Random(seed).choice([0.3, 0.5, 1.0]))
+            if store is None:
+                outcome = await trial(
+                    nursery, here, asked, seed=seed, expected=calm.ending, disturb=kills, crowded=True,
+                )  # fmt: skip
+            else:
+                outcome = await trial(
+                    nursery, here, asked, seed=seed, expected=calm.ending, crowded=True,
+                    disturb=at_once(kills, store_faults(seed, store.server, store.network)),
+                    objects=store.server, network=store.network,
+                )  # fmt: skip
+            print(
+                f"{outcome.killed.total()} deaths; so far {nursery.tally}{_struck(store)}",
+                flush=True,
+            )
             if not _is_fine(outcome, here):
                 return 1
             seed += 1
@@ -68,6 +92,12 @@ def _is_fine(outcome: Outcome, folder: Path) -> bool:
     return False
 
 
+def _struck(store: ObjectStore | None) -> str:
+    if store is None:
+        return ""
+    return f"; {store.network.struck} requests to the object store struck, {store.server.restarts} restarts of it"
+
+
 def _model(folder: Path) -> Path:
     from tests.support.tiny_models import build_tiny
 
@@ -78,5 +108,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    arguments = parser.parse_args()
-    sys.exit(asyncio.run(soak(arguments.seed, arguments.minutes)))
+    parser.add_argument(
+        "--objects", action="store_true", help="blobs in an object store that fails"
+    )
+    asked = parser.parse_args()
+    with contextlib.ExitStack() as opened:
+        store = None
+        if asked.objects:
+            server = opened.enter_context(SeaweedFS())
+            store = ObjectStore(server, opened.enter_context(BadNetwork(server.port)))
+        sys.exit(asyncio.run(soak(asked.seed, asked.minutes, store)))

@@ -68,7 +68,7 @@ async def test_a_store_that_fails_again_and_again_is_waited_for(
 
         outcome = await trial(
             nursery, folder, SAMPLED, expected=await calm(SAMPLED), disturb=fail,
-            objects=object_store, objects_endpoint=network.endpoint,
+            objects=object_store, network=network,
         )  # fmt: skip
     assert outcome.violations == []
     assert outcome.deaths == []

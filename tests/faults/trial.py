@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.faults.invariants import Ending
     from tests.faults.orders import Nursery
     from tests.faults.traffic import Played, Program
-    from tests.support.object_store import SeaweedFS
+    from tests.support.object_store import BadNetwork, SeaweedFS
 
     Running = Coroutine[Any, Any, None]
     Disturb = Callable[[Host], Running]
@@ -75,7 +75,7 @@ async def trial(
     snapshot_ops: int = 3,
     crowded: bool = False,
     objects: SeaweedFS | None = None,
-    objects_endpoint: str = "",
+    network: BadNetwork | None = None,
 ) -> Outcome:
     """Play programs to a new server below `folder` while `disturb` runs; stop it, and look.
 
@@ -95,7 +95,7 @@ async def trial(
         snapshot_ops,
         quantum_tokens,
         objects,
-        objects_endpoint,
+        network,
     ) as host:
         watch = Watch(host.redis_url, MODEL)
         watching = asyncio.create_task(watch.run())
@@ -184,6 +184,36 @@ def random_kills(seed: int, mean_s: float = 0.5, most: int = 40) -> Disturb:
                 host.kill(name)
 
     return kill
+
+
+def store_faults(seed: int, objects: SeaweedFS, network: BadNetwork) -> Disturb:
+    """Let the way to the objects fail every now and then, and kill their server now and then."""
+
+    async def restart() -> None:
+        with network.failing("away"):
+            await asyncio.to_thread(objects.restart)
+
+    async def fail(_: Host) -> None:
+        draw = random.Random(seed)
+        while True:
+            await asyncio.sleep(draw.expovariate(1))
+            fault = draw.choice(["refuse", "cut", "away", "stall"] * 2 + ["killed"])
+            if fault == "killed":
+                await asyncio.shield(restart())  # when all have played it still comes back
+            else:
+                with network.failing(fault):
+                    await asyncio.sleep(draw.uniform(0.1, 1.0))
+
+    return fail
+
+
+def at_once(*disturbances: Disturb) -> Disturb:
+    """Let several things go wrong at the same time."""
+
+    async def disturb(host: Host) -> None:
+        await asyncio.gather(*(one(host) for one in disturbances))
+
+    return disturb
 
 
 def near_blame(host: Host) -> bool:

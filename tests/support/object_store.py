@@ -48,17 +48,17 @@ class SeaweedFS:
             "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port",
             "filer.port.grpc",
         )  # fmt: skip
-        command = [
+        self._command = [
             _weed(), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
             "-s3", f"-s3.port={self.port}", f"-s3.config={folder / 's3.json'}",
             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),
             "-master.volumeSizeLimitMB=64", "-volume.max=0", "-master.telemetry=false",
             "-s3.port.iceberg=0", "-s3.port.lance=0",
         ]  # fmt: skip
-        with (folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         self.endpoint = f"http://127.0.0.1:{self.port}"
-        self._await(folder / "log")
+        self._log = folder / "log"
+        self.restarts = 0
+        self._start()
 
     def __enter__(self) -> Self:
         return self
@@ -67,6 +67,13 @@ class SeaweedFS:
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()
+
+    def restart(self) -> None:
+        """Kill the server, and start it again with what it has on disk; blocks until it answers."""
+        self._process.kill()
+        self._process.wait()
+        self.restarts += 1
+        self._start()
 
     def variables(self, endpoint: str = "", **changed: str) -> dict[str, str]:
         """Make the environment of a process that reaches this store, or a proxy before it."""
@@ -105,7 +112,12 @@ class SeaweedFS:
             if not (folder / key).exists():
                 (folder / key).write_bytes(store.get(key).bytes())
 
-    def _await(self, log: Path) -> None:
+    def _start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
+        self._await()
+
+    def _await(self) -> None:
         admin = S3Store(
             BUCKET, endpoint=self.endpoint, access_key_id=_ADMIN, secret_access_key=SECRET,
             region="us-east-1", client_options={"allow_http": True}, retry_config={"max_retries": 0},
@@ -113,10 +125,12 @@ class SeaweedFS:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline and self._process.poll() is None:
             with contextlib.suppress(BaseError, OSError):
-                admin.put("ready", b"")  # which makes the bucket
+                if self.restarts:  # it answers 500 until it has found its volumes
+                    admin.get("ready").bytes()
+                admin.put("ready", b"ready")  # which makes the bucket
                 return
             time.sleep(0.05)
-        raise RuntimeError(f"SeaweedFS did not start: {log.read_text()[-2_000:]}")
+        raise RuntimeError(f"SeaweedFS did not start: {self._log.read_text()[-2_000:]}")
 
 
 def _weed() -> str:
@@ -168,10 +182,13 @@ class BadNetwork:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(("127.0.0.1", self._upstream)) as up,
-        ):
+        try:
+            up = socket.create_connection(("127.0.0.1", self._upstream))
+        except OSError:  # the server starts again
+            self.struck += 1
+            client.close()
+            return
+        with contextlib.suppress(OSError), up:
             answers = threading.Thread(target=self._answers, args=(client, up), daemon=True)
             answers.start()
             while content := client.recv(1 << 16):
