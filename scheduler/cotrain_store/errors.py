@@ -42,6 +42,7 @@ StoreError
 ├── UnsafeRedis
 │   └── ForeignFolder               (belongs to another Redis)
 └── StoreUnavailable
+    └── BodySwept                   (its process stood still for too long)
 """
 
 from __future__ import annotations
@@ -270,3 +271,7 @@ class UnusableBlobs(UnsafeRedis):
 
 class StoreUnavailable(StoreError):
     """Redis does not answer, or takes nothing for now."""
+
+
+class BodySwept(StoreUnavailable):
+    """This request was held up for so long that its body was removed. Send it again."""

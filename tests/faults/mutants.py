@@ -217,6 +217,9 @@ MUTANTS = {
     ),
     "sweeps by mtime": Mutant(
         [
+            Edit(
+                f"{STORE}/scripts/lib/swept.lua", "return number <= ", "return false and number <= "
+            ),
             Edit(f"{STORE}/disk/spool.py", " if not (folder and _is_locked(folder / key))}", "}"),
             Edit(
                 f"{STORE}/disk/orphan_ages.py",

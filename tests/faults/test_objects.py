@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
+from cotrain_store.disk.spool import SpoolRef
+from cotrain_store.keys import fleet_keys
 from tests.faults.scenarios import until_reached
 from tests.faults.test_directed import PACKS, UNSAMPLED, UNSAMPLED_PACKS
 from tests.faults.test_directed import PROGRAMS as SAMPLED
+from tests.faults.traffic import programs, with_large_results, without_samples
 from tests.faults.trial import trial
 from tests.support.object_store import BadNetwork
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
     from tests.support.object_store import SeaweedFS
 
 in_one_loop = pytest.mark.asyncio(loop_scope="session")
+#: Every pass has a body, and a result, that lie in the spool.
+LARGE = with_large_results(without_samples(programs(1, runs=2, parts=1)))
 #: What writes blobs, and what refers to them.
 OF_BLOBS = ("spool", "copy", "copied", "save", "saved", "optimizer", "export")
 
@@ -74,6 +81,43 @@ async def test_a_store_that_fails_again_and_again_is_waited_for(
     assert outcome.deaths == []
     assert network.struck > 10
     assert "object_store_unavailable" in outcome.logs["w0"]
+
+
+@in_one_loop
+@pytest.mark.faults
+@pytest.mark.parametrize("process", ["api", "w0"])
+async def test_what_was_swept_while_its_writer_stood_still_is_written_again(
+    process: str, nursery: Nursery, folder: Path, calm: Calm, object_store: SeaweedFS
+) -> None:
+    mine, swept = {"api": "spool:api-", "w0": "spool:answers-"}[process], ""
+
+    async def stand_still(host: Host) -> None:
+        nonlocal swept
+        if process == "w0":
+            host.add_worker("w1", "w1", BASE_MODEL=f"other={host.folder}")
+        await until(lambda: host.count("spool.after_sync", mine) >= 2)
+        if process == "w0":
+            with host.store() as store:  # the other one sweeps at once, and not a minute later
+                store.delete(fleet_keys.sweeper())
+        written = [
+            line for line in host.moments() if line.startswith("spool.after_sync ") and mine in line
+        ]
+        swept = SpoolRef.parse(written[1].split()[2]).segment
+        spool = object_store.store(f"{host.settings['BLOBS']}/spool")
+        await until(
+            lambda: not any(meta["path"] == swept for some in spool.list() for meta in some)
+        )
+        host.kill(process, signal.SIGCONT)
+        await asyncio.Event().wait()
+
+    outcome = await trial(
+        nursery, folder, LARGE, expected=await calm(LARGE), disturb=stand_still, objects=object_store,
+        settings={"ORPHAN_AGE_S": "0.2", "FAILPOINTS": f"spool.after_sync~{mine}=stop@2"},
+    )  # fmt: skip
+    assert outcome.violations == []
+    assert outcome.deaths == []
+    assert swept
+    assert process != "api" or outcome.told_to_wait[503]
 
 
 @in_one_loop

@@ -95,7 +95,7 @@ async def test_a_result_ends_by_the_store_s_clock_and_its_file_with_it(log: Log)
     segment = SpoolRef.parse(stored.payload.decode()).segment
     assert segment.startswith(RESULTS)
     assert counted(log) == {segment.encode(): b"1"}
-    assert segment in log.execution.referenced_segments()
+    assert segment in log.execution.spool_references.referenced()
     pass_time(log.redis, result_keys.LARGE_RESULT_TTL_MS - 60_000)
     await log.dispatch.pass_time()
     assert log.result(run, 0) == stored

@@ -61,7 +61,7 @@ class ObjectSpool(Spool):
         for moment in ("spool.before_write", "spool.half_written", "spool.before_sync"):
             failpoint(moment, refs)
         self._blobs.put(segment, b"".join(records))
-        failpoint("spool.after_sync")
+        failpoint("spool.after_sync", refs)
         return refs
 
     @override

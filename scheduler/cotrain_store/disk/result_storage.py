@@ -10,7 +10,7 @@ from cotrain_store.keys import result_keys
 from cotrain_store.messages.results import Result, ResultKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cotrain_store.disk.spool import Spool
 
@@ -49,6 +49,20 @@ def encoded_results(
         ]
     finally:
         spool.settle(put.result() for put in puts.values() if not put.exception())
+
+
+def stored_results(
+    results: Sequence[Result], spool: Spool, store: Callable[[Sequence[tuple[bytes, int]]], bytes]
+) -> bytes:
+    """Call `store` with results as `encoded_results` gives them, and return the script's answer.
+
+    Again, with files written anew, where those were removed before: this process stood still for long.
+    """
+    while True:
+        with encoded_results(results, spool) as encoded:
+            answer = store(encoded)
+        if answer != b"SWEPT":
+            return answer
 
 
 def _small(result: Result) -> tuple[bytes, int]:

@@ -225,7 +225,7 @@ class Spool:
             refs = [str(self._append(segment, payload)) for payload in payloads]
             failpoint("spool.before_sync", refs)
             os.fdatasync(segment.file)
-            failpoint("spool.after_sync")
+            failpoint("spool.after_sync", refs)
             if _has_its_name(self.folder / segment.name, segment.file):
                 with self._holding:
                     segment.unsettled += len(refs)

@@ -13,6 +13,8 @@ SMALL_RESULT_TTL_MS = 24 * 3600 * 1000
 LARGE_RESULT_TTL_MS = 2 * 3600 * 1000
 #: Once its client has certainly read it, a result is kept for no more than a curious second look.
 READ_RESULT_TTL_MS = 300_000
+#: No process stands still for a month and then goes on with a request: neither its client nor its host is there.
+SWEPT_TTL_MS = 30 * 24 * 3600 * 1000
 
 
 def result(request: RequestId) -> str:
@@ -43,6 +45,11 @@ def spool_segment_refs() -> str:
 def spool_results() -> str:
     """Name the hash spool segment → results in it; a field goes when it reaches 0."""
     return "cotrain:spool:results"
+
+
+def spool_swept(writer: str) -> str:
+    """Name the highest number of a writer's spool segments that were removed; ends (SWEPT_TTL_MS; `age_keys`)."""
+    return f"cotrain:spool:swept:{writer}"
 
 
 def notify_results() -> str:

@@ -11,7 +11,8 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED, encoded_results
+from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED, stored_results
+from cotrain_store.disk.spool_references import SpoolReferences
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.keys.minute_fields import cycle_counts, minute_of
@@ -66,6 +67,7 @@ class Execution:
         self.tenant_names = TenantNames(connection)
         self.drain = OwnDrain(connection, pool, worker)
         self.moves = OwnMoves(connection, pool, worker)
+        self.spool_references = SpoolReferences(connection)
         self._commit = sync_script(connection, "commit")
         self._snapshot = sync_script(connection, "snapshot")
         self._roll_back = Rollback(connection, pool, worker)
@@ -184,7 +186,8 @@ class Execution:
             fleet_keys.starts(self.pool), fleet_keys.crash_counts(self.pool),
         ]  # fmt: skip
         in_order = [results[op.run, op.seq] for op in step.ops if (op.run, op.seq) in results]
-        with encoded_results(in_order, self._results) as encoded:
+
+        def commit(encoded: Sequence[tuple[bytes, int]]) -> bytes:
             asked = Commit(
                 epoch=str(self.epoch), prefix=fleet_keys.prefix(self.pool), cycle=str(step.cycle),
                 numerics=self._numerics_id if is_exact else "mixed",
@@ -196,9 +199,11 @@ class Execution:
                 minute=fleet_keys.minute(self.pool, minute_of(now_s)),
                 minute_counts=cycle_counts(record, usage or {}, step.tenant_by_run),
             )  # fmt: skip
-            answer = self._commit(
-                script_keys, asked, json.dumps(record), *(value for value, _ in encoded)
-            )
+            values = (value for value, _ in encoded)
+            answer: bytes = self._commit(script_keys, asked, json.dumps(record), *values)
+            return answer
+
+        answer = stored_results(in_order, self._results, commit)
         if answer == b"FENCED":
             raise Fenced
         if answer == b"ORDER":
@@ -296,11 +301,6 @@ class Execution:
         }  # fmt: skip
         if self._close(script_keys, args) == b"FENCED":
             raise Fenced
-
-    def referenced_segments(self) -> list[str]:
-        """List the spool segments that some op or result still needs."""
-        counts = (result_keys.spool_segment_refs(), result_keys.spool_results())
-        return [name.decode() for count in counts for name in self._redis.hkeys(count)]
 
     def sweep_lease(self) -> SweepLease:
         """Compete for the right to sweep spool and recovery copies."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cotrain_store.errors import (
+    BodySwept,
     QueueFull,
     RecordQuotaReached,
     RunBytesQuotaReached,
@@ -37,6 +38,7 @@ _OF_OPS: dict[str, Callable[[str], Exception]] = {
     "UNREAD": lambda _: UnreadQuotaReached(),
     "RUNS": lambda _: RunQuotaReached(),
     "RECORDS": lambda _: RecordQuotaReached(),
+    "SWEPT": lambda _: BodySwept(),
     "SAMPLERS": lambda _: SamplerQuotaReached(),
 }
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from cotrain_store.bodies.sample_body import decode_sample
-from cotrain_store.disk.result_storage import encoded_results
+from cotrain_store.disk.result_storage import stored_results
 from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.keys.minute_fields import minute_of, sample_counts
@@ -139,7 +139,8 @@ class SampleClaims:
             self._epoch_key, result_keys.spool_segment_refs(), result_keys.notify_results(),
             fleet_keys.counters(self._pool),
         ]  # fmt: skip
-        with encoded_results(list(results.values()), self._results) as encoded:
+
+        def resolve(encoded: Sequence[tuple[bytes, int]]) -> bytes:
             ended = [
                 {
                     "request": request, "ttl_ms": ttl_ms, "result_bytes": len(result.payload),
@@ -155,7 +156,10 @@ class SampleClaims:
                 "minute": fleet_keys.minute(self._pool, minute_of(time.time())),
                 "minute_ttl_s": fleet_keys.MINUTE_TTL_S,
             }  # fmt: skip
-            answer = self._resolve(script_keys, args, *(value for value, _ in encoded))
+            answer: bytes = self._resolve(script_keys, args, *(value for value, _ in encoded))
+            return answer
+
+        answer = stored_results(list(results.values()), self._results, resolve)
         if answer == b"FENCED":
             raise Fenced
 

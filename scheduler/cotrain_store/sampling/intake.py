@@ -15,6 +15,7 @@ from cotrain_store.bodies.sample_body import encode_sample
 from cotrain_store.disk.capacity import Capacity
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, SpoolRef
 from cotrain_store.errors import (
+    BodySwept,
     SamplerNotFound,
     SampleTokensQueued,
     SamplingBusy,
@@ -220,4 +221,5 @@ _REFUSALS: dict[str, Callable[[int], Exception]] = {
     "BUSY": lambda _: SamplingBusy(),
     "TOKENS": lambda _: SampleTokensQueued(),
     "UNREAD": lambda _: UnreadQuotaReached(),
+    "SWEPT": lambda _: BodySwept(),
 }

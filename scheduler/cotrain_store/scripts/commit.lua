@@ -1,7 +1,7 @@
 -- commit: make a step's effects visible: its results, `done`, and the end of its cycle, at once.
 -- Fenced by the worker's epoch; an op counts only as the next one of its run. Twice is harmless.
 -- What of the step has no result goes back to the head of its run's queue (`args.back`).
--- needs: minute_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history
+-- needs: minute_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis does not take for an integer.)
 local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
@@ -16,7 +16,10 @@ if redis.call('HEXISTS', open, cycle) == 0 then
   return 'DONE'
 end
 local done = {}
-for _, op in ipairs(args.ops) do
+for i, op in ipairs(args.ops) do
+  if is_result_swept(ARGV[RESULTS + i]) then
+    return 'SWEPT'
+  end
   local run = op.run
   done[run] = done[run] or tonumber(redis.call('HGET', prefix .. 'log:' .. run, 'done'))
   if op.seq > done[run] + 1 then

@@ -1,6 +1,6 @@
 -- sample_resolve: a worker ends sample requests; the first result of each wins. Twice is harmless.
 -- Fenced by the worker's epoch.
--- needs: minute_add, unread, usage_add, sample_finish
+-- needs: minute_add, unread, usage_add, sample_finish, swept
 -- The results follow `args`, in the order of `args.requests`.
 local epoch_key, refs, notify, counters = unpack(KEYS)
 -- Decoded before anything is written: a script that fails undoes nothing.
@@ -9,6 +9,11 @@ local epoch = args.epoch
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
+end
+for i in ipairs(args.requests) do
+  if is_result_swept(ARGV[RESULTS + i]) then
+    return 'SWEPT'
+  end
 end
 local resolved = {}
 for i, ended in ipairs(args.requests) do

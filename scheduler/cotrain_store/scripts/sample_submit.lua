@@ -1,6 +1,6 @@
 -- sample_submit: accept one sample request. Twice is harmless. Without a `ref` (where its body is) it only
 -- says ROOM for what it would take.
--- needs: unread, samplers
+-- needs: unread, samplers, swept
 -- It goes to the queue of the one worker that has its weights while they are not stored, else to that of all.
 local sample, sampler, session, weights_key, load, tenants, ring, refs, workers = unpack(KEYS)
 local args, body = cjson.decode(ARGV[1]), ARGV[2]
@@ -37,6 +37,9 @@ if unread_bytes(tenant) >= max.unread_bytes then
 end
 if not args.ref then
   return 'ROOM'
+end
+if args.segment and is_swept(args.segment) then
+  return 'SWEPT'
 end
 
 redis.call('HSET', sample, 'state', 'waiting', 'tenant', tenant, 'sampler', args.sampler,

@@ -1,6 +1,6 @@
 -- submit: accept one op of a run; seq 0 with a record also makes the run, and may bring its seq 1 along
 -- (`save`). The commit point: an op is accepted when this script's effects are on disk. Twice is harmless.
--- needs: unread, samplers, records, given_up, run_bytes, changed
+-- needs: unread, samplers, records, given_up, run_bytes, changed, swept
 -- Answers what became of it, and its seq in the log. A client counts its own ops; an unnumbered op has its
 -- seq behind all that is accepted by now, and what the client sends later moves behind it.
 -- Without an envelope it only says ROOM for what it would take.
@@ -72,6 +72,9 @@ if args.sampler and (count_samplers(tenant) >= max.samplers
 end
 if not op.envelope then
   return { 'ROOM' }
+end
+if op.segment and is_swept(op.segment) or save and save.segment and is_swept(save.segment) then
+  return { 'SWEPT' }
 end
 
 if not state then

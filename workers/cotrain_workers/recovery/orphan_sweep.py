@@ -1,7 +1,8 @@
 """Remove files that nothing refers to any more: segments of the spool, and recovery copies.
 
 Each may be one that a process is about to refer to. So what a process holds stays, and what none holds
-goes only after this one has seen it unwanted for long (`cotrain_store.disk.orphan_ages`).
+goes only after this one has seen it unwanted for long (`cotrain_store.disk.orphan_ages`). A process that stood still
+for longer finds that its segment takes no references any more (`SpoolReferences`).
 """
 
 from __future__ import annotations
@@ -66,11 +67,12 @@ class Sweep:
     def _sweep_segments(self, now: float) -> None:
         free = unwritten_segments(self._spool)
         # After that: nothing is added to them.
-        referenced = set(self._execution.referenced_segments())
+        referenced = self._execution.spool_references.referenced()
         unwanted = {key: mark for key, mark in free.items() if key not in referenced}
         uncounted = {key: mark for key, mark in unwanted.items() if key.startswith(UNCOUNTED)}
         counted = {key: mark for key, mark in unwanted.items() if key not in uncounted}
-        for key in (*self._segments.old(counted, now), *self._uncounted.old(uncounted, now)):
+        old = [*self._segments.old(counted, now), *self._uncounted.old(uncounted, now)]
+        for key in self._execution.spool_references.close(old):
             self._spool.delete(key)
             log.info("segment_removed", file=key)
 

@@ -1,0 +1,18 @@
+-- spool_sweep: let segments take no references from now on; answers those that nothing refers to, which may
+-- be removed then. Twice is harmless.
+-- needs: ages, swept
+local refs, results = unpack(KEYS)
+local args = cjson.decode(ARGV[1])
+
+local free = {}
+for _, segment in ipairs(args.segments) do
+  if redis.call('HEXISTS', refs, segment) == 0 and redis.call('HEXISTS', results, segment) == 0 then
+    local key, number = writer_of(segment)
+    if not is_swept(segment) then
+      redis.call('SET', key, number)
+    end
+    end_after(key, args.ttl_ms)
+    free[#free + 1] = segment
+  end
+end
+return free

@@ -1,0 +1,158 @@
+"""A process stands still between writing to the spool and referring to it, and what it wrote is swept meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from typing_extensions import override
+
+from cotrain_store.blobs.folder import Folder
+from cotrain_store.disk.object_spool import ObjectSpool
+from cotrain_store.disk.spool import RESULTS, SpoolRef, new_writer
+from cotrain_store.disk.spool_references import SpoolReferences
+from cotrain_store.errors import BodySwept
+from cotrain_store.keys import age_keys, result_keys, run_keys
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.oplog.intake import Intake
+from cotrain_store.oplog.submission import TenantLimits
+from cotrain_store.sampling.claims import SampleClaims
+from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from tests.support.limits import always
+from tests.support.lives import pass_time
+from tests.support.log import WORKER, record_of
+from tests.support.samples import LARGE_BODY
+from tests.support.stack import POOL, pool_record_for_tests
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from tests.support.log import Log
+    from tests.support.samples import Samples
+
+LARGE = b"large" * 10_000
+
+
+class SlowSpool(ObjectSpool):
+    """Its process stands still behind the first put, for as long as a sweep takes to remove what was put."""
+
+    references: SpoolReferences
+    swept = 0
+
+    @override
+    def put(self, payload: bytes) -> Future[str]:
+        durable = super().put(payload)
+        if not self.swept:
+            self.swept += 1
+            for segment in self.references.close([SpoolRef.parse(durable.result()).segment]):
+                self._blobs.delete(segment)
+        return durable
+
+
+@pytest.fixture
+def spools(log: Log, tmp_path: Path) -> Iterator[tuple[SlowSpool, SlowSpool]]:
+    """Of bodies, and of results."""
+    blobs = Folder(tmp_path).below("objects")
+    made = tuple(SlowSpool(blobs, part + new_writer("slow"), tmp_path) for part in ("", RESULTS))
+    for spool in made:
+        spool.references = SpoolReferences(log.redis)
+    yield made[0], made[1]
+    for spool in made:
+        spool.close()
+
+
+async def test_a_request_whose_body_was_swept_is_not_accepted_until_it_is_sent_again(
+    log: Log, spools: tuple[SlowSpool, SlowSpool]
+) -> None:
+    intake = Intake(log.connection, spools[0], always(TenantLimits()))
+    run = await log.new_run()
+    with pytest.raises(BodySwept):
+        await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE, 7, digest="d")
+    assert log.references() == {}
+    await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE, 7, digest="d")
+    (segment,) = log.references()
+    assert spools[0].read_each([op.ref for op in (await log.plan()).ops[1:]]) == [LARGE]
+    assert spools[0].references.close([segment]) == []
+
+
+async def test_a_run_whose_first_body_was_swept_is_not_made_until_it_is_sent_again(
+    log: Log, spools: tuple[SlowSpool, SlowSpool]
+) -> None:
+    intake = Intake(log.connection, spools[0], always(TenantLimits()))
+    run = record_of("a")
+    with pytest.raises(BodySwept):
+        await intake.create_run(run, kind=OpKind.LOAD, body=LARGE)
+    assert not log.redis.exists(run_keys.run(run.id), run_keys.log(POOL, run.id))
+    await intake.create_run(run, kind=OpKind.LOAD, body=LARGE)
+    assert len(log.references()) == 1
+
+
+async def test_a_sample_request_whose_body_was_swept_is_to_be_sent_again(
+    samples: Samples, spools: tuple[SlowSpool, SlowSpool]
+) -> None:
+    intake = SampleIntake(samples.log.connection, spools[0], always(SampleLimits()))
+    sampler = await samples.sampler()
+    with pytest.raises(BodySwept):
+        await intake.submit(sampler, 0, LARGE_BODY)
+    assert samples.load() == (0, 0, 0)
+    await intake.submit(sampler, 0, LARGE_BODY)
+    assert len(samples.log.references()) == 1
+
+
+async def test_results_that_were_swept_before_their_commit_are_written_again(
+    log: Log, spools: tuple[SlowSpool, SlowSpool]
+) -> None:
+    run = await log.new_run()
+    execution = Execution(log.redis, log.spool, spools[1], POOL, WORKER)
+    execution.claim()
+    execution.publish(pool_record_for_tests())
+    step = await log.plan()
+    results = {(run.id, 0): Result(ResultKind.PASS, LARGE)}
+    execution.commit(step, results, {"cycle": step.cycle}, {"cycles": 1})
+    assert spools[1].swept
+    stored = log.result(run, 0)
+    assert stored
+    assert spools[1].read(stored.payload.decode()) == LARGE
+
+
+async def test_samples_that_were_swept_before_they_are_stored_are_written_again(
+    samples: Samples, spools: tuple[SlowSpool, SlowSpool]
+) -> None:
+    log = samples.log
+    (request,) = await samples.submit(await samples.sampler(), 0)
+    worker = log.new_worker()
+    claims = SampleClaims(log.redis, log.spool, spools[1], POOL, WORKER, worker.epoch)
+    claims.claim(1)
+    claims.resolve({request: Result(ResultKind.SAMPLE, LARGE)}, {})
+    assert spools[1].swept
+    stored = samples.result(request)
+    assert stored
+    assert spools[1].read(stored.payload.decode()) == LARGE
+
+
+async def test_what_is_referred_to_stays_and_what_comes_later_is_taken(log: Log) -> None:
+    references = SpoolReferences(log.redis)
+    log.redis.hset(result_keys.spool_segment_refs(), "api-1", 1)
+    log.redis.hset(result_keys.spool_results(), "answers-api-1", 1)
+    assert references.close(["api-0", "api-1", "answers-api-1", "api-2", "odd"]) == [
+        "api-0", "api-2", "odd",
+    ]  # fmt: skip
+    assert log.redis.get(result_keys.spool_swept("api")) == b"2"
+    assert references.close(["api-0"]) == ["api-0"]  # whoever was to remove it died
+    assert log.redis.get(result_keys.spool_swept("api")) == b"2"
+    assert references.referenced() == {"api-1", "answers-api-1"}
+
+
+async def test_what_was_swept_is_forgotten_after_a_month(log: Log) -> None:
+    SpoolReferences(log.redis).close(["api-7"])
+    pass_time(log.redis, result_keys.SWEPT_TTL_MS - 60_000)
+    await log.dispatch.pass_time()
+    assert log.redis.exists(result_keys.spool_swept("api"))
+    pass_time(log.redis, 120_000)
+    await log.dispatch.pass_time()
+    assert not log.redis.exists(result_keys.spool_swept("api"))
+    assert not log.redis.zcard(age_keys.ends())
