@@ -12,7 +12,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart chart test-gpu test-faults soak mutants compatibility lint format pictures map boards proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart chart test-kernels test-gpu test-faults soak mutants compatibility lint format pictures map boards proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,13 @@ chart: $(VENV)/.chart-installed ## Write what the Helm chart renders to, in depl
 
 $(VENV)/.chart-installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group chart
+	@touch $@
+
+test-kernels: $(VENV)/.kernels-installed ## Run the engine's GPU kernels in Triton's interpreter, on the CPU (690 MB more)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(ARGS) tests/unit/workers/engine/lora/fused
+
+$(VENV)/.kernels-installed: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group kernels
 	@touch $@
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device

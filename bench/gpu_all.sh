@@ -3,7 +3,7 @@
 #
 #     bench/gpu_all.sh smoke OUT       two minutes: does each fast path run, and is it right
 #     bench/gpu_all.sh checks OUT      tests/gpu, then the promises as figures
-#     bench/gpu_all.sh backends OUT    Qwen3-8B: the two LoRA backends at several lengths
+#     bench/gpu_all.sh backends OUT    Qwen3-8B: the three LoRA backends at several lengths
 #     bench/gpu_all.sh speed OUT       Qwen3-8B: tenants, phases, memory
 #     bench/gpu_all.sh peft OUT        Qwen3-8B against PEFT, then decoding
 #
@@ -52,7 +52,7 @@ checks)
     ;;
 backends)
     part 570 backends_8b "$python" bench/engine.py --device cuda --preset h200 \
-        --lora-backend seg,grouped --parts tenants,phases --out "$out"
+        --lora-backend seg,grouped,fused --parts tenants,phases --out "$out"
     ;;
 speed)
     part 570 engine_8b "$python" bench/engine.py --device cuda --preset h200 \

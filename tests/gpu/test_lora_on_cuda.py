@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
 
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.lora.backend import find_backend, slow
+from cotrain_workers.engine.lora.backend import find_backend, slow, unfused
+from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
+from cotrain_workers.engine.lora.fused.tables import plan_groups
 from cotrain_workers.engine.lora.grouped import GroupedLora
-from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import (
     SPECS,
     TARGETS,
+    WIDE_TARGETS,
     disagreement,
+    lora_of,
     random_adapter,
+    random_linears,
     run,
     segments_of,
 )
+from cotrain_workers.engine.routing import Segment
 from tests.support.engine_checks import (
     bf16_gradient_cosine,
     gradient_passes,
@@ -30,9 +35,11 @@ from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, relative_error, same_bits
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from cotrain_workers.engine.lora.backend import Choice
+    from cotrain_workers.engine.spec import Target
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,34 +52,57 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return build_tiny(request.param, tmp_path)
 
 
+@pytest.mark.parametrize("targets", [TARGETS, WIDE_TARGETS])
+@pytest.mark.parametrize("backend", ["grouped", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_self_test_passes(dtype: torch.dtype) -> None:
-    assert disagreement(torch.device("cuda"), dtype) is None
+def test_the_self_test_passes(
+    dtype: torch.dtype, backend: Literal["grouped", "fused"], targets: Sequence[Target]
+) -> None:
+    assert disagreement(torch.device("cuda"), dtype, backend=backend, targets=targets) is None
 
 
-def test_auto_groups_where_torch_has_a_kernel() -> None:
+def test_auto_is_fused() -> None:
     weight = torch.zeros(1, device="cuda", dtype=torch.bfloat16)
-    expected = "seg" if slow(weight) else "auto"
 
-    assert find_backend("auto", TARGETS, weight).name == expected
+    assert unfused(weight) is None
+    assert find_backend("auto", TARGETS, weight).name == "fused"
 
 
-def test_grouped_equals_seg_in_fp32() -> None:
+@pytest.mark.parametrize("backend", ["grouped", "fused"])
+def test_a_backend_equals_seg_in_fp32(backend: str) -> None:
     device, results = torch.device("cuda"), []
     torch.backends.cuda.matmul.allow_tf32 = False
-    for is_grouped in (False, True):
+    for name in ("seg", backend):
         generator = torch.Generator().manual_seed(3)
         sources = [random_adapter(spec, device, torch.float32, generator) for spec in SPECS]
         segments = segments_of(sources, (1, 9, 40, 8, 30, 70))
-        lora = GroupedLora(segments, 192, torch.float32) if is_grouped else SegmentLora(segments)
+        lora = lora_of(name, segments, 192, device, torch.float32)
         results.append(run(lora, segments, 192, device, torch.float32))
 
     for name, theirs, ours in zip(results[0][0], results[0][1], results[1][1], strict=True):
-        assert relative_error(ours, theirs) < 1e-6, name
+        assert relative_error(ours, theirs) < 2e-6, name
 
 
-def test_a_mixed_cycle_equals_plain_peft(folder: Path) -> None:
-    assert parity_with_peft(folder, "cuda", torch.float32, "grouped").gradient_error < 1e-5
+@pytest.mark.parametrize("lora", ["grouped", "fused"])
+def test_a_mixed_cycle_equals_plain_peft(folder: Path, lora: Choice) -> None:
+    assert parity_with_peft(folder, "cuda", torch.float32, lora).gradient_error < 1e-5
+
+
+def test_a_tenant_alone_has_the_bits_it_has_among_others_when_fused() -> None:
+    device = torch.device("cuda")
+    generator = torch.Generator().manual_seed(3)
+    source = random_adapter(SPECS[0], device, torch.bfloat16, generator, WIDE_TARGETS)
+    linears = random_linears(device, torch.bfloat16, WIDE_TARGETS)
+    x = torch.randn(1, 300, 1024, device=device, dtype=torch.bfloat16)
+    found = []
+    for start, rows in ((0, 40), (77, 300)):
+        segments = [Segment(start, start + 40, source, 2.0, None)]
+        lora = FusedLora(segments, rows, plan_groups(WIDE_TARGETS), linears)
+        row = x[:, 77 - start : 77 - start + rows] if start == 0 else x
+        out = lora.linear(WIDE_TARGETS[0].name, row, linears[WIDE_TARGETS[0].name].weight, None)
+        found.append(out[0, start : start + 40])
+
+    assert torch.equal(*found)
 
 
 def test_a_run_among_others_equals_the_run_alone(folder: Path) -> None:
@@ -80,18 +110,17 @@ def test_a_run_among_others_equals_the_run_alone(folder: Path) -> None:
     assert mixed_against_alone(folder, "cuda", torch.float32, "grouped").weight_error < 1e-4
 
 
-@pytest.mark.parametrize("lora", ["seg", "grouped"])
+@pytest.mark.parametrize("lora", ["seg", "grouped", "fused"])
 def test_gradients_on_a_bf16_base_point_where_those_of_seg_on_fp32_do(
     tmp_path: Path, lora: Choice
 ) -> None:
     assert bf16_gradient_cosine(build_tiny("qwen3", tmp_path), "cuda", lora) > 0.999
 
 
-def test_the_same_cycles_twice_give_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", ["grouped", "fused"])
+def test_the_same_cycles_twice_give_the_same_bits(tmp_path: Path, lora: Choice) -> None:
     model = build_tiny("qwen3", tmp_path)
-    first, second = (
-        Engine.load(str(model), device="cuda", lora_backend="grouped") for _ in range(2)
-    )
+    first, second = (Engine.load(str(model), device="cuda", lora_backend=lora) for _ in range(2))
 
     for cycle in range(2):
         for engine in (first, second):

@@ -98,10 +98,23 @@ class StepRoute(Protocol):
         """Map `q` `[T, heads, d]` to the same shape, each row within its own sequence."""
 
 
+class LinearWeights(Protocol):
+    """A frozen linear module of the base model; its tensors may be others from one micro-batch to the next."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Return it, `[out, in]`."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """Return it, `[out]`."""
+
+
 class Router:
     """Hands the route of the running micro-batch or decoder step to the modules of one base model."""
 
     def __init__(self) -> None:
+        self.linears: dict[str, LinearWeights] = {}  # by name
         self.step: StepRoute | None = None  # set while a decoder step runs
         self._route: Route | None = None
 

@@ -88,12 +88,19 @@ class Layout:
 def plan_layout(spec: AdapterSpec, targets: Sequence[Target]) -> Layout:
     """Lay out the matrices of the modules that `spec` trains."""
     chosen = tuple(target for target in targets if spec.trains(target.family))
+    return Layout(spec.rank, chosen, *lay_out_matrices(spec.rank, chosen))
+
+
+def lay_out_matrices(
+    rank: int, targets: tuple[Target, ...]
+) -> tuple[dict[str, tuple[int, int]], int]:
+    """Return where A and B of each module begin, and the size of the arena."""
     offsets, end = {}, 0
-    for target in chosen:
-        at_b = aligned(end + spec.rank * target.inputs)
+    for target in targets:
+        at_b = aligned(end + rank * target.inputs)
         offsets[target.name] = (end, at_b)
-        end = aligned(at_b + target.outputs * spec.rank)
-    return Layout(spec.rank, chosen, offsets, end)
+        end = aligned(at_b + target.outputs * rank)
+    return offsets, end
 
 
 def lora_widths(targets: Sequence[Target]) -> dict[str, int]:

@@ -1,27 +1,33 @@
-"""Which backend computes the LoRA paths of a micro-batch: `seg` or `grouped`."""
+"""Which backend computes the LoRA paths of a micro-batch: `seg`, `grouped` or `fused`."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn import functional
 
+from cotrain_workers.engine.device import check_device
+from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
+from cotrain_workers.engine.lora.fused.operators import missing_kernels
+from cotrain_workers.engine.lora.fused.tables import plan_groups
 from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.groups import ROWS
 from cotrain_workers.engine.lora.segmented import SegmentLora
-from cotrain_workers.engine.lora.self_check import disagreement
+from cotrain_workers.engine.lora.self_check import TARGETS, WIDE_TARGETS, disagreement
 from cotrain_workers.engine.lora.stacked_weights import MIN_RANK, stack_class
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from cotrain_workers.engine.routing import Segment, Source, TrainingLora
+    from cotrain_workers.engine.lora.fused.tables import ModuleGroup
+    from cotrain_workers.engine.routing import LinearWeights, Segment, Source, TrainingLora
     from cotrain_workers.engine.spec import Target
 
-Choice = Literal["auto", "seg", "grouped"]
+Choice = Literal["auto", "seg", "grouped", "fused"]
 
 FEW_SEGMENTS, LONG_SEGMENT = 2, 4096
 # Of these generations torch has a kernel; on others it loops, and waits for the device to know how often.
@@ -40,18 +46,22 @@ class LoraBackend:
 
     name: Choice  # part of the numerics
     dtype: torch.dtype  # of the base model
+    groups: Sequence[ModuleGroup] = ()  # of the base model, for `fused`
+    linears: Mapping[str, LinearWeights] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def align(self) -> int:
         """Return what every segment's first row is a multiple of."""
-        return 1 if self.name == "seg" else ROWS
+        return 1 if self.name in ("seg", "fused") else ROWS
 
     def order(self, source: Source) -> Any:
         """Return what the segments of a micro-batch are to be sorted by."""
-        return () if self.name == "seg" else stack_class(source.layout)
+        return () if self.name in ("seg", "fused") else stack_class(source.layout)
 
     def of(self, segments: Sequence[Segment], rows: int) -> TrainingLora:
         """Return the LoRA paths of one micro-batch of `rows`, padded."""
+        if self.name == "fused":
+            return FusedLora(segments, rows, self.groups, self.linears)
         backend = choose(len(segments), rows) if self.name == "auto" else self.name
         return (
             SegmentLora(segments) if backend == "seg" else GroupedLora(segments, rows, self.dtype)
@@ -70,13 +80,26 @@ def choose(segments: int, tokens: int) -> Literal["seg", "grouped"]:
     return "grouped"
 
 
-def find_backend(choice: Choice, targets: Sequence[Target], weight: torch.Tensor) -> LoraBackend:
-    """Return the backend for a base model, of whose weights `weight` is one.
+def find_backend(
+    choice: Choice,
+    targets: Sequence[Target],
+    weight: torch.Tensor,
+    linears: Mapping[str, LinearWeights] = MappingProxyType({}),
+) -> LoraBackend:
+    """Return the backend for a base model, of whose weights `weight` is one, and `linears` the modules by name.
 
-    "auto" is `seg` on a CPU, whatever the micro-batch. Raises BackendUnfit.
+    "auto" is `seg` on a CPU, whatever the micro-batch. On CUDA it is `fused` where its kernels are right, else
+    `grouped` or `seg` by micro-batch, else `seg`, and says why. Raises BackendUnfit.
     """
     if choice == "seg" or (choice == "auto" and not weight.is_cuda):
         return LoraBackend("seg", weight.dtype)
+    if choice in ("auto", "fused"):
+        reason = unfused(weight)
+        if not reason:
+            return LoraBackend("fused", weight.dtype, plan_groups(targets), linears)
+        if choice == "fused":
+            raise BackendUnfit(f"LoRA backend 'fused' cannot be used: {reason}.")
+        log.warning("LoRA is not fused with the base model's products, slower: %s.", reason)
     reason = unfit(targets, weight.dtype) or disagreement(weight.device, weight.dtype)
     if choice == "grouped":
         if reason:
@@ -87,6 +110,26 @@ def find_backend(choice: Choice, targets: Sequence[Target], weight: torch.Tensor
         log.warning("LoRA is a loop over adapters, slow with many of them: %s.", reason)
         return LoraBackend("seg", weight.dtype)
     return LoraBackend("auto", weight.dtype)
+
+
+def unfused(weight: torch.Tensor) -> str | None:
+    """Return why the fused kernels cannot be used here, or None: each was compared with `seg` on the device."""
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its kernels do not take {weight.dtype}"
+    reason = missing_kernels(weight.device)
+    if reason:
+        return reason
+    # On a CPU, where kernels are interpreted, the wide ones take minutes.
+    sizes = [TARGETS, WIDE_TARGETS] if weight.device.type == "cuda" else [TARGETS]
+    try:
+        found = [
+            disagreement(weight.device, weight.dtype, backend="fused", targets=own) for own in sizes
+        ]
+        return next((reason for reason in found if reason), None)
+    except Exception as error:  # a compiler's: anything, and of any type
+        check_device(weight.device)
+        log.warning("The fused LoRA kernels do not run here", exc_info=True)
+        return f"its kernels do not run: {type(error).__name__}"
 
 
 def unfit(targets: Sequence[Target], dtype: torch.dtype) -> str | None:

@@ -25,6 +25,7 @@ class MultiLoraLinear(nn.Module):
         self.bias = base.bias
         self.name = name
         self.router = router
+        router.linears[name] = self
 
     # typing.override begins with Python 3.12
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[explicit-override]

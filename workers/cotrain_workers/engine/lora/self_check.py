@@ -1,12 +1,14 @@
-"""A small random problem that both LoRA backends must solve alike before `grouped` is used."""
+"""A small random problem that `grouped` and `fused` must solve as `seg` does before they are used."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
+from cotrain_workers.engine.lora.fused.tables import plan_groups
 from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.groups import ROWS
 from cotrain_workers.engine.lora.segmented import SegmentLora
@@ -34,6 +36,10 @@ TARGETS = (
     Target("0.self_attn.v_proj", "attn", 64, 32),
     Target("0.mlp.down_proj", "mlp", 64, 128),
 )
+#: The same, so wide that kernels take the tiles that they take of a real model.
+WIDE_TARGETS = tuple(
+    replace(each, inputs=16 * each.inputs, outputs=16 * each.outputs) for each in TARGETS
+)
 LENGTHS = (1, 9, 40, 8, 30, 70)
 
 
@@ -46,18 +52,30 @@ class RandomAdapter:
     compute: Mapping[str, Pair]
 
 
+@dataclass
+class RandomLinear:
+    """A module of the base model."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
 def disagreement(
-    device: torch.device, dtype: torch.dtype, lengths: Sequence[int] = LENGTHS
+    device: torch.device,
+    dtype: torch.dtype,
+    lengths: Sequence[int] = LENGTHS,
+    backend: Literal["grouped", "fused"] = "grouped",
+    targets: Sequence[Target] = TARGETS,
 ) -> str | None:
-    """Return where the backends differ by more than rounding, or None."""
+    """Return where a backend differs from `seg` by more than rounding, or None."""
     generator = torch.Generator().manual_seed(0)
-    adapters = [random_adapter(spec, device, dtype, generator) for spec in SPECS]
+    adapters = [random_adapter(spec, device, dtype, generator, targets) for spec in SPECS]
     rows = sum(-(-length // ROWS) * ROWS for length in lengths) + 24
     results = []
-    for backend in ("seg", "grouped"):
+    for name in ("seg", backend):
         segments = segments_of(adapters, lengths)
-        lora = SegmentLora(segments) if backend == "seg" else GroupedLora(segments, rows, dtype)
-        results.append(run(lora, segments, rows, device, dtype))
+        lora = lora_of(name, segments, rows, device, dtype, targets)
+        results.append(run(lora, segments, rows, device, dtype, targets))
     for name, ours, theirs in zip(results[0][0], results[1][1], results[0][1], strict=True):
         error = float((ours - theirs).abs().max() / theirs.abs().max())
         if not error <= TOLERANCE[dtype]:
@@ -65,11 +83,44 @@ def disagreement(
     return None
 
 
+def lora_of(
+    name: str,
+    segments: Sequence[Segment],
+    rows: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    targets: Sequence[Target] = TARGETS,
+) -> TrainingLora:
+    """Return a backend over the random modules."""
+    if name == "seg":
+        return SegmentLora(segments)
+    if name == "grouped":
+        return GroupedLora(segments, rows, dtype)
+    return FusedLora(segments, rows, plan_groups(targets), random_linears(device, dtype, targets))
+
+
+def random_linears(
+    device: torch.device, dtype: torch.dtype, targets: Sequence[Target] = TARGETS
+) -> dict[str, RandomLinear]:
+    """Draw the modules of the base model on the host."""
+    generator = torch.Generator().manual_seed(2)
+    return {
+        target.name: RandomLinear(
+            (torch.randn(target.outputs, target.inputs, generator=generator) / 8).to(device, dtype)
+        )
+        for target in targets
+    }
+
+
 def random_adapter(
-    spec: AdapterSpec, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+    spec: AdapterSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    targets: Sequence[Target] = TARGETS,
 ) -> RandomAdapter:
     """Draw an adapter on the host, so that every device has the same."""
-    layout = plan_layout(spec, TARGETS)
+    layout = plan_layout(spec, targets)
     weights = (torch.randn(layout.size, generator=generator) / 8).to(device)
     return RandomAdapter(layout, weights, layout.views(weights.to(dtype)))
 
@@ -91,6 +142,7 @@ def run(
     rows: int,
     device: torch.device,
     dtype: torch.dtype,
+    targets: Sequence[Target] = TARGETS,
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Pass random rows through every module and back; return names and values of all that came out."""
     generator = torch.Generator().manual_seed(1)
@@ -101,11 +153,11 @@ def run(
     owned = torch.zeros(rows, 1)
     for segment in segments:
         owned[segment.start : segment.stop] = 1
-    x = random(1, rows, 64).requires_grad_()
+    x = random(1, rows, targets[0].inputs).requires_grad_()
+    linears = random_linears(device, dtype, targets)
     names, found, slopes = [], [], []
-    for target in TARGETS:
-        weight = random(target.outputs, target.inputs) / 8
-        out = lora.linear(target.name, x, weight, None)
+    for target in targets:
+        out = lora.linear(target.name, x, linears[target.name].weight, None)
         slopes.append(random(1, rows, target.outputs) * owned.to(device, dtype))
         names.append(f"output of {target.name}")
         found.append(out)

@@ -11,6 +11,7 @@ import torch
 from cotrain_workers.engine.lora import backend as lora_backend
 from cotrain_workers.engine.lora import grouped as lora_grouped
 from cotrain_workers.engine.lora.backend import BackendUnfit, LoraBackend, choose, find_backend
+from cotrain_workers.engine.lora.fused.operators import missing_kernels
 from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import TARGETS, disagreement
@@ -103,6 +104,22 @@ def test_a_device_without_a_kernel_gets_a_loop_and_a_warning(
 
     assert "capability 8.0" in caplog.text
     assert "of bfloat16, not of torch.float32" in caplog.text
+
+
+def test_where_no_kernel_can_run_fused_is_refused_and_auto_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lora_backend, "slow", lambda weight: None)
+    reason = missing_kernels(CPU)
+    assert reason is not None
+
+    with caplog.at_level(logging.WARNING):
+        assert find_backend("auto", TARGETS, on_cuda()).name == "auto"
+    assert f"LoRA is not fused with the base model's products, slower: {reason}" in caplog.text
+    with pytest.raises(BackendUnfit, match=f"'fused' cannot be used: {reason}"):
+        find_backend("fused", TARGETS, torch.zeros(1))
+    with pytest.raises(BackendUnfit, match=r"its kernels do not take torch\.float64"):
+        find_backend("fused", TARGETS, torch.zeros(1, dtype=torch.float64))
 
 
 def test_the_backend_is_part_of_the_numerics(new_engine: NewEngine) -> None:

@@ -1,0 +1,163 @@
+"""A small base model's modules under several adapters, and what a LoRA backend makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
+from cotrain_workers.engine.lora.fused.operators import missing_kernels
+from cotrain_workers.engine.lora.fused.tables import plan_groups
+from cotrain_workers.engine.lora.segmented import SegmentLora
+from cotrain_workers.engine.lora.self_check import RandomLinear
+from cotrain_workers.engine.routing import Segment
+from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping, Sequence
+
+    from cotrain_workers.engine.spec import Layout, Pair
+
+CPU = torch.device("cpu")
+
+#: Of a test that runs kernels: they need Triton, and on a CPU its interpreter.
+needs_kernels = pytest.mark.skipif(
+    missing_kernels(CPU) is not None, reason=f"{missing_kernels(CPU)}: make test-kernels"
+)
+
+#: Three modules that read one x, two, and one; sizes that fill no tile.
+TARGETS = (
+    Target("0.self_attn.q_proj", "attn", 72, 96),
+    Target("0.self_attn.k_proj", "attn", 72, 24),
+    Target("0.self_attn.v_proj", "attn", 72, 24),
+    Target("0.mlp.gate_proj", "mlp", 72, 136),
+    Target("0.mlp.up_proj", "mlp", 72, 136),
+    Target("0.mlp.down_proj", "mlp", 136, 72),
+)
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """An adapter, and the rows it has in a micro-batch."""
+
+    spec: AdapterSpec
+    layout: Layout
+    weights: torch.Tensor
+    compute: Mapping[str, Pair]
+    xs: Mapping[int, torch.Tensor]  # by width: [rows, width]
+    slopes: Mapping[str, torch.Tensor]  # by module: [rows, outputs]
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows are its own."""
+        return len(next(iter(self.xs.values())))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out for one tenant, by name."""
+
+    values: Mapping[str, torch.Tensor]
+
+
+def tenant(spec: AdapterSpec, rows: int, dtype: torch.dtype = torch.float32) -> Tenant:
+    """Draw an adapter and its rows, by its seed."""
+    generator = torch.Generator().manual_seed(spec.seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    layout = plan_layout(spec, TARGETS)
+    weights = torch.randn(layout.size, generator=generator) / 8
+    return Tenant(
+        spec,
+        layout,
+        weights,
+        layout.views(weights.to(dtype)),
+        {width: draw(rows, width) for width in sorted({target.inputs for target in TARGETS})},
+        {target.name: draw(rows, target.outputs) for target in TARGETS},
+    )
+
+
+def linears(dtype: torch.dtype, *, biased: bool = False) -> dict[str, RandomLinear]:
+    """Draw the base model's modules; `biased` gives q, k and v biases."""
+    generator = torch.Generator().manual_seed(99)
+    found = {}
+    for each in TARGETS:
+        weight = torch.randn(each.outputs, each.inputs, generator=generator) / 8
+        bias = torch.randn(each.outputs, generator=generator) if biased else None
+        is_biased = bias is not None and each.family == "attn"
+        found[each.name] = RandomLinear(weight.to(dtype), bias.to(dtype) if is_biased else None)  # type: ignore[union-attr]
+    return found
+
+
+def work(
+    backend: str,
+    tenants: Sequence[Tenant],
+    *,
+    dtype: torch.dtype = torch.float32,
+    filler: int = 0,
+    biased: bool = False,
+    grads: Mapping[int, torch.Tensor] | None = None,
+    frozen: Container[int] = (),
+) -> list[Outcome]:
+    """Pass the rows of all tenants through every module and back, and return what each one got.
+
+    `grads` by tenant are arenas to add to; those not named are zero before. `frozen` ones train nothing.
+    """
+    modules = linears(dtype, biased=biased)
+    arenas = [
+        (grads or {}).get(at, torch.zeros_like(own.weights)) for at, own in enumerate(tenants)
+    ]
+    # One mapping for one arena: by it a backend knows whose gradient it is.
+    views = {id(arena): own.layout.views(arena) for own, arena in zip(tenants, arenas, strict=True)}
+    segments, end = [], 0
+    for at, (own, arena) in enumerate(zip(tenants, arenas, strict=True)):
+        wanted = None if at in frozen else views[id(arena)]
+        segments.append(Segment(end, end + own.rows, own, own.spec.scale, wanted))
+        end += own.rows
+    rows = end + filler
+    lora = (
+        SegmentLora(segments)
+        if backend == "seg"
+        else FusedLora(segments, rows, plan_groups(TARGETS), modules)
+    )
+    found: list[dict[str, torch.Tensor]] = [{} for _ in tenants]
+    for group in plan_groups(TARGETS):
+        width = modules[group.names[0]].weight.shape[1]
+        x = torch.cat(
+            [*(own.xs[width] for own in tenants), torch.zeros(filler, width, dtype=dtype)]
+        )
+        x = x.unsqueeze(0).requires_grad_()
+        ys, slopes = [], []
+        for name, size in zip(group.names, group.outputs, strict=True):
+            ys.append(lora.linear(name, x, modules[name].weight, modules[name].bias))
+            own_slopes = [own.slopes[name] for own in tenants]
+            slopes.append(torch.cat([*own_slopes, torch.zeros(filler, size, dtype=dtype)])[None])
+        gx = torch.autograd.grad(ys, x, slopes)[0]
+        for segment, values in zip(segments, found, strict=True):
+            here = slice(segment.start, segment.stop)
+            values[f"gradient of what {group.names[0]} reads"] = gx[0, here].float()
+            for name, y in zip(group.names, ys, strict=True):
+                values[f"output of {name}"] = y.detach()[0, here].float()
+    for arena, values in zip(arenas, found, strict=True):
+        values["gradient of its matrices"] = arena
+    return [Outcome(values) for values in found]
+
+
+def differences(ours: Outcome, theirs: Outcome) -> dict[str, float]:
+    """Return the largest difference of each value, over the largest of it; where all is zero, itself."""
+    return {
+        name: float((ours.values[name] - value).abs().max() / (value.abs().max() or 1.0))
+        for name, value in theirs.values.items()
+        if value.numel()
+    }
+
+
+def same(ours: Outcome, theirs: Outcome) -> bool:
+    """Tell whether two outcomes have the same bits."""
+    assert ours.values.keys() == theirs.values.keys()
+    return all(torch.equal(ours.values[name], value) for name, value in theirs.values.items())

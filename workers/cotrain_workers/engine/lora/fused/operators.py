@@ -1,0 +1,185 @@
+"""The kernels as torch ops, with what they return where tensors have no values: `torch.ops.cotrain`.
+
+Gradients and weights of adapters are reached by the addresses in `entries`, which no schema shows: what calls
+these ops keeps those tensors, and runs under no compiler. An operand that a kernel has three of, and a call
+fewer, is its first once more.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cotrain_workers.engine.lora.fused import tile_sizes
+from cotrain_workers.engine.lora.fused.tile_sizes import RANK, ROWS, expand_tiles, narrow_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+BAND = 8  # tiles of rows that run together
+TOKENS = 64  # that one product of a weight gradient takes
+
+_LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
+_TABLES = "Tensor entries, Tensor scales"
+SCHEMAS = {
+    # low [T, columns] of xs, each [T, width]; `side` 0 multiplies with A, 1 with B
+    "lora_shrink": "(Tensor[] xs, int modules, int side, Tensor tiles, Tensor entries, int columns) -> Tensor",
+    "lora_expand": "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor low, Tensor tiles, "
+    f"Tensor blocks, {_TABLES}) -> Tensor[]",
+    "lora_expand_back": f"(Tensor[] gys, Tensor[] weights, Tensor low, Tensor tiles, {_TABLES}) -> Tensor",
+    "lora_add_gradient": "(Tensor low, Tensor[] xs, int modules, int side, Tensor owners, "
+    f"Tensor members, Tensor spans, {_TABLES}) -> ()",
+}
+
+
+def missing_kernels(device: torch.device) -> str | None:
+    """Return why no kernel can run on a device, or None."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type != "cuda" and not _programs().INTERPRETED:
+        return "kernels run on CUDA, and on a CPU where TRITON_INTERPRET=1 is set"
+    return None
+
+
+def shrink(
+    xs: Sequence[torch.Tensor],
+    modules: int,
+    side: int,
+    tiles: torch.Tensor,
+    entries: torch.Tensor,
+    columns: int,
+) -> torch.Tensor:
+    """Return `[T, columns]`, the LoRA columns of modules next to each other, of which one `x` may be all's."""
+    low = _new_low(xs, modules, side, tiles, entries, columns)
+    joint = len(xs) < modules
+    widths = [x.shape[1] for x in xs]
+    size = narrow_tiles(modules if joint else 1, max(widths))
+    # A module has `columns / modules` of them at most; of what an adapter of a lower rank has not, nothing runs.
+    each = columns if joint else -(-columns // modules)
+    grid = (len(tiles), -(-each // size.columns), 1 if joint else modules)
+    _programs().shrink[grid](
+        *_three(xs), low, tiles, entries, entries.stride(0), *_three(widths), columns,
+        MODULES=modules, JOINT=joint, SIDE=side, WIDE=_programs().INTERPRETED,
+        BM=ROWS, BC=size.columns, BK=size.depth, num_warps=size.warps, num_stages=size.stages,
+    )  # fmt: skip
+    return low
+
+
+def expand(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    low: torch.Tensor,
+    tiles: torch.Tensor,
+    blocks: torch.Tensor,
+    entries: torch.Tensor,
+    scales: torch.Tensor,
+) -> list[torch.Tensor]:
+    """Return `x W^T + b + scale * low B^T` of each module, `[T, outputs]`."""
+    ys = _new_outputs(x, weights)
+    widths = [len(weight) for weight in weights]
+    size = expand_tiles(max(widths))
+    _programs().expand[(len(tiles) * len(blocks),)](
+        x, *_three(weights), *_three(biases or weights), low, *_three(ys), tiles, entries,
+        entries.stride(0), scales, blocks, x.shape[1], *_three(widths), low.shape[1],
+        len(tiles), len(blocks),
+        MODULES=len(weights), BIASED=bool(biases), WIDE=_programs().INTERPRETED,
+        BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
+        num_warps=size.warps, num_stages=size.stages,
+    )  # fmt: skip
+    return ys
+
+
+def expand_back(
+    gys: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    low: torch.Tensor,
+    tiles: torch.Tensor,
+    entries: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
+    """Return the gradient of the `x` that modules read, `[T, inputs]`."""
+    inputs = weights[0].shape[1]
+    gx = gys[0].new_empty(len(gys[0]), inputs)
+    size = expand_tiles(inputs)
+    count = -(-inputs // size.columns)
+    _programs().expand_back[(len(tiles) * count,)](
+        *_three(gys), *_three(weights), low, gx, tiles, entries, entries.stride(0), scales,
+        inputs, *_three([len(weight) for weight in weights]), low.shape[1], len(tiles), count,
+        MODULES=len(weights), WIDE=_programs().INTERPRETED,
+        BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
+        num_warps=size.warps, num_stages=size.stages,
+    )  # fmt: skip
+    return gx
+
+
+def add_gradient(
+    low: torch.Tensor,
+    xs: Sequence[torch.Tensor],
+    modules: int,
+    side: int,
+    owners: torch.Tensor,
+    members: torch.Tensor,
+    spans: torch.Tensor,
+    entries: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """Add `scale * low^T x` of every segment to the gradient of its adapter, which `entries` name."""
+    joint = len(xs) < modules
+    widths = [x.shape[1] for x in xs]
+    size = narrow_tiles(modules if joint else 1, max(widths))
+    each = low.shape[1] if joint else -(-low.shape[1] // modules)
+    blocks = -(-each // size.columns)
+    grid = (len(owners) - 1, -(-max(widths) // size.depth), blocks * (1 if joint else modules))
+    _programs().add_gradient[grid](
+        low, *_three(xs), owners, members, spans, entries, entries.stride(0), scales,
+        *_three(widths), low.shape[1],
+        MODULES=modules, JOINT=joint, SIDE=side, WIDE=_programs().INTERPRETED,
+        BC=size.columns, BK=size.depth, BT=TOKENS, num_warps=size.warps, num_stages=size.stages,
+    )  # fmt: skip
+
+
+def column_blocks(outputs: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut the outputs of modules that read one `x` into blocks: module and first column."""
+    width = expand_tiles(max(outputs)).columns
+    return [(at, start) for at, size in enumerate(outputs) for start in range(0, size, width)]
+
+
+def _three(given: Sequence[Any]) -> list[Any]:
+    return [*given, *[given[0]] * (tile_sizes.MODULES - len(given))]
+
+
+def _programs() -> Any:
+    from cotrain_workers.engine.lora.fused import programs
+
+    return programs
+
+
+def _new_low(
+    xs: Sequence[torch.Tensor], modules: int, side: int, tiles: Any, entries: Any, columns: int
+) -> torch.Tensor:
+    return xs[0].new_empty(len(xs[0]), columns)
+
+
+def _new_outputs(x: torch.Tensor, weights: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    return [x.new_empty(len(x), len(weight)) for weight in weights]
+
+
+def _new_gradient(
+    gys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *_: Any
+) -> torch.Tensor:
+    return gys[0].new_empty(len(gys[0]), weights[0].shape[1])
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+_REAL: tuple[Callable[..., Any], ...] = (shrink, expand, expand_back, add_gradient)
+_FAKE: tuple[Callable[..., Any], ...] = (_new_low, _new_outputs, _new_gradient, _nothing)
+for (_name, _schema), _real, _fake in zip(SCHEMAS.items(), _REAL, _FAKE, strict=True):
+    _LIBRARY.define(_name + _schema)
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cotrain::{_name}", _fake, lib=_LIBRARY)

@@ -1,0 +1,281 @@
+# mypy: ignore-errors
+"""The kernels. Each program computes one tile, of one adapter, in an order that its own segment decides.
+
+`shrink` and `expand` are the two products of LoRA as Punica's SGMV has them (Chen et al. 2023,
+https://arxiv.org/abs/2310.18547; ranks of all sizes as in S-LoRA, https://arxiv.org/abs/2311.03285). That
+`expand` adds to the base model's product before it is written, and the gradient of `x` likewise, is the fusion
+of LoRAFusion (https://arxiv.org/abs/2510.00206).
+
+Tables (`lora/fused/tables.py`): `tiles` int32 `[n, 3]` are segment, first row and the row one past the last
+of its segment; `entries` int64 `[segments + 1, HEAD + 2 * MODULES]`, of rows that lie `stride` apart, are rank,
+address of the weights, address of the gradient, 0, then where A and B of each module lie there. A lies as `[rank, inputs]`, B as `[rank, outputs]`: to a
+kernel they are the same. Values beyond a segment, a rank or a width are never loaded, so that no zero is
+multiplied with a neighbour's NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: Whether Triton's interpreter runs them, on the CPU.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+HEAD: tl.constexpr = 4
+
+
+@triton.jit
+def pick(at, first, second, third):
+    """Choose one of three by number."""
+    chosen = first
+    if at == 1:
+        chosen = second
+    if at == 2:
+        chosen = third
+    return chosen
+
+
+@triton.jit
+def plus_product(total, left, right, WIDE: tl.constexpr):
+    """Return `total + left @ right` in fp32; `WIDE` is for the interpreter, whose bf16 is integers."""
+    if WIDE:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
+def tile_of(rows, columns, BAND: tl.constexpr):
+    """Order tiles in bands of rows, whose operands stay in the cache (the matmul tutorial of Triton)."""
+    at = tl.program_id(0)
+    first = at // (BAND * columns) * BAND
+    height = min(rows - first, BAND)
+    within = at % (BAND * columns)
+    return first + within % height, within // height
+
+
+@triton.jit
+def plus_low_rank(
+    total, low, weights, scale, rows, live, outs, rank, width, columns, at,
+    WIDE: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Return `total + scale * low[:, at : at + rank] @ weights[rank, width]`, the rank in steps of BR."""
+    extra = tl.zeros_like(total)
+    for begin in range(0, rank, BR):
+        ranks = begin + tl.arange(0, BR)
+        known = ranks < rank
+        left = tl.load(
+            low + rows[:, None] * columns + (at + ranks)[None, :],
+            mask=live[:, None] & known[None, :], other=0.0,
+        )  # fmt: skip
+        right = tl.load(
+            weights + ranks[:, None] * width + outs[None, :],
+            mask=known[:, None] & (outs < width)[None, :], other=0.0,
+        )  # fmt: skip
+        extra = plus_product(extra, left, right, WIDE)
+    return total + scale * extra
+
+
+@triton.jit
+def shrink(
+    x0, x1, x2, low, tiles, entries, stride, width0, width1, width2, columns,
+    MODULES: tl.constexpr, JOINT: tl.constexpr, SIDE: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write `low = x M^T`, M being A (`SIDE` 0) or B^T (1). `JOINT`: all modules read x0, in one product."""
+    tile = tiles + 3 * tl.program_id(0)
+    first, stop = tl.load(tile + 1), tl.load(tile + 2)
+    entry = entries + tl.load(tile).to(tl.int64) * stride
+    rank = tl.load(entry).to(tl.int32)
+    count = rank
+    if JOINT:
+        count = rank * MODULES
+    begin = tl.program_id(1) * BC
+    if begin < count:
+        number = begin + tl.arange(0, BC)
+        known = number < count
+        module = tl.program_id(2) + tl.zeros_like(number)
+        if JOINT:
+            module = number // rank
+        row = number
+        if JOINT:
+            row = number - module * rank
+        x = pick(tl.program_id(2), x0, x1, x2)
+        width = pick(tl.program_id(2), width0, width1, width2)
+        offset = tl.load(entry + HEAD + 2 * module + SIDE, mask=known, other=0)
+        matrix = tl.load(entry + 1).to(tl.pointer_type(low.dtype.element_ty))
+        starts = matrix + offset + row.to(tl.int64) * width
+        rows = (first + tl.arange(0, BM)).to(tl.int64)
+        live = rows < stop
+        total = tl.zeros((BM, BC), tl.float32)
+        for at in range(0, width, BK):
+            depth = at + tl.arange(0, BK)
+            inside = depth < width
+            left = tl.load(
+                x + rows[:, None] * width + depth[None, :],
+                mask=live[:, None] & inside[None, :], other=0.0,
+            )  # fmt: skip
+            right = tl.load(
+                starts[None, :] + depth[:, None], mask=known[None, :] & inside[:, None], other=0.0
+            )
+            total = plus_product(total, left, right, WIDE)
+        out = low + rows[:, None] * columns + (module * rank + row)[None, :]
+        tl.store(out, total.to(low.dtype.element_ty), mask=live[:, None] & known[None, :])
+
+
+@triton.jit
+def expand(
+    x, w0, w1, w2, bias0, bias1, bias2, low, y0, y1, y2, tiles, entries, stride, scales, blocks,
+    inputs, width0, width1, width2, columns, tile_count, block_count,
+    MODULES: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """Write `y = x W^T + b + scale * low B^T` of each module; `blocks` are module and first column."""
+    across, block = tile_of(tile_count, block_count, BAND)
+    tile = tiles + 3 * across
+    segment, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    module, start = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
+    weight, width = pick(module, w0, w1, w2), pick(module, width0, width1, width2)
+    rows = (first + tl.arange(0, BM)).to(tl.int64)
+    live = rows < stop
+    outs = (start + tl.arange(0, BN)).to(tl.int64)
+    inside = outs < width
+    total = tl.zeros((BM, BN), tl.float32)
+    for at in range(0, inputs, BK):
+        depth = at + tl.arange(0, BK)
+        known = depth < inputs
+        left = tl.load(
+            x + rows[:, None] * inputs + depth[None, :],
+            mask=live[:, None] & known[None, :], other=0.0,
+        )  # fmt: skip
+        right = tl.load(
+            weight + outs[None, :] * inputs + depth[:, None],
+            mask=inside[None, :] & known[:, None], other=0.0,
+        )  # fmt: skip
+        total = plus_product(total, left, right, WIDE)
+    if BIASED:
+        bias = tl.load(pick(module, bias0, bias1, bias2) + outs, mask=inside, other=0.0)
+        total += bias.to(tl.float32)[None, :]
+    entry = entries + segment.to(tl.int64) * stride
+    rank = tl.load(entry).to(tl.int32)
+    matrix = tl.load(entry + 1).to(tl.pointer_type(low.dtype.element_ty))
+    matrix += tl.load(entry + HEAD + 1 + 2 * module)
+    total = plus_low_rank(
+        total, low, matrix, tl.load(scales + segment), rows, live, outs, rank, width, columns,
+        module * rank, WIDE, BR,
+    )  # fmt: skip
+    y = pick(module, y0, y1, y2) + rows[:, None] * width + outs[None, :]
+    tl.store(y, total.to(low.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit
+def expand_back(
+    g0, g1, g2, w0, w1, w2, low, gx, tiles, entries, stride, scales,
+    inputs, width0, width1, width2, columns, tile_count, block_count,
+    MODULES: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """Write `gx`, the sum over modules of `gy W + scale * low A`; `low` is `gy B`."""
+    across, block = tile_of(tile_count, block_count, BAND)
+    tile = tiles + 3 * across
+    segment, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    rows = (first + tl.arange(0, BM)).to(tl.int64)
+    live = rows < stop
+    outs = block * BN + tl.arange(0, BN)
+    inside = outs < inputs
+    total = tl.zeros((BM, BN), tl.float32)
+    for module in tl.static_range(MODULES):
+        grad, weight = pick(module, g0, g1, g2), pick(module, w0, w1, w2)
+        width = pick(module, width0, width1, width2)
+        for at in range(0, width, BK):
+            depth = (at + tl.arange(0, BK)).to(tl.int64)
+            known = depth < width
+            left = tl.load(
+                grad + rows[:, None] * width + depth[None, :],
+                mask=live[:, None] & known[None, :], other=0.0,
+            )  # fmt: skip
+            right = tl.load(
+                weight + depth[:, None] * inputs + outs[None, :],
+                mask=known[:, None] & inside[None, :], other=0.0,
+            )  # fmt: skip
+            total = plus_product(total, left, right, WIDE)
+    entry = entries + segment.to(tl.int64) * stride
+    rank = tl.load(entry).to(tl.int32)
+    scale = tl.load(scales + segment)
+    for module in tl.static_range(MODULES):
+        matrix = tl.load(entry + 1).to(tl.pointer_type(low.dtype.element_ty))
+        matrix += tl.load(entry + HEAD + 2 * module)
+        total = plus_low_rank(
+            total,
+            low,
+            matrix,
+            scale,
+            rows,
+            live,
+            outs,
+            rank,
+            inputs,
+            columns,
+            module * rank,
+            WIDE,
+            BR,
+        )
+    out = gx + rows[:, None] * inputs + outs[None, :]
+    tl.store(out, total.to(gx.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit
+def add_gradient(
+    low, x0, x1, x2, owners, members, spans, entries, stride, scales, width0, width1, width2, columns,
+    MODULES: tl.constexpr, JOINT: tl.constexpr, SIDE: tl.constexpr, WIDE: tl.constexpr,
+    BC: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Add `scale * low^T x` of each segment to its adapter's gradient of A (`SIDE` 0) or of B^T (1).
+
+    One program has a tile of one gradient, and adds what its segments found one by one, in their order.
+    """
+    owner, z = tl.program_id(0), tl.program_id(2)
+    begin, end = tl.load(owners + owner), tl.load(owners + owner + 1)
+    entry = entries + tl.load(members + begin).to(tl.int64) * stride
+    rank = tl.load(entry).to(tl.int32)
+    count = rank
+    which = z % MODULES
+    block = z // MODULES
+    if JOINT:
+        count = rank * MODULES
+        which = 0
+        block = z
+    if block * BC < count:
+        number = block * BC + tl.arange(0, BC)
+        known = number < count
+        module = which + tl.zeros_like(number)
+        if JOINT:
+            module = number // rank
+        row = number
+        if JOINT:
+            row = number - module * rank
+        x, width = pick(which, x0, x1, x2), pick(which, width0, width1, width2)
+        depth = tl.program_id(1) * BK + tl.arange(0, BK)
+        inside = depth < width
+        offset = tl.load(entry + HEAD + 2 * module + SIDE, mask=known, other=0)
+        gradient = tl.load(entry + 2).to(tl.pointer_type(tl.float32))
+        out = gradient + (offset + row.to(tl.int64) * width)[:, None] + depth[None, :]
+        mask = known[:, None] & inside[None, :]
+        total = tl.load(out, mask=mask, other=0.0)
+        for at in range(begin, end):
+            segment = tl.load(members + at)
+            stop = tl.load(spans + 2 * segment + 1)
+            found = tl.zeros((BC, BK), tl.float32)
+            for start in range(tl.load(spans + 2 * segment), stop, BT):
+                rows = (start + tl.arange(0, BT)).to(tl.int64)
+                live = rows < stop
+                left = tl.load(
+                    low + rows[None, :] * columns + (module * rank + row)[:, None],
+                    mask=known[:, None] & live[None, :], other=0.0,
+                )  # fmt: skip
+                right = tl.load(
+                    x + rows[:, None] * width + depth[None, :],
+                    mask=live[:, None] & inside[None, :], other=0.0,
+                )  # fmt: skip
+                found = plus_product(found, left, right, WIDE)
+            total += tl.load(scales + segment) * found
+        tl.store(out, total, mask=mask)

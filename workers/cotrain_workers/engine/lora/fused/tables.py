@@ -1,0 +1,162 @@
+"""What the fused kernels look up: which tile has which adapter, and where its matrices and gradients lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.lora.fused.operators import column_blocks
+from cotrain_workers.engine.lora.fused.tile_sizes import MODULES, RANK, ROWS
+from cotrain_workers.engine.lora.stacked_weights import shared_input
+from cotrain_workers.engine.spec import lay_out_matrices
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from cotrain_workers.engine.routing import Segment
+    from cotrain_workers.engine.spec import Layout, Pair, Target
+
+HEAD = 4  # rank, address of the weights, address of the gradient, 0
+WEIGHTS, GRADIENT = 1, 2
+
+
+@dataclass(frozen=True)
+class ModuleGroup:
+    """Modules that read one `x`, in the order of the model."""
+
+    names: tuple[str, ...]
+    outputs: tuple[int, ...]
+    at: int  # its first column in a row of entries
+
+    @property
+    def width(self) -> int:
+        """Return how many columns it has there: an even number, so that each begins at 16 bytes."""
+        return HEAD + 2 * len(self.names)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Of one micro-batch, on the device. Row `segments` of entries and scales is of no adapter."""
+
+    tiles: torch.Tensor  # int32 [tiles, 3]: segment, first row, one past the last of the segment
+    spans: torch.Tensor  # int32 [segments, 2]: first row, one past the last
+    owners: torch.Tensor  # int32 [gradients + 1]: where the segments of each begin in `members`
+    members: torch.Tensor  # int32: segments that want a gradient, by whose it is, in their order
+    scales: torch.Tensor  # fp32 [segments + 1]
+    entries: torch.Tensor  # int64 [segments + 1, all columns of all groups]
+    ranks: np.ndarray  # on the host, by column of `entries`: where a rank stands, the largest
+
+    def of(self, group: ModuleGroup) -> torch.Tensor:
+        """Return the entries `[segments + 1, width]` of a group."""
+        return self.entries[:, group.at : group.at + group.width]
+
+    def columns(self, group: ModuleGroup) -> int:
+        """Return how wide the LoRA columns of a group are, for its largest rank; 0 if none trains it."""
+        return -(-int(self.ranks[group.at]) * len(group.names) // RANK) * RANK
+
+
+def plan_groups(targets: Sequence[Target]) -> tuple[ModuleGroup, ...]:
+    """Find the modules of a base model that read one `x`; those of the unembedding are none."""
+    groups, end = [], 0
+    linear = (target for target in targets if target.family != "unembed")
+    for _, same in groupby(linear, key=shared_input):
+        together = list(same)
+        assert len(together) <= MODULES
+        group = ModuleGroup(
+            tuple(target.name for target in together),
+            tuple(target.outputs for target in together),
+            end,
+        )
+        end += group.width
+        groups.append(group)
+    return tuple(groups)
+
+
+@cache
+def blocks_of(group: ModuleGroup, device: torch.device) -> torch.Tensor:
+    """Return module and first column of each block of a group's outputs, int32 `[blocks, 2]`."""
+    return to_device(np.array(column_blocks(group.outputs), np.int32), device)
+
+
+def make_tables(
+    segments: Sequence[Segment], rows: int, groups: Sequence[ModuleGroup], device: torch.device
+) -> Tables:
+    """Make those of a packed row of `rows`."""
+    spans = [(segment.start, segment.stop) for segment in segments]
+    owners, members = find_owners(segments)
+    scales = [*(segment.scale for segment in segments), 0.0]
+    entries = find_entries(segments, tuple(groups))
+    return Tables(
+        tiles=to_device(np.array(find_tiles(spans, rows), np.int32), device),
+        spans=to_device(np.array(spans, np.int32), device),
+        owners=to_device(np.array(owners, np.int32), device),
+        members=to_device(np.array(members, np.int32), device),
+        scales=to_device(np.array(scales, np.float32), device),
+        entries=to_device(entries, device),
+        ranks=entries.max(axis=0),
+    )
+
+
+def find_tiles(spans: Sequence[tuple[int, int]], rows: int) -> list[tuple[int, int, int]]:
+    """Cut segments, and the rows between and behind them, into tiles from their own first row."""
+    tiles, end = [], 0
+    for number, (start, stop) in [*enumerate(spans), (len(spans), (rows, rows))]:
+        tiles += [(len(spans), first, start) for first in range(end, start, ROWS)]
+        tiles += [(number, first, stop) for first in range(start, stop, ROWS)]
+        end = stop
+    return tiles
+
+
+def find_owners(segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
+    """Put the segments that want a gradient together by whose it is."""
+    by_gradient: dict[int, list[int]] = {}
+    for number, segment in enumerate(segments):
+        if segment.grads is not None:
+            by_gradient.setdefault(id(segment.grads), []).append(number)
+    ends, members = [0], []
+    for own in by_gradient.values():
+        members += own
+        ends.append(len(members))
+    return ends, members
+
+
+def find_entries(segments: Sequence[Segment], groups: tuple[ModuleGroup, ...]) -> np.ndarray:
+    """Return rank, addresses and offsets of each segment's adapter in every group."""
+    entries = np.zeros((len(segments) + 1, groups[-1].at + groups[-1].width), np.int64)
+    starts = np.array([group.at for group in groups])
+    for row, segment in zip(entries, segments, strict=False):
+        layout = segment.source.layout
+        row[:] = offsets_of(layout.rank, layout.targets, groups)
+        row[starts + WEIGHTS] = address_of(segment.source.compute, layout)
+        row[starts + GRADIENT] = address_of(segment.grads or {}, layout)
+    return entries
+
+
+@cache
+def offsets_of(
+    rank: int, targets: tuple[Target, ...], groups: tuple[ModuleGroup, ...]
+) -> np.ndarray:
+    """Return a row of entries without addresses, for adapters of one rank on these targets."""
+    offset_by_name = lay_out_matrices(rank, targets)[0]
+    row = np.zeros(groups[-1].at + groups[-1].width, np.int64)
+    for group in groups:
+        if any(name in offset_by_name for name in group.names):
+            row[group.at] = rank
+            offsets = [offset_by_name[name] for name in group.names]
+            row[group.at + HEAD : group.at + group.width] = np.array(offsets).ravel()
+    return row
+
+
+def address_of(views: Mapping[str, Pair], layout: Layout) -> int:
+    """Return where an arena begins, of which `views` are the matrices; 0 of none."""
+    for name, pair in views.items():
+        first: int = pair.a.data_ptr() - layout.offset_by_name[name][0] * pair.a.element_size()
+        return first
+    return 0
