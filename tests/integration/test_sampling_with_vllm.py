@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from cotrain.wire.proto import wire_pb2
+from cotrain_store.blobs.claim import MARK
 from cotrain_store.sampling.endings import CANCELLED
+from cotrain_workers.sampling.vllm import requests
 from tests.support.fake_vllm import FakeVllm
+from tests.support.object_store import BadNetwork
 from tests.support.program import LORA, submit
 from tests.support.sampling import (
     LONG,
@@ -24,6 +28,7 @@ from tests.support.sampling import (
     submit_sample,
 )
 from tests.support.stack import MODEL, Stack, worker
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
 
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.worker.loop import WorkerLoop
+    from tests.support.object_store import SeaweedFS
     from tests.support.redis_server import EmbeddedRedis
 
 
@@ -70,6 +76,37 @@ def difference(one: bytes, other: bytes) -> float:
     """Return the largest difference of two float32 arrays that leave out the same places."""
     apart = np.abs(np.frombuffer(one, np.float32) - np.frombuffer(other, np.float32))
     return float(np.nanmax(apart))
+
+
+async def test_vllm_samples_from_adapters_in_an_object_store(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm,
+    object_store: SeaweedFS, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(requests, "PAUSE_S", (0.01, 0.1))
+    with BadNetwork(object_store.port) as network:
+        for name, value in object_store.variables(network.endpoint).items():
+            monkeypatch.setenv(name, value)
+        settings: dict[str, Any] = {"blobs": object_store.new_prefix()}
+        object_store.store(settings["blobs"]).put(MARK, b"this Redis")
+        run = await server.create("a", "a", LORA)
+        with worker(empty_redis.url, tmp_path / "one", engine, **settings):
+            await submit(server, run, 1, 4)
+            sampler = await saved_sampler(server, run, 5)
+            ours = await sample(server, sampler, 1, temperature=0.0)
+        settings |= {"sampler": "vllm", "vllm_url": vllm.url}
+        with worker(empty_redis.url, tmp_path / "other", engine, **settings):
+            base = await base_sampler(server, number=1)
+            await sample(server, base, 1)  # by now it has checked the server
+            with network.failing("refuse"), capture_logs() as logs:
+                request = await submit_sample(server, sampler, 2, temperature=0.0)
+                await until(lambda: any(row["event"] == "adapter_not_copied" for row in logs))
+            theirs = await sampled(server, sampler, request)
+    one, other = (wire_pb2.SampleResponse.FromString(each).sequences[0] for each in (ours, theirs))
+    assert one.tokens == other.tokens
+    assert difference(one.logprobs, other.logprobs) < 1e-5
+    copied = list((tmp_path / "other" / "vllm" / "w0").glob("??/*/adapter_model.safetensors"))
+    assert len(copied) == 3  # with the two of the check
+    assert not (tmp_path / "other" / "weights").exists()
 
 
 async def test_a_sampler_stays_while_its_run_trains_on(

@@ -53,10 +53,10 @@ async def test_weights_are_there_before_their_file_and_the_same_after(
     store.put(record, weights_of(1.5))
     assert store.host(record.ref).flat.equal(weights_of(1.5).weights.flat)
     assert store.first_unstored(run.id) == 1
-    assert store.path(record.ref) is None
+    assert store.digest(record.ref) is None
     written(store)
     assert store.first_unstored(run.id) is None
-    assert store.path(record.ref) == folders(tmp_path)[0]
+    assert store.digest(record.ref) == folders(tmp_path)[0].name
     again = store_of().host(record.ref)
     assert again.spec == SPEC
     assert again.flat.equal(weights_of(1.5).weights.flat)
@@ -107,7 +107,7 @@ async def test_weights_lost_with_a_process_are_owed_until_a_replay_makes_them_ag
     assert store.lost() == []
     assert store.first_unstored(run.id) is None
     with pytest.raises(WeightsMissing):
-        store.path(second.ref)
+        store.digest(second.ref)
     store.put_again(WeightsRef("other:train:0:9"), weights_of(1.0))
     assert store.first_unstored(run.id) is None
 

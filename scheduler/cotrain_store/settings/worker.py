@@ -67,21 +67,19 @@ class WorkerSettings(StoreSettings):
     """Tokens that all sequences being generated can hold in memory; 0 takes what there is room for."""
     vllm_url: str = ""
     vllm_api_key: SecretStr = SecretStr("")
+    vllm_copies_bytes: int = Field(default=20_000_000_000, gt=0)
+    """Of adapters that are copied out of an object store for the vLLM server to read."""
 
     @model_validator(mode="after")
     def _names_its_vllm(self) -> Self:
         if self.sampler == "vllm" and not self.vllm_url:
             raise ValueError("sampler=vllm needs vllm_url.")
-        if self.sampler == "vllm" and not self.blob_store.folder:
-            raise ValueError(
-                "sampler=vllm reads adapters from a folder: blobs must be unset or file:///…."
-            )
         return self
 
     @property
-    def weights_dir(self) -> Path:
-        """Saved adapters, in folders named after their content."""
-        return self.data_dir / "weights"
+    def adapter_copies_dir(self) -> Path:
+        """Adapters that were copied out of an object store, of each worker in a folder of its own."""
+        return self.data_dir / "vllm" / self.worker_id
 
     @property
     def batch_sizes_path(self) -> Path:

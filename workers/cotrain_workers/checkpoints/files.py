@@ -39,7 +39,6 @@ from cotrain_workers.checkpoints.peft_folder import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from cotrain_store.blobs.protocol import Blob, Blobs
     from cotrain_store.disk.orphan_ages import Unwanted
@@ -154,11 +153,6 @@ class CheckpointFiles:
         if time.monotonic() - written.written_at > YOUNG_S:
             return all(blobs.touch(key) for blobs, key in keys)
         return all(blobs.exists(key) for blobs, key in keys)
-
-    def folder(self, digest: str) -> Path:
-        """Name the folder of an adapter, where there are files (`WorkerSettings` refuses vLLM where not)."""
-        assert self.blobs.folder
-        return self.blobs.folder / "weights" / key_of(digest)
 
     def read_adapter(self, digest: str, layout_of: LayoutOf) -> HostWeights:
         """Read an adapter; raises FolderUnreadable, OSError."""

@@ -26,7 +26,6 @@ from cotrain_workers.engine.ops import WeightsMissing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from concurrent.futures import Future
-    from pathlib import Path
 
     from cotrain_store.messages.ids import RunId, WeightsRef
     from cotrain_store.messages.weights import WeightsRecord
@@ -198,8 +197,8 @@ class WeightsStore:
             log.error("optimizer_unreadable", weights=ref, reason=str(unreadable))
             raise WeightsMissing(ref) from unreadable
 
-    def path(self, ref: WeightsRef) -> Path | None:
-        """Name the folder of weights, for a server that reads files; None while it is being written.
+    def digest(self, ref: WeightsRef) -> str | None:
+        """Name what is stored of weights, for a server that reads it; None while it is being written.
 
         Raises:
             WeightsMissing: there is none, and there will be none.
@@ -208,7 +207,7 @@ class WeightsStore:
             return None
         if not self.is_known(ref):
             raise WeightsMissing(ref)
-        return self._files.folder(self._digests[ref])
+        return self._digests[ref]
 
     def _read(self, ref: WeightsRef) -> HostWeights:
         if ref in self._unstored or not self.is_known(ref):

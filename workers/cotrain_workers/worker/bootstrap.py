@@ -23,6 +23,7 @@ from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_store.settings.worker import WorkerSettings, pool_of
 from cotrain_store.weights.saved_weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
+from cotrain_workers.checkpoints.peft_folder import key_of
 from cotrain_workers.checkpoints.weights_store import MEMORY_BYTES, UNSTORED_BYTES, WeightsStore
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.engine import Engine
@@ -41,6 +42,7 @@ from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
 from cotrain_workers.sampling.no_decoder import NoDecoder
 from cotrain_workers.sampling.service import SamplingService
+from cotrain_workers.sampling.vllm.adapter_copies import AdapterCopies
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 from cotrain_workers.worker.batch_size_cache import BatchSizeCache
 from cotrain_workers.worker.loop import WorkerLoop
@@ -285,14 +287,22 @@ def decoder_factory(
     def host(key: str) -> HostWeights:
         return weights.host(WeightsRef(key))
 
-    def folder(key: str) -> Path | None:
-        return weights.path(WeightsRef(key))
-
     if settings.sampler == "engine":
         if not isinstance(engine, Engine):
             return NoDecoder
         kv_tokens = settings.kv_cache_tokens or None
         return partial(engine.decoder, host, kv_tokens=kv_tokens, text=text)
+    adapters, copies = settings.blob_store.below("weights"), None
+    shared = adapters.folder or settings.adapter_copies_dir
+    if adapters.folder is None:
+        copies = AdapterCopies(
+            adapters, shared, settings.vllm_copies_bytes, settings.model_name, weights.layout_of
+        )
+
+    def folder(key: str) -> Path | None:
+        digest = weights.digest(WeightsRef(key))
+        return shared / key_of(digest) if digest else None
+
     return partial(
         VllmDecoder,
         settings.vllm_url,
@@ -300,8 +310,9 @@ def decoder_factory(
         base_model=settings.model_name,
         targets=engine.targets,
         vocab_size=engine.facts.vocab_size,
-        shared=settings.weights_dir,
+        shared=shared,
         folder=folder,
+        copies=copies,
     )
 
 

@@ -7,7 +7,7 @@ import sys
 import tarfile
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -26,7 +26,6 @@ from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.errors import CheckpointNotFound, SpoolCorrupt, StoreUnavailable, UnusableBlobs
 from cotrain_store.redis_client.connection import open_sync_connection
-from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.worker.tokenizer import publish_tokenizer
 from tests.support.http_api import POOL
 from tests.support.object_store import BadNetwork, SeaweedFS
@@ -276,15 +275,3 @@ def test_a_process_with_a_wrong_bucket_says_so_in_a_sentence_and_ends(
     process = ended(module, settings | {"COTRAIN_BLOBS": "s3://nothing-here/x"})
     assert process.returncode == 2
     assert "COTRAIN_BLOBS: s3://nothing-here/x cannot be used" in process.stdout + process.stderr
-
-
-def test_vllm_needs_files(tmp_path: Path) -> None:
-    given: dict[str, Any] = {
-        "redis_url": "unix:///r",
-        "base_model": "m",
-        "sampler": "vllm",
-        "vllm_url": "http://v",
-    }
-    with pytest.raises(ValueError, match="blobs must be unset or file:///"):
-        WorkerSettings(data_dir=tmp_path, blobs="s3://bucket/x", **given)
-    WorkerSettings(data_dir=tmp_path, blobs=f"file://{tmp_path}", **given)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from cotrain_workers.sampling.vllm.adapter_copies import AdapterCopies
     from cotrain_workers.sampling.vllm.client import VllmServer
 
 
@@ -33,8 +34,9 @@ class _Loaded:
 class VllmAdapters:
     """Loads adapters when they are asked for, and keeps at most `most`; for one event loop."""
 
-    def __init__(self, server: VllmServer, most: int) -> None:
+    def __init__(self, server: VllmServer, most: int, copies: AdapterCopies | None = None) -> None:
         self._server = server
+        self._copies = copies
         self._most = most
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # the longest unused first
         self._loading = asyncio.Lock()
@@ -43,13 +45,14 @@ class VllmAdapters:
     async def loaded(self, path: Path) -> AsyncIterator[str]:
         """Have the adapter of a folder loaded for as long as this lasts; gives the name to ask for.
 
-        Raises what `VllmServer.load` raises.
+        Raises what `VllmServer.load` and `copy` raise.
         """
         name = path.name
         while name not in self._loaded:
             async with self._loading:
                 if name not in self._loaded:
                     await self._evict()
+                    await self.copy(name)
                     await self._server.load(name, path)
                     self._loaded[name] = _Loaded()
         adapter = self._loaded[name]
@@ -62,6 +65,14 @@ class VllmAdapters:
             adapter.users -= 1
             if not adapter.users:
                 adapter.idle.set()
+
+    async def copy(self, name: str) -> None:
+        """Have the files of an adapter where the server reads them. Twice is harmless.
+
+        Raises what `AdapterCopies.fetch` raises.
+        """
+        if self._copies:
+            await asyncio.to_thread(self._copies.fetch, name, frozenset(self._loaded))
 
     def forget(self, name: str | None = None) -> None:
         """Note that the server does not have an adapter any more, or none of them."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.decoding.requests import SampleRequest
     from cotrain_workers.engine.ops import Failure
     from cotrain_workers.engine.spec import Target
+    from cotrain_workers.sampling.vllm.adapter_copies import AdapterCopies
 
     # Where an adapter's PEFT folder is, None while it is not written yet; raises WeightsMissing.
     FolderOf = Callable[[str], Path | None]
@@ -67,10 +68,12 @@ class VllmDecoder:
         folder: FolderOf,
         max_adapters: int = MAX_ADAPTERS,
         max_sequences: int = MAX_SEQUENCES,
+        copies: AdapterCopies | None = None,
     ) -> None:
         """Return at once; whether the server can be used is found out, and logged, in the background.
 
-        The server must see `shared`, and the folders that `folder` names, under the same paths.
+        The server must see `shared`, and the folders that `folder` names, under the same paths. `copies` fill them
+        where adapters lie in an object store.
         """
         self._vocab_size = vocab_size
         self._folder = folder
@@ -86,6 +89,7 @@ class VllmDecoder:
             shared.absolute(),  # the server has another working directory
             max_adapters=max_adapters,
             max_sequences=max_sequences,
+            copies=copies,
         )
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_workers.checkpoints.peft_folder import CONFIG
+from cotrain_workers.checkpoints.peft_folder import CONFIG, FolderUnreadable
 from cotrain_workers.engine.ops import Failure
 from cotrain_workers.sampling.vllm.adapters import VllmAdapters
 from cotrain_workers.sampling.vllm.client import (
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
     from cotrain_workers.engine.spec import Target
+    from cotrain_workers.sampling.vllm.adapter_copies import AdapterCopies
     from cotrain_workers.sampling.vllm.client import VllmServer
     from cotrain_workers.sampling.vllm.protocol import Completion, ServerFacts
 
@@ -70,11 +71,12 @@ class VllmSampler:
         *,
         max_adapters: int,
         max_sequences: int,
+        copies: AdapterCopies | None = None,
     ) -> None:
         self.facts: ServerFacts | None = (
             None  # None while the server is unavailable or not as it must be
         )
-        self.adapters = VllmAdapters(server, max_adapters)
+        self.adapters = VllmAdapters(server, max_adapters, copies)
         self._server = server
         self._base_model = base_model
         self._targets = targets
@@ -125,8 +127,20 @@ class VllmSampler:
         reason = refusal(request, self._vocab_size, facts)
         if reason:
             raise _Failed(Failure(reason, "user"))
-        if folder and not facts.adapts_unembedding and _adapts_unembedding(folder):
+        if folder and not facts.adapts_unembedding and await self._adapts_unembedding(folder):
             raise _Failed(UNEMBEDDING)
+
+    async def _adapts_unembedding(self, folder: Path) -> bool:
+        while True:
+            try:
+                await self.adapters.copy(folder.name)
+                config = json.loads((folder / CONFIG).read_bytes())
+            except (FileNotFoundError, FolderUnreadable) as missing:
+                raise _Failed(WEIGHTS_DELETED) from missing
+            except OSError:
+                await asyncio.sleep(PAUSE_S[1])
+            else:
+                return "lm_head" in config["target_modules"]
 
     async def _sequence(
         self, request: SampleRequest, number: int, folder: Path | None, begun: Event
@@ -142,6 +156,9 @@ class VllmSampler:
                 except VllmUnavailable as unavailable:
                     tries += unavailable.is_reached
                     self.facts = None
+                except OSError as failed:
+                    log.warning("adapter_not_copied", folder=str(folder), reason=str(failed))
+                    await asyncio.sleep(PAUSE_S[1])
                 except AdapterUnknown:
                     tries += 1
                     if folder:
@@ -163,15 +180,9 @@ class VllmSampler:
         except AdapterRefused as refused:
             log.error("vllm_refuses_adapter", folder=str(folder), reason=str(refused))
             raise _Failed(NOT_LOADED) from refused
+        except FolderUnreadable as unreadable:
+            raise _Failed(WEIGHTS_DELETED) from unreadable
         except VllmRefused as refused:
             if refused.status in (401, 403):  # the key is wrong by now, and no request's fault
                 raise VllmUnavailable(str(refused), is_reached=False) from refused
             raise _Failed(Failure(f"The sampler refused this: {refused}", "user")) from refused
-
-
-def _adapts_unembedding(folder: Path) -> bool:
-    try:
-        config = json.loads((folder / CONFIG).read_bytes())
-    except FileNotFoundError as missing:
-        raise _Failed(WEIGHTS_DELETED) from missing
-    return "lm_head" in config["target_modules"]
