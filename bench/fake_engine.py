@@ -45,7 +45,6 @@ class FakeEngine:
             vocab_size=shape.vocab,
             tie_word_embeddings=False,
         )
-        self._targets = base_model.find_targets(config)
         self._config, self._settings = config, settings
 
     def load(self) -> Engine:
@@ -87,7 +86,6 @@ class FakeEngine:
             base_model: {
                 "read_config": lambda *_, **__: self._config,
                 "make_skeleton": lambda _: free,
-                "find_targets": lambda _: self._targets,
                 "read_weights": build,
             },
             backend: {"disagreement": lambda *_: None},

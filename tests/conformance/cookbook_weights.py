@@ -47,7 +47,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def exported(base: Path, spec: AdapterSpec, root: Path) -> Path:
     """Write a folder as a worker does."""
-    targets = find_targets(AutoModelForCausalLM.from_pretrained(base).config)
+    targets = find_targets(AutoModelForCausalLM.from_pretrained(base))
     layout = plan_layout(spec, targets)
     flat = torch.zeros(layout.size)
     for pair in layout.views(flat).values():

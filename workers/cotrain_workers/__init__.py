@@ -1,6 +1,6 @@
 """The engine that trains many adapters in one pass over a frozen base model, and the worker around it.
 
-`engine/` needs torch, transformers, peft, safetensors and numpy only, and what these bring along, so it runs
+`engine/` needs torch, transformers, safetensors and numpy only, and what these bring along, so it runs
 and is measured on a bare GPU machine.
 """
 

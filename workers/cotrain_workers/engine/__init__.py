@@ -1,1 +1,1 @@
-"""Many adapters in one pass over a frozen model; torch, transformers, peft, safetensors, numpy and nothing of ours outside."""
+"""Many adapters in one pass over a frozen model; torch, transformers, safetensors, numpy and nothing of ours outside."""

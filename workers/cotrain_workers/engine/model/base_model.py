@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -132,7 +129,7 @@ def _load(
 
 def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel:
     """Put our modules into a model, and say what it is; its weights may still be to come (device `meta`)."""
-    targets, router = find_targets(config), Router()
+    targets, router = find_targets(network), Router()
     num_parameters = network.num_parameters()
     adapt(network, targets, router)
     recompute = Recompute()
@@ -219,25 +216,21 @@ def make_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
         return AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
 
 
-def find_targets(config: Any) -> tuple[Target, ...]:
-    """Return the modules LoRA can be attached to, in model order, as PEFT itself would choose them.
+def find_targets(network: nn.Module) -> tuple[Target, ...]:
+    """Return the modules LoRA can be attached to, in model order: those that PEFT chooses by these names.
 
-    PEFT is injected into a copy without weights, so that an exported adapter names the same modules.
+    Raises:
+        UnsupportedModel: one is no plain linear, or none has such a name.
     """
-    skeleton = make_skeleton(config)
-    with warnings.catch_warnings():
-        # Of tied embeddings: true of PEFT's own modules, not of ours, which never merge or untie.
-        warnings.simplefilter("ignore", UserWarning)
-        dry = LoraConfig(r=1, target_modules=list(FAMILY_BY_MODULE))
-        inject_adapter_in_model(dry, skeleton, low_cpu_mem_usage=True)
-    targets = [
-        Target(
-            name, FAMILY_BY_MODULE[name.rsplit(".", 1)[-1]], layer.in_features, layer.out_features
-        )
-        for name, layer in skeleton.named_modules()
-        if isinstance(layer, LoraLayer)
-    ]
-    missing = set(FAMILY_BY_MODULE) - {target.name.rsplit(".", 1)[-1] for target in targets}
+    targets = []
+    for name, module in network.named_modules():
+        family = FAMILY_BY_MODULE.get(name.rpartition(".")[-1])
+        if family is None:
+            continue
+        if type(module) is not nn.Linear:
+            raise UnsupportedModel(f"{name} is a {type(module).__name__}, not a plain linear.")
+        targets.append(Target(name, family, module.in_features, module.out_features))
+    missing = set(FAMILY_BY_MODULE) - {target.name.rpartition(".")[-1] for target in targets}
     if missing:
         raise UnsupportedModel(f"it has no modules named {', '.join(sorted(missing))}.")
     return tuple(targets)
@@ -247,10 +240,6 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     """Put our linear modules and our attention into a loaded model."""
     for target in targets:
         linear = network.get_submodule(target.name)
-        if type(linear) is not nn.Linear:
-            raise UnsupportedModel(
-                f"{target.name} is a {type(linear).__name__}, not a plain linear."
-            )
         if target.name != UNEMBED:
             network.set_submodule(target.name, MultiLoraLinear(linear, target.name, router))
         elif linear.bias is not None:

@@ -4,12 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, GPT2Config
 
 from cotrain_workers.engine.model.base_model import (
     UnsupportedModel,
     find_targets,
     load_base_model,
+    make_skeleton,
     refuse_unsupported,
 )
 from tests.support.tiny_models import FAMILIES, build_tiny
@@ -23,13 +26,43 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_its_targets(model_folder: ModelFolder, family: str) -> None:
-    targets = find_targets(AutoConfig.from_pretrained(model_folder(family)))
+    targets = find_targets(make_skeleton(AutoConfig.from_pretrained(model_folder(family))))
 
     names = [target.name for target in targets]
     assert names[0] == "model.layers.0.self_attn.q_proj"
     assert names[-1] == "lm_head"
     assert len(names) == len(set(names)) == 2 * 7 + 1
     assert [t.family for t in targets].count("mlp") == 6
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_are_those_that_peft_chooses(
+    model_folder: ModelFolder, family: str, tied: bool
+) -> None:
+    skeleton = make_skeleton(AutoConfig.from_pretrained(model_folder(family, tied=tied)))
+    targets = find_targets(skeleton)
+    names = sorted({target.name.rpartition(".")[-1] for target in targets})
+
+    adapted = inject_adapter_in_model(LoraConfig(r=1, target_modules=names), skeleton)
+
+    assert [(target.name, target.inputs, target.outputs) for target in targets] == [
+        (name, layer.in_features, layer.out_features)
+        for name, layer in adapted.named_modules()
+        if isinstance(layer, LoraLayer)
+    ]
+
+
+def test_a_module_that_is_no_plain_linear_is_refused_by_name(model_folder: ModelFolder) -> None:
+    skeleton = make_skeleton(AutoConfig.from_pretrained(model_folder()))
+    skeleton.model.layers[1].mlp.up_proj = torch.nn.Bilinear(1, 1, 1)
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.up_proj is a Bilinear"):
+        find_targets(skeleton)
+    skeleton.model.layers[1].mlp.up_proj = torch.nn.Linear(1, 1)
+    del skeleton.lm_head
+    with pytest.raises(UnsupportedModel, match="no modules named lm_head"):
+        find_targets(skeleton)
 
 
 def changed(model_folder: ModelFolder, **changes: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cotrain_workers.engine.model.base_model import find_targets
+from cotrain_workers.engine.model.base_model import find_targets, make_skeleton
 from cotrain_workers.sampling.vllm.client import VllmServer, VllmUnavailable
 from cotrain_workers.sampling.vllm.protocol import ServerFacts
 from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, base_card, check_server
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def targets(model: Path) -> tuple[Target, ...]:
     from transformers import AutoConfig
 
-    return find_targets(AutoConfig.from_pretrained(model))
+    return find_targets(make_skeleton(AutoConfig.from_pretrained(model)))
 
 
 def check(vllm: FakeVllm, targets: tuple[Target, ...], shared: Path, key: str = "") -> ServerFacts:
