@@ -238,7 +238,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="where to keep the random models between calls")
     parser.add_argument("--sizes", type=names, help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--parts", type=names, default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--lora-backend", type=names, default=["auto"], help="auto, seg, grouped, fused")
+    parser.add_argument(
+        "--lora-backend", type=names, default=["auto"], help="auto, seg, grouped, fused"
+    )
     parser.add_argument("--recompute", choices=("auto", "always", "never"))
     parser.add_argument("--micro-batch-tokens", type=int)
     parser.add_argument("--adapter-bytes", type=int)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -80,6 +81,7 @@ def encode_args(args: Args) -> bytes:
     return text.encode("utf-8", "replace")
 
 
+@cache
 def source(name: str) -> str:
     """Read a script, after the parts it needs, each once."""
     parts: dict[Path, str] = {}

@@ -86,7 +86,7 @@ def test_a_line_that_another_process_appends_at_that_moment_hides_no_fault(
     def write_as_another_does(log: int, line: bytes) -> int:
         return write(log, line) + write(log, b"worker.entered 1 other\n")
 
-    monkeypatch.setattr(failpoints.os, "write", write_as_another_does)
+    monkeypatch.setattr("cotrain_store.failpoints.os.write", write_as_another_does)
     assert struck(faults, "worker.entered", "mine")
 
 
