@@ -1,6 +1,6 @@
 """What a training pass and a decode step launch, move and keep per layer, counted without a GPU.
 
-    python -m bench.cost [--sizes 0.6b,8b] [--tenants 4] [--length 2048] [--lora grouped,seg] [--json]
+    python -m bench.cost [--sizes 0.6b,8b] [--tenants 4] [--length 2048] [--lora fused,grouped,seg] [--json]
 
 The engine itself runs, on a CUDA device that has shapes and no values (`tests/support/fake_cuda.py`, which
 needs a C++ compiler). Two layers are compared with one, so that a number of layers is only a factor. The
@@ -81,6 +81,10 @@ def flops(launch: Launch) -> float:
     """Return the FLOP of a product; 0 of what is bound by its bytes."""
     shapes = [each for each in launch.args if isinstance(each, tuple)]
     match launch.name:
+        case "lora_expand":
+            return 2.0 * prod(shapes[0]) * sum(len(weight) for weight in launch.args[1])
+        case "lora_expand_back":
+            return sum(2.0 * g.numel() * w.shape[1] for g, w in zip(*launch.args[:2], strict=True))
         case "mm" | "_grouped_mm" | "bmm" | "linear":
             left, right = shapes[0], shapes[1]
             if launch.name == "linear":
@@ -255,7 +259,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--lora", default="grouped,seg")
+    parser.add_argument("--lora", default="fused,grouped,seg")
     parser.add_argument("--recompute", default="never", choices=("never", "always"))
     parser.add_argument("--plain", dest="fused", action="store_false", help="nothing is compiled")
     parser.add_argument("--rows", type=int, default=128)

@@ -15,6 +15,7 @@ from cotrain_workers.engine import engine as engine_module
 from cotrain_workers.engine.adapters import bank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
+from cotrain_workers.engine.lora.fused import tables
 from cotrain_workers.engine.model import attention, base_model, fusion
 from cotrain_workers.engine.training import adamw, pass_state
 from tests.support import fake_cuda
@@ -88,7 +89,8 @@ class FakeEngine:
                 "make_skeleton": lambda _: free,
                 "read_weights": build,
             },
-            backend: {"disagreement": lambda *_: None},
+            backend: {"disagreement": lambda *_, **__: None, "missing_kernels": lambda _: None},
+            tables: {"address_of": lambda *_: 0},
             attention: {"varlen_is_right": lambda *_: True},
             fusion: {"first_equal": lambda candidates, *_: candidates[0]},
             engine_module: {"compiled": compiled},

@@ -13,7 +13,7 @@ import torch
 
 from cotrain_workers.engine.decoding.paged_attention_check import find_contract
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.lora.backend import slow
+from cotrain_workers.engine.lora.backend import slow, unfused
 from cotrain_workers.engine.lora.self_check import disagreement
 from cotrain_workers.engine.model.attention import flash_in_use, varlen_is_right
 from cotrain_workers.engine.model.base_model import KvShape
@@ -70,6 +70,10 @@ def test_flash_attention_decodes_over_pages() -> None:
 def test_grouped_products_have_a_kernel_and_are_those_of_a_loop() -> None:
     assert slow(torch.zeros(1, device=CUDA, dtype=torch.bfloat16)) is None
     assert disagreement(CUDA, torch.bfloat16) is None
+
+
+def test_lora_is_fused_with_the_base_models_products() -> None:
+    assert unfused(torch.zeros(1, device=CUDA, dtype=torch.bfloat16)) is None
 
 
 def test_adapters_of_every_rank_train_in_one_cycle(weights: Mapping[str, HostWeights]) -> None:

@@ -26,6 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support import lora_traffic
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -133,7 +135,12 @@ class LaunchLog(TorchDispatchMode):
     def note(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         """Note a launch that reads `args` and writes `out`."""
         # A write to some rows touches those alone.
-        size = 2 * bytes_of(args[3]) if name == "index_copy_" else bytes_of((args, kwargs, out))
+        if name == "index_copy_":
+            size = 2 * bytes_of(args[3])
+        elif name in lora_traffic.BYTES:
+            size = lora_traffic.BYTES[name](*args)
+        else:
+            size = bytes_of((args, kwargs, out))
         if size:
             shapes = [tuple(each.shape) if is_tensor(each) else each for each in args]
             self.launches.append(Launch(name, size, shapes, [tuple(o.shape) for o in tensors(out)]))

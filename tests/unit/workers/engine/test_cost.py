@@ -26,7 +26,8 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("lora", "launches", "kilobytes"), [("grouped", 154, 1_842), ("seg", 267, 1_685)]
+    ("lora", "launches", "kilobytes"),
+    [("fused", 46, 1_250), ("grouped", 150, 1_815), ("seg", 263, 1_656)],
 )
 def test_a_layer_of_training_stays_within_its_budget(
     rows: dict[str, dict[str, Any]], lora: str, launches: int, kilobytes: int
@@ -40,7 +41,7 @@ def test_a_layer_of_training_stays_within_its_budget(
     assert row["launches_of_steps"] <= 5
 
 
-@pytest.mark.parametrize("lora", ["grouped", "seg"])
+@pytest.mark.parametrize("lora", ["fused", "grouped", "seg"])
 def test_a_cycle_reads_values_and_norms_on_the_host_and_nothing_else(
     rows: dict[str, dict[str, Any]], lora: str
 ) -> None:
@@ -53,3 +54,4 @@ def test_a_layer_of_a_decode_step_stays_within_its_budget(rows: dict[str, dict[s
 
 def test_the_estimate_is_of_the_right_size(rows: dict[str, dict[str, Any]]) -> None:
     assert 14_000 < rows["grouped"]["estimated_tokens_per_s"] < 20_000
+    assert rows["fused"]["estimated_tokens_per_s"] > rows["grouped"]["estimated_tokens_per_s"]

@@ -69,7 +69,8 @@ def attention_per_sequence(
     refuse_unsupported(dropout, kwargs)
     router: Router = module.cotrain_router  # type: ignore[assignment]
     rule = AttentionRule(scaling, sliding_window, softcap)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
+    # squeeze: backward of `x[0]` writes zeros and copies
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
     if router.step is not None:
         layer: int = module.cotrain_layer  # type: ignore[assignment]
         return router.step.attend(layer, q, k, v, rule)[None], None

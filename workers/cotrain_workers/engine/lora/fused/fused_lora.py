@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cotrain_workers.engine.lora.fused import operators  # noqa: F401  # it registers the ops
-from cotrain_workers.engine.lora.fused.tables import blocks_of, make_tables
+from cotrain_workers.engine.lora.fused.tables import make_tables
 from cotrain_workers.engine.lora.segmented import SegmentLora, anchor
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ class FusedLinears(torch.autograd.Function):
         assert len(biases) in (0, count)
         x = x.contiguous()
         low = ops.lora_shrink([x], count, A, tables.tiles, entries, tables.columns(group))
-        blocks = blocks_of(group, x.device)
-        ys = ops.lora_expand(x, weights, biases, low, tables.tiles, blocks, entries, tables.scales)
+        ys = ops.lora_expand(x, weights, biases, low, tables.tiles, entries, tables.scales)
         ctx.save_for_backward(x, low, *weights)
         ctx.group, ctx.tables = group, tables
         return tuple(ys)

@@ -27,7 +27,7 @@ SCHEMAS = {
     # low [T, columns] of xs, each [T, width]; `side` 0 multiplies with A, 1 with B
     "lora_shrink": "(Tensor[] xs, int modules, int side, Tensor tiles, Tensor entries, int columns) -> Tensor",
     "lora_expand": "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor low, Tensor tiles, "
-    f"Tensor blocks, {_TABLES}) -> Tensor[]",
+    f"{_TABLES}) -> Tensor[]",
     "lora_expand_back": f"(Tensor[] gys, Tensor[] weights, Tensor low, Tensor tiles, {_TABLES}) -> Tensor",
     "lora_add_gradient": "(Tensor low, Tensor[] xs, int modules, int side, Tensor owners, "
     f"Tensor members, Tensor spans, {_TABLES}) -> ()",
@@ -55,7 +55,7 @@ def shrink(
     low = _new_low(xs, modules, side, tiles, entries, columns)
     joint = len(xs) < modules
     widths = [x.shape[1] for x in xs]
-    size = narrow_tiles(modules if joint else 1, max(widths))
+    size = narrow_tiles(modules if joint else 1, max(widths), xs[0].element_size())
     # A module has `columns / modules` of them at most; of what an adapter of a lower rank has not, nothing runs.
     each = columns if joint else -(-columns // modules)
     grid = (len(tiles), -(-each // size.columns), 1 if joint else modules)
@@ -73,18 +73,18 @@ def expand(
     biases: Sequence[torch.Tensor],
     low: torch.Tensor,
     tiles: torch.Tensor,
-    blocks: torch.Tensor,
     entries: torch.Tensor,
     scales: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Return `x W^T + b + scale * low B^T` of each module, `[T, outputs]`."""
     ys = _new_outputs(x, weights)
     widths = [len(weight) for weight in weights]
-    size = expand_tiles(max(widths))
-    _programs().expand[(len(tiles) * len(blocks),)](
+    size = expand_tiles(max(widths), x.element_size())
+    count = sum(-(-width // size.columns) for width in widths)
+    _programs().expand[(len(tiles) * count,)](
         x, *_three(weights), *_three(biases or weights), low, *_three(ys), tiles, entries,
-        entries.stride(0), scales, blocks, x.shape[1], *_three(widths), low.shape[1],
-        len(tiles), len(blocks),
+        entries.stride(0), scales, x.shape[1], *_three(widths), low.shape[1],
+        len(tiles), count,
         MODULES=len(weights), BIASED=bool(biases), WIDE=_programs().INTERPRETED,
         BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
         num_warps=size.warps, num_stages=size.stages,
@@ -103,7 +103,7 @@ def expand_back(
     """Return the gradient of the `x` that modules read, `[T, inputs]`."""
     inputs = weights[0].shape[1]
     gx = gys[0].new_empty(len(gys[0]), inputs)
-    size = expand_tiles(inputs)
+    size = expand_tiles(inputs, gx.element_size())
     count = -(-inputs // size.columns)
     _programs().expand_back[(len(tiles) * count,)](
         *_three(gys), *_three(weights), low, gx, tiles, entries, entries.stride(0), scales,
@@ -129,7 +129,7 @@ def add_gradient(
     """Add `scale * low^T x` of every segment to the gradient of its adapter, which `entries` name."""
     joint = len(xs) < modules
     widths = [x.shape[1] for x in xs]
-    size = narrow_tiles(modules if joint else 1, max(widths))
+    size = narrow_tiles(modules if joint else 1, max(widths), xs[0].element_size())
     each = low.shape[1] if joint else -(-low.shape[1] // modules)
     blocks = -(-each // size.columns)
     grid = (len(owners) - 1, -(-max(widths) // size.depth), blocks * (1 if joint else modules))
@@ -139,12 +139,6 @@ def add_gradient(
         MODULES=modules, JOINT=joint, SIDE=side, WIDE=_programs().INTERPRETED,
         BC=size.columns, BK=size.depth, BT=TOKENS, num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
-
-
-def column_blocks(outputs: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut the outputs of modules that read one `x` into blocks: module and first column."""
-    width = expand_tiles(max(outputs)).columns
-    return [(at, start) for at, size in enumerate(outputs) for start in range(0, size, width)]
 
 
 def _three(given: Sequence[Any]) -> list[Any]:

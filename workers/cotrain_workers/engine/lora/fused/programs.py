@@ -20,7 +20,7 @@ import triton.language as tl
 
 #: Whether Triton's interpreter runs them, on the CPU.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-HEAD: tl.constexpr = 4
+HEAD = tl.constexpr(4)
 
 
 @triton.jit
@@ -124,20 +124,29 @@ def shrink(
 
 @triton.jit
 def expand(
-    x, w0, w1, w2, bias0, bias1, bias2, low, y0, y1, y2, tiles, entries, stride, scales, blocks,
+    x, w0, w1, w2, bias0, bias1, bias2, low, y0, y1, y2, tiles, entries, stride, scales,
     inputs, width0, width1, width2, columns, tile_count, block_count,
     MODULES: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """Write `y = x W^T + b + scale * low B^T` of each module; `blocks` are module and first column."""
+    """Write `y = x W^T + b + scale * low B^T` of each module."""
     across, block = tile_of(tile_count, block_count, BAND)
     tile = tiles + 3 * across
     segment, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    module, start = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
+    module = block * 0  # the blocks of one module come behind those of the one before
+    start = block
+    if MODULES > 1:
+        if start >= tl.cdiv(width0, BN):
+            module += 1
+            start -= tl.cdiv(width0, BN)
+    if MODULES > 2:
+        if (module == 1) & (start >= tl.cdiv(width1, BN)):
+            module += 1
+            start -= tl.cdiv(width1, BN)
     weight, width = pick(module, w0, w1, w2), pick(module, width0, width1, width2)
     rows = (first + tl.arange(0, BM)).to(tl.int64)
     live = rows < stop
-    outs = (start + tl.arange(0, BN)).to(tl.int64)
+    outs = (start * BN + tl.arange(0, BN)).to(tl.int64)
     inside = outs < width
     total = tl.zeros((BM, BN), tl.float32)
     for at in range(0, inputs, BK):
@@ -183,7 +192,7 @@ def expand_back(
     outs = block * BN + tl.arange(0, BN)
     inside = outs < inputs
     total = tl.zeros((BM, BN), tl.float32)
-    for module in tl.static_range(MODULES):
+    for module in range(MODULES):
         grad, weight = pick(module, g0, g1, g2), pick(module, w0, w1, w2)
         width = pick(module, width0, width1, width2)
         for at in range(0, width, BK):
@@ -201,7 +210,7 @@ def expand_back(
     entry = entries + segment.to(tl.int64) * stride
     rank = tl.load(entry).to(tl.int32)
     scale = tl.load(scales + segment)
-    for module in tl.static_range(MODULES):
+    for module in range(MODULES):
         matrix = tl.load(entry + 1).to(tl.pointer_type(low.dtype.element_ty))
         matrix += tl.load(entry + HEAD + 2 * module)
         total = plus_low_rank(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.fused.operators import column_blocks
 from cotrain_workers.engine.lora.fused.tile_sizes import MODULES, RANK, ROWS
 from cotrain_workers.engine.lora.stacked_weights import shared_input
 from cotrain_workers.engine.spec import lay_out_matrices
@@ -77,12 +76,6 @@ def plan_groups(targets: Sequence[Target]) -> tuple[ModuleGroup, ...]:
         end += group.width
         groups.append(group)
     return tuple(groups)
-
-
-@cache
-def blocks_of(group: ModuleGroup, device: torch.device) -> torch.Tensor:
-    """Return module and first column of each block of a group's outputs, int32 `[blocks, 2]`."""
-    return to_device(np.array(column_blocks(group.outputs), np.int32), device)
 
 
 def make_tables(

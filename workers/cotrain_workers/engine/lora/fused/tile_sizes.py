@@ -13,8 +13,8 @@ RANK = 16  # columns of LoRA that one product takes: the least that a tensor cor
 MODULES = 3  # that read one `x`, at most: q, k and v
 
 
-class Expand(NamedTuple):
-    """Of the products with the base model's weights."""
+class Tiles(NamedTuple):
+    """Of one kernel: columns of the result, values summed at a time, and what Triton calls warps and stages."""
 
     columns: int
     depth: int
@@ -22,25 +22,22 @@ class Expand(NamedTuple):
     stages: int
 
 
-class Narrow(NamedTuple):
-    """Of the products with a LoRA matrix alone."""
-
-    columns: int  # of LoRA
-    depth: int  # of what they are multiplied with
-    warps: int
-    stages: int
-
-
-#: Widths above which the wider tiles are filled.
+#: Widths from which on the wider tiles are filled.
 _WIDE = 1024
 
 
-def expand_tiles(width: int) -> Expand:
-    """Return the tiles of a product whose widest result has `width` columns."""
-    return Expand(128, 64, 8, 3) if width >= _WIDE else Expand(64, 64, 4, 2)
+def expand_tiles(width: int, item: int) -> Tiles:
+    """Return those of products with the base model's weights, whose widest result has `width` columns.
+
+    Values are of `item` bytes: three stages of a tile fit into the shared memory of an A100 (163 KB) in each type.
+    """
+    return Tiles(128, 128 // item, 8, 3) if width >= _WIDE else Tiles(64, 256 // item, 4, 2)
 
 
-def narrow_tiles(modules: int, width: int) -> Narrow:
-    """Return the tiles for `modules` whose LoRA columns lie next to each other, over `width` values at most."""
-    columns = {1: RANK, 2: 2 * RANK, 3: 4 * RANK}[modules]
-    return Narrow(columns, 128, 4, 3) if width >= _WIDE else Narrow(columns, 128, 4, 2)
+def narrow_tiles(modules: int, width: int, item: int) -> Tiles:
+    """Return those of products with LoRA matrices alone, of `modules` whose columns lie next to each other.
+
+    `width` is the most values that they are multiplied with.
+    """
+    columns, warps = {1: (RANK, 4), 2: (2 * RANK, 8), 3: (4 * RANK, 8)}[modules]
+    return Tiles(columns, 256 // item, warps, 3) if width >= _WIDE else Tiles(columns, 128, 4, 2)

@@ -1,0 +1,76 @@
+"""Compile the fused LoRA kernels for GPUs that are not here, and print what they need of one.
+
+    python -m tests.support.compile_kernels 90     # the capability
+
+Triton's compiler needs no device. Each line is JSON: kernel, modules, bytes of shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from cotrain_workers.engine.lora.fused.operators import BAND, TOKENS
+from cotrain_workers.engine.lora.fused.tile_sizes import RANK, ROWS, expand_tiles, narrow_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cotrain_workers.engine.lora.fused.tile_sizes import Tiles
+
+WIDTH = 4096
+TYPES = {
+    **dict.fromkeys(["tiles", "owners", "members", "spans"], "*i32"),
+    **{"entries": "*i64", "scales": "*fp32"},
+    **dict.fromkeys(["stride", "inputs", "columns", "width0", "width1", "width2"], "i32"),
+    **dict.fromkeys(["tile_count", "block_count"], "i32"),
+}
+
+
+def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
+    """Yield each kernel by name, with what it is compiled with."""
+    wide, one = expand_tiles(WIDTH, item), narrow_tiles(1, WIDTH, item)
+    common: dict[str, Any] = {"MODULES": modules, "WIDE": False}
+    tile = {**common, "BM": ROWS, "BN": wide.columns, "BK": wide.depth, "BR": RANK, "BAND": BAND}
+    yield "expand", {**tile, "BIASED": True}, wide
+    yield "expand_back", tile, wide
+    for joint, own in ((False, one), (True, narrow_tiles(modules, WIDTH, item))):
+        narrow = {**common, "JOINT": joint, "SIDE": int(not joint), "BC": own.columns}
+        yield "shrink", {**narrow, "BM": ROWS, "BK": own.depth}, own
+        yield "add_gradient", {**narrow, "BT": TOKENS, "BK": own.depth}, own
+
+
+def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arch: int) -> Any:
+    """Compile one kernel; its pointers and widths are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from cotrain_workers.engine.lora.fused import programs
+
+    kernel = getattr(programs, name)
+    names = list(kernel.arg_names)
+    signature = {
+        each: "constexpr" if each in constants else TYPES.get(each, f"*{dtype}") for each in names
+    }
+    divisible = {
+        (at,): [["tt.divisibility", 16]]
+        for at, each in enumerate(names)
+        if each not in constants and each not in ("stride", "tile_count", "block_count")
+    }
+    source = triton.compiler.ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(each),): value for each, value in constants.items()},
+        attrs=divisible,
+    )
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+if __name__ == "__main__":
+    for count in (1, 3):
+        for kernel, given, sizes in variants(count, 2):
+            found = compiled(kernel, "bf16", given, sizes, int(sys.argv[1]))
+            row = {"kernel": kernel, "modules": count, "shared": found.metadata.shared}
+            print(json.dumps(row))

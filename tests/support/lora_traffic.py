@@ -1,0 +1,104 @@
+"""What the fused LoRA kernels read and write, by their tiles.
+
+The operands of a product with the base model's weights count once, as those of any other product do: programs
+that need them again run together. What LoRA adds to it counts as often as a program loads it. Every adapter is
+taken to have the largest rank there is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cotrain_workers.engine.lora.fused.tile_sizes import expand_tiles, narrow_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+FP32 = 4
+
+
+def blocks(size: int, of: int) -> int:
+    """Return how many blocks of a size cover so many values."""
+    return -(-size // of)
+
+
+def size_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of tensors."""
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def shrink(
+    xs: Sequence[torch.Tensor],
+    modules: int,
+    _side: int,
+    tiles: torch.Tensor,
+    _entries: Any,
+    columns: int,
+) -> int:
+    """Return the bytes of `low = x M^T`: `x` once for each block of columns, M once for each tile of rows."""
+    widths, joint = [x.shape[1] for x in xs], len(xs) < modules
+    each = columns if joint else columns // modules
+    passes = blocks(
+        each, narrow_tiles(modules if joint else 1, max(widths), xs[0].element_size()).columns
+    )
+    item = xs[0].element_size()
+    return passes * size_of(xs) + item * (len(xs[0]) * columns + len(tiles) * each * sum(widths))
+
+
+def expand(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    low: torch.Tensor,
+    tiles: torch.Tensor,
+    *_: Any,
+) -> int:
+    """Return the bytes of `y = x W^T + low B^T`: `low` once for each block of outputs, B for each tile."""
+    widths, each = [len(weight) for weight in weights], low.shape[1] // len(weights)
+    wide = expand_tiles(max(widths), x.element_size()).columns
+    again = len(x) * each * sum(blocks(width, wide) for width in widths)
+    item = x.element_size()
+    lora = again + len(tiles) * each * sum(widths)
+    return size_of([x, *weights, *biases]) + item * (len(x) * sum(widths) + lora)
+
+
+def expand_back(
+    gys: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    low: torch.Tensor,
+    tiles: torch.Tensor,
+    *_: Any,
+) -> int:
+    """Return the bytes of the gradient of `x`: `low` once for each block of inputs, A for each tile."""
+    inputs = weights[0].shape[1]
+    lora = low.numel() * blocks(inputs, expand_tiles(inputs, low.element_size()).columns)
+    lora += len(tiles) * low.shape[1] * inputs
+    return size_of([*gys, *weights]) + low.element_size() * (len(low) * inputs + lora)
+
+
+def add_gradient(
+    low: torch.Tensor,
+    xs: Sequence[torch.Tensor],
+    modules: int,
+    _side: int,
+    owners: torch.Tensor,
+    *_: Any,
+) -> int:
+    """Return the bytes of `low^T x`: `low` once for each block of `x`, gradients read and written."""
+    widths, joint = [x.shape[1] for x in xs], len(xs) < modules
+    each = low.shape[1] if joint else low.shape[1] // modules
+    size = narrow_tiles(modules if joint else 1, max(widths), xs[0].element_size())
+    again = len(low) * each * sum(blocks(width, size.depth) for width in widths)
+    gradients = 2 * FP32 * (len(owners) - 1) * each * sum(widths)
+    return blocks(each, size.columns) * size_of(xs) + low.element_size() * again + gradients
+
+
+#: By the name of the op.
+BYTES: dict[str, Callable[..., int]] = {
+    "lora_shrink": shrink,
+    "lora_expand": expand,
+    "lora_expand_back": expand_back,
+    "lora_add_gradient": add_gradient,
+}

@@ -1,0 +1,40 @@
+"""What Triton's interpreter does not see: whether the kernels compile, and fit a GPU that is not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.lora_problem import needs_kernels
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = needs_kernels
+
+#: Of an A100 and an H100, for one program.
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_every_kernel_compiles_and_fits(arch: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET")  # which leaves nothing to compile
+
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.compile_kernels", str(arch)],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(rows) == 12
+    assert all(row["shared"] <= SHARED_BYTES[arch] for row in rows), rows
