@@ -118,6 +118,7 @@ def arm() -> None:
 
 def preload(model: str, micro_batch_tokens: str) -> None:
     """Import what children need, and load the base model for their engines."""
+    gc.disable()  # as `tests.warm.parent` does
     import torch
     from fastapi.openapi.utils import get_openapi
     from tqdm import tqdm
@@ -136,6 +137,7 @@ def preload(model: str, micro_batch_tokens: str) -> None:
     )
     Engine.load = lambda *_, **__: loaded  # type: ignore[method-assign]  # loaded once
     assert threading.active_count() == 1, threading.enumerate()
+    gc.enable()
     gc.collect()
     gc.freeze()  # pages that no child's collector touches stay shared
 

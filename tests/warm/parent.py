@@ -36,7 +36,11 @@ MODULES = (
     "cotrain_server.commands.keys",
     "cotrain_server.commands.serve",
     "cotrain_workers.fetch",
+    "fastapi.telemetry._runtime",
+    "numpy.ctypeslib",
     "transformers.models.qwen3.modeling_qwen3",
+    "uvicorn.lifespan.on",
+    "uvicorn.loops.auto",
     "tests.warm.supervision",
 )
 #: What programs of the official SDK import.
@@ -130,6 +134,7 @@ def wake_on_child() -> int:
 
 def preload() -> None:
     """Import what children need."""
+    gc.disable()  # imports leave no garbage, and looking for it takes a sixth of their time
     import torch
     from tqdm import tqdm
 
@@ -157,6 +162,7 @@ def ready_to_fork() -> None:
         finalizer.atexit = (
             False  # what is here ends here, and not in every child: torch has thousands
         )
+    gc.enable()
     gc.collect()
     gc.freeze()  # pages that no child's collector touches stay shared
 
