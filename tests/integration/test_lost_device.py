@@ -25,7 +25,7 @@ from cotrain_workers.engine.device import DeviceLost
 atexit.register(print, "an orderly end")
 lost = Mock(run=Mock(side_effect=DeviceLost("CUDA error: device-side assert triggered")))
 bootstrap.Engine = Mock()
-bootstrap.measure_throughput = lambda engine: 1.0
+bootstrap.measure_throughput = lambda *_: 1.0
 worker.publish_tokenizer = lambda *_, **__: None
 worker.pool_record = Mock()
 worker.enter_pool = lambda *_: lost

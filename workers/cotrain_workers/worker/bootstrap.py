@@ -60,7 +60,8 @@ if TYPE_CHECKING:
     from cotrain_workers.group.links import Links
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
-_PROBE_TOKENS = 1024
+#: A CPU is busy with one sequence; a thousand tokens of a model of some size take it a minute.
+_PROBE_TOKENS = {"cpu": 256, "cuda": 1024}
 #: Recomputation, LoRA backend and fusion were settings; files that were written then are still right.
 _ONCE_SETTINGS = ("auto", "auto", True)
 
@@ -96,7 +97,7 @@ def measured_engine(
             lock_step = GroupLockStep(links)
             engine = GroupEngine(load_part(settings, device, links, lock_step), links, lock_step)
         report("measuring how fast it trains")
-        return engine, measure_throughput(engine)
+        return engine, measure_throughput(engine, _PROBE_TOKENS[device])
 
 
 def follow_first(settings: WorkerSettings, device: str, links: Links) -> None:
@@ -172,10 +173,10 @@ def _circumstances(settings: WorkerSettings, device: str) -> str:
     )  # fmt: skip
 
 
-def measure_throughput(engine: Trainer) -> float:
+def measure_throughput(engine: Trainer, num_tokens: int) -> float:
     """Measure training tokens/s on one small batch: the first token budget comes from it."""
     length = min(256, engine.facts.context_length)
-    count = max(1, _PROBE_TOKENS // length)
+    count = max(1, num_tokens // length)
     rng = np.random.default_rng(0)
     datums = []
     for _ in range(count):
