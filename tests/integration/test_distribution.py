@@ -11,10 +11,12 @@ import sys
 import tarfile
 import venv
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
@@ -157,8 +159,7 @@ def test_examples_with_text_say_that_they_need_a_tokenizer_and_run_with_one(
     without = laptop.run("sft.py", "--json", "--steps=2")
     assert without.returncode == 1
     assert without.stderr == "get_tokenizer needs: pip install transformers\n"
-    # Two examples import a small part of it: compiling all of it would take a minute.
-    pip_install("transformers", laptop.python, "--no-compile", "--target", str(tmp_path))
+    link_installed("transformers", tmp_path)
     assert not (tmp_path / "torch").exists()
     for example in ("sft.py", "distill.py"):
         done = laptop.run(example, "--json", "--steps=2", packages=tmp_path)
@@ -175,11 +176,31 @@ def test_every_file_is_written_in_the_oldest_python_that_is_promised(package: st
         ast.parse(path.read_text(), str(path), feature_version=OLDEST_PYTHON)
 
 
-def pip_install(wanted: str, python: Path, *options: str) -> None:
+def pip_install(wanted: str, python: Path) -> None:
     """Install a package, and what it needs at pinned versions, for this Python."""
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     pinned = ["--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, *pinned, *options, wanted], check=True, capture_output=True, text=True)
+    subprocess.run([*pip, *pinned, wanted], check=True, capture_output=True, text=True)
+
+
+def link_installed(wanted: str, folder: Path) -> None:
+    """Link into a folder what pip would install there: a package that is installed here, and what it needs."""
+    needed, found = [wanted], set()
+    while needed:
+        name = needed.pop()
+        if name in found:
+            continue
+        found.add(name)
+        installed = distribution(name)
+        for top in {file.parts[0] for file in installed.files or () if ".." not in file.parts}:
+            (folder / top).unlink(missing_ok=True)  # two may hold one: __pycache__
+            (folder / top).symlink_to(str(installed.locate_file(top)))
+        requirements = map(Requirement, installed.requires or ())
+        needed += [
+            requirement.name
+            for requirement in requirements
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ]
 
 
 def inspect_client(python: Path) -> ClientInstall:
