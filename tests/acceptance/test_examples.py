@@ -150,7 +150,10 @@ def test_a_sweep_starts_all_rates_alike_and_finds_one_that_is_neither_first_nor_
     assert 0 < best < len(rows) - 1
 
 
-def test_a_killed_training_goes_on_from_its_checkpoint_as_if_nothing_had_been(run: Run) -> None:
+def test_a_killed_training_goes_on_from_its_checkpoint_as_if_nothing_had_been(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Popen)  # what the example starts is forked
     rows = run("resume.py", "--steps=9")
     calm, killed, resumed = (
         [row[part] for row in rows] for part in ("undisturbed", "killed", "resumed")
