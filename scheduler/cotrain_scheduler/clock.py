@@ -125,7 +125,7 @@ class Clock:
         clock.policy = self._policy
         woken = asyncio.Event()
         self._pools[pool] = clock, woken
-        scaling = PoolScaling(self._dispatch.scalings, pool, self._settings)
+        scaling = PoolScaling(self._dispatch, pool, self._settings)
 
         async def look() -> float:
             return await clock.look() if self._leads else RENEW_S

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import PoolId, WorkerId
     from cotrain_store.messages.pauses import Pauses
     from cotrain_store.messages.scaling import Scaling
-    from cotrain_store.monitoring.scaling import ScalingRecords
+    from cotrain_store.oplog.dispatch import Dispatch
     from cotrain_store.settings.scheduler import SchedulerSettings
 
 log = structlog.get_logger()
@@ -31,8 +31,9 @@ WRITE_S = 10.0
 class PoolScaling:
     """The decisions about one pool, of the scheduler that leads."""
 
-    def __init__(self, records: ScalingRecords, pool: PoolId, settings: SchedulerSettings) -> None:
-        self._records = records
+    def __init__(self, dispatch: Dispatch, pool: PoolId, settings: SchedulerSettings) -> None:
+        self._dispatch = dispatch
+        self._records = dispatch.scalings
         self._pool = pool
         self._bounds = Bounds(settings.workers_min, settings.workers_max, settings.idle_after_s)
         self._growth = Growth()
@@ -44,7 +45,11 @@ class PoolScaling:
         self._decided = None
 
     async def look(self, waiting_tokens: Mapping[WorkerId, int], pauses: Pauses) -> None:
-        """Decide anew, and write it where it is news, or due."""
+        """Decide anew, and write it where it is news, or due.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
         now = time.time()
         demand = await self._records.demand(self._pool, pauses)
         before = self._decided or await self._records.read(self._pool)
@@ -56,5 +61,5 @@ class PoolScaling:
             log.info("workers_wanted", pool=self._pool, wanted=decided.wanted, needed=needed)
         self._decided = decided
         if not self._written or decided.differs(self._written, WRITE_S):
-            await self._records.write(self._pool, decided)
+            await self._records.write(self._pool, decided, self._dispatch.epoch)
             self._written = decided

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import pytest
+
+from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, run_keys, sample_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, TenantId
@@ -21,13 +24,13 @@ from cotrain_store.monitoring.status import (
     scheduler_alive,
     scheduler_epoch,
 )
+from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.idle_tenants import strike_idle_tenants
+from cotrain_store.tenants.pauses import PauseRecords
 from tests.support.log import WORKER
-from tests.support.stack import POOL
+from tests.support.stack import POOL, pool_record_for_tests
 
 if TYPE_CHECKING:
-    import pytest
-
     from tests.support.log import Log
     from tests.support.samples import Samples
 
@@ -209,8 +212,33 @@ async def test_what_is_held_back_is_no_demand_for_workers(log: Log) -> None:
     await log.plan()
     assert (await records.demand(POOL, Pauses())).runs == 1  # a step at work holds both
     scaling = Scaling(2, 5.0, 4.0)
-    await records.write(POOL, scaling)
+    await records.write(POOL, scaling, log.dispatch.epoch)
     assert await records.read(POOL) == scaling
     assert (await pool_status(log.connection, POOL)).workers_wanted(6.0) == 2
     # Long after: no scheduler leads, and as many are wanted as there are, or one where something waits.
     assert (await pool_status(log.connection, POOL)).workers_wanted(600.0) == 1
+
+
+async def test_what_is_held_back_is_no_backlog(log: Log) -> None:
+    first, second = await log.new_run("a"), await log.new_run("b")
+    await log.run_all()
+    await log.submit(first, 1, tokens=500)
+    await log.submit(second, 1, tokens=70)
+    rate = pool_record_for_tests().tokens_per_s
+    assert (await pool_status(log.connection, POOL)).backlog_s == 570 / rate
+    pauses = PauseRecords(log.connection)
+    await pauses.pause_tenant(first.tenant)
+    assert (await pool_status(log.connection, POOL)).backlog_s == 70 / rate
+    await pauses.resume_tenant(first.tenant)
+    assert (await pool_status(log.connection, POOL)).backlog_s == 570 / rate
+
+
+async def test_a_replaced_scheduler_decides_nothing_of_the_number_of_workers(log: Log) -> None:
+    records, before = ScalingRecords(log.connection), log.dispatch.epoch
+    await log.dispatch.resign()
+    successor = Dispatch(log.connection, "successor")
+    await successor.lead()
+    await records.write(POOL, Scaling(2, 5.0, 4.0), successor.epoch)
+    with pytest.raises(Fenced):
+        await records.write(POOL, Scaling(9, 6.0, 4.0), before)
+    assert await records.read(POOL) == Scaling(2, 5.0, 4.0)

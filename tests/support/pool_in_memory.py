@@ -123,7 +123,7 @@ class InMemory:
     async def read(self, _: PoolId) -> Scaling | None:
         return self.scaling
 
-    async def write(self, _: PoolId, scaling: Scaling) -> None:
+    async def write(self, _: PoolId, scaling: Scaling, epoch: int) -> None:
         self.scaling = scaling
 
     async def open_steps(self, _: PoolId, worker: WorkerId) -> int:

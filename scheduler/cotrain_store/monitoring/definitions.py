@@ -115,7 +115,7 @@ _STORE = (
 
 _POOL = (
     Metric(Source.FLEET, "cotrain_open_cycles", _G, "Planned, not committed.", _OF_POOL),
-    Metric(Source.FLEET, "cotrain_pool_backlog_seconds", _G, "What waits, at the rate of the workers there are; without any, at the rate measured last.", _OF_POOL),
+    Metric(Source.FLEET, "cotrain_pool_backlog_seconds", _G, "What waits and is not held back with its tenant, at the rate of the workers there are; without any, at the rate measured last.", _OF_POOL),
     Metric(Source.FLEET, "cotrain_pool_workers_wanted", _G, "Workers that a pool is to have: those that end what waits within a minute, held steady.", _OF_POOL),
     Metric(Source.FLEET, "cotrain_queue_oldest_seconds", _G, "Age of the oldest op.", _OF_POOL),
     Metric(Source.FLEET, "cotrain_queue_ops", _G, "Ops accepted, not committed.", _OF_TENANT),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.scaling import parse_scaling
 from cotrain_store.monitoring.backlog import Demand, computed
 from cotrain_store.monitoring.status import pool_status
+from cotrain_store.redis_client.scripts import async_script
 
 if TYPE_CHECKING:
     from cotrain_store.messages.ids import PoolId
@@ -42,6 +44,7 @@ class ScalingRecords:
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
+        self._write = async_script(connection, "scaling")
 
     async def read(self, pool: PoolId) -> Scaling | None:
         """Read what was decided last of a pool; None before the first time."""
@@ -67,6 +70,12 @@ class ScalingRecords:
             for run, tenant in zip(runs, tenants, strict=True)
         )
 
-    async def write(self, pool: PoolId, scaling: Scaling) -> None:
-        """Keep it for all API processes, and for the next scheduler."""
-        await self._redis.set(fleet_keys.scaling(pool), encode(scaling))
+    async def write(self, pool: PoolId, scaling: Scaling, epoch: int) -> None:
+        """Keep it for all API processes, and for the next scheduler.
+
+        Raises:
+            Fenced: a newer scheduler than that of this epoch leads.
+        """
+        script_keys = [fleet_keys.scheduler_epoch(), fleet_keys.scaling(pool)]
+        if await self._write(script_keys, {"epoch": str(epoch)}, encode(scaling)) == b"FENCED":
+            raise Fenced

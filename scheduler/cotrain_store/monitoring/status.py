@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cotrain_store.keys import age_keys, fleet_keys, run_keys, weights_keys
+from cotrain_store.keys import age_keys, fleet_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.encoding import decode
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, SessionId, TenantId, WorkerId
@@ -64,10 +64,12 @@ class PoolStatus:
     """With a request that can be run."""
     scaling: Scaling | None = None
     """What the scheduler decided of the number of workers; None before the first time."""
+    paused: frozenset[TenantId] = frozenset()
+    """Tenants that are held back."""
 
     @property
     def backlog_s(self) -> float:
-        """What waits in these queues, as time of the workers there are."""
+        """What waits in these queues, but for those that are held back, as time of the workers there are."""
         return backlog_seconds(self._tokens, self._rates, self.measured_tokens_per_s)
 
     def workers_wanted(self, now: float) -> int:
@@ -97,7 +99,7 @@ class PoolStatus:
 
     @property
     def _tokens(self) -> int:
-        return sum(queue.tokens for queue in self.queues)
+        return sum(queue.tokens for queue in self.queues if queue.tenant not in self.paused)
 
     @property
     def _rates(self) -> list[float]:
@@ -138,11 +140,12 @@ async def pool_status(
     pipeline.hget(fleet_keys.pools(), pool)
     pipeline.zcard(run_keys.ready(pool))
     pipeline.get(fleet_keys.scaling(pool))
+    pipeline.hkeys(tenant_keys.paused_tenants())
     for worker in ids:
         pipeline.get(fleet_keys.worker(pool, worker))
         pipeline.hlen(fleet_keys.open_steps(pool, worker))
     found = await pipeline.execute()
-    ready, gaps, clock, cycle, counters, weights, record, ready_runs, scaling, *rows = found
+    ready, gaps, clock, cycle, counters, weights, record, ready_runs, scaling, paused, *rows = found
     heartbeats, opened = rows[::2], rows[1::2]
     return PoolStatus(
         pool=pool,
@@ -163,6 +166,7 @@ async def pool_status(
         measured_tokens_per_s=float(json.loads(record)["tokens_per_s"]) if record else 0.0,
         ready_runs=ready_runs,
         scaling=parse_scaling(scaling),
+        paused=frozenset(TenantId(name.decode()) for name in paused),
     )
 
 
