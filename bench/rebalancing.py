@@ -1,0 +1,259 @@
+"""What becomes of a server's runs when a second worker joins: by the clock on the wall, and to the bit.
+
+    nice python -m bench.rebalancing [--runs 8] [--joins-after 45] [--seconds 720] [--alone 3] [--out bench/results]
+
+`cotrain serve` with one worker trains `--runs` runs, each of a tenant of its own, with two steps in flight. After
+`--joins-after` seconds `cotrain worker` joins from a process of its own. What is watched, in Redis, past all
+processes: which worker has which run, and whose cycles are committed. At the end some runs are trained once
+more, each alone on the server, for as many steps; every answer has to be the same.
+
+  serving       from the start of the second worker's process to its first heartbeat (s)
+  first_run     from there until a run was moved to it (s)
+  first_cycle   from there until it had committed a cycle (s)
+  moves         when (s, from the second worker's first heartbeat), which run, from where, to where
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redis import ConnectionError as RedisConnectionError
+
+from bench.machine import machine
+from bench.model import build
+from bench.tethered import tethered
+from bench.through_http import ADAM, serving, tenant
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.ids import RunId, WorkerId
+from cotrain_store.redis_client.connection import open_sync_connection
+from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
+from cotrain_store.settings.worker import pool_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from bench.through_http import Load
+    from cotrain_store.redis_client.connection import SyncConnection
+
+POOL = pool_of("bench")
+SECOND = WorkerId("second-w0")
+LOOK_S = 0.25
+#: What is promised.
+BUSY_WITHIN_S = 60.0
+REST_S = 600.0
+
+
+@dataclass
+class Watch:
+    """Who had which run, and when whose cycles were committed; times in s since the watch began."""
+
+    store: SyncConnection
+    began: float = field(default_factory=time.monotonic)
+    owners: dict[str, str] = field(default_factory=dict)
+    moves: list[tuple[float, str, str, str]] = field(default_factory=list)
+    serving_at: float | None = None
+    first_cycle_at: float | None = None
+    cycles: Counter[str] = field(default_factory=Counter)
+    _last: int = 0
+
+    def look(self) -> None:
+        """Note what has changed."""
+        now = time.monotonic() - self.began
+        if self.serving_at is None and self.store.exists(fleet_keys.worker(POOL, SECOND)):
+            self.serving_at = now
+        prefix = run_keys.log(POOL, RunId(""))
+        for name in self.store.scan_iter(f"{prefix}*", 1_000):
+            owner = (self.store.hget(name, "worker") or b"").decode()
+            run = name.decode().removeprefix(prefix)
+            before = self.owners.get(run)
+            if before and owner and owner != before:
+                self.moves.append((now, run, before, owner))
+            if owner:
+                self.owners[run] = owner
+        for row in self.store.lrange(fleet_keys.cycles(POOL), 0, 30):
+            record = json.loads(row)
+            if record["cycle"] > self._last:
+                self.cycles[record["worker"]] += 1
+            if record["worker"] == SECOND and self.first_cycle_at is None:
+                self.first_cycle_at = now
+        records = [
+            json.loads(row)["cycle"] for row in self.store.lrange(fleet_keys.cycles(POOL), 0, 0)
+        ]
+        self._last = max([self._last, *records])
+
+
+def main() -> None:
+    args = parse()
+    with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        model = build(folder / "model")
+        url = stack.enter_context(a_redis(folder))
+        os.environ["COTRAIN_REDIS_URL"] = url
+        keys = [f"tml-bench-{number:012}" for number in range(args.runs)]
+        address = stack.enter_context(serving(model, folder / "data", keys, args.threads))
+        loads = [
+            tenant(args, address, key, stack, args.batch, seed=n) for n, key in enumerate(keys)
+        ]
+        store = stack.enter_context(closing(open_sync_connection(url)))
+        watch = Watch(store)
+        began_s, together = asyncio.run(phase(args, loads, watch, folder, model, url, stack))
+        runs = [load.run.model_id for load in loads]
+        for load in loads:
+            load.run.unload()
+        same = {}
+        for number in range(0, args.runs, max(1, args.runs // max(1, args.alone)))[: args.alone]:
+            load = tenant(args, address, keys[number], stack, args.batch, seed=number)
+            steps, digest = together[number]
+            _, alone = asyncio.run(train(load, lambda done, most=steps: done < most))  # type: ignore[misc]
+            same[number] = alone == digest
+            print(f"run {number}: {steps} steps, together {digest}, alone {alone}", flush=True)
+            load.run.unload()
+    report = summary(args, watch, began_s, together, same, runs) | machine("cpu")
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"rebalancing-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    print(f"wrote {path}")
+    sys.exit(0 if report["kept"] else 1)
+
+
+async def phase(
+    args: argparse.Namespace, loads: list[Load], watch: Watch, folder: Path, model: Path, url: str, stack: ExitStack
+) -> tuple[float, list[tuple[int, str]]]:  # fmt: skip
+    """Train all, let the second worker join; return when it was started, and what each run came to."""
+    over = False
+    trained = asyncio.gather(*(train(load, lambda _: not over) for load in loads))
+    started_at = 0.0
+    while (now := time.monotonic() - watch.began) < args.seconds:
+        if not started_at and now >= args.joins_after:
+            stack.enter_context(a_worker(folder, model, url, args.threads))
+            started_at = now
+        await asyncio.to_thread(watch.look)
+        await asyncio.sleep(LOOK_S)
+    over = True
+    return started_at, await trained
+
+
+async def train(load: Load, goes_on: Callable[[int], bool]) -> tuple[int, str]:
+    """Train with two steps in flight; return the steps, and a digest of all that was answered."""
+    digest, flying, steps = hashlib.sha256(), list[Any](), 0
+
+    async def take() -> None:
+        passed, stepped = await flying.pop(0), await flying.pop(0)
+        outputs = [{k: v.data for k, v in sorted(row.items())} for row in passed.loss_fn_outputs]
+        norm = (stepped.metrics or {}).get("grad_norm")
+        digest.update(json.dumps([outputs, norm]).encode())
+
+    while goes_on(steps):
+        flying.append(await load.run.forward_backward_async(load.data, "cross_entropy"))
+        flying.append(await load.run.optim_step_async(ADAM))
+        steps += 1
+        if len(flying) > 2:
+            await take()
+    while flying:
+        await take()
+    return steps, digest.hexdigest()[:16]
+
+
+def summary(
+    args: argparse.Namespace, watch: Watch, started_at: float, together: list[tuple[int, str]],
+    same: dict[int, bool], runs: list[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Say what was seen, and whether what is promised was kept."""
+    serving_at = watch.serving_at or float("inf")
+    moves = [
+        (round(at - serving_at, 1), f"run {runs.index(run)}", one, to)
+        for at, run, one, to in watch.moves
+    ]
+    first_run = min((at for at, _, _, to in moves if to == SECOND), default=None)
+    first_cycle = watch.first_cycle_at and round(watch.first_cycle_at - serving_at, 1)
+    twice = [
+        (one, other)
+        for n, one in enumerate(moves)
+        for other in moves[n + 1 :]
+        if other[1] == one[1] and other[0] - one[0] < REST_S
+    ]
+    is_kept = (
+        first_cycle is not None and first_cycle < BUSY_WITHIN_S and not twice and all(same.values())
+    )
+    for move in moves:
+        print(f"{move[0]:7.1f} s  {move[1]}  {move[2]} -> {move[3]}")
+    found = {
+        "serving": round(serving_at - started_at, 1), "first_run": first_run, "first_cycle": first_cycle,
+        "watched_s": round(args.seconds - serving_at, 1), "cycles": dict(watch.cycles), "moves": moves,
+        "moved_twice": twice, "steps": [steps for steps, _ in together], "same_as_alone": same, "kept": is_kept,
+        "shape": vars(args),
+    }  # fmt: skip
+    print({name: found[name] for name in ("serving", "first_run", "first_cycle", "cycles", "moved_twice",
+                                          "same_as_alone", "kept")})  # fmt: skip
+    return found
+
+
+@contextmanager
+def a_redis(folder: Path) -> Iterator[str]:
+    """Run a Redis that both can reach; yield its address."""
+    (folder / "redis").mkdir()
+    url = f"unix://{folder}/r.sock"
+    command = redis_command(find_redis_binary(), folder / "redis", folder / "r.sock")
+    process = subprocess.Popen(tethered(command), stdout=subprocess.DEVNULL)
+    try:
+        with closing(open_sync_connection(url)) as store:
+            while True:
+                try:
+                    store.ping()
+                    break
+                except RedisConnectionError:
+                    time.sleep(0.05)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+@contextmanager
+def a_worker(folder: Path, model: Path, url: str, threads: int) -> Iterator[None]:
+    """Have `cotrain worker` join the server."""
+    cotrain = Path(sys.executable).with_name("cotrain")
+    command: list[str | Path] = [
+        cotrain, "worker", "--base-model", f"bench={model}", "--redis-url", url, "--data-dir", folder / "data",
+        "--name", "second", "--torch-threads", str(threads),
+    ]  # fmt: skip
+    process = subprocess.Popen(tethered(command), stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--joins-after", type=float, default=45.0)
+    parser.add_argument("--seconds", type=float, default=720.0)
+    parser.add_argument("--alone", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
