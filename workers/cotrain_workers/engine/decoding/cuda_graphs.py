@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.cuda_kernels import (
@@ -19,9 +20,9 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
     KernelAttention,
     KernelTables,
     key_offsets,
-    slot_ends,
 )
 from cotrain_workers.engine.decoding.step import Chunk, MixedStep
+from cotrain_workers.engine.device import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,8 +38,69 @@ if TYPE_CHECKING:
     Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
     Key = tuple[int, tuple[tuple[int, int, int], ...]]  # rows, and where the pools lie
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+# Of one row alone the compiler would make another kernel, in the middle of a step.
+ROWS = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 TOLERANCE = 0.02  # of the largest hidden state: bf16 kernels that sum in another order
+
+
+class Sent:
+    """Numbers in one tensor on the device, and the host's array that they are sent from in one copy."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._host = torch.zeros(size, dtype=dtype)
+        self.on_device = torch.zeros(size, dtype=dtype, device=device)
+        self.values: np.ndarray = self._host.numpy()
+
+    def send(self) -> None:
+        """Copy all to the device, and do not wait for what that still has to do."""
+        self.on_device.copy_(to_device(self._host, self.on_device.device), non_blocking=True)
+
+
+class HostInputs:
+    """The host's side of the inputs of one graph: filled in place, and only where a step differs."""
+
+    def __init__(
+        self, rows: int, most_pages: int, slots: Sequence[int], cache: KvCache, device: torch.device
+    ) -> None:
+        self._size, self._dump = cache.page_tokens, cache.dump
+        self.wide = Sent(3 * rows, torch.int64, device)  # ids, positions and key-value slots
+        self.cuts = [rows, rows * most_pages, *slots]  # of what is narrow: lengths, pages, ends
+        self.narrow = Sent(sum(self.cuts), torch.int32, device)
+        self._ids, self._positions, self._kv_slots = self.wide.values.reshape(3, rows)
+        self._lengths, blocks, *self._ends = np.split(self.narrow.values, np.cumsum(self.cuts)[:-1])
+        self._blocks = blocks.reshape(rows, most_pages)
+        self._blocks.fill(self._dump)
+        self._pages: list[list[int]] = [[] for _ in range(rows)]  # that `_blocks` holds
+
+    def fill(self, items: Sequence[Item], pools: Sequence[Pool]) -> None:
+        """Write a step, and send it; the rows left over belong to no sequence and write to the dump."""
+        n, left = len(items), len(self._ids) - len(items)
+        for at, item in enumerate(items):
+            self._set_pages(at, item.span.pages)
+        for at in range(n, len(self._ids)):
+            self._set_pages(at, ())
+        starts = np.fromiter((item.span.start for item in items), np.int64, n)
+        self._ids[:n] = [item.work.sequence.token(item.span.start) for item in items]
+        self._ids[n:] = 0
+        self._positions[:n], self._positions[n:] = starts, 0
+        pages = self._blocks[np.arange(n), starts // self._size]
+        self._kv_slots[:n] = pages.astype(np.int64) * self._size + starts % self._size
+        self._kv_slots[n:] = self._dump * self._size + np.arange(left)
+        self._lengths[:n], self._lengths[n:] = starts + 1, 1
+        slots = [item.slot for item in items]
+        for pool, ends in zip(pools, self._ends, strict=True):
+            row = whole_row(slots, pool, left)
+            np.cumsum(np.bincount(row, minlength=len(ends)), out=ends)
+        self.wide.send()
+        self.narrow.send()
+
+    def _set_pages(self, at: int, pages: Sequence[int]) -> None:
+        """Have the pages of a row; most rows have those of the step before."""
+        had = self._pages[at]
+        if had != pages:
+            self._blocks[at, len(pages) : len(had)] = self._dump
+            self._blocks[at, : len(pages)] = pages
+            self._pages[at] = list(pages)
 
 
 @dataclass(frozen=True)
@@ -49,6 +111,7 @@ class Inputs:
     positions: torch.Tensor  # int64 [1, rows]
     tables: KernelTables
     slot_ends: Sequence[torch.Tensor]  # of each pool, int32 [slots]
+    host: HostInputs
 
 
 @dataclass(frozen=True)
@@ -98,7 +161,7 @@ class DecodeGraphs:
         captured = self._captured[key]
         if captured is None:
             return None
-        self._fill(captured.inputs, items, pools)
+        captured.inputs.host.fill(items, pools)
         captured.replay()
         return captured.hidden
 
@@ -111,7 +174,7 @@ class DecodeGraphs:
 
     def _capture(self, rows: int, pools: Sequence[Pool], items: Sequence[Item]) -> Captured | None:
         inputs = self._inputs(rows, pools)
-        self._fill(inputs, items, pools)
+        inputs.host.fill(items, pools)
         groups = [
             Grouped(0, rows, pool, ends) for pool, ends in zip(pools, inputs.slot_ends, strict=True)
         ]
@@ -139,46 +202,20 @@ class DecodeGraphs:
 
     def _inputs(self, rows: int, pools: Sequence[Pool]) -> Inputs:
         device, most_keys = self._cache.device, self._most_pages * self._cache.page_tokens
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+        slots = [len(pool.flat) for pool in pools]
+        host = HostInputs(rows, self._most_pages, slots, self._cache, device)
+        ids, positions, kv_slots = host.wide.on_device.view(3, rows)
+        lengths, blocks, *ends = host.narrow.on_device.split_with_sizes(host.cuts)
         tables = KernelTables(
-            kv_slots=zeros(rows),
+            kv_slots=kv_slots,
             offsets=torch.arange(rows + 1, dtype=torch.int32, device=device),
             key_offsets=key_offsets(rows, most_keys, device),
-            lengths=zeros(rows, dtype=torch.int32),
-            blocks=zeros(rows, self._most_pages, dtype=torch.int32),
+            lengths=lengths,
+            blocks=blocks.view(rows, self._most_pages),
             most_queries=1,
             most_keys=most_keys,
         )
-        ends = [zeros(len(pool.flat), dtype=torch.int32) for pool in pools]
-        return Inputs(zeros(1, rows), zeros(1, rows), tables, ends)
-
-    def _fill(self, inputs: Inputs, items: Sequence[Item], pools: Sequence[Pool]) -> None:
-        """Copy a step into the inputs; the rows left over belong to no sequence and write to the dump."""
-        size, dump = self._cache.page_tokens, self._cache.dump
-        left = inputs.ids.shape[1] - len(items)
-        starts = [item.span.start for item in items]
-        tokens = [item.work.sequence.token(at) for item, at in zip(items, starts, strict=True)]
-        kv_slots = [
-            item.span.pages[at // size] * size + at % size
-            for item, at in zip(items, starts, strict=True)
-        ]
-        kv_slots += [dump * size + at for at in range(left)]
-        blocks = [
-            [*item.span.pages, *[dump] * (self._most_pages - len(item.span.pages))]
-            for item in items
-        ]
-        blocks += [[dump] * self._most_pages] * left
-        put(inputs.ids[0], tokens + [0] * left)
-        put(inputs.positions[0], starts + [0] * left)
-        put(inputs.tables.kv_slots, kv_slots)
-        put(inputs.tables.lengths, [at + 1 for at in starts] + [1] * left)
-        put(inputs.tables.blocks, blocks)
-        slots = [item.slot for item in items]
-        for pool, ends in zip(pools, inputs.slot_ends, strict=True):
-            put(ends, slot_ends(whole_row(slots, pool, left), pool))
+        return Inputs(ids[None], positions[None], tables, ends, host)
 
 
 def lies_at(pool: Pool) -> tuple[int, int, int]:
@@ -217,8 +254,3 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             hidden = work()
         return graph.replay, hidden
-
-
-def put(target: torch.Tensor, values: Sequence[int] | Sequence[Sequence[int]]) -> None:
-    """Copy numbers into a tensor on the device."""
-    target.copy_(torch.tensor(values, dtype=target.dtype))

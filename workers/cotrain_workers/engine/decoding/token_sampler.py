@@ -7,8 +7,7 @@ CPU and under CUDA's deterministic algorithms (which have no cumulative sum of f
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ UNIT = 2.0**40  # a probability of 1; less than 1 / UNIT is never drawn
 ROWS = 64  # per call: a row's running sums take 8 bytes per token of the vocabulary
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """How the next token of one row is chosen."""
 
     temperature: float  # 0: the most probable token, the lowest id among equals

@@ -166,9 +166,13 @@ class DecodeScheduler:
         """Return who wants something of a step, by tenant."""
         work: dict[str, deque[SequenceState]] = {}
         for tenant, queue in self.queues.items():
-            # Those that a step already has a hidden state for wait for their first token only.
-            generate = [s for s in queue.running if s.is_prompt_stored and s.hidden is None]
-            prompts = [s for s in queue.running if not s.is_prompt_stored]
+            generate: list[SequenceState] = []
+            prompts: list[SequenceState] = []
+            for sequence in queue.running:
+                if not sequence.is_prompt_stored:
+                    prompts.append(sequence)
+                elif sequence.hidden is None:  # others wait for their first token only
+                    generate.append(sequence)
             if generate or prompts:
                 work[tenant] = deque(generate + prompts)
         return work
