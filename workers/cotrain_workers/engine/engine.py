@@ -127,7 +127,7 @@ class Engine:
         if where.type != "cuda" and not base.lock_step.sharding:
             keep_freed_memory()  # not where layers come and go: what they leave would not fit the next one
         fuses = fusion and where.type == "cuda"
-        fused = fuse(base.backbone, base.router, compiled) if fuses else ()
+        fused = fuse(base.backbone, compiled) if fuses else ()
         lora = find_backend(lora_backend, base.targets, base.head_weight, base.router.linears)
         if adapter_bytes is None and where.type == "cuda":
             adapter_bytes = cuda_adapter_bytes(where)

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
 from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.lora.stacked_weights import MIN_RANK, padded_rank, shared_input
 from cotrain_workers.engine.spec import aligned, plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cotrain_workers.engine.ops import HostWeights
     from cotrain_workers.engine.spec import AdapterSpec, Target
 
 DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # what the cache holds by default
 ZERO_SLOTS = 2  # of each pool
-MIN_RANK = 8
 
 
 class WeightsNotFinite(ValueError):
@@ -43,6 +44,8 @@ class SlotLayout:
     rank: int  # padded
     offset_by_name: Mapping[str, tuple[int, int]]  # of A `[rank, in]` and B `[rank, padded out]`
     target_by_name: Mapping[str, Target]
+    siblings: Mapping[str, tuple[str, ...]]
+    """By module: those whose A matrices lie next to each other, as they read the same x."""
     size: int
 
 
@@ -74,9 +77,16 @@ class Pool:
         a, b = (part[slot : slot + 1].expand(n, -1) for part in self._parts(module))
         return self._shaped(module, a, b)
 
-    def stacked(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A and scale * B^T of all slots, without a copy."""
-        return self._shaped(module, *self._parts(module))
+    def stacked_a(self, siblings: tuple[str, ...]) -> torch.Tensor:
+        """Return A of some siblings, of all slots, without a copy: `[slots, siblings * rank, in]`."""
+        at, _ = self.layout.offset_by_name[siblings[0]]
+        width = self.layout.target_by_name[siblings[0]].inputs
+        rows = len(siblings) * self.layout.rank
+        return self.flat[:, at : at + rows * width].view(-1, rows, width)
+
+    def stacked_b(self, module: str) -> torch.Tensor:
+        """Return scale * B^T of all slots, without a copy: `[slots, rank, padded out]`."""
+        return self._shaped(module, *self._parts(module))[1]
 
     def grow(self, slots: int) -> None:
         """Add free slots; the first and the last stay zero, for rows of no adapter of this pool."""
@@ -240,13 +250,29 @@ def default_bytes(targets: Sequence[Target], dtype: torch.dtype) -> int:
 
 def slot_layout(targets: Sequence[Target], rank: int) -> SlotLayout:
     """Lay out the padded matrices of every module for adapters of a rank."""
-    padded = max(MIN_RANK, 1 << (rank - 1).bit_length())
-    offsets, end = {}, 0
-    for target in targets:
-        at_b = end + aligned(padded * target.inputs)
-        offsets[target.name] = (end, at_b)
-        end = at_b + padded * aligned(target.outputs)
-    return SlotLayout(padded, offsets, {target.name: target for target in targets}, end)
+    padded = padded_rank(rank)
+    offsets: dict[str, tuple[int, int]] = {}
+    siblings: dict[str, tuple[str, ...]] = {}
+    end = 0
+    for together in neighbours(targets):
+        size_a = aligned(padded * together[0].inputs)
+        at_b = end + len(together) * size_a
+        for at, target in enumerate(together):
+            offsets[target.name] = (end + at * size_a, at_b)
+            at_b += padded * aligned(target.outputs)
+            siblings[target.name] = tuple(each.name for each in together)
+        end = at_b
+    return SlotLayout(padded, offsets, {each.name: each for each in targets}, siblings, end)
+
+
+def neighbours(targets: Sequence[Target]) -> Iterator[list[Target]]:
+    """Yield modules that read one x, as far as their A matrices can lie side by side without a gap."""
+    for _, same in groupby(targets, key=shared_input):
+        together = list(same)
+        if aligned(MIN_RANK * together[0].inputs) == MIN_RANK * together[0].inputs:
+            yield together
+        else:
+            yield from ([target] for target in together)
 
 
 def lay_out(

@@ -147,6 +147,8 @@ class KernelAttention:
             block_table=tables.blocks,
             **splits,
         )
+        if n == len(q):
+            return out
         return torch.cat([out, out.new_zeros(len(q) - n, *out.shape[1:])])
 
 
@@ -164,14 +166,32 @@ class GroupedLora:
 
     def __init__(self, groups: Sequence[Grouped]) -> None:
         self._groups = groups
+        self._kept_x: torch.Tensor | None = None  # what was multiplied for siblings yet to come
+        self._kept_lows: dict[str, list[torch.Tensor]] = {}
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
-        for group in self._groups:
-            rows = slice(group.start, group.stop)
-            a, b = group.pool.stacked(module)
-            low = functional.grouped_mm(x[rows], a.transpose(1, 2), offs=group.ends)
-            y[rows].add_(functional.grouped_mm(low, b, offs=group.ends)[:, : y.shape[1]])
+        """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place.
+
+        Modules that read the same tensor `x` are multiplied with their A matrices together.
+        """
+        for group, low in zip(self._groups, self._take_lows(module, x), strict=True):
+            product = functional.grouped_mm(low, group.pool.stacked_b(module), offs=group.ends)
+            y[group.start : group.stop].add_(product[:, : y.shape[1]])
+
+    def _take_lows(self, module: str, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return `x A^T` of each group, `[n, rank]`; the first sibling computes those of all."""
+        if self._kept_x is not x or module not in self._kept_lows:
+            self._kept_x, self._kept_lows = x, {}
+            for group in self._groups:
+                siblings = group.pool.layout.siblings[module]
+                a = group.pool.stacked_a(siblings).transpose(1, 2)
+                low = functional.grouped_mm(x[group.start : group.stop], a, offs=group.ends)
+                for name, own in zip(siblings, low.chunk(len(siblings), dim=1), strict=True):
+                    self._kept_lows.setdefault(name, []).append(own)
+        found = self._kept_lows.pop(module, [])
+        if not self._kept_lows:
+            self._kept_x = None
+        return found
 
 
 def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedLora:

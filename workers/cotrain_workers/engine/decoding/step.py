@@ -42,8 +42,7 @@ class Chunk:
         return self.stop == len(self.sequence.group.prompt)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A generated token whose keys and values one step computes."""
 
     sequence: SequenceState
@@ -103,13 +102,17 @@ class MixedStep:
     def __init__(self, attention: Attention, lora: Lora) -> None:
         self._attention = attention
         self._lora = lora
+        self._x: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None
 
     def linear(
         self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
         y = functional.linear(x, weight, bias)
-        self._lora.add(module, x[0], y[0])
+        if self._rows is None or self._x is not x:
+            self._x, self._rows = x, x[0]  # modules that read one x are given one tensor, too
+        self._lora.add(module, self._rows, y[0])
         return y
 
     def attend(

@@ -45,12 +45,16 @@ def compiled(
 
 
 def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]) -> bool:
-    """Compare a kernel with its function, forward and backward by the first `tensors` arguments."""
+    """Compare a kernel with its function, forward and backward by the first `tensors` arguments, then as the
+    decoder calls it: the compiler makes a kernel of its own for that, which is there from then on.
+    """
     inputs, rest = examples[:tensors], examples[tensors:]
     try:
         found = difference(
             lambda *args: kernel(*args, *rest), lambda *args: function(*args, *rest), *inputs
         )
+        with torch.inference_mode():
+            found = max(found, apart(outs_of(kernel, examples), outs_of(function, examples)))
     except Exception:  # whatever the compiler does not like
         log.exception("%s is not fused", function.__name__)
         return False
@@ -74,7 +78,8 @@ def kernel_of(function: Pure, options: tuple[str, ...], name: str) -> Pure:
     """Return a function compiled for one variant, for all modules that use it.
 
     Each variant has code of its own: the compiler keeps eight kernels per code at most and would then
-    go on uncompiled, with other bits. Three are made: for inputs with a gradient, without, and forward.
+    go on uncompiled, with other bits. Four are made: for inputs with a gradient, without, forward, and for the
+    decoder, whatever the number of rows from two on.
     """
     code = function.__code__
     own = FunctionType(
@@ -99,19 +104,28 @@ def difference(ours: Pure, theirs: Pure, *inputs: torch.Tensor) -> float:
     """Return how far two functions of tensors lie apart, and their gradients: the largest difference
     over the largest value.
     """
-    found = [outs_and_gradients(function, inputs) for function in (ours, theirs)]
+    return apart(*(outs_and_gradients(function, inputs) for function in (ours, theirs)))
+
+
+def apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    """Return how far tensors lie apart: the largest difference over the largest value."""
     return max(
         float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
-        for a, b in zip(*found, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def outs_of(function: Pure, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Return what a function gives."""
+    outs = function(*args)
+    return outs if isinstance(outs, tuple) else (outs,)
 
 
 def outs_and_gradients(function: Pure, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return what a function gives, and its gradients for a slope that is not the same everywhere."""
     leaves = [each.detach().clone().requires_grad_() for each in inputs]
     with torch.enable_grad():
-        outs = function(*leaves)
-        outs = outs if isinstance(outs, tuple) else (outs,)
+        outs = outs_of(function, leaves)
         slopes = [torch.linspace(-1, 1, out.numel(), device=out.device) for out in outs]
         shaped = [s.view(out.shape).to(out.dtype) for s, out in zip(slopes, outs, strict=True)]
         grads = torch.autograd.grad(outs, leaves, shaped)

@@ -8,16 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.model import fusion
 from cotrain_workers.engine.model.compile import compiled, difference, is_right, kernel_of, variant
 from cotrain_workers.engine.model.fusion import fuse, gelu_gate, norm_then_weight, silu_gate
 from cotrain_workers.engine.ops import OptimStep, PassOutput
+from tests.support.decoding import finish, request, trained_weights
 from tests.support.tiny_models import FAMILIES
 from tests.support.training import MIX, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cotrain_workers.engine.decoding.requests import SampledSequence
     from cotrain_workers.engine.engine import Engine
 
     NewEngine = Callable[..., Engine]
@@ -47,7 +50,7 @@ def test_every_family_has_its_norms_gates_and_rotations(new_engine: NewEngine, f
     plain, fused = new_engine(family), new_engine(family, recompute="always")
     compiler = Uncompiled()
 
-    assert fuse(fused._base.backbone, fused._base.router, compiler) == ("gate", "norm", "rope")
+    assert fuse(fused._base.backbone, compiler) == ("gate", "norm", "rope")
 
     assert len(compiler.calls) == 3
     ops = [op for tenant in MIX for op in tenant.ops(0) if not isinstance(op, OptimStep)]
@@ -63,22 +66,34 @@ def test_every_family_has_its_norms_gates_and_rotations(new_engine: NewEngine, f
         assert relative_error(*grads) < 1e-6, tenant.run
 
 
-def test_the_decoder_and_other_models_keep_what_they_had(new_engine: NewEngine) -> None:
+def test_the_decoder_uses_them(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    mine = request("mine", np.arange(20), "all-8", max_tokens=8)
+
+    def sampled() -> SampledSequence:
+        decoder = engine.decoder(weights.__getitem__, kv_tokens=2048, text=None)
+        found = finish(decoder, [mine])["mine"]
+        assert isinstance(found, SampleOutput)
+        return found.sequences[0]
+
+    expected, compiler = sampled(), Uncompiled()
+    fuse(engine._base.backbone, compiler)
+    found = sampled()
+
+    assert all(count > 0 for count in compiler.calls.values())
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+
+
+def test_other_models_keep_what_they_had(new_engine: NewEngine) -> None:
     fused, other = new_engine(), new_engine()
     compiler = Uncompiled()
-    fuse(fused._base.backbone, fused._base.router, compiler)
-    x, mlp = torch.randn(1, 8, 64), fused._base.backbone.get_submodule("layers.0.mlp")
+    fuse(fused._base.backbone, compiler)
 
     other.run(MIX[0].ops(0))
-    with fused._base.router.use_step(_Step()):  # type: ignore[arg-type]
-        mlp(x)
 
     assert set(compiler.calls.values()) == {0}
-
-
-class _Step:
-    def linear(self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
-        return torch.nn.functional.linear(x, weight, bias)
 
 
 def test_a_model_that_computes_something_else_stays_as_it_is(
@@ -87,7 +102,7 @@ def test_a_model_that_computes_something_else_stays_as_it_is(
     engine = new_engine()
     monkeypatch.setattr(fusion, "silu_gate", gelu_gate)
 
-    assert fuse(engine._base.backbone, engine._base.router, Uncompiled()) == ("norm", "rope")
+    assert fuse(engine._base.backbone, Uncompiled()) == ("norm", "rope")
     assert "gate: 2 of 2 are not fused" in caplog.text
 
 
@@ -95,7 +110,7 @@ def test_what_cannot_be_compiled_stays_as_it_is(new_engine: NewEngine) -> None:
     engine = new_engine()
     before = engine._base.backbone.get_submodule("norm").forward
 
-    assert fuse(engine._base.backbone, engine._base.router, lambda *_, **__: None) == ()
+    assert fuse(engine._base.backbone, lambda *_, **__: None) == ()
     assert engine._base.backbone.get_submodule("norm").forward == before
 
 
@@ -136,7 +151,7 @@ def test_a_kernel_is_checked_with_gradients_of_what_trains_alone(
     inputs = (torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16), *torch.randn(2, 1, 8, 16))
 
     assert compiled(fusion.rotate, (2, 2, 1, 1), inputs, gradients=2)
-    assert wanted == [(True, True, False, False)]
+    assert wanted == [(True, True, False, False), (False,) * 4]  # the second as the decoder does
 
 
 def test_the_difference_of_a_function_to_itself_is_nothing() -> None:
