@@ -58,7 +58,9 @@ class Adapter:
     arenas: dict[str, torch.Tensor]  # on the device; empty while offloaded
     on_host: HostArenas | None = None
     arrival: Arrival | None = None  # of copies that the next computation must wait for
-    gradient_in_use: bool = field(init=False, default=False)  # an op is adding to it right now
+    gradient_in_use: bool = field(
+        init=False, default=False
+    )  # ops that run now have added to it, or do
     has_open_gradient: bool = False  # or will have one in the cycle that begins
     version: int = field(init=False)  # of `weights`: holders of a copy compare it
     _compute: ComputeCopy | None = field(init=False, default=None)
@@ -131,6 +133,11 @@ class Adapter:
         """Return the arena of the pass that is open; raises KeyError where none has begun to add to it."""
         flat = self.arenas[OPEN_GRADIENT]
         return Gradient(flat, self.layout.views(flat))
+
+    @property
+    def has_begun_open_gradient(self) -> bool:
+        """Return whether a pass that may stay open has added to its arena, and has not ended."""
+        return OPEN_GRADIENT in self.arenas
 
     def drop_open_gradient(self) -> None:
         """Let go of it; twice is harmless. What is on the host of it does not come back."""

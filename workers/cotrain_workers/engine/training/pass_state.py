@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT
 from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
 from cotrain_workers.engine.training.losses import LOSSES
 from cotrain_workers.engine.training.micro_batches import cut
@@ -90,16 +91,17 @@ class PassState:
 
 
 def claim_gradient(state: PassState) -> Gradient:
-    """Return where a pass may add its gradient: the adapter's own arena while that is clean, else scratch.
+    """Return where a pass may add its gradient: the adapter's own arena while no other does, else scratch.
 
     A pass that fails is then undone by zeroing the arena or dropping the scratch. Both start from zeros,
     so the bits of the sum do not depend on which it was. One that may stay open leaves the arena alone:
-    the adapter is then, between cycles, as its last complete op left it.
+    the adapter is then, between cycles, as its last complete op left it. One behind an open pass does, too:
+    that pass, which ends first, is added to the arena whole.
     """
     adapter = state.adapter
     if state.allowance is not None:
         return adapter.begin_open_gradient()
-    if adapter.grads_pending or adapter.gradient_in_use:
+    if adapter.grads_pending or adapter.gradient_in_use or adapter.has_begun_open_gradient:
         return adapter.scratch_gradient()
     adapter.gradient_in_use = True
     return adapter.gradient
@@ -133,13 +135,17 @@ def close(done: PassState) -> None:
     zero_unless(done.is_finite, done.gradient.flat)
     if done.gradient is not done.adapter.gradient:
         done.adapter.gradient.flat.add_(done.gradient.flat)
+        done.adapter.gradient_in_use = True  # until `finish` knows whether anything was added
         forget_scratch(done)
 
 
 def forget_scratch(state: PassState) -> None:
     """Let go of a gradient that is not the adapter's own."""
+    is_open = state.gradient is not None and state.gradient.flat is state.adapter.arenas.get(
+        OPEN_GRADIENT
+    )
     state.gradient = None
-    if state.adapter.has_open_gradient:
+    if is_open:
         state.adapter.drop_open_gradient()
 
 
@@ -148,8 +154,7 @@ def finish(passes: Sequence[PassState]) -> None:
     left = [each for each in passes if each.output is None and not each.slices]
     for done, values in zip(left, values_on_host(left), strict=True):
         loss_sum, is_finite = float(values[0]), bool(values[1])
-        if done.gradient is not None:
-            done.adapter.gradient_in_use = False
+        done.adapter.gradient_in_use = False
         if is_finite and done.op.needs_grad and done.results:
             done.adapter.grads_pending = True
         found = per_datum(done, values[2:].astype(np.float32))
