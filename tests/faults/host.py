@@ -32,7 +32,7 @@ PATIENCE_S = 300.0
 #: How soon a process that died is started again.
 RESTART_S = 0.02
 REDIS = "redis"
-#: What a process says when it starts while Redis or the object store is away; whoever started it starts it again.
+#: What a process says when it starts while Redis or the object store is away; `Host` starts it again.
 NO_STORE = {1, 3}
 START_S = 60.0
 TIDY_S = 120.0

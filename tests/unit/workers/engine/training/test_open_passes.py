@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,18 +14,23 @@ from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.ops import (
     Create,
     Failure,
-    OptimStep,
     Pass,
-    PassOutput,
     ReverseKl,
-    ReverseKlOutput,
     Save,
 )
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.open_passes import next_wave
 from cotrain_workers.engine.training.pass_state import needs_memory
 from tests.support.kl import kl_datums, random_weights, started
-from tests.support.training import MIX, random_datum, same_bits
+from tests.support.open_passes import (
+    LENGTHS,
+    SLICE,
+    a_pass,
+    a_step,
+    assert_same_outputs,
+    one_cycle,
+)
+from tests.support.training import MIX, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,26 +42,6 @@ if TYPE_CHECKING:
     OpId = tuple[str, int]
 
 pytestmark = pytest.mark.numerics
-
-#: Tokens of a micro-batch, and datums of which each is a slice of its own.
-SLICE, LENGTHS = 16, (16, 11, 14, 16, 9)
-
-
-def a_pass(seq: int, run: str = "a", *, needs_grad: bool = True, seed: int = 0) -> Pass:
-    rng = np.random.default_rng([seed, seq])
-    datums = [random_datum(rng, "cross_entropy", length) for length in LENGTHS]
-    return Pass(run, seq, datums, "cross_entropy", {}, needs_grad)
-
-
-def a_step(seq: int, run: str = "a") -> OptimStep:
-    return OptimStep(run, seq, 1e-2, 0.9, 0.95, 1e-8, 0.01, grad_clip_norm=1.0)
-
-
-def one_cycle(engine: Engine, ops: Sequence[Op], **allowances: int) -> CycleOutput:
-    """Run a cycle; `a1=20` lets 20 tokens of op 1 of run "a" run in it."""
-    return run_to_end(
-        engine.cycle(ops, {(name[0], int(name[1:])): rows for name, rows in allowances.items()})
-    )
 
 
 def slice_by_slice(engine: Engine, ops: Sequence[Op]) -> Iterator[CycleOutput]:
@@ -73,28 +56,6 @@ def slice_by_slice(engine: Engine, ops: Sequence[Op]) -> Iterator[CycleOutput]:
 
 def outputs_of(cycles: Iterator[CycleOutput]) -> dict[OpId, Output]:
     return {at: output for cycle in cycles for at, output in cycle.outputs.items()}
-
-
-def assert_same_output(ours: Output, theirs: Output) -> None:
-    match theirs:
-        case PassOutput():
-            assert isinstance(ours, PassOutput), ours
-            assert ours.loss_sum == theirs.loss_sum
-            for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
-                np.testing.assert_array_equal(mine, other, strict=True)
-        case ReverseKlOutput():
-            assert isinstance(ours, ReverseKlOutput), ours
-            assert (ours.loss_sum, ours.kl_sum) == (theirs.loss_sum, theirs.kl_sum)
-            for mine, other in zip(ours.losses, theirs.losses, strict=True):
-                np.testing.assert_array_equal(mine, other, strict=True)
-        case _:
-            assert ours == theirs
-
-
-def assert_same_outputs(ours: dict[OpId, Output], theirs: dict[OpId, Output]) -> None:
-    assert ours.keys() == theirs.keys()
-    for op_id, output in theirs.items():
-        assert_same_output(ours[op_id], output)
 
 
 def two_engines(new_engine: NewEngine, **settings: object) -> tuple[Engine, Engine]:
@@ -156,81 +117,6 @@ def test_a_gradient_that_waits_for_its_step_is_the_same_sum(new_engine: NewEngin
         left = [op for op in left if (op.run, op.seq) not in out.outputs]
     whole.run(ops)
     assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
-
-
-def test_an_open_pass_that_ends_in_one_cycle_with_the_next_adds_up_as_ever(
-    new_engine: NewEngine,
-) -> None:
-    divided, whole = (new_engine(micro_batch_tokens=SLICE) for _ in range(2))
-    for engine in (divided, whole):
-        engine.run([Create("a", 0, AdapterSpec(8, seed=1))])
-    ops: list[Op] = [a_pass(1), a_pass(2), a_step(3)]
-    one_cycle(divided, ops, a1=sum(LENGTHS[:4]))
-    assert_same_outputs(dict(divided.run(ops).outputs), dict(whole.run(ops).outputs))
-    assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
-
-
-def test_the_pass_behind_an_open_one_fails_and_leaves_it_its_gradient(
-    new_engine: NewEngine,
-) -> None:
-    divided, whole = (new_engine(micro_batch_tokens=SLICE) for _ in range(2))
-    for engine in (divided, whole):
-        engine.run([Create("a", 0, AdapterSpec(8, seed=1))])
-    infinite = a_pass(2)
-    for datum in infinite.datums:
-        datum.inputs["weights"][:] = np.inf
-    one_cycle(divided, [a_pass(1), infinite], a1=sum(LENGTHS[:4]))
-    out = divided.run([a_pass(1), infinite])
-    assert isinstance(out.outputs["a", 2], Failure)
-    whole.run([a_pass(1)])
-    assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_however_ops_are_spread_over_cycles_every_bit_is_that_of_one_by_one(
-    new_engine: NewEngine, seed: int
-) -> None:
-    """Any ops of a run that may share a cycle, any passes divided, at any border, with or without time."""
-    draw = random.Random(seed)
-    spread, one_by_one = (new_engine(micro_batch_tokens=SLICE) for _ in range(2))
-    left: dict[str, list[Op]] = {run: ops_of_a_run(draw, run) for run in ("a", "b")}
-    expected: dict[OpId, Output] = {}
-    for op in [op for ops in left.values() for op in ops]:
-        expected.update(one_by_one.run([op]).outputs)
-    while any(left.values()):
-        ops = [op for run in left for op in of_one_cycle(left[run][: draw.randrange(6)])]
-        allowances = {
-            (op.run, op.seq): draw.randint(1, sum(LENGTHS))
-            for op in ops
-            if isinstance(op, Pass) and draw.random() < 0.5
-        }
-        is_over = iter([False] * draw.choice((0, 1, 2, 99)))
-        out = run_to_end(spread.cycle(ops, allowances, partial(next, is_over, True)))
-        for op_id, output in out.outputs.items():
-            assert_same_output(output, expected[op_id])
-        left = {
-            run: [op for op in ops if (op.run, op.seq) not in out.outputs]
-            for run, ops in left.items()
-        }
-    for run in left:
-        assert same_bits(spread.adapters.state(run), one_by_one.adapters.state(run))
-
-
-def ops_of_a_run(draw: random.Random, run: str) -> list[Op]:
-    ops: list[Op] = [Create(run, 0, AdapterSpec(draw.choice((2, 8)), seed=draw.randrange(99)))]
-    for _ in range(10):
-        is_step = draw.random() < 0.3
-        needs_grad = draw.random() < 0.8
-        ops.append(
-            a_step(len(ops), run) if is_step else a_pass(len(ops), run, needs_grad=needs_grad)
-        )
-    return ops
-
-
-def of_one_cycle(ops: Sequence[Op]) -> list[Op]:
-    """Return the first ops of a run that may share a cycle: none behind a step."""
-    steps = [at for at, op in enumerate(ops) if isinstance(op, OptimStep)]
-    return [*ops[: steps[0] + 1]] if steps else [*ops]
 
 
 @pytest.mark.parametrize("reference", [AdapterSpec(3, seed=21), None])
