@@ -180,6 +180,40 @@ def test_a_decoder_step_is_captured_and_samples_what_a_cpu_does(
             assert abs(one.logprobs[0] - other.logprobs[0]) < 0.05
 
 
+def test_decoding_goes_on_without_a_wait(
+    cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "CudaRecorder", lambda: repeat(cuda))
+    step = inspect.unwrap(EngineDecoder.step)
+    monkeypatch.setattr(EngineDecoder, "step", torch.no_grad()(step))
+    engine = load(model_folder("qwen3"))
+    succeeded(engine.run(ops(0)))
+    saved = {
+        tenant.run: engine.run([Save(tenant.run, 5)]).outputs[tenant.run, 5] for tenant in SOME
+    }
+    weights = {run: out.weights for run, out in saved.items() if isinstance(out, SaveOutput)}
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=4096, text=None)
+    asked: list[tuple[str | None, dict[str, Any]]] = [
+        (None, {"temperature": 0.0}),
+        ("all-8", {"top_k": 3}),
+        ("soft-8", {"top_p": 0.5, "topk_sample_logprobs": 2}),
+        ("all-5", {"top_k": 7, "top_p": 0.9, "topk_sample_logprobs": 3}),
+    ]
+    for at, (run, changes) in enumerate(asked):
+        # The last token of a page, and one behind it, are among those that are generated.
+        decoder.add(request(str(at), np.arange(250) % 128, run, max_tokens=20, **changes))
+    while decoder.step().decoded_tokens < 4:
+        pass
+    decoder.step()  # graphs are captured by now
+
+    cuda.mode = "error"
+    told = [decoder.step() for _ in range(12)]
+    cuda.mode = "default"
+
+    assert [progress.decoded_tokens for progress in told] == [4] * 12
+    assert finish(decoder, []).keys() == {"0", "1", "2", "3"}
+
+
 @pytest.mark.parametrize("trained_on", [False, True])
 def test_a_sampler_is_refreshed_without_a_copy_that_waits(
     cuda: Rehearsal, model_folder: ModelFolder, *, trained_on: bool

@@ -21,7 +21,7 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
     KernelTables,
     key_offsets,
 )
-from cotrain_workers.engine.decoding.step import Chunk, MixedStep
+from cotrain_workers.engine.decoding.step import Chunk, MixedStep, looked_up
 from cotrain_workers.engine.device import to_device
 
 if TYPE_CHECKING:
@@ -113,6 +113,14 @@ class Inputs:
     slot_ends: Sequence[torch.Tensor]  # of each pool, int32 [slots]
     host: HostInputs
 
+    def fill(
+        self, items: Sequence[Item], pools: Sequence[Pool], chosen: torch.Tensor | None
+    ) -> None:
+        """Write a step, whose tokens may be among those `chosen` last, on the device."""
+        self.host.fill(items, pools)
+        if chosen is not None:
+            self.ids.copy_(looked_up(self.ids, chosen))
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -147,8 +155,11 @@ class DecodeGraphs:
         """Return the number of graphs in use."""
         return sum(captured is not None for captured in self._captured.values())
 
-    def run(self, items: Sequence[Item]) -> torch.Tensor | None:
-        """Return the hidden states of a step, or None if it must run eagerly."""
+    def run(self, items: Sequence[Item], chosen: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return the hidden states of a step, or None if it must run eagerly.
+
+        `chosen` are the tokens, on the device, that the sequences' unread ones are among.
+        """
         if len(items) > ROWS[-1] or any(isinstance(item.work, Chunk) for item in items):
             return None
         # The rows are sorted by pool.
@@ -157,11 +168,11 @@ class DecodeGraphs:
         key = (rows, tuple(lies_at(pool) for pool in pools))
         if key not in self._captured:
             self._forget_moved(key)
-            self._captured[key] = self._capture(rows, pools, items)
+            self._captured[key] = self._capture(rows, pools, items, chosen)
         captured = self._captured[key]
         if captured is None:
             return None
-        captured.inputs.host.fill(items, pools)
+        captured.inputs.fill(items, pools, chosen)
         captured.replay()
         return captured.hidden
 
@@ -172,9 +183,15 @@ class DecodeGraphs:
             if any(now.get(lies[0], lies) != lies for lies in other[1]):
                 del self._captured[other]
 
-    def _capture(self, rows: int, pools: Sequence[Pool], items: Sequence[Item]) -> Captured | None:
+    def _capture(
+        self,
+        rows: int,
+        pools: Sequence[Pool],
+        items: Sequence[Item],
+        chosen: torch.Tensor | None,
+    ) -> Captured | None:
         inputs = self._inputs(rows, pools)
-        inputs.host.fill(items, pools)
+        inputs.fill(items, pools, chosen)
         groups = [
             Grouped(0, rows, pool, ends) for pool, ends in zip(pools, inputs.slot_ends, strict=True)
         ]

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from cotrain_workers.engine.decoding.paged_attention import positions
+from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.attention import NARROW, varlen_kernel, varlen_parameters
 
 if TYPE_CHECKING:
@@ -80,10 +81,10 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, device: torch.device) -
     ]
 
     def int32(values: Any) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
+        return to_device(torch.tensor(values, dtype=torch.int32), device)
 
     return KernelTables(
-        kv_slots=torch.tensor(kv_slots, device=device),
+        kv_slots=to_device(torch.tensor(kv_slots), device),
         offsets=int32(list(accumulate(counts, initial=0))),
         key_offsets=key_offsets(len(spans), pages * size, device),
         lengths=int32([span.stop for span in spans]),
@@ -201,7 +202,7 @@ def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedL
         first = slots[start]
         assert first is not None
         own = [slot.index for slot in slots if slot is not None and slot.pool is first.pool]
-        ends = torch.tensor(slot_ends(own, first.pool), dtype=torch.int32, device=device)
+        ends = to_device(torch.tensor(slot_ends(own, first.pool), dtype=torch.int32), device)
         groups.append(Grouped(start, start + len(own), first.pool, ends))
         start += len(own)
     return GroupedLora(groups)

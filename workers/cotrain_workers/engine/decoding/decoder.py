@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from cotrain_workers.engine.adapters.copy_streams import InLine, SideStream
 from cotrain_workers.engine.decoding.adapter_slots import (
     PinnedWeights,
     WeightSlots,
@@ -30,24 +31,25 @@ from cotrain_workers.engine.decoding.kv_cache import (
     sampler_bytes,
 )
 from cotrain_workers.engine.decoding.model_runner import ModelRunner
-from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores, asks_about_prompt, top
+from cotrain_workers.engine.decoding.next_tokens import choose_next, find_ready
+from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores, asks_about_prompt
 from cotrain_workers.engine.decoding.requests import NewTokens
-from cotrain_workers.engine.decoding.results import StepLog, choice_of, output_of, sampled
+from cotrain_workers.engine.decoding.results import StepLog, output_of, sampled
 from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
 from cotrain_workers.engine.decoding.scheduling.scheduler import DecodeScheduler, StepSizes
 from cotrain_workers.engine.decoding.sequence import Group
-from cotrain_workers.engine.decoding.step import Chunk, Row, slot_order
+from cotrain_workers.engine.decoding.step import Chunk
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
-from cotrain_workers.engine.decoding.token_sampler import choose
 from cotrain_workers.engine.decoding.validation import refuse_sample
-from cotrain_workers.engine.model.unembedding import picked_logprobs
 from cotrain_workers.engine.ops import Failure, WeightsMissing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cotrain_workers.engine.adapters.copy_streams import CopyStream
     from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
     from cotrain_workers.engine.decoding.model_runner import Forward
+    from cotrain_workers.engine.decoding.next_tokens import NextTokens
     from cotrain_workers.engine.decoding.requests import (
         Progress,
         SampleOutput,
@@ -95,6 +97,11 @@ class EngineDecoder:
         self.runner = ModelRunner(base, self._cache, -(-self.max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}
         self._pinned = PinnedWeights(self.slots)  # of the sequences that run
+        self._copies: CopyStream = SideStream(device) if device.type == "cuda" else InLine()
+        self.overlaps = device.type == "cuda"  # a CPU would have nothing to do for it
+        self._begun: NextTokens | None = (
+            None  # by the row that the device computes between two calls
+        )
         self._empty: list[tuple[str, SampleOutput]] = []  # finished before they began
         self._arrivals = 0
         self.preemptions = 0  # since the decoder was made
@@ -151,18 +158,40 @@ class EngineDecoder:
 
     @torch.inference_mode()
     def step(self) -> Progress:
-        """Admit who fits, compute one packed row, and choose the next token of everyone who is ready."""
+        """Admit who fits, compute one packed row, and choose the next token of everyone who is ready.
+
+        On a GPU the row behind it begins before its tokens are read, if it only takes those further that run:
+        then the next call has nothing to begin before it reads. What a sequence that ended computed in it
+        is thrown away.
+        """
         log = StepLog(finished=list(self._empty))
         self._empty.clear()
-        self._admit(log)
+        begun, self._begun = self._begun, None
+        if begun is None or not begun.is_wanted:
+            self._admit(log)
+            begun = self._begin(log)
+        if begun is not None:
+            if self.overlaps and self.scheduler.only_goes_on():
+                self._begun = self._begin(log, begun.tokens)
+            self._read(begun, log)
+        return log.progress()
+
+    def _begin(self, log: StepLog, chosen: torch.Tensor | None = None) -> NextTokens | None:
+        """Have the device compute a row, and choose the tokens behind it; None if no sequence gets one.
+
+        `chosen` are those of the row before, if they are unread.
+        """
         plan = self.scheduler.plan()
         self._note_preempted(plan.preempted)
         self._cache.prepare(plan.copies, plan.blank)
-        forward = self.runner.forward(plan, self._pinned.slots)
+        forward = self.runner.forward(plan, self._pinned.slots, chosen)
         if forward is not None:
             self._absorb(forward, log)
-        self._generate(forward, log)
-        return log.progress()
+        ready = find_ready(forward, self._first(log), self._pinned.slots)
+        if ready is None:
+            return None
+        logits, slots = self.runner.logits, self._pinned.slots
+        return choose_next(ready, logits, slots, self._head_chunk_rows, self._copies)
 
     def _admit(self, log: StepLog) -> None:
         """Let sequences begin until one does not fit; fail those without weights."""
@@ -233,52 +262,27 @@ class EngineDecoder:
                 return False
         return True
 
-    def _generate(self, forward: Forward | None, log: StepLog) -> None:
-        """Choose the next token of every sequence whose last hidden state is known."""
-        ready: list[tuple[SequenceState, torch.Tensor]] = []
+    def _first(self, log: StepLog) -> list[SequenceState]:
+        """Return who gets its first token, as its prompt is there; end those that want none."""
+        found = []
         for sequence in self.scheduler.running:
             if sequence.hidden is None:
                 continue
             if sequence.group.generates_nothing:
                 self._finish(sequence.group, log)
             else:
-                ready.append((sequence, sequence.hidden))
-                sequence.hidden = None
-        if forward is not None:
-            ready += [
-                (item.work.sequence, forward.hidden[item.span.row])
-                for item in forward.items
-                if isinstance(item.work, Row) and item.work.is_last
-            ]
-        ready.sort(key=lambda each: slot_order(self._pinned.slots[each[0].group.request.weights]))
-        for at in range(0, len(ready), self._head_chunk_rows):
-            self._choose(ready[at : at + self._head_chunk_rows], log)
+                found.append(sequence)
+        return found
 
-    def _choose(self, ready: list[tuple[SequenceState, torch.Tensor]], log: StepLog) -> None:
-        sequences = [sequence for sequence, _ in ready]
-        # A request that failed a moment ago has no slot any more; what its rows give is not used.
-        slots = [self._pinned.slots.get(sequence.group.request.weights) for sequence in sequences]
-        logits = self.runner.logits(torch.stack([hidden for _, hidden in ready]), slots)
-        tokens = choose(logits, [choice_of(sequence) for sequence in sequences])
-        found, _ = picked_logprobs(logits[: len(ready)], tokens[:, None])
-        self._note_topk(sequences, logits)
-        answers = zip(sequences, tokens.tolist(), found[:, 0].tolist(), strict=True)
-        for sequence, token, logprob in answers:
-            if sequence.group.request.id not in self._groups:
-                continue  # another of its sequences failed
+    def _read(self, begun: NextTokens, log: StepLog) -> None:
+        """Give each sequence the token that was chosen for it. Waits for the device."""
+        for sequence, token, logprob, top in begun.read():
             if not math.isfinite(logprob):
                 self._fail_not_finite(sequence.group, log)
                 continue
+            if top is not None:
+                sequence.topk.append(top)
             self._append(sequence, token, logprob, log)
-
-    def _note_topk(self, sequences: list[SequenceState], logits: torch.Tensor) -> None:
-        """Keep the most probable tokens for those who asked; rows of one `k` go together."""
-        wanted = [sequence.group.request.topk_sample_logprobs for sequence in sequences]
-        for k in set(wanted) - {0}:
-            rows = [at for at, own in enumerate(wanted) if own == k]
-            picked = logits.index_select(0, torch.tensor(rows, device=logits.device))
-            for at, ids, logprobs in zip(rows, *top(picked, k), strict=True):
-                sequences[at].topk.append((ids, logprobs))
 
     def _append(self, sequence: SequenceState, token: int, logprob: float, log: StepLog) -> None:
         """Give a sequence its next token; finish it if that was the last."""
@@ -287,8 +291,7 @@ class EngineDecoder:
         sequence.logprobs.append(logprob)
         log.tokens.append(NewTokens(request.id, sequence.index, offset, (token,), (logprob,)))
         stopped = has_stopped(token, request, sequence.read_text, self._text)
-        is_full = sequence.length >= sequence.group.limit
-        if not (stopped or is_full):
+        if not (stopped or (sequence.is_full and not sequence.unread)):
             return
         self.scheduler.remove(sequence)
         self._pinned.unpin(sequence.group.request.weights)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_workers.engine.device import unordered_writes
+from cotrain_workers.engine.device import to_device, unordered_writes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ class KvCache:
         if not copies and not blank:
             return
         to, of, empty = (
-            torch.tensor(list(pages), dtype=torch.int64, device=self.device)
+            to_device(torch.tensor(list(pages), dtype=torch.int64), self.device)
             for pages in (copies.keys(), copies.values(), blank)
         )
         every = [memory for layer in range(len(self._keys)) for memory in self.paged(layer)]

@@ -19,7 +19,8 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, positions
 from cotrain_workers.engine.decoding.paged_attention_check import find_contract
 from cotrain_workers.engine.decoding.row_lora import RowLora
-from cotrain_workers.engine.decoding.step import Chunk, MixedStep, arrange, padded
+from cotrain_workers.engine.decoding.step import Chunk, MixedStep, arrange, looked_up, padded
+from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.base_model import UNEMBED
 from cotrain_workers.engine.model.unembedding import capped, raw_logits
 
@@ -64,21 +65,31 @@ class ModelRunner:
                 self._run_model, cache, most_pages, self._contract, CudaRecorder()
             )
 
-    def forward(self, plan: Plan, slot_of: Mapping[str | None, Slot | None]) -> Forward | None:
-        """Compute a plan's rows and chunks; None if it has none."""
+    def forward(
+        self,
+        plan: Plan,
+        slot_of: Mapping[str | None, Slot | None],
+        chosen: torch.Tensor | None = None,
+    ) -> Forward | None:
+        """Compute a plan's rows and chunks; None if it has none.
+
+        `chosen` are the tokens, on the device, that the sequences' unread ones are among.
+        """
         items = arrange(plan, slot_of)
         if not items:
             return None
-        hidden = self.graphs.run(items) if self.graphs is not None else None
+        hidden = self.graphs.run(items, chosen) if self.graphs is not None else None
         if hidden is None:
             tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
             token_positions = [at for item in items for at in positions(item.span)]
             filler = [0] * (padded(len(tokens)) - len(tokens))
-            hidden = self._run_model(
-                torch.tensor([tokens + filler], device=self._device),
-                torch.tensor([token_positions + filler], device=self._device),
-                self._route(items),
+            ids, at = (
+                to_device(torch.tensor([each + filler]), self._device)
+                for each in (tokens, token_positions)
             )
+            if chosen is not None:
+                ids = looked_up(ids, chosen)
+            hidden = self._run_model(ids, at, self._route(items))
         return Forward(hidden, items)
 
     def _route(self, items: Sequence[Item]) -> MixedStep:

@@ -65,9 +65,9 @@ class PromptScores:
             skipped = self._targets[here] == SKIPPED
             self.targets[here] = np.where(skipped, np.nan, values[:, 1:])
         if self.topk is not None and before < len(rows):
-            ids, logprobs = top(logits[before:], self.topk.token_ids.shape[1])
-            self.topk.token_ids[own] = ids
-            self.topk.logprobs[own] = logprobs
+            ids, logprobs = likeliest(logits[before:], self.topk.token_ids.shape[1])
+            self.topk.token_ids[own] = ids.cpu().numpy()
+            self.topk.logprobs[own] = logprobs.cpu().numpy()
         return True
 
     def _columns(self, rows: range, after: slice, device: torch.device) -> torch.Tensor:
@@ -84,8 +84,8 @@ def asks_about_prompt(request: SampleRequest) -> bool:
     return wanted or request.target_prompt_logprobs is not None
 
 
-def top(logits: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
+def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `k` most probable tokens of each row, int32 and float32 `[n, k]`."""
     ids = logits.topk(k, dim=-1).indices
     logprobs, _ = picked_logprobs(logits, ids)
-    return ids.int().cpu().numpy(), logprobs.float().cpu().numpy()
+    return ids.int(), logprobs.float()

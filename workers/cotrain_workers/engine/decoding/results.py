@@ -33,7 +33,9 @@ class StepLog:
 def choice_of(sequence: SequenceState) -> Choice:
     """Return how the next token of a sequence is chosen."""
     request = sequence.group.request
-    point = uniform(request.seed, sequence.index, len(sequence.tokens))
+    if not request.temperature:
+        return Choice(0.0, request.top_k, request.top_p, 0.0)
+    point = uniform(request.seed, sequence.index, len(sequence.tokens) + sequence.unread)
     return Choice(request.temperature, request.top_k, request.top_p, point)
 
 

@@ -113,6 +113,8 @@ class SequenceState:
     is_indexed: bool = True  # false once the index forgot a page that it holds
     hidden: torch.Tensor | None = None  # `[d]` of the last prompt token, until the first token
     resumed_at: int = 0  # tokens that it had when it was admitted last
+    unread: int = 0  # tokens behind `tokens` that the device has chosen and the host has not read
+    chosen_at: int = 0  # the place of the last of them among those that were chosen with it
 
     @property
     def age(self) -> tuple[int, int]:
@@ -121,8 +123,13 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """Return the number of tokens, prompt included."""
-        return len(self.group.prompt) + len(self.tokens)
+        """Return the number of tokens, prompt and unread ones included."""
+        return len(self.group.prompt) + len(self.tokens) + self.unread
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether there is no room for another token."""
+        return self.length >= self.group.limit
 
     @property
     def is_prompt_stored(self) -> bool:
@@ -136,6 +143,10 @@ class SequenceState:
         return self.index == 0 and group.scores is not None and not group.is_prompt_ready
 
     def token(self, position: int) -> int:
-        """Return the token at a position."""
+        """Return the token at a position; -1 - `chosen_at` for the last one while it is unread."""
         prompt = self.group.prompt
-        return prompt[position] if position < len(prompt) else self.tokens[position - len(prompt)]
+        if position < len(prompt):
+            return prompt[position]
+        if self.unread and position == self.length - 1:
+            return -1 - self.chosen_at
+        return self.tokens[position - len(prompt)]

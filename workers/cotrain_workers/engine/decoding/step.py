@@ -139,6 +139,12 @@ def padded(rows: int) -> int:
     return FEWEST_ROWS if rows <= FEWEST_ROWS else bucket(rows)
 
 
+def looked_up(ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return token ids where below zero each stands for one of those `chosen` `[n]`: -1 the first, -2 the next."""
+    rows = (-1 - ids).clamp_(min=0)
+    return chosen.index_select(0, rows.flatten()).view_as(ids).where(ids < 0, ids)
+
+
 def slot_order(slot: Slot | None) -> tuple[int, int]:
     """Return what sorts rows so that each adapter's are neighbours, and each pool's."""
     return (0, 0) if slot is None else (slot.pool.layout.rank, slot.index)

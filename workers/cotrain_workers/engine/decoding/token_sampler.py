@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from cotrain_workers.engine.device import to_device, unordered_writes
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -50,9 +52,11 @@ def choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor
     if not drawn:
         return likeliest
     device = logits.device
-    rows = torch.tensor(drawn, device=device)
+    rows = to_device(torch.tensor(drawn), device)
     wanted = [choices[at] for at in drawn]
-    temperatures = torch.tensor([c.temperature for c in wanted], device=device, dtype=logits.dtype)
+    temperatures = to_device(
+        torch.tensor([c.temperature for c in wanted], dtype=logits.dtype), device
+    )
     temperatures.clamp_(min=torch.finfo(logits.dtype).tiny)  # one that becomes 0 here makes 0 / 0
     some = logits.index_select(0, rows)
     scaled = (some - some.amax(dim=-1, keepdim=True)) / temperatures[
@@ -60,22 +64,28 @@ def choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor
     ]  # at most 0: no overflow
     weights = (torch.softmax(scaled, dim=-1) * UNIT).long()  # [rows, V]
     keep_most_probable(weights, wanted)
-    uniforms = torch.tensor([c.uniform for c in wanted], device=device, dtype=torch.float64)
-    return likeliest.index_copy(0, rows, draw(weights, uniforms))
+    uniforms = to_device(torch.tensor([c.uniform for c in wanted], dtype=torch.float64), device)
+    found = draw(weights, uniforms)
+    with unordered_writes():
+        return likeliest.index_copy_(0, rows, found)
 
 
 def keep_most_probable(weights: torch.Tensor, choices: Sequence[Choice]) -> None:
     """Zero what top_k, then top_p leave out of `weights` `[rows, V]`; equals stay or go together."""
     for k in {choice.top_k for choice in choices if 0 < choice.top_k < weights.shape[1]}:
         rows = matching(weights, [choice.top_k == k for choice in choices])
-        some = weights[rows]
+        some = weights.index_select(0, rows)
         least = some.topk(k, dim=-1).values[:, -1:]
-        weights[rows] = some.where(some >= least, 0)
+        with unordered_writes():
+            weights.index_copy_(0, rows, some.where(some >= least, 0))
     narrow = [choice.top_p < 1 for choice in choices]
     if any(narrow):
         rows = matching(weights, narrow)
-        shares = torch.tensor([c.top_p for c in choices], device=weights.device)[rows]
-        weights[rows] = nucleus(weights[rows], shares.double())
+        given = torch.tensor([choice.top_p for choice in choices if choice.top_p < 1])
+        shares = to_device(given, weights.device).double()
+        kept = nucleus(weights.index_select(0, rows), shares)
+        with unordered_writes():
+            weights.index_copy_(0, rows, kept)
 
 
 def nucleus(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -89,14 +99,19 @@ def nucleus(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
 
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return for each row the first index whose running sum passes `uniform * total`."""
+    """Return for each row the first index whose running sum passes `uniform * total`.
+
+    Of weights that are none (NaN in the logits) it is any index that there is: the next step may look it up
+    before the host has seen that it means nothing.
+    """
     sums = weights.cumsum(dim=-1)
     total = sums[:, -1]
     points = (uniforms * total.double()).long().clamp(max=total - 1)
-    return torch.searchsorted(sums, points[:, None], right=True)[:, 0]
+    found = torch.searchsorted(sums, points[:, None], right=True)[:, 0]
+    return found.clamp_(max=weights.shape[1] - 1)
 
 
 def matching(weights: torch.Tensor, wanted: Sequence[bool]) -> torch.Tensor:
     """Return which rows are wanted, int64."""
     rows = [at for at, is_wanted in enumerate(wanted) if is_wanted]
-    return torch.tensor(rows, device=weights.device)
+    return to_device(torch.tensor(rows), weights.device)

@@ -107,15 +107,18 @@ class DecodeScheduler:
 
         Returns who was preempted for it.
         """
-        wanted, missing = self.memory.wanted(sequence)
-        if missing <= 0:
-            return []
-        victims = victims_for_pages(
-            self.queues, self._pages, sequence.group.request.tenant, wanted, missing
-        )
+        victims = self._victims(sequence)
         for victim in victims or ():
             self.preempt(victim)
         return victims
+
+    def _victims(self, sequence: SequenceState) -> list[SequenceState] | None:
+        """Return who would have to give way to a waiting sequence, or None if it cannot have its pages."""
+        wanted, missing = self.memory.wanted(sequence)
+        if missing <= 0:
+            return []
+        tenant = sequence.group.request.tenant
+        return victims_for_pages(self.queues, self._pages, tenant, wanted, missing)
 
     def make_weights_fit(
         self, sequence: SequenceState, candidates: frozenset[str]
@@ -162,6 +165,19 @@ class DecodeScheduler:
         plan.blank = self.memory.blank()
         return plan
 
+    def only_goes_on(self) -> bool:
+        """Return whether the next step, whatever the tokens unread, only takes those further that run now.
+
+        Then no one begins, and none gives way to another: pages are there for all.
+        """
+        running = self.running
+        if any(not each.is_prompt_stored or each.hidden is not None for each in running):
+            return False
+        if self._pages.free + self._pages.idle < len(running):
+            return False
+        waiting = self.next_waiting(set())
+        return waiting is None or self._victims(waiting) is None
+
     def _work(self) -> dict[str, deque[SequenceState]]:
         """Return who wants something of a step, by tenant."""
         work: dict[str, deque[SequenceState]] = {}
@@ -171,7 +187,8 @@ class DecodeScheduler:
             for sequence in queue.running:
                 if not sequence.is_prompt_stored:
                     prompts.append(sequence)
-                elif sequence.hidden is None:  # others wait for their first token only
+                elif sequence.hidden is None and not sequence.is_full:
+                    # Others wait for their first token only, or for their last to be read.
                     generate.append(sequence)
             if generate or prompts:
                 work[tenant] = deque(generate + prompts)

@@ -63,6 +63,7 @@ class SequencePages:
         sequence.node = None
         sequence.is_indexed = True
         sequence.hidden = None
+        sequence.unread = 0
 
     def take(self, sequence: SequenceState) -> int | None:
         """Return a page for a sequence, of those that only the index holds if no other is free, or None."""

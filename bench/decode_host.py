@@ -1,0 +1,217 @@
+"""What the host does for a decode step, in CPU time: all of it, and what the device would wait for.
+
+    python -m bench.decode_host [--rows 128] [--adapters 64] [--steps 150] [--temperature 0] [--out bench/results]
+
+The decoder runs as on a GPU, graphs and all, over a device that takes no time: a graph does nothing, and
+of the model only the head is there, tiny. What the device waits for is the host's work from the moment the
+tokens of a step can be read to the moment the next one begins; overlapped, it is none as long as all of the
+host's work takes less than the device does. Both ways are measured in alternation. A busy machine makes it
+more, never less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
+
+import numpy as np
+import torch
+import transformers
+
+from bench.machine import machine, show
+from bench.model import build
+from cotrain_workers.engine.decoding import cuda_kernels, model_runner, next_tokens
+from cotrain_workers.engine.decoding.cuda_graphs import DecodeGraphs
+from cotrain_workers.engine.decoding.kv_cache import SHARED_STEP_TOKENS
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, HostWeights, Save, SaveOutput
+from cotrain_workers.engine.spec import AdapterSpec
+from tests.support.decoding import request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cotrain_workers.engine.decoding.decoder import EngineDecoder
+
+PAGE, PROMPT, RANK = 256, 40, 8
+WAYS = {"one after the other": False, "overlapped": True}
+
+
+class Watch:
+    """Reads this thread's CPU time where a step begins on the device, and where its tokens can be read."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._readable_at: float | None = None
+
+    def begins(self) -> None:
+        """Note that a step begins on the device, which had nothing to do since the last could be read."""
+        if self._readable_at is not None:
+            self.waited_s += time.thread_time() - self._readable_at
+            self._readable_at = None
+
+    def is_readable(self, *, has_work: bool) -> None:
+        """Note that the tokens of a step can be read; the device may have another step to compute."""
+        self._readable_at = None if has_work else time.thread_time()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine.load(str(build(Path(folder) / "tiny", "tiny")))
+        weights = adapters_of(engine, args.adapters)
+        rows = [show(row) for row in measure(engine, weights, args)]
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        path = args.out / f"decode_host-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+        path.write_text(json.dumps({"machine": machine("cpu"), "steps": rows}, indent=1) + "\n")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--adapters", type=int, default=64)
+    parser.add_argument("--tenants", type=int, default=1, help="that share them")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--context", type=int, default=40_960, help="that pages have room for")
+    parser.add_argument("--out", type=Path, help="a folder for the record")
+    return parser.parse_args(argv)
+
+
+def measure(
+    engine: Engine, weights: dict[str, HostWeights], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Time steps of both ways in alternation: milliseconds of CPU time a step, least and median."""
+    took: dict[str, list[float]] = {name: [] for name in WAYS}
+    waited: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(args.rounds):
+        for name, overlaps in WAYS.items():
+            with ExitStack() as stack:
+                watch = Watch()
+                decoder = decoder_of(engine, weights, args, watch, stack)
+                decoder.overlaps = overlaps
+                for each in steps(decoder, args, watch):
+                    took[name].append(each[0])
+                    waited[name].append(each[1])
+    return [
+        {
+            "way": name,
+            "rows": args.rows,
+            "adapters": args.adapters,
+            "tenants": args.tenants,
+            "temperature": args.temperature,
+            "steps": len(took[name]),
+            "host_ms_least": 1e3 * min(took[name]),
+            "host_ms": 1e3 * statistics.median(took[name]),
+            "waited_for_ms_least": 1e3 * min(waited[name]),
+            "waited_for_ms": 1e3 * statistics.median(waited[name]),
+        }
+        for name in WAYS
+    ]
+
+
+def adapters_of(engine: Engine, count: int) -> dict[str, HostWeights]:
+    """Return sampler weights of new runs."""
+    weights = {}
+    for at in range(count):
+        engine.run([Create(f"t{at}", 0, AdapterSpec(RANK, seed=at))])
+        saved = engine.run([Save(f"t{at}", 1)]).outputs[f"t{at}", 1]
+        assert isinstance(saved, SaveOutput)
+        weights[f"t{at}"] = saved.weights
+        engine.adapters.drop(f"t{at}")
+    return weights
+
+
+def decoder_of(
+    engine: Engine,
+    weights: dict[str, HostWeights],
+    args: argparse.Namespace,
+    watch: Watch,
+    stack: ExitStack,
+) -> EngineDecoder:
+    """Return a decoder over the device that takes no time."""
+    tokens = args.rows * 3 * PAGE
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=tokens, text=None, page_tokens=PAGE)
+    runner, cache = decoder.runner, decoder._cache
+    hidden = torch.zeros(1, engine._base.hidden_size)
+
+    def run_model(ids: torch.Tensor, *_: Any) -> torch.Tensor:
+        return hidden.expand(ids.shape[1], -1).contiguous()
+
+    def record(
+        work: Callable[[], torch.Tensor],
+    ) -> tuple[Callable[[], None], torch.Tensor]:
+        return watch.begins, work()
+
+    decoder.scheduler._sizes = replace(decoder.scheduler._sizes, shared=SHARED_STEP_TOKENS["cuda"])
+    runner._run_model = partial(run_model)
+    most_pages = args.context // PAGE
+    runner.graphs = DecodeGraphs(run_model, cache, most_pages, cuda_kernels.CONTRACTS[0], record)
+    real = next_tokens.NextTokens.read
+
+    def read(own: next_tokens.NextTokens) -> Any:
+        watch.is_readable(has_work=decoder._begun is not None)
+        return real(own)
+
+    for owner, name, value in (
+        (model_runner, "groups_take", lambda *_: True),
+        (cuda_kernels.GroupedLora, "add", lambda *_: None),
+        (next_tokens.NextTokens, "read", read),
+    ):
+        stack.enter_context(mock.patch.object(owner, name, value))
+    return decoder
+
+
+def steps(
+    decoder: EngineDecoder, args: argparse.Namespace, watch: Watch
+) -> list[tuple[float, float]]:
+    """Let all sequences begin, and return CPU seconds of the steps behind: all, and what the device waits for."""
+    rng = np.random.default_rng(0)
+    for at in range(args.rows):
+        adapter = at % args.adapters
+        decoder.add(
+            request(
+                str(at),
+                rng.integers(0, 128, PROMPT),
+                f"t{adapter}",
+                max_tokens=args.steps + 50,
+                temperature=args.temperature,
+                tenant=f"t{adapter % args.tenants}",
+            )
+        )
+    while decoder.step().decoded_tokens < args.rows:
+        pass
+    found = []
+    for at in range(args.steps + 10):
+        began, waited_s = time.thread_time(), watch.waited_s
+        done = decoder.step()
+        assert done.decoded_tokens == args.rows
+        if at >= 10:
+            found.append((time.thread_time() - began, watch.waited_s - waited_s))
+    for at in range(args.rows):
+        decoder.cancel(str(at))
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

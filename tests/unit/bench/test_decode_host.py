@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from bench.decode_host import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_overlapped_the_device_waits_for_nothing_between_two_steps(tmp_path: Path) -> None:
+    sizes = {"rows": 5, "adapters": 3, "tenants": 2, "steps": 4, "rounds": 1, "temperature": 1}
+    given = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+
+    assert main([*given, "--out", str(tmp_path)]) == 0
+
+    (record,) = tmp_path.iterdir()
+    one, overlapped = json.loads(record.read_text())["steps"]
+    assert one["steps"] == overlapped["steps"] == 4
+    assert one["waited_for_ms_least"] > 0
+    assert overlapped["waited_for_ms"] == 0

@@ -1,0 +1,227 @@
+"""A decoder that begins a row before it has read the tokens of the row before, as on a GPU: no result is another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.decoding.token_sampler import Choice, choose
+from cotrain_workers.engine.ops import Failure, HostWeights
+from tests.support.decoding import (
+    RUNS,
+    assert_nothing_is_held,
+    assert_same,
+    decoder_of,
+    finish,
+    neighbours,
+    output,
+    request,
+    text,
+    trained_weights,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from cotrain_workers.engine.decoding.decoder import EngineDecoder
+    from cotrain_workers.engine.decoding.requests import Progress
+    from cotrain_workers.engine.engine import Engine
+
+    NewEngine = Callable[..., Engine]
+
+
+def overlapping(
+    engine: Engine, weights: Mapping[str, HostWeights], kv_tokens: int = 4096
+) -> EngineDecoder:
+    decoder = decoder_of(engine, weights, kv_tokens)
+    assert not decoder.overlaps  # on a CPU it would have nothing to do for it
+    decoder.overlaps = True
+    return decoder
+
+
+def rows_of(decoder: EngineDecoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the number of items of each row is added; those begun before count below zero."""
+    rows: list[int] = []
+    forward = decoder.runner.forward
+
+    def noted(plan, slots, chosen=None):  # type: ignore[no-untyped-def]
+        found = forward(plan, slots, chosen)
+        if found is not None:
+            rows.append(len(found.items) * (-1 if chosen is not None else 1))
+        return found
+
+    monkeypatch.setattr(decoder.runner, "forward", noted)
+    return rows
+
+
+@pytest.mark.parametrize("pages", [256, 14])
+def test_requests_of_every_kind_have_the_bits_they_have_without(
+    new_engine: NewEngine, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    asked = [
+        *(replace(each, tenant=f"t{at % 3}") for at, each in enumerate(neighbours(3))),
+        whole("whole", "all-8"),
+        request("stops", np.arange(9), "all-5", max_tokens=200, stop_strings=("q", "zz")),
+    ]
+    expected = finish(decoder_of(engine, weights), asked)
+    decoder = overlapping(engine, weights, kv_tokens=16 * pages)
+    rows = rows_of(decoder, monkeypatch)
+
+    found = finish(decoder, asked)
+
+    assert sum(count < 0 for count in rows) > len(rows) / 4
+    assert (decoder.preemptions > 0) == (pages == 14)
+    for name, theirs in expected.items():
+        ours = found[name]
+        assert isinstance(ours, SampleOutput)
+        assert isinstance(theirs, SampleOutput)
+        assert_same(ours, theirs)
+
+
+def test_a_token_behind_a_stop_is_computed_once_and_never_returned(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = new_engine()
+    endless = request("m", np.arange(20), temperature=0.0, max_tokens=40)
+    unstopped = output(decoder_of(engine, {}), endless).sequences[0].tokens.tolist()
+    first = unstopped.index(unstopped[17])
+    mine = replace(endless, id="mine", stop_tokens=frozenset({unstopped[17]}))
+    decoder = overlapping(engine, {})
+    rows = rows_of(decoder, monkeypatch)
+    seen: list[int] = []
+
+    decoder.add(mine)
+    while decoder.busy:
+        progress = decoder.step()
+        seen += [token for new in progress.tokens for token in new.tokens]
+        assert progress.decoded_tokens == 1
+
+    assert seen == unstopped[: first + 1]
+    # One of the prompt, one for each token but the last, and that behind the last.
+    assert sum(map(abs, rows)) == 2 + first + 1
+    assert_nothing_is_held(decoder)
+    assert output(decoder, replace(mine, id="again")).sequences[0].tokens.tolist() == seen
+
+
+def test_nothing_is_computed_behind_a_last_token_that_is_known_to_be_the_last(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = overlapping(new_engine(), {})
+    rows = rows_of(decoder, monkeypatch)
+
+    output(decoder, request("m", np.arange(10), max_tokens=7, num_samples=3))
+
+    assert sum(map(abs, rows)) == 1 + 3 * 6
+
+
+def test_stop_strings_end_where_they_end_without(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    endless = request("m", np.arange(20), max_tokens=60)
+    unstopped = output(decoder_of(engine, {}), endless).sequences[0].tokens.tolist()
+    stop = text(unstopped[11:13])
+    mine = replace(endless, stop_strings=(stop,))
+
+    ours, theirs = (output(make(engine, {}), mine) for make in (overlapping, decoder_of))
+
+    assert_same(ours, theirs)
+    assert ours.sequences[0].stop_reason == "stop"
+
+
+def test_who_comes_begins_with_the_next_call_but_one(new_engine: NewEngine) -> None:
+    decoder = overlapping(new_engine(), {})
+    decoder.add(request("first", np.arange(20), max_tokens=100, tenant="a"))
+    for _ in range(5):
+        decoder.step()
+
+    decoder.add(request("second", np.arange(9), max_tokens=2, tenant="b"))
+
+    seen: list[Progress] = [decoder.step() for _ in range(4)]
+    assert [name for progress in seen for name, _ in progress.finished] == ["second"]
+    # A call reads what was begun before; the next one begins the prompt, and its first token comes with it.
+    counts = [[new.request for new in progress.tokens] for progress in seen]
+    assert counts[0] == ["first"]
+    assert "second" in counts[1]
+
+
+def test_cancelling_frees_everything_at_any_moment(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    mine = whole("mine", "all-5")
+    alone = output(decoder_of(engine, weights), mine)
+    decoder = overlapping(engine, weights)
+    for steps in range(14):
+        others = neighbours(seed=steps, count=6)
+        for each in (*others, mine):
+            decoder.add(each)
+        for _ in range(steps):
+            decoder.step()
+        for each in others:
+            decoder.cancel(each.id)
+        decoder.cancel("mine")
+        assert not decoder.busy
+        assert_nothing_is_held(decoder)
+
+        again = output(decoder, mine)  # of the same name as one whose token is still on its way
+
+        assert_same(again, alone)
+
+
+def test_who_is_cancelled_leaves_its_neighbours_their_bits(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    weights = trained_weights(engine)
+    asked = [
+        request(f"r{at}", np.arange(at, at + 20), RUNS[at % 3], max_tokens=30, seed=at)
+        for at in range(8)
+    ]
+    expected = finish(decoder_of(engine, weights), asked)
+    decoder = overlapping(engine, weights)
+    steps = iter(range(1000))
+
+    def cancel_one() -> None:
+        at = next(steps)
+        if at % 3 == 2:
+            decoder.cancel(f"r{at // 3 * 2}")
+
+    found = finish(decoder, asked, cancel_one)
+
+    assert set(found) == {f"r{at}" for at in range(1, 8, 2)}
+    for name, ours in found.items():
+        theirs = expected[name]
+        assert isinstance(ours, SampleOutput)
+        assert isinstance(theirs, SampleOutput)
+        assert_same(ours, theirs)
+
+
+def test_a_neighbour_whose_numbers_overflow_fails_alone(new_engine: NewEngine) -> None:
+    """The token behind its NaN is looked up before anyone has read that it means nothing."""
+    engine = new_engine()
+    weights = trained_weights(engine)
+    huge = HostWeights(weights["all-8"].spec, weights["all-8"].flat * 1e30)
+    mine = whole("mine", "all-5")
+    alone = output(decoder_of(engine, weights), mine)
+    decoder = overlapping(engine, {**weights, "huge": huge})
+    loud = [request(f"loud-{at}", np.arange(20 + at), "huge", num_samples=2) for at in range(4)]
+
+    found = finish(decoder, [*loud, mine])
+
+    for each in loud:
+        assert found[each.id] == Failure("The model's log-probabilities are not finite.", "user")
+    assert isinstance(found["mine"], SampleOutput)
+    assert_same(found["mine"], alone)
+
+
+def test_a_token_of_a_row_that_is_not_a_number_can_be_looked_up() -> None:
+    logits = torch.full((3, 5), torch.nan)
+    logits[1] = torch.inf
+
+    found = choose(logits, [Choice(1.0, -1, 1.0, point) for point in (0.0, 0.5, 0.999)])
+
+    assert ((found >= 0) & (found < 5)).all()

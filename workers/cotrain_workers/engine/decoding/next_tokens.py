@@ -1,0 +1,162 @@
+"""The next tokens of the sequences that are ready: chosen on the device, and read by the host when they are there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from cotrain_workers.engine.adapters.copy_streams import carry_out
+from cotrain_workers.engine.decoding.prompt_logprobs import likeliest
+from cotrain_workers.engine.decoding.results import choice_of
+from cotrain_workers.engine.decoding.step import Row, slot_order
+from cotrain_workers.engine.decoding.token_sampler import choose
+from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.model.unembedding import picked_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import numpy as np
+
+    from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas
+    from cotrain_workers.engine.decoding.adapter_slots import Slot
+    from cotrain_workers.engine.decoding.model_runner import Forward
+    from cotrain_workers.engine.decoding.sequence import SequenceState
+
+    # (hidden states [n, d], slots) -> logits [n padded, V]
+    Logits = Callable[[torch.Tensor, list[Slot | None]], torch.Tensor]
+
+
+class Ready(NamedTuple):
+    """Sequences whose next token can be chosen, each adapter's side by side, and their states `[n, d]`."""
+
+    sequences: list[SequenceState]
+    hidden: torch.Tensor
+
+
+class Asked(NamedTuple):
+    """The most probable tokens of those sequences that want to know `k` of them."""
+
+    sequences: Sequence[SequenceState]
+    k: int
+    ids: torch.Tensor  # int32 [n, k]
+    logprobs: torch.Tensor  # float32 [n, k]
+
+
+class Read(NamedTuple):
+    """What a sequence got."""
+
+    sequence: SequenceState
+    token: int
+    logprob: float
+    top: tuple[np.ndarray, np.ndarray] | None  # int32 and float32 `[k]`
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """One token for each of some sequences, on the device and on its way to the host."""
+
+    sequences: Sequence[SequenceState]
+    tokens: torch.Tensor  # int64 [n], on the device
+    _asked: Sequence[Asked]
+    _on_host: HostArenas
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether any of the sequences still waits for its token."""
+        return any(sequence.unread for sequence in self.sequences)
+
+    def read(self) -> Iterator[Read]:
+        """Wait for the device, then yield what each sequence got that still waits for it.
+
+        Those that ended, or were cancelled, since the token was chosen do not; nor do those that the caller
+        ends while it reads.
+        """
+        found = {name: each.numpy() for name, each in self._on_host.whole().items()}
+        tops: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for at, asked in enumerate(self._asked):
+            ids, logprobs = (found[f"{part} {at}"].reshape(-1, asked.k) for part in ("ids", "top"))
+            names = map(id, asked.sequences)
+            tops |= zip(names, zip(ids, logprobs, strict=True), strict=True)
+        values = zip(found["tokens"].tolist(), found["logprobs"].tolist(), strict=True)
+        for sequence, (token, logprob) in zip(self.sequences, values, strict=True):
+            if sequence.unread:
+                sequence.unread -= 1
+                yield Read(sequence, token, logprob, tops.get(id(sequence)))
+
+
+def find_ready(
+    forward: Forward | None,
+    first: Sequence[SequenceState],
+    slot_of: Mapping[str | None, Slot | None],
+) -> Ready | None:
+    """Return who is ready: those at their `first` token, whose states are known, and those of a step's rows.
+
+    None if none is.
+    """
+    items = [] if forward is None else forward.items
+    last = [
+        item
+        for item in items
+        # A request that failed a moment ago holds no pages.
+        if isinstance(item.work, Row) and item.work.is_last and item.work.sequence.pages
+    ]
+    sequences = [*first, *(item.work.sequence for item in last)]
+    if not sequences:
+        return None
+    states = [sequence.hidden for sequence in first if sequence.hidden is not None]
+    parts = [torch.stack(states)] if states else []
+    if forward is not None and last:
+        parts.append(take(forward.hidden, [item.span.row for item in last]))
+    order = sorted(
+        range(len(sequences)),
+        key=lambda at: slot_order(slot_of[sequences[at].group.request.weights]),
+    )
+    hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return Ready([sequences[at] for at in order], take(hidden, order))
+
+
+def take(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return some rows of `hidden` `[n, d]`; the first ones, in their order, without a copy."""
+    if list(rows) == list(range(len(rows))):
+        return hidden[: len(rows)]
+    return hidden.index_select(0, to_device(torch.tensor(rows), hidden.device))
+
+
+def choose_next(
+    ready: Ready,
+    logits_of: Logits,
+    slot_of: Mapping[str | None, Slot | None],
+    chunk_rows: int,
+    copies: CopyStream,
+) -> NextTokens:
+    """Choose the next token of each sequence, `chunk_rows` at a time, and begin to copy them to the host."""
+    tokens, logprobs, asked = [], [], []
+    for at in range(0, len(ready.sequences), chunk_rows):
+        sequences = ready.sequences[at : at + chunk_rows]
+        slots = [slot_of[sequence.group.request.weights] for sequence in sequences]
+        logits = logits_of(ready.hidden[at : at + chunk_rows], slots)
+        chosen = choose(logits, [choice_of(sequence) for sequence in sequences])
+        found, _ = picked_logprobs(logits[: len(sequences)], chosen[:, None])
+        tokens.append(chosen)
+        logprobs.append(found[:, 0])
+        asked += list(ask(sequences, logits))
+    for at, sequence in enumerate(ready.sequences):
+        sequence.hidden = None
+        sequence.unread += 1
+        sequence.chosen_at = at
+    every = torch.cat(tokens)
+    arenas = {"tokens": every, "logprobs": torch.cat(logprobs)}
+    for at, each in enumerate(asked):
+        arenas |= {f"ids {at}": each.ids.flatten(), f"top {at}": each.logprobs.flatten()}
+    return NextTokens(ready.sequences, every, asked, carry_out(copies, arenas))
+
+
+def ask(sequences: Sequence[SequenceState], logits: torch.Tensor) -> Iterator[Asked]:
+    """Find the most probable tokens for those who want to know; rows of one `k` go together."""
+    wanted = [sequence.group.request.topk_sample_logprobs for sequence in sequences]
+    for k in set(wanted) - {0}:
+        rows = [at for at, own in enumerate(wanted) if own == k]
+        yield Asked([sequences[at] for at in rows], k, *likeliest(take(logits, rows), k))
