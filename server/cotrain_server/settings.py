@@ -15,7 +15,6 @@ from pydantic import (
     ValidationError,
     field_validator,
 )
-from pydantic_settings import NoDecode
 
 from cotrain_store.messages.history import HISTORY_POINTS
 from cotrain_store.oplog.submission import TenantLimits
@@ -35,7 +34,7 @@ MIB = 1024**2
 MOST = 10**15
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 
-Words = Annotated[tuple[str, ...], NoDecode]
+Words = tuple[str, ...]
 """A list in one variable, separated by commas or white space."""
 
 
@@ -130,7 +129,7 @@ class ServerSettings(StoreSettings):
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000
     base_models: Words = ()
     """Base models that must have a live worker before `/readyz` says yes; by default any one."""
-    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    api_keys: tuple[SecretStr, ...] = ()
     """Keys to accept besides those made with `cotrain keys create`, `KEY` or `NAME=KEY`; each is a
     tenant of its own. They are good as long as they stand here."""
     api_keys_file: Path | None = None
@@ -154,7 +153,7 @@ class ServerSettings(StoreSettings):
     """Largest request, as sent and once decompressed."""
     max_upload_bytes: Annotated[int, Field(ge=1024)] = 512 * MIB
     """Largest adapter that can be uploaded, as sent and once unpacked."""
-    quotas: Annotated[Quotas, NoDecode, BeforeValidator(read_quotas)] = Quotas()
+    quotas: Annotated[Quotas, BeforeValidator(read_quotas)] = Quotas()
     """What one tenant may have, `NAME=NUMBER` separated by commas or white space."""
 
     @field_validator(

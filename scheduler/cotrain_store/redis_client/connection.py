@@ -13,6 +13,7 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
+from redis.driver_info import DriverInfo
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -60,6 +61,8 @@ _RETRIES = 3
 _SETTINGS: Mapping[str, Any] = {
     "timeout": POOL_TIMEOUT_S, "socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": 2.0,
     "health_check_interval": 15, "retry_on_error": [*_UNANSWERED],
+    # Else every connection looks up on disk which version of redis-py it is of.
+    "driver_info": DriverInfo(),
 }  # fmt: skip
 _RECANCEL_S = 0.05
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path  # pydantic reads the annotation at run time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from typing_extensions import override
 
 from cotrain_store.blobs.opening import check_url, open_blobs
 from cotrain_store.disk.object_spool import ObjectSpool
@@ -14,6 +16,8 @@ from cotrain_store.disk.spool import Spool
 from cotrain_store.redis_client.address import parse_address, with_password
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from cotrain_store.blobs.protocol import Blobs
 
 PREFIX = "COTRAIN_"
@@ -24,10 +28,43 @@ LogLevel = Annotated[
 ]
 
 
+class _Variables(PydanticBaseSettingsSource):
+    """The `COTRAIN_*` variables of some settings, each a text that its field's validators read.
+
+    The library's own source asks of every field whether it is JSON, and its sources of files do so again:
+    three quarters of what it takes to make settings, for nothing.
+    """
+
+    @override
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return os.environ.get(f"{PREFIX}{field_name.upper()}"), field_name, False
+
+    @override
+    def __call__(self) -> dict[str, Any]:
+        read = {
+            name: self.get_field_value(field, name)[0]
+            for name, field in self.settings_cls.model_fields.items()
+        }
+        return {name: text for name, text in read.items() if text is not None}
+
+
 class StoreSettings(BaseSettings):
     """Where the shared state is. Every field is also a `COTRAIN_*` variable."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    @override
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read what was passed, and else the environment: there is no file of settings."""
+        return init_settings, _Variables(settings_cls)
 
     redis_url: str
     """`unix:///path/redis.sock`, `redis://user:password@host:port/0`, with TLS, behind Sentinels (`address.py`)."""
