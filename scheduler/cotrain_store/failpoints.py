@@ -91,11 +91,10 @@ class Fault:
     nth: int | None
     sleep_s: float = 0.0
 
-    def is_due(self, lines: Sequence[str]) -> bool:
-        """Tell from the moments reached so far, this one last."""
-        if not self._counts(lines[-1]):
-            return False
-        return self.nth is None or sum(self._counts(line) for line in lines) == self.nth
+    def counts(self, line: str) -> bool:
+        """Tell whether it waits for the moment of this line."""
+        name, _, about = line.split(" ", 2)
+        return name == self.name and self.about in about
 
     def strike(self) -> None:
         """Do it; raises OSError for an `error`."""
@@ -106,10 +105,6 @@ class Fault:
         elif self.action == "error":
             raise OSError(errno.ENOSPC, f"Failpoint {self.name}")
         time.sleep(self.sleep_s)
-
-    def _counts(self, line: str) -> bool:
-        name, _, about = line.split(" ", 2)
-        return name == self.name and self.about in about
 
 
 def parse_faults(text: str) -> list[Fault]:
@@ -129,10 +124,11 @@ class Faults:
     """The faults asked for, and the moments reached so far."""
 
     def __init__(self, faults: Sequence[Fault], log: str | None) -> None:
-        self._faults = faults
+        self._reached = dict.fromkeys(faults, 0)
+        """How often each fault's moment was reached, as far as the log was read."""
         self._watched = {fault.name for fault in faults}
         self._log = os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600) if log else None
-        self._lines: list[str] = []
+        self._read_bytes = 0
         self._lock = threading.Lock()
 
     @classmethod
@@ -146,24 +142,35 @@ class Faults:
         if name not in FAILPOINTS:
             raise ValueError(f"{name!r} is no failpoint.")
         with self._lock:
-            lines = self._note(f"{name} {os.getpid()} {about}")
-        for fault in self._faults:
-            if lines and fault.is_due(lines):
-                fault.strike()
+            due = self._note(f"{name} {os.getpid()} {about}")
+        for fault in due:
+            fault.strike()
 
-    def _note(self, line: str) -> list[str]:
-        """Append a line; return all up to it, where it is one that a fault waits for."""
-        is_watched = line.partition(" ")[0] in self._watched
-        if self._log is None:
-            self._lines += [line] if is_watched else []
-            return list(self._lines) if is_watched else []
-        os.write(self._log, f"{line}\n".encode())
-        if not is_watched:
+    def _note(self, line: str) -> list[Fault]:
+        """Note a moment; return the faults whose time it is."""
+        if self._log is not None:
+            os.write(self._log, f"{line}\n".encode())
+        if line.partition(" ")[0] not in self._watched:
             return []
-        lines = os.pread(self._log, os.fstat(self._log).st_size, 0).decode().splitlines()
-        while lines[-1] != line:  # other processes, forked ones on the same offset, write between
-            lines.pop()
-        return lines
+        for reached in self._unread(line):
+            for fault in self._reached:
+                self._reached[fault] += fault.counts(reached)
+        return [
+            fault
+            for fault, times in self._reached.items()
+            if fault.counts(line) and fault.nth in (None, times)
+        ]
+
+    def _unread(self, line: str) -> list[str]:
+        """List the moments that were not counted yet, of all processes, up to this one."""
+        if self._log is None:
+            return [line]
+        unread = os.pread(self._log, os.fstat(self._log).st_size, self._read_bytes)
+        # Other processes, forked ones on the same offset, write behind it.
+        own = f"\n{line}\n".encode()
+        end = (b"\n" + unread).rindex(own) + len(own) - 1
+        self._read_bytes += end
+        return unread[:end].decode().splitlines()
 
 
 _FAULTS = Faults.asked_for(os.environ)
