@@ -20,7 +20,7 @@ from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 from typing_extensions import override
 
-from tests.warm.parent import Parent, ready_to_fork
+from tests.warm.parent import Parent, build_routes, compile_names_of_weights, ready_to_fork
 from tests.warm.popen import RUN, Popen, reached
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ def preload(folder: str, arguments: Sequence[str]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads of tests that train a tokenizer
     pytest.main([*arguments, "--collect-only", "-qqq", "--capture=no", "-n", "0"])
     del os.environ["TOKENIZERS_PARALLELISM"]
+    if "cotrain_server.app" in sys.modules:
+        build_routes()
+    if "cotrain_workers.engine.engine" in sys.modules:
+        compile_names_of_weights()
     gc.unfreeze()  # what was collected
     ready_to_fork()
 

@@ -145,6 +145,7 @@ def preload() -> None:
         importlib.import_module(module)
     if ours:
         build_routes()
+        compile_names_of_weights()
     for program in PROGRAMS:  # a child runs it, as `python -m` does, and not what was imported here
         sys.modules.pop(f"{program}.__main__", None)
     ready_to_fork()
@@ -174,6 +175,13 @@ def build_routes() -> None:
     from cotrain_server.app import ROUTES
 
     get_openapi(title="", version="", routes=ROUTES.routes)
+
+
+def compile_names_of_weights() -> None:
+    """Compile what a worker compiles for its first model: patterns for the weights of all kinds of models."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("qwen3")
 
 
 if __name__ == "__main__":
