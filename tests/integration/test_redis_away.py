@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from cotrain_store.sampling.claims import ClaimedSample
     from cotrain_workers.engine.engine import Engine
     from tests.support.stack import Stack
+
+#: In several steps of the decoder, so that others are claimed and looked for between them.
+SOME = replace(LONG, max_tokens=40)
 
 
 def unreliable(
@@ -179,13 +183,13 @@ async def test_a_lost_connection_loses_no_sample_and_no_weights(
     run = await server.create("a", "a", LORA)
     with worker(empty_redis.url, tmp_path, engine):
         await submit(server, run, 1, 4)
-        expected = await sample(server, await saved_sampler(server, run, 5), 0, LONG)
+        expected = await sample(server, await saved_sampler(server, run, 5), 0, SOME)
     with worker(empty_redis.url, tmp_path, engine) as loop:
         lossy: dict[str, Any] = {"losses": 2, "then_does": then_does, "lost": lambda: None}
         role = loop._sampler._sampling if hasattr(SampleClaims, method) else loop._weights._saved
         unreliable(role, method, **lossy)
         sampler = await saved_sampler(server, run, 6, number=1)
-        requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(20)]
+        requests = [await submit_sample(server, sampler, seq, SOME) for seq in range(20)]
         for request in requests:
             assert await sampled(server, sampler, request) == expected
         async with asyncio.timeout(300):
