@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.model.base_model import load_base_model
 from cotrain_workers.engine.ops import Pass, PassOutput
 from cotrain_workers.engine.training.losses import LOSSES
+from tests.support.shared_base import shared_base
 from tests.support.training import MIX, PeftOracle, Tenant, relative_error, same_bits
 
 if TYPE_CHECKING:
@@ -37,11 +39,19 @@ class Alone:
     weight_error: float  # over the largest weight
 
 
+def engine_of(folder: Path, device: str, dtype: torch.dtype | None, lora: Choice) -> Engine:
+    """Return a fresh engine; on a CPU its base model was read once for all of them."""
+    load_base = shared_base if device == "cpu" else load_base_model
+    return Engine.load(
+        str(folder), device=device, dtype=dtype, lora_backend=lora, load_base=load_base
+    )
+
+
 def warmed_up(
     folder: Path, device: str, dtype: torch.dtype | None, lora: Choice = "auto"
 ) -> Engine:
     """Return an engine whose tenants have taken one step, so that no B is zero."""
-    engine = Engine.load(str(folder), device=device, dtype=dtype, lora_backend=lora)
+    engine = engine_of(folder, device, dtype, lora)
     engine.run([op for tenant in MIX for op in tenant.ops(0)])
     return engine
 
@@ -88,9 +98,7 @@ def mixed_against_alone(
     folder: Path, device: str, dtype: torch.dtype | None, lora: Choice = "auto"
 ) -> Alone:
     """Run two cycles of all tenants together, and of each alone in an engine of the same kind."""
-    together, alone = (
-        Engine.load(str(folder), device=device, dtype=dtype, lora_backend=lora) for _ in range(2)
-    )
+    together, alone = (engine_of(folder, device, dtype, lora) for _ in range(2))
     for cycle in range(2):
         together.run([op for tenant in MIX for op in tenant.ops(cycle)])
         for tenant in MIX:
@@ -111,7 +119,7 @@ def bf16_gradient_cosine(folder: Path, device: str, lora: Choice = "auto") -> fl
     side (two tokens of the PPO tenant on `qwen2`, 0.8021 and 0.7525: 0.9958 for the same gradients).
     """
     wide = warmed_up(folder, device, torch.float32, "seg")
-    narrow = Engine.load(str(folder), device=device, dtype=torch.bfloat16, lora_backend=lora)
+    narrow = engine_of(folder, device, torch.bfloat16, lora)
     for tenant in MIX:
         narrow.adapters.restore(tenant.run, wide.adapters.state(tenant.run))
     for engine in (wide, narrow):

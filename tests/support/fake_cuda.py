@@ -24,9 +24,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.support import lora_traffic
+from tests.support.nested import leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -176,7 +176,7 @@ def is_tensor(value: Any) -> bool:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors on the device in a value."""
-    return [each for each in tree_leaves(value) if is_tensor(each) and each.device.type == "cuda"]
+    return [each for each in leaves(value) if is_tensor(each) and each.device.type == "cuda"]
 
 
 def bytes_of(value: Any) -> int:

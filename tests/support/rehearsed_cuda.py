@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
+from tests.support.nested import leaves, mapped
 from tests.support.rehearsed_kernels import flash, flash_backward, grouped_mm, wide_mm
 from tests.support.rehearsed_tensor import (
     Memory,
@@ -70,7 +70,7 @@ class Rehearsal(TorchDispatchMode):
         """Compute an op where its tensors are, or where it is asked to."""
         device = kwargs.get("device")
         asked = None if device is None else torch.device(device).type
-        flat = [*tree_flatten(args)[0], *tree_flatten(kwargs)[0]]
+        flat = [*leaves(args), *leaves(kwargs)]
         ours = [each for each in flat if isinstance(each, OnDevice)]
         theirs = [
             each
@@ -88,14 +88,14 @@ class Rehearsal(TorchDispatchMode):
         )  # what torch itself makes lies where it believes us to be
         if is_here:
             given["device"] = torch.device("cpu")
-        found = func(*tree_map(bare, args), **tree_map(bare, given))
+        found = func(*mapped(bare, args), **mapped(bare, given))
         if pins:
             found.is_pinned_here = True
         if not (ours or is_here):
             return found
         if func._schema.is_mutable:
             return written(func, args, kwargs, found)
-        return tree_map(dressed, found)
+        return mapped(dressed, found)
 
     def check_writes(self, packet: Any, func: Any, args: Any) -> None:
         """Note writes that are sorted first."""

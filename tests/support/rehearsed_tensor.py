@@ -9,7 +9,8 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_flatten
+
+from tests.support.nested import leaves
 
 DEVICE = torch.device("cuda", 0)
 
@@ -90,7 +91,7 @@ class OnDevice(torch.Tensor):
 
 def on_device(args: Any) -> bool:
     """Return whether any argument is on the device."""
-    return any(isinstance(each, OnDevice) for each in tree_flatten(args)[0])
+    return any(isinstance(each, OnDevice) for each in leaves(args))
 
 
 def bare(value: Any) -> Any:

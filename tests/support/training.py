@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from cotrain_workers.engine.ops import Create, Datum, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.losses import LOSSES
+from tests.support.shared_base import load_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,14 +91,6 @@ MIX = (
     Tenant("soft-8", AdapterSpec(8, 6, train_unembed=False), "cross_entropy", (7, 30), columns=3),
     Tenant("all-1", AdapterSpec(1, 7), "dro", (1,)),
 )
-
-
-def load_plain(folder: Path, dtype: torch.dtype) -> Any:
-    """Load a model as transformers has it, with attention that computes all that the model says."""
-    capped = getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None)
-    # SDPA leaves out the cap of Gemma 2's scores, and transformers 5.17 takes it all the same.
-    attention = {"attn_implementation": "eager"} if capped else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **attention)
 
 
 class PeftOracle:

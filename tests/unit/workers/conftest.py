@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cotrain_workers.engine.engine import Engine
+from tests.support.shared_base import shared_base
 from tests.support.tiny_models import build_tiny
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 @pytest.fixture
 def new_engine(model_folder: ModelFolder) -> NewEngine:
-    """Return a function that loads a fresh engine over a tiny model."""
+    """Return a function that makes a fresh engine over a tiny model."""
 
     def load(family: str = "qwen3", *, tied: bool = False, **settings: Any) -> Engine:
-        return Engine.load(str(model_folder(family, tied=tied)), **settings)
+        folder = str(model_folder(family, tied=tied))
+        return Engine.load(folder, load_base=shared_base, **settings)
 
     return load

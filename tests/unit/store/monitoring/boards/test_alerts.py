@@ -5,16 +5,12 @@ from __future__ import annotations
 import shutil
 import subprocess
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pytest
 import yaml
 
 from cotrain_store.monitoring.boards.alerts import ALERTS
 from cotrain_store.monitoring.boards.files import FOLDER
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROMTOOL = shutil.which("promtool")
 RULES = FOLDER / "rules.yml"
@@ -85,25 +81,65 @@ def steps(values: str) -> str:
     return " ".join(parts)
 
 
-def firing(alert: str, series: dict[str, str], at: str, tmp_path: Path) -> bool:
-    """Tell whether an alert fires, of series as they are; promtool says that it got none, or that it got some."""
-    values = [{"series": name, "values": steps(each)} for name, each in series.items()]
-    expected = {"eval_time": at, "alertname": alert, "exp_alerts": []}
-    test = {"interval": "10s", "input_series": values, "alert_rule_test": [expected]}
-    file = tmp_path / "test.yml"
-    content = {"rule_files": [str(RULES)], "evaluation_interval": "10s", "tests": [test]}
+@dataclass(frozen=True)
+class Question:
+    """Does an alert fire at `at`, of series as they are?"""
+
+    alert: str
+    series: dict[str, str]
+    at: str
+
+    def as_test(self, name: str) -> dict[str, object]:
+        """Return promtool's test that it does not."""
+        values = [{"series": each, "values": steps(given)} for each, given in self.series.items()]
+        expected = {"eval_time": self.at, "alertname": self.alert, "exp_alerts": []}
+        return {
+            "name": name,
+            "interval": "10s",
+            "input_series": values,
+            "alert_rule_test": [expected],
+        }
+
+
+SHOWS_ALL = ("CotrainNotReady", "CotrainNoLeader")
+"""What fires where nothing is shown."""
+AT_REST = sorted(CASES.keys() - {*SHOWS_ALL})
+QUESTIONS = {
+    **{
+        f"{alert} in its case": Question(alert, case.fires, case.at)
+        for alert, case in CASES.items()
+    },
+    **{
+        f"{alert} next to it": Question(alert, case.quiet, case.at) for alert, case in CASES.items()
+    },
+    **{f"{alert} of nothing": Question(alert, {"up": "1x40"}, "5m") for alert in SHOWS_ALL},
+    # A pool without requests, where a ratio has nothing to divide by.
+    **{f"{alert} at rest": Question(alert, {ACCEPTED: "5x180"}, "25m") for alert in AT_REST},
+}
+
+
+@pytest.fixture(scope="module")
+def firing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
+    """Answer all questions in one run; promtool says of each test where it got an alert, and which."""
+    file = tmp_path_factory.mktemp("alerts") / "test.yml"
+    tests = [question.as_test(name) for name, question in QUESTIONS.items()]
+    content = {"rule_files": [str(RULES)], "evaluation_interval": "10s", "tests": tests}
     file.write_text(yaml.safe_dump(content))
     assert PROMTOOL is not None
     done = subprocess.run(
         [PROMTOOL, "test", "rules", str(file)], capture_output=True, text=True, check=False
     )
     output = done.stdout + done.stderr
-    if done.returncode == 0:
-        return False
-    assert f'alertname:"{alert}"' in output.replace(" ", "") or f'alertname="{alert}"' in output, (
-        output
+    head, *failed = output.split("    name: ")
+    assert bool(done.returncode) == bool(failed), output
+    assert head.split() in (
+        ["Unit", "Testing:", str(file), word] for word in ("SUCCESS", "FAILED:")
     )
-    return True
+    got = {name: each for name, _, each in (each.partition(",") for each in failed)}
+    assert got.keys() <= QUESTIONS.keys()
+    for name, each in got.items():
+        assert f'alertname="{QUESTIONS[name].alert}"' in each.replace(":", "="), each
+    return {name: name in got for name in QUESTIONS}
 
 
 def test_every_alert_has_a_case() -> None:
@@ -111,18 +147,16 @@ def test_every_alert_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("alert", CASES)
-def test_it_fires_in_its_case_and_not_next_to_it(alert: str, tmp_path: Path) -> None:
-    case = CASES[alert]
-    assert firing(alert, case.fires, case.at, tmp_path)
-    assert not firing(alert, case.quiet, case.at, tmp_path)
+def test_it_fires_in_its_case_and_not_next_to_it(firing: dict[str, bool], alert: str) -> None:
+    assert firing[f"{alert} in its case"]
+    assert not firing[f"{alert} next to it"]
 
 
-@pytest.mark.parametrize("alert", ["CotrainNotReady", "CotrainNoLeader"])
-def test_what_shows_nothing_at_all_fires_as_well(alert: str, tmp_path: Path) -> None:
-    assert firing(alert, {"up": "1x40"}, "5m", tmp_path)
+@pytest.mark.parametrize("alert", SHOWS_ALL)
+def test_what_shows_nothing_at_all_fires_as_well(firing: dict[str, bool], alert: str) -> None:
+    assert firing[f"{alert} of nothing"]
 
 
-@pytest.mark.parametrize("alert", sorted(CASES.keys() - {"CotrainNotReady", "CotrainNoLeader"}))
-def test_a_server_at_rest_alerts_of_nothing(alert: str, tmp_path: Path) -> None:
-    """A pool without requests, where a ratio has nothing to divide by."""
-    assert not firing(alert, {ACCEPTED: "5x180"}, "25m", tmp_path)
+@pytest.mark.parametrize("alert", AT_REST)
+def test_a_server_at_rest_alerts_of_nothing(firing: dict[str, bool], alert: str) -> None:
+    assert not firing[f"{alert} at rest"]

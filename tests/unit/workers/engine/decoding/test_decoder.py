@@ -57,16 +57,18 @@ def test_logprobs_are_the_trainers(new_engine: NewEngine, family: str) -> None:
 
     found = finish(decoder, requests)
 
-    for each in requests:
-        result = found[each.id]
-        assert isinstance(result, SampleOutput)
-        assert result.prompt_logprobs is not None
-        for sequence in result.sequences:
-            assert each.weights is not None
-            tokens = np.concatenate([each.prompt, sequence.tokens])
-            ours = np.concatenate([result.prompt_logprobs[1:], sequence.logprobs])
-            theirs = trainer_logprobs(engine, each.weights, tokens)
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    for run in RUNS:
+        sequences, ours = [], []
+        for each in [each for each in requests if each.weights == run]:
+            result = found[each.id]
+            assert isinstance(result, SampleOutput)
+            assert result.prompt_logprobs is not None
+            for sequence in result.sequences:
+                sequences.append(np.concatenate([each.prompt, sequence.tokens]))
+                ours.append(np.concatenate([result.prompt_logprobs[1:], sequence.logprobs]))
+        assert len(sequences) == 6
+        for mine, theirs in zip(ours, trainer_logprobs(engine, run, *sequences), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

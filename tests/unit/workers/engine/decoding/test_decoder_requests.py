@@ -10,7 +10,13 @@ import pytest
 
 from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB
 from cotrain_workers.engine.ops import WeightsMissing
-from tests.support.decoding import output, request, trained_weights, trainer_logprobs
+from tests.support.decoding import (
+    output,
+    request,
+    target_logprobs,
+    trained_weights,
+    trainer_logprobs,
+)
 from tests.support.training import MIX
 
 if TYPE_CHECKING:
@@ -56,12 +62,9 @@ def greedy(decoder: EngineDecoder, **changes: Any) -> np.ndarray:
 
 def all_logprobs(engine: Engine, tokens: np.ndarray) -> np.ndarray:
     """Return the trainer's log-probabilities of every token at every position, `[n, V]`."""
-    columns = [
-        trainer_logprobs(engine, RUN, np.append(tokens[: at + 1], token))[-1]
-        for at in range(len(tokens))
-        for token in range(VOCAB)
-    ]
-    return np.array(columns).reshape(len(tokens), VOCAB)
+    every = np.tile(np.arange(VOCAB), (len(tokens), 1))
+    (found,) = target_logprobs(engine, RUN, [(tokens, every)])
+    return found
 
 
 def test_a_stop_token_stays_in_the_output(decoder: EngineDecoder) -> None:
@@ -124,7 +127,7 @@ def test_prompt_logprobs_without_a_single_generated_token(
     assert [len(sequence.tokens) for sequence in found.sequences] == [0, 0]
     assert found.prompt_logprobs is not None
     assert np.isnan(found.prompt_logprobs[0])
-    expected = trainer_logprobs(engine, RUN, PROMPT)
+    (expected,) = trainer_logprobs(engine, RUN, PROMPT)
     np.testing.assert_allclose(found.prompt_logprobs[1:], expected, rtol=0, atol=1e-5)
 
 
@@ -180,7 +183,7 @@ def test_prompt_logprobs_of_the_last_positions_only(engine: Engine, decoder: Eng
     assert found.cached_prompt_tokens == 32  # the last page holds all four rows
     assert found.prompt_logprobs is not None
     assert np.isnan(found.prompt_logprobs[:-4]).all()
-    expected = trainer_logprobs(engine, RUN, PROMPT)[-4:]
+    expected = trainer_logprobs(engine, RUN, PROMPT)[0][-4:]
     np.testing.assert_allclose(found.prompt_logprobs[-4:], expected, rtol=0, atol=1e-5)
     assert found.topk_prompt is not None
     assert (found.topk_prompt.logprobs[:-4] == NOT_COMPUTED_LOGPROB).all()
@@ -235,7 +238,7 @@ def test_logprobs_do_not_depend_on_temperature(engine: Engine, decoder: EngineDe
     sequence = output(decoder, mine).sequences[0]
 
     tokens = np.concatenate([PROMPT, sequence.tokens])
-    expected = trainer_logprobs(engine, RUN, tokens)[len(PROMPT) - 1 :]
+    expected = trainer_logprobs(engine, RUN, tokens)[0][len(PROMPT) - 1 :]
     np.testing.assert_allclose(sequence.logprobs, expected, rtol=0, atol=1e-5)
 
 

@@ -18,8 +18,9 @@ from cotrain_workers.engine.routing import AttentionRule
 from cotrain_workers.engine.sequence_table import SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import forward_backward as wave
+from tests.support.shared_base import load_plain
 from tests.support.tiny_models import FAMILIES
-from tests.support.training import load_plain, random_datum
+from tests.support.training import random_datum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
