@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -201,6 +201,8 @@ async def two_workers(api: Api, run: str) -> None:
     redis = api.services.connection
     for worker in ("w0", "w1"):
         beat = WorkerHeartbeat(WorkerId(worker), 1, "serving", "cpu", 1.0, 0, 0, 0.0)
+        if worker == "w1":
+            beat = replace(beat, lora="seg", lora_fallback="not fused: no <kernel>")
         await redis.sadd(fleet_keys.workers(POOL.id), worker)
         await redis.set(fleet_keys.worker(POOL.id, beat.id), json.dumps(asdict(beat)))
     await redis.hset(run_keys.log(POOL.id, RunId(run)), "worker", "w0")
@@ -219,6 +221,18 @@ async def test_a_run_is_sent_to_another_worker_from_its_page(api: Api) -> None:
     answer = await send(api.http, path, {"worker": "w1"})
     assert answer.status_code == 303
     assert await redis.hgetall(fleet_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
+
+
+async def test_a_worker_whose_lora_is_not_the_fastest_says_why(api: Api) -> None:
+    await two_workers(api, await api.new_run(ALICE))
+    await log_in(api.http, ADMIN_KEY)
+
+    page = (await api.http.get("/ui/workers")).text
+    fleet = (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
+
+    assert page.count("not fused: no &lt;kernel&gt;") == 1
+    fell_back = re.findall(r'cotrain_worker_lora_fell_back{.*worker="(\w+)"} (\S+)', fleet)
+    assert fell_back == [("w0", "0.0"), ("w1", "1.0")]
 
 
 async def test_a_run_is_sent_to_another_worker_from_the_page_of_workers(api: Api) -> None:

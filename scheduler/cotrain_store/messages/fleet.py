@@ -33,6 +33,10 @@ class WorkerHeartbeat:
     """What one pass of the base model has memory for; less than was set up once memory ran out."""
     halvings: int = 0
     """How often that was."""
+    lora: str = ""
+    """What computes LoRA, as its numerics name it: fused, auto, grouped or seg."""
+    lora_fallback: str = ""
+    """Why it is not the fastest that there is for a GPU; empty where it is."""
     host: str = ""
     parked_runs: int = 0
     """Of `runs`, those whose adapters are offloaded to host memory."""

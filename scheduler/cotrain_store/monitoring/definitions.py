@@ -140,6 +140,7 @@ _HEARTBEAT = (
     Metric(Source.FLEET, "cotrain_worker_device_memory_limit_bytes", _G, "Memory the device has; 0 on a CPU.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_epoch", _G, "Starts of this worker.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_halvings_total", _C, "Micro-batches that did not fit into memory.", _OF_WORKER),
+    Metric(Source.FLEET, "cotrain_worker_lora_fell_back", _G, "1 where LoRA is not computed by the fastest kernels for a GPU; the page Workers says why.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_memory_bytes", _G, "Memory of the host in use.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_restored_ops_total", _C, "Ops this process ran again to restore runs.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_safe_tokens", _G, "Tokens that one pass of the base model has memory for.", _OF_WORKER),

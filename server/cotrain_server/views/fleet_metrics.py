@@ -129,6 +129,7 @@ def _add_worker(found: _Families, pool: str, worker: WorkerHeartbeat) -> None:
     found.add("cotrain_worker_tokens_per_second", worker.tokens_per_s, **of)
     found.add("cotrain_worker_safe_tokens", worker.safe_tokens, **of)
     found.add("cotrain_worker_halvings_total", worker.halvings, **of)
+    found.add("cotrain_worker_lora_fell_back", bool(worker.lora_fallback), **of)
     found.add("cotrain_worker_restored_ops_total", worker.restored_ops, **of)
     found.add("cotrain_worker_takes_saves", worker.takes_saves, **of)
     found.add("cotrain_worker_samples_running", worker.samples_running, **of)

@@ -116,7 +116,7 @@ class Engine:
 
         Set the number of threads before: it is part of `facts.numerics_id`. For the whole process this
         turns on deterministic algorithms (CUDA) or keeps freed memory (CPU, a whole base model). Raises UnsupportedModel,
-        BackendUnfit, TooLittleMemory, or OSError if there is no such model.
+        BackendUnfit, KernelsBroken, TooLittleMemory, or OSError if there is no such model.
         """
         where = torch.device(device)
         dtype = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
@@ -149,7 +149,8 @@ class Engine:
             where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused,
             base.lock_step.sharding,
         )  # fmt: skip
-        return cls(model_facts(model, base, numerics), base, forward_backward, adapters)
+        facts = model_facts(model, base, numerics, lora.fallback_reason)
+        return cls(facts, base, forward_backward, adapters)
 
     def run(self, ops: Sequence[Op]) -> CycleOutput:
         """Run one cycle to its end; see `cycle`."""

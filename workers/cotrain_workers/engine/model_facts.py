@@ -26,6 +26,9 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]  # what ends a generation, ascending; may be empty
     modules_by_family: Mapping[Family, int]  # how many modules each train_* flag covers
     numerics: Numerics
+    lora_fallback: (
+        str  # why LoRA is not computed by the fastest backend; empty where it is, and on a CPU
+    )
 
     @property
     def numerics_id(self) -> str:
@@ -33,7 +36,7 @@ class ModelFacts:
         return self.numerics.id
 
 
-def model_facts(model: str, base: BaseModel, numerics: Numerics) -> ModelFacts:
+def model_facts(model: str, base: BaseModel, numerics: Numerics, lora_fallback: str) -> ModelFacts:
     """Collect what the other processes may know."""
     modules: dict[Family, int] = {}
     for target in base.targets:
@@ -48,4 +51,5 @@ def model_facts(model: str, base: BaseModel, numerics: Numerics) -> ModelFacts:
         eos_token_ids=base.eos_token_ids,
         modules_by_family=modules,
         numerics=numerics,
+        lora_fallback=lora_fallback,
     )

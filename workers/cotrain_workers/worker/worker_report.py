@@ -81,6 +81,8 @@ class WorkerReport:
             samples_waiting=self._sampler.waiting,
             safe_tokens=engine.safe_tokens,
             halvings=engine.halvings,
+            lora=engine.facts.numerics.lora,
+            lora_fallback=engine.facts.lora_fallback,
             host=socket.gethostname(),
             device_seconds=seconds,
             duty=self._duty.shares(seconds, time.monotonic()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from subprocess import SubprocessError
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,8 +37,18 @@ GROUPED_KERNEL = (9, 10)
 log = logging.getLogger(__name__)
 
 
+#: What says that kernels do not run on a device, or cannot be built on its host: of drivers, linkers and compilers.
+UNFIT = (RuntimeError, OSError, ImportError, SubprocessError)
+#: The same of Triton, by name, as one module alone imports it: too little shared memory, no assembler.
+UNFIT_NAMES = frozenset(["OutOfResources", "PTXASError"])
+
+
 class BackendUnfit(ValueError):
     """The LoRA backend that was asked for cannot be used here; the message says why."""
+
+
+class KernelsBroken(Exception):
+    """The fused LoRA kernels failed in a way that is a fault of theirs, and not of the device."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,8 @@ class LoraBackend:
     dtype: torch.dtype  # of the base model
     groups: Sequence[ModuleGroup] = ()  # of the base model, for `fused`
     linears: Mapping[str, LinearWeights] = field(default_factory=dict, repr=False, compare=False)
+    fallback_reason: str = field(default="", compare=False)
+    """Why this device does without a faster backend, if it does."""
 
     @property
     def align(self) -> int:
@@ -89,16 +102,18 @@ def find_backend(
     """Return the backend for a base model, of whose weights `weight` is one, and `linears` the modules by name.
 
     "auto" is `seg` on a CPU, whatever the micro-batch. On CUDA it is `fused` where its kernels are right, else
-    `grouped` or `seg` by micro-batch, else `seg`, and says why. Raises BackendUnfit.
+    `grouped` or `seg` by micro-batch, else `seg`, and says why. Raises BackendUnfit, KernelsBroken.
     """
     if choice == "seg" or (choice == "auto" and not weight.is_cuda):
         return LoraBackend("seg", weight.dtype)
+    not_fused = ""
     if choice in ("auto", "fused"):
         reason = unfused(weight)
         if not reason:
             return LoraBackend("fused", weight.dtype, plan_groups(targets), linears)
         if choice == "fused":
             raise BackendUnfit(f"LoRA backend 'fused' cannot be used: {reason}.")
+        not_fused = f"not fused: {reason}"
         log.warning("LoRA is not fused with the base model's products, slower: %s.", reason)
     reason = unfit(targets, weight.dtype) or disagreement(weight.device, weight.dtype)
     if choice == "grouped":
@@ -108,12 +123,16 @@ def find_backend(
     reason = reason or slow(weight)
     if reason:
         log.warning("LoRA is a loop over adapters, slow with many of them: %s.", reason)
-        return LoraBackend("seg", weight.dtype)
-    return LoraBackend("auto", weight.dtype)
+        both = f"{not_fused}; not grouped: {reason}"
+        return LoraBackend("seg", weight.dtype, fallback_reason=both)
+    return LoraBackend("auto", weight.dtype, fallback_reason=not_fused)
 
 
 def unfused(weight: torch.Tensor) -> str | None:
-    """Return why the fused kernels cannot be used here, or None: each was compared with `seg` on the device."""
+    """Return why the fused kernels cannot be used here, or None: each was compared with `seg` on the device.
+
+    Raises KernelsBroken, DeviceLost.
+    """
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernels do not take {weight.dtype}"
     reason = missing_kernels(weight.device)
@@ -126,10 +145,13 @@ def unfused(weight: torch.Tensor) -> str | None:
             disagreement(weight.device, weight.dtype, backend="fused", targets=own) for own in sizes
         ]
         return next((reason for reason in found if reason), None)
-    except Exception as error:  # a compiler's: anything, and of any type
+    except Exception as error:  # a compiler's, of any type
         check_device(weight.device)
+        name = type(error).__name__
+        if not isinstance(error, UNFIT) and name not in UNFIT_NAMES:
+            raise KernelsBroken(f"{name}: {error}") from error
         log.warning("The fused LoRA kernels do not run here", exc_info=True)
-        return f"its kernels do not run: {type(error).__name__}"
+        return f"its kernels do not run: {name}"
 
 
 def unfit(targets: Sequence[Target], dtype: torch.dtype) -> str | None:

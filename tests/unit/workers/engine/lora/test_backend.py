@@ -10,7 +10,13 @@ import torch
 
 from cotrain_workers.engine.lora import backend as lora_backend
 from cotrain_workers.engine.lora import grouped as lora_grouped
-from cotrain_workers.engine.lora.backend import BackendUnfit, LoraBackend, choose, find_backend
+from cotrain_workers.engine.lora.backend import (
+    BackendUnfit,
+    KernelsBroken,
+    LoraBackend,
+    choose,
+    find_backend,
+)
 from cotrain_workers.engine.lora.fused.operators import missing_kernels
 from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.segmented import SegmentLora
@@ -120,6 +126,54 @@ def test_where_no_kernel_can_run_fused_is_refused_and_auto_says_so(
         find_backend("fused", TARGETS, torch.zeros(1))
     with pytest.raises(BackendUnfit, match=r"its kernels do not take torch\.float64"):
         find_backend("fused", TARGETS, torch.zeros(1, dtype=torch.float64))
+
+
+class OutOfResources(Exception):
+    """As Triton's: of no type that Python has."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OutOfResources("shared memory"), RuntimeError("no C compiler"), FileNotFoundError("gcc")],
+)
+def test_kernels_that_a_device_cannot_run_are_done_without_and_the_reason_is_kept(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(lora_backend, "slow", lambda weight: "no kernel")
+    fail_fused(monkeypatch, error)
+
+    found = find_backend("auto", TARGETS, on_cuda())
+
+    assert found.name == "seg"
+    name = type(error).__name__
+    assert found.fallback_reason == (
+        f"not fused: its kernels do not run: {name}; not grouped: no kernel"
+    )
+
+
+@pytest.mark.parametrize("error", [TypeError("shrink() got 3"), KeyError("BM"), AssertionError()])
+def test_a_fault_of_the_kernels_themselves_is_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    fail_fused(monkeypatch, error)
+
+    with pytest.raises(KernelsBroken, match=type(error).__name__):
+        find_backend("auto", TARGETS, on_cuda())
+
+
+def fail_fused(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Let the fused kernels fail as they are tried; the grouped products are right."""
+
+    def disagree(*_: Any, backend: str = "grouped", **__: Any) -> None:
+        if backend == "fused":
+            raise error
+
+    monkeypatch.setattr(lora_backend, "missing_kernels", lambda device: None)
+    monkeypatch.setattr(lora_backend, "disagreement", disagree)
+
+
+def test_an_engine_that_has_the_fastest_has_no_reason_to_tell(new_engine: NewEngine) -> None:
+    assert new_engine().facts.lora_fallback == ""
 
 
 def test_the_backend_is_part_of_the_numerics(new_engine: NewEngine) -> None:
