@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ from cotrain_workers.engine.spec import AdapterSpec
 from tests.support import fake_cuda
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from bench.model import Shape
     from cotrain_workers.engine.engine import Engine
@@ -82,9 +82,9 @@ def flops(launch: Launch) -> float:
     shapes = [each for each in launch.args if isinstance(each, tuple)]
     match launch.name:
         case "lora_expand":
-            return 2.0 * prod(shapes[0]) * sum(len(weight) for weight in launch.args[1])
+            return 2.0 * prod(shapes[0]) * sum(weight[0] for weight in launch.args[1])
         case "lora_expand_back":
-            return sum(2.0 * g.numel() * w.shape[1] for g, w in zip(*launch.args[:2], strict=True))
+            return sum(2.0 * prod(g) * w[1] for g, w in zip(*launch.args[:2], strict=True))
         case "mm" | "_grouped_mm" | "bmm" | "linear":
             left, right = shapes[0], shapes[1]
             if launch.name == "linear":
@@ -111,12 +111,32 @@ def seconds(launch: Launch) -> float:
 
 
 def cost_of(log: LaunchLog) -> Cost:
+    return replace(cost_of_launches(log.launches), kept_bytes=log.peak)
+
+
+def cost_of_launches(launches: Sequence[Launch]) -> Cost:
     return Cost(
-        sum(fake_cuda.counts(log.launches).values()),
-        sum(each.bytes for each in log.launches),
-        sum(map(seconds, log.launches)),
-        log.peak,
+        sum(fake_cuda.counts(launches).values()),
+        sum(each.bytes for each in launches),
+        sum(map(seconds, launches)),
     )
+
+
+def by_op(one: LaunchLog, two: LaunchLog) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """Return what each op costs in a layer, and outside of the layers, dearest first."""
+    both: list[dict[str, Cost]] = []
+    for log in (one, two):
+        names = sorted({each.name for each in log.launches})
+        own = {name: [each for each in log.launches if each.name == name] for name in names}
+        both.append({name: cost_of_launches(launches) for name, launches in own.items()})
+    none = Cost(0, 0, 0)
+    layer = {name: found.minus(both[0].get(name, none)) for name, found in both[1].items()}
+    outside = {name: both[0][name].with_layers(layer[name], -LAYERS[0]) for name in both[0]}
+    return dearest_first(layer), dearest_first(outside)
+
+
+def dearest_first(found: dict[str, Cost]) -> dict[str, Cost]:
+    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
 
 
 def train(shape: Shape, layers: int, settings: argparse.Namespace) -> tuple[FakeEngine, FakeEngine]:
@@ -188,8 +208,6 @@ def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
         layer = costs[1].minus(costs[0])
         outside = costs[0].with_layers(layer, -LAYERS[0])
         whole = outside.with_layers(layer, shape.layers)
-        each = fake_cuda.counts(two.log.launches)
-        each.subtract(fake_cuda.counts(one.log.launches))
         adam = cost_of(step.log)
         yield {
             "what": "train",
@@ -205,7 +223,14 @@ def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "launches_of_steps": adam.launches,
             "host_reads": sum(one.reads.values()),
             "estimated_tokens_per_s": tokens / whole.seconds,
-            "ops": {op: count for op, count in each.most_common() if count},
+            **{
+                f"ops{where}": {
+                    op: (each.launches, each.bytes / tokens / 1e3, each.seconds / tokens * 1e6)
+                    for op, each in found.items()
+                    if each.seconds > 0
+                }
+                for where, found in zip(("", "_outside"), by_op(one.log, two.log), strict=True)
+            },
         }
     own = argparse.Namespace(**{**vars(settings), "backend": "grouped"})
     head_s = shape.hidden * shape.vocab * BF16.itemsize / COPY_BYTES
@@ -239,8 +264,11 @@ def main() -> int:
         print(json.dumps(rows))
         return 0
     for row in rows:
-        each = {name: value for name, value in row.items() if name != "ops"}
+        each = {name: value for name, value in row.items() if not name.startswith("ops")}
         print("  ".join(f"{name} {show(value)}" for name, value in each.items()))
+        for name in ("ops", "ops_outside") if settings.ops and "lora" in row else ():
+            for op, found in row[name].items():
+                print(f"  {name:12} {op:32}" + "".join(f"{value:10.3f}" for value in found))
     return 0
 
 
@@ -265,6 +293,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--adapters", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument(
+        "--ops", action="store_true", help="launches, KB and us per token of each op in training"
+    )
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Compile the fused LoRA kernels for GPUs that are not here, and print what they need of one.
+"""Compile the engine's own kernels for GPUs that are not here, and print what they need of one.
 
     python -m tests.support.compile_kernels 90     # the capability
 
@@ -11,20 +11,26 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cotrain_workers.engine.lora.fused.operators import BAND, TOKENS
-from cotrain_workers.engine.lora.fused.tile_sizes import RANK, ROWS, expand_tiles, narrow_tiles
+from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU, TOKENS
+from cotrain_workers.engine.lora.fused.tile_sizes import (
+    RANK,
+    ROWS,
+    Tiles,
+    expand_tiles,
+    narrow_tiles,
+)
+from cotrain_workers.engine.model.kept_norm import WARPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from cotrain_workers.engine.lora.fused.tile_sizes import Tiles
 
 WIDTH = 4096
 TYPES = {
     **dict.fromkeys(["tiles", "owners", "members", "spans"], "*i32"),
     **{"entries": "*i64", "scales": "*fp32"},
     **dict.fromkeys(["stride", "inputs", "columns", "width0", "width1", "width2"], "i32"),
-    **dict.fromkeys(["tile_count", "block_count"], "i32"),
+    **dict.fromkeys(["tile_count", "block_count", "width"], "i32"),
+    "eps": "fp32",
 }
 
 
@@ -33,12 +39,22 @@ def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Til
     wide, one = expand_tiles(WIDTH, item), narrow_tiles(1, WIDTH, item)
     common: dict[str, Any] = {"MODULES": modules, "WIDE": False}
     tile = {**common, "BM": ROWS, "BN": wide.columns, "BK": wide.depth, "BR": RANK, "BAND": BAND}
-    yield "expand", {**tile, "BIASED": True}, wide
-    yield "expand_back", tile, wide
+    plain = {**tile, "GATE": 0, "PLUS": modules == 1}
+    yield "expand", {**plain, "BIASED": True}, wide
+    yield "expand_back", {**tile, "GATE": 0}, wide
+    for gate in (SILU, GELU):
+        if modules == 1:
+            yield "expand_back", {**tile, "GATE": gate}, wide
+        else:
+            pair = {**plain, "MODULES": 2, "GATE": gate, "BIASED": False}
+            yield "expand", pair, wide
     for joint, own in ((False, one), (True, narrow_tiles(modules, WIDTH, item))):
         narrow = {**common, "JOINT": joint, "SIDE": int(not joint), "BC": own.columns}
         yield "shrink", {**narrow, "BM": ROWS, "BK": own.depth}, own
         yield "add_gradient", {**narrow, "BT": TOKENS, "BK": own.depth}, own
+    for name in ("norm", "norm_back"):
+        kind = {"ONE": modules == 1, "BLOCK": WIDTH}
+        yield name, kind, Tiles(WIDTH, depth=1, warps=WARPS, stages=1)
 
 
 def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arch: int) -> Any:
@@ -47,8 +63,9 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     from triton.backends.compiler import GPUTarget
 
     from cotrain_workers.engine.lora.fused import programs
+    from cotrain_workers.engine.model import norm_programs
 
-    kernel = getattr(programs, name)
+    kernel = getattr(norm_programs if name.startswith("norm") else programs, name)
     names = list(kernel.arg_names)
     signature = {
         each: "constexpr" if each in constants else TYPES.get(each, f"*{dtype}") for each in names
@@ -56,7 +73,7 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     divisible = {
         (at,): [["tt.divisibility", 16]]
         for at, each in enumerate(names)
-        if each not in constants and each not in ("stride", "tile_count", "block_count")
+        if each not in constants and each not in ("stride", "tile_count", "block_count", "eps")
     }
     source = triton.compiler.ASTSource(
         fn=kernel,

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import lora_traffic
-from tests.support.nested import leaves
+from tests.support.nested import leaves, mapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -134,15 +134,18 @@ class LaunchLog(TorchDispatchMode):
 
     def note(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         """Note a launch that reads `args` and writes `out`."""
-        # A write to some rows touches those alone.
+        # What reads or writes some values touches those alone.
         if name == "index_copy_":
             size = 2 * bytes_of(args[3])
+        elif name in ("gather", "scatter_"):
+            size = bytes_of(args[2:]) + 2 * args[2].numel() * args[0].element_size()
         elif name in lora_traffic.BYTES:
             size = lora_traffic.BYTES[name](*args)
         else:
             size = bytes_of((args, kwargs, out))
         if size:
-            shapes = [tuple(each.shape) if is_tensor(each) else each for each in args]
+            # No tensor: it would hold memory that the engine has let go.
+            shapes = mapped(lambda each: tuple(each.shape) if is_tensor(each) else each, list(args))
             self.launches.append(Launch(name, size, shapes, [tuple(o.shape) for o in tensors(out)]))
 
     @contextmanager

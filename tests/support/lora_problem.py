@@ -12,13 +12,14 @@ from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
 from cotrain_workers.engine.lora.fused.operators import missing_kernels
 from cotrain_workers.engine.lora.fused.tables import plan_groups
 from cotrain_workers.engine.lora.segmented import SegmentLora
-from cotrain_workers.engine.lora.self_check import RandomLinear
+from cotrain_workers.engine.lora.self_check import RandomLinear, plus_mlp
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
+    from cotrain_workers.engine.routing import TrainingLora
     from cotrain_workers.engine.spec import Layout, Pair
 
 CPU = torch.device("cpu")
@@ -83,13 +84,13 @@ def tenant(spec: AdapterSpec, rows: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def linears(dtype: torch.dtype, *, biased: bool = False) -> dict[str, RandomLinear]:
-    """Draw the base model's modules; `biased` gives q, k and v biases."""
+    """Draw the base model's modules; `biased` gives all but the last a bias."""
     generator = torch.Generator().manual_seed(99)
     found = {}
     for each in TARGETS:
         weight = torch.randn(each.outputs, each.inputs, generator=generator) / 8
         bias = torch.randn(each.outputs, generator=generator) if biased else None
-        is_biased = bias is not None and each.family == "attn"
+        is_biased = bias is not None and each is not TARGETS[-1]
         found[each.name] = RandomLinear(weight.to(dtype), bias.to(dtype) if is_biased else None)  # type: ignore[union-attr]
     return found
 
@@ -101,10 +102,12 @@ def work(
     dtype: torch.dtype = torch.float32,
     filler: int = 0,
     biased: bool = False,
+    gate: int | None = None,
     grads: Mapping[int, torch.Tensor] | None = None,
     frozen: Container[int] = (),
 ) -> list[Outcome]:
-    """Pass the rows of all tenants through every module and back, and return what each one got.
+    """Pass the rows of all tenants through every module and back, or through an MLP with a `gate`; return what
+    each one got.
 
     `grads` by tenant are arenas to add to; those not named are zero before. `frozen` ones train nothing.
     """
@@ -126,26 +129,62 @@ def work(
         else FusedLora(segments, rows, plan_groups(TARGETS), modules)
     )
     found: list[dict[str, torch.Tensor]] = [{} for _ in tenants]
+    if gate is None:
+        _through_linears(lora, tenants, segments, filler, modules, found)
+    else:
+        _through_mlp(lora, tenants, segments, filler, modules, found, gate)
+    for arena, values in zip(arenas, found, strict=True):
+        values["gradient of its matrices"] = arena
+    return [Outcome(values) for values in found]
+
+
+def _through_linears(
+    lora: TrainingLora,
+    tenants: Sequence[Tenant],
+    segments: Sequence[Segment],
+    filler: int,
+    modules: Mapping[str, RandomLinear],
+    found: Sequence[dict[str, torch.Tensor]],
+) -> None:
     for group in plan_groups(TARGETS):
         width = modules[group.names[0]].weight.shape[1]
-        x = torch.cat(
-            [*(own.xs[width] for own in tenants), torch.zeros(filler, width, dtype=dtype)]
-        )
-        x = x.unsqueeze(0).requires_grad_()
-        ys, slopes = [], []
-        for name, size in zip(group.names, group.outputs, strict=True):
-            ys.append(lora.linear(name, x, modules[name].weight, modules[name].bias))
-            own_slopes = [own.slopes[name] for own in tenants]
-            slopes.append(torch.cat([*own_slopes, torch.zeros(filler, size, dtype=dtype)])[None])
+        x = _row([own.xs[width] for own in tenants], filler).requires_grad_()
+        ys = [
+            lora.linear(name, x, modules[name].weight, modules[name].bias) for name in group.names
+        ]
+        slopes = [_row([own.slopes[name] for own in tenants], filler) for name in group.names]
         gx = torch.autograd.grad(ys, x, slopes)[0]
         for segment, values in zip(segments, found, strict=True):
             here = slice(segment.start, segment.stop)
             values[f"gradient of what {group.names[0]} reads"] = gx[0, here].float()
             for name, y in zip(group.names, ys, strict=True):
                 values[f"output of {name}"] = y.detach()[0, here].float()
-    for arena, values in zip(arenas, found, strict=True):
-        values["gradient of its matrices"] = arena
-    return [Outcome(values) for values in found]
+
+
+def _through_mlp(
+    lora: TrainingLora,
+    tenants: Sequence[Tenant],
+    segments: Sequence[Segment],
+    filler: int,
+    modules: Mapping[str, RandomLinear],
+    found: Sequence[dict[str, torch.Tensor]],
+    gate: int,
+) -> None:
+    names = [target.name for target in TARGETS[-3:]]
+    x = _row([own.xs[TARGETS[-1].outputs] for own in tenants], filler).requires_grad_()
+    y = plus_mlp(lora, names, modules, gate, x)
+    slopes = _row([own.slopes[names[2]] for own in tenants], filler)
+    gx = torch.autograd.grad(y, x, slopes)[0]
+    for segment, values in zip(segments, found, strict=True):
+        here = slice(segment.start, segment.stop)
+        values["output of the MLP"] = y.detach()[0, here].float()
+        values["gradient of what the MLP reads"] = gx[0, here].float()
+
+
+def _row(of_tenants: Sequence[torch.Tensor], filler: int) -> torch.Tensor:
+    """Put the rows of tenants side by side, `[1, T, width]`, and rows of zeros behind them."""
+    first = of_tenants[0]
+    return torch.cat([*of_tenants, first.new_zeros(filler, first.shape[1])])[None]
 
 
 def differences(ours: Outcome, theirs: Outcome) -> dict[str, float]:

@@ -51,31 +51,43 @@ def expand(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
+    residual: torch.Tensor | None,
+    gate: int,
     low: torch.Tensor,
     tiles: torch.Tensor,
     *_: Any,
 ) -> int:
-    """Return the bytes of `y = x W^T + low B^T`: `low` once for each block of outputs, B for each tile."""
+    """Return the bytes of `y = x W^T + low B^T`: `low` once for each block of outputs, B for each tile.
+
+    Behind a gate the product of two outputs is written, too.
+    """
     widths, each = [len(weight) for weight in weights], low.shape[1] // len(weights)
     wide = expand_tiles(max(widths), x.element_size()).columns
     again = len(x) * each * sum(blocks(width, wide) for width in widths)
-    item = x.element_size()
+    written = len(x) * (sum(widths) + (widths[0] if gate else 0))
     lora = again + len(tiles) * each * sum(widths)
-    return size_of([x, *weights, *biases]) + item * (len(x) * sum(widths) + lora)
+    given = [x, *weights, *biases, *([] if residual is None else [residual])]
+    return size_of(given) + x.element_size() * (written + lora)
 
 
 def expand_back(
     gys: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
+    gated: Sequence[torch.Tensor],
+    _gate: int,
     low: torch.Tensor,
     tiles: torch.Tensor,
     *_: Any,
 ) -> int:
-    """Return the bytes of the gradient of `x`: `low` once for each block of inputs, A for each tile."""
+    """Return the bytes of the gradient of `x`: `low` once for each block of inputs, A for each tile.
+
+    Behind a gate two are written, and what was gated is read.
+    """
     inputs = weights[0].shape[1]
     lora = low.numel() * blocks(inputs, expand_tiles(inputs, low.element_size()).columns)
     lora += len(tiles) * low.shape[1] * inputs
-    return size_of([*gys, *weights]) + low.element_size() * (len(low) * inputs + lora)
+    written = len(low) * inputs * (len(gated) or 1)
+    return size_of([*gys, *weights, *gated]) + low.element_size() * (written + lora)
 
 
 def add_gradient(

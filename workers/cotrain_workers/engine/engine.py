@@ -30,6 +30,7 @@ from cotrain_workers.engine.lora.backend import find_backend
 from cotrain_workers.engine.model.attention import use_flash_3
 from cotrain_workers.engine.model.base_model import load_base_model
 from cotrain_workers.engine.model.compile import compiled
+from cotrain_workers.engine.model.fused_layers import fuse_layers
 from cotrain_workers.engine.model.fusion import fuse
 from cotrain_workers.engine.model_facts import model_facts
 from cotrain_workers.engine.numerics import numerics_of
@@ -129,6 +130,8 @@ class Engine:
         fuses = fusion and where.type == "cuda"
         fused = fuse(base.backbone, compiled) if fuses else ()
         lora = find_backend(lora_backend, base.targets, base.head_weight, base.router.linears)
+        if fusion and lora.name == "fused" and not base.lock_step.sharding:
+            fused += fuse_layers(base)
         if adapter_bytes is None and where.type == "cuda":
             adapter_bytes = cuda_adapter_bytes(where)
         new_forward_backward = partial(ForwardBackward, base, lora, head_chunk_rows=head_chunk_rows)

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch.nn import functional
 
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
+from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.lora.fused.tables import plan_groups
 from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.groups import ROWS
@@ -19,7 +21,7 @@ from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, plan_
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cotrain_workers.engine.routing import TrainingLora
+    from cotrain_workers.engine.routing import LinearWeights, TrainingLora
 
 # Of the largest value. fp32: another order of summation; measured 4e-7 at most on CPU. 16 bits: `grouped`
 # rounds each product to them where `seg` adds in fp32.
@@ -34,7 +36,9 @@ TARGETS = (
     Target("0.self_attn.q_proj", "attn", 64, 96),
     Target("0.self_attn.k_proj", "attn", 64, 32),
     Target("0.self_attn.v_proj", "attn", 64, 32),
-    Target("0.mlp.down_proj", "mlp", 64, 128),
+    Target("0.mlp.gate_proj", "mlp", 64, 128),
+    Target("0.mlp.up_proj", "mlp", 64, 128),
+    Target("0.mlp.down_proj", "mlp", 128, 64),
 )
 #: The same, so wide that kernels take the tiles that they take of a real model.
 WIDE_TARGETS = tuple(
@@ -136,6 +140,26 @@ def segments_of(adapters: Sequence[RandomAdapter], lengths: Sequence[int]) -> li
     return segments
 
 
+def plus_mlp(
+    lora: TrainingLora,
+    modules: Sequence[str],
+    linears: Mapping[str, LinearWeights],
+    gate: int,
+    x: torch.Tensor,
+) -> torch.Tensor:
+    """Return `x` and what an MLP makes of it, added up; `modules` are its gate, up and down."""
+    if isinstance(lora, FusedLora):
+        lora.add_to(modules[2], x)
+        return lora.mlp(modules[0], modules[2], gate, x)
+
+    def linear(module: str, x: torch.Tensor) -> torch.Tensor:
+        return lora.linear(module, x, linears[module].weight, linears[module].bias)
+
+    first = linear(modules[0], x)
+    first = functional.silu(first) if gate == SILU else functional.gelu(first, approximate="tanh")
+    return x + linear(modules[2], first * linear(modules[1], x))
+
+
 def run(
     lora: TrainingLora,
     segments: Sequence[Segment],
@@ -156,10 +180,15 @@ def run(
     x = random(1, rows, targets[0].inputs).requires_grad_()
     linears = random_linears(device, dtype, targets)
     names, found, slopes = [], [], []
-    for target in targets:
+    for target in targets[:-3]:
         out = lora.linear(target.name, x, linears[target.name].weight, None)
         slopes.append(random(1, rows, target.outputs) * owned.to(device, dtype))
         names.append(f"output of {target.name}")
+        found.append(out)
+    for gate, name in ((SILU, "SiLU"), (GELU, "GELU")):
+        out = plus_mlp(lora, [target.name for target in targets[-3:]], linears, gate, x)
+        slopes.append(random(*x.shape) * owned.to(device, dtype))
+        names.append(f"output of an MLP with {name}")
         found.append(out)
     gradient = torch.autograd.grad(found, x, slopes)[0]
     found = [out.detach() * owned.to(device, dtype) for out in found]

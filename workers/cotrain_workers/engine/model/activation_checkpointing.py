@@ -28,9 +28,11 @@ class Recompute:
     def attach(self, layers: Iterable[nn.Module]) -> None:
         """Let every layer ask this switch each time it is run with gradients."""
         for layer in layers:
-            layer.forward = self._asking(layer.forward)
+            layer.forward = self.asking(layer.forward)
 
-    def _asking(self, forward: Any) -> Any:
+    def asking(self, forward: Any) -> Any:
+        """Return a layer's `forward` that asks this switch."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if not (self.is_on and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)

@@ -114,8 +114,8 @@ def test_the_number_of_products_does_not_grow_with_that_of_adapters(
         came_out("grouped", segments, 8 * adapters_at_once + 8, torch.float32)
         numbers.append(len(counts))
 
-    # One A product for q, k and v and one for down, three for each pair of A and B going back.
-    assert numbers == [2 + 4 + 2 * 2 + 2 * 4] * 2
+    # Of q, k and v, and of two MLPs: one A product for those that read one x, and two going back for each forward.
+    assert numbers == [3 * ((1 + 3) + 2 * (2 + 3))] * 2
 
 
 def test_more_segments_than_a_product_has_groups_are_several_products(

@@ -7,7 +7,7 @@ model's part is the same kernel for all: a row's bits depend on its own tile alo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,9 @@ class FusedLora:
         self._tables: Tables | None = None
         self._kept_x: torch.Tensor | None = None  # what siblings yet to come were computed of
         self._kept: dict[str, torch.Tensor] = {}
+        self._residuals: dict[
+            str, torch.Tensor
+        ] = {}  # by the module whose output they are to be added to
 
     def linear(
         self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -53,25 +56,124 @@ class FusedLora:
             self._kept_x = None
         return found
 
+    def add_to(self, module: str, residual: torch.Tensor) -> None:
+        """Add `[1, T, out]` to what `module` gives next, inside its product; it has no siblings."""
+        self._residuals[module] = residual
+
+    def mlp(self, gate_module: str, down_module: str, gate: int, x: torch.Tensor) -> torch.Tensor:
+        """Map `x` `[1, T, in]` to what `down` makes of `act(gate) * up`, computed inside the products."""
+        groups = self._group_of[gate_module], self._group_of[down_module]
+        first, last = (self._products(group, x.device) for group in groups)
+        weights, biases = zip(*(self._weights(group) for group in groups), strict=True)
+        y: torch.Tensor = FusedMlp.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
+            x.squeeze(0),
+            anchor(first.is_trained or last.is_trained),
+            self._residual(down_module),
+            (first, last),
+            gate,
+            biases,
+            *weights[0],
+            *weights[1],
+        )
+        return y.unsqueeze(0)
+
     def parts(self, module: str) -> Sequence[Part]:
         """Return the segments whose adapter trains `module`."""
         return self._segments.parts(module)
 
     def _compute(self, group: ModuleGroup, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self._tables is None:
-            self._tables = make_tables(self._all, self._rows, self._groups, x.device)
-        linears = [self._linears[name] for name in group.names]
-        columns = self._tables.columns(group)
-        is_trained = columns > 0 and len(self._tables.owners) > 1
+        products = self._products(group, x.device)
+        weights, biases = self._weights(group)
         ys = FusedLinears.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
             x.squeeze(0),
-            anchor(is_trained),
-            group,
-            self._tables,
-            [each.bias for each in linears if each.bias is not None],
-            *(each.weight for each in linears),
+            anchor(products.is_trained),
+            self._residual(group.names[0]),
+            products,
+            biases,
+            *weights,
         )
         return {name: y.unsqueeze(0) for name, y in zip(group.names, ys, strict=True)}
+
+    def _products(self, group: ModuleGroup, device: torch.device) -> Products:
+        if self._tables is None:
+            self._tables = make_tables(self._all, self._rows, self._groups, device)
+        return Products(group, self._tables)
+
+    def _weights(self, group: ModuleGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        linears = [self._linears[name] for name in group.names]
+        biases = [each.bias for each in linears if each.bias is not None]
+        assert len(biases) in (0, len(linears))
+        return [each.weight for each in linears], biases
+
+    def _residual(self, module: str) -> torch.Tensor | None:
+        residual = self._residuals.pop(module, None)
+        return None if residual is None else residual.squeeze(0)
+
+
+class Products(NamedTuple):
+    """The launches of modules that read one `x`, in one micro-batch."""
+
+    group: ModuleGroup
+    tables: Tables
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether any adapter wants gradients of these modules."""
+        return self.tables.columns(self.group) > 0 and len(self.tables.owners) > 1
+
+    def low(self, xs: Sequence[torch.Tensor], side: int) -> torch.Tensor:
+        """Return `x A^T` of one `x`, or `gy B` of the gradients of all outputs: `[T, columns]`."""
+        tables, count = self.tables, len(self.group.names)
+        columns = tables.columns(self.group)
+        low: torch.Tensor = torch.ops.cotrain.lora_shrink(
+            xs, count, side, tables.tiles, tables.of(self.group), columns
+        )
+        return low
+
+    def outputs(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
+        low: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        gate: int = 0,
+    ) -> list[torch.Tensor]:
+        """Return what each module gives, `[T, out]`, and behind them their gated product if there is a gate."""
+        ys: list[torch.Tensor] = torch.ops.cotrain.lora_expand(
+            x, weights, biases, residual, gate, low, *self._of_tiles()
+        )
+        return ys
+
+    def back(
+        self,
+        gys: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        low_grad: torch.Tensor,
+        gated: Sequence[torch.Tensor] = (),
+        gate: int = 0,
+    ) -> list[torch.Tensor]:
+        """Return the gradient of what the modules read, or of the two that were `gated` to it."""
+        gxs: list[torch.Tensor] = torch.ops.cotrain.lora_expand_back(
+            gys, weights, gated, gate, low_grad, *self._of_tiles()
+        )
+        return gxs
+
+    def add_gradients(
+        self,
+        x: torch.Tensor,
+        low: torch.Tensor,
+        gys: Sequence[torch.Tensor],
+        low_grad: torch.Tensor,
+    ) -> None:
+        """Add the gradients of the LoRA matrices to their arenas."""
+        tables, count = self.tables, len(self.group.names)
+        own = (tables.owners, tables.members, tables.spans, tables.of(self.group), tables.scales)
+        torch.ops.cotrain.lora_add_gradient(low, gys, count, B, *own)
+        torch.ops.cotrain.lora_add_gradient(low_grad, [x], count, A, *own)
+
+    def _of_tiles(self) -> tuple[torch.Tensor, ...]:
+        return self.tables.tiles, self.tables.of(self.group), self.tables.scales
 
 
 class FusedLinears(torch.autograd.Function):
@@ -82,34 +184,68 @@ class FusedLinears(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         anchor: torch.Tensor,
-        group: ModuleGroup,
-        tables: Tables,
+        residual: torch.Tensor | None,
+        products: Products,
         biases: Sequence[torch.Tensor],
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Return `[T, out]` of each module."""
-        ops, entries, count = torch.ops.cotrain, tables.of(group), len(weights)
-        assert len(biases) in (0, count)
+        """Return `[T, out]` of each module, `residual` added to that of a single one."""
         x = x.contiguous()
-        low = ops.lora_shrink([x], count, A, tables.tiles, entries, tables.columns(group))
-        ys = ops.lora_expand(x, weights, biases, low, tables.tiles, entries, tables.scales)
+        low = products.low([x], A)
         ctx.save_for_backward(x, low, *weights)
-        ctx.group, ctx.tables = group, tables
-        return tuple(ys)
+        ctx.products, ctx.has_residual = products, residual is not None
+        return tuple(products.outputs(x, weights, biases, low, residual))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
         """Return the gradient of `x`; add those of the LoRA matrices to their arenas."""
         x, low, *weights = ctx.saved_tensors
-        ops, tables, count = torch.ops.cotrain, ctx.tables, len(weights)
-        entries, columns = tables.of(ctx.group), tables.columns(ctx.group)
+        products: Products = ctx.products
         gys = [grad.contiguous() for grad in grads]
-        low_grad = ops.lora_shrink(gys, count, B, tables.tiles, entries, columns)
+        low_grad = products.low(gys, B)
         if ctx.needs_input_grad[1]:
-            own = (tables.owners, tables.members, tables.spans, entries, tables.scales)
-            ops.lora_add_gradient(low, gys, count, B, *own)
-            ops.lora_add_gradient(low_grad, [x], count, A, *own)
-        gx = None
-        if ctx.needs_input_grad[0]:
-            gx = ops.lora_expand_back(gys, weights, low_grad, tables.tiles, entries, tables.scales)
-        return gx, *[None] * (4 + count)
+            products.add_gradients(x, low, gys, low_grad)
+        gx = products.back(gys, weights, low_grad)[0] if ctx.needs_input_grad[0] else None
+        return gx, None, gys[0] if ctx.has_residual else None, *[None] * (2 + len(weights))
+
+
+class FusedMlp(torch.autograd.Function):
+    """`down(act(gate(x)) * up(x)) + residual`: the gated product is made where its factors are, and so are the
+    gradients of these.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[explicit-override]
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        residual: torch.Tensor | None,
+        products: tuple[Products, Products],
+        gate: int,
+        biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return `[T, out]`; `weights` are those of gate, up and down."""
+        x, (first, last) = x.contiguous(), products
+        low = first.low([x], A)
+        *gated, inner = first.outputs(x, weights[:2], biases[0], low, gate=gate)
+        inner_low = last.low([inner], A)
+        ctx.save_for_backward(x, low, *gated, inner, inner_low, *weights)
+        ctx.products, ctx.gate, ctx.has_residual = products, gate, residual is not None
+        return last.outputs(inner, weights[2:], biases[1], inner_low, residual)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
+        """Return the gradients of `x` and of the residual; add those of the LoRA matrices to their arenas."""
+        x, low, gate, up, inner, inner_low, *weights = ctx.saved_tensors
+        first, last = ctx.products
+        gys = [grads[0].contiguous()]
+        low_grad = last.low(gys, B)
+        if ctx.needs_input_grad[1]:
+            last.add_gradients(inner, inner_low, gys, low_grad)
+        inner_gys = last.back(gys, weights[2:], low_grad, [gate, up], ctx.gate)
+        low_grad = first.low(inner_gys, B)
+        if ctx.needs_input_grad[1]:
+            first.add_gradients(x, low, inner_gys, low_grad)
+        gx = first.back(inner_gys, weights[:2], low_grad)[0] if ctx.needs_input_grad[0] else None
+        return gx, None, gys[0] if ctx.has_residual else None, *[None] * (3 + len(weights))

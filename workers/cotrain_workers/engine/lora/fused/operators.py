@@ -20,15 +20,18 @@ if TYPE_CHECKING:
 
 BAND = 8  # tiles of rows that run together
 TOKENS = 64  # that one product of a weight gradient takes
+SILU, GELU = 1, 2  # gates; GELU by tanh
 
 _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
 _TABLES = "Tensor entries, Tensor scales"
 SCHEMAS = {
     # low [T, columns] of xs, each [T, width]; `side` 0 multiplies with A, 1 with B
     "lora_shrink": "(Tensor[] xs, int modules, int side, Tensor tiles, Tensor entries, int columns) -> Tensor",
-    "lora_expand": "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor low, Tensor tiles, "
+    # `gate`: 0, or SILU or GELU; then there are two modules
+    "lora_expand": "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? residual, int gate, Tensor low, "
+    f"Tensor tiles, {_TABLES}) -> Tensor[]",
+    "lora_expand_back": "(Tensor[] gys, Tensor[] weights, Tensor[] gated, int gate, Tensor low, Tensor tiles, "
     f"{_TABLES}) -> Tensor[]",
-    "lora_expand_back": f"(Tensor[] gys, Tensor[] weights, Tensor low, Tensor tiles, {_TABLES}) -> Tensor",
     "lora_add_gradient": "(Tensor low, Tensor[] xs, int modules, int side, Tensor owners, "
     f"Tensor members, Tensor spans, {_TABLES}) -> ()",
 }
@@ -71,22 +74,27 @@ def expand(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
+    residual: torch.Tensor | None,
+    gate: int,
     low: torch.Tensor,
     tiles: torch.Tensor,
     entries: torch.Tensor,
     scales: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Return `x W^T + b + scale * low B^T` of each module, `[T, outputs]`."""
-    ys = _new_outputs(x, weights)
+    """Return `x W^T + b + scale * low B^T` of each module, `[T, outputs]`, `residual` added to that of a single one.
+
+    With a gate, return also the gated product of the two.
+    """
+    ys = _new_outputs(x, weights, biases, residual, gate)
     widths = [len(weight) for weight in weights]
     size = expand_tiles(max(widths), x.element_size())
-    count = sum(-(-width // size.columns) for width in widths)
+    count = sum(-(-width // size.columns) for width in (widths[:1] if gate else widths))
     _programs().expand[(len(tiles) * count,)](
-        x, *_three(weights), *_three(biases or weights), low, *_three(ys), tiles, entries,
-        entries.stride(0), scales, x.shape[1], *_three(widths), low.shape[1],
+        x, *_three(weights), *_three(biases or weights), x if residual is None else residual, low,
+        *_three(ys), tiles, entries, entries.stride(0), scales, x.shape[1], *_three(widths), low.shape[1],
         len(tiles), count,
-        MODULES=len(weights), BIASED=bool(biases), WIDE=_programs().INTERPRETED,
-        BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
+        MODULES=len(weights), BIASED=bool(biases), PLUS=residual is not None, GATE=gate,
+        WIDE=_programs().INTERPRETED, BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
         num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
     return ys
@@ -95,24 +103,27 @@ def expand(
 def expand_back(
     gys: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
+    gated: Sequence[torch.Tensor],
+    gate: int,
     low: torch.Tensor,
     tiles: torch.Tensor,
     entries: torch.Tensor,
     scales: torch.Tensor,
-) -> torch.Tensor:
-    """Return the gradient of the `x` that modules read, `[T, inputs]`."""
+) -> list[torch.Tensor]:
+    """Return the gradient of the `x` that modules read, `[T, inputs]`; with a gate, those of the two `gated`."""
+    gxs = _new_gradients(gys, weights, gated)
     inputs = weights[0].shape[1]
-    gx = gys[0].new_empty(len(gys[0]), inputs)
-    size = expand_tiles(inputs, gx.element_size())
+    size = expand_tiles(inputs, gxs[0].element_size())
     count = -(-inputs // size.columns)
+    gate_and_up = gated or [low, low]
     _programs().expand_back[(len(tiles) * count,)](
-        *_three(gys), *_three(weights), low, gx, tiles, entries, entries.stride(0), scales,
-        inputs, *_three([len(weight) for weight in weights]), low.shape[1], len(tiles), count,
-        MODULES=len(weights), WIDE=_programs().INTERPRETED,
+        *_three(gys), *_three(weights), low, *gate_and_up, gxs[0], gxs[-1], tiles, entries, entries.stride(0),
+        scales, inputs, *_three([len(weight) for weight in weights]), low.shape[1], len(tiles), count,
+        MODULES=len(weights), GATE=gate, WIDE=_programs().INTERPRETED,
         BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
         num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
-    return gx
+    return gxs
 
 
 def add_gradient(
@@ -157,14 +168,26 @@ def _new_low(
     return xs[0].new_empty(len(xs[0]), columns)
 
 
-def _new_outputs(x: torch.Tensor, weights: Sequence[torch.Tensor], *_: Any) -> list[torch.Tensor]:
-    return [x.new_empty(len(x), len(weight)) for weight in weights]
+def _new_outputs(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    _biases: Any,
+    _residual: Any,
+    gate: int,
+    *_: Any,
+) -> list[torch.Tensor]:
+    ys = [x.new_empty(len(x), len(weight)) for weight in weights]
+    return [*ys, torch.empty_like(ys[0])] if gate else ys
 
 
-def _new_gradient(
-    gys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *_: Any
-) -> torch.Tensor:
-    return gys[0].new_empty(len(gys[0]), weights[0].shape[1])
+def _new_gradients(
+    gys: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    gated: Sequence[torch.Tensor],
+    *_: Any,
+) -> list[torch.Tensor]:
+    shape = len(gys[0]), weights[0].shape[1]
+    return [gys[0].new_empty(shape) for _ in range(len(gated) or 1)]
 
 
 def _nothing(*_: Any) -> None:
@@ -172,7 +195,7 @@ def _nothing(*_: Any) -> None:
 
 
 _REAL: tuple[Callable[..., Any], ...] = (shrink, expand, expand_back, add_gradient)
-_FAKE: tuple[Callable[..., Any], ...] = (_new_low, _new_outputs, _new_gradient, _nothing)
+_FAKE: tuple[Callable[..., Any], ...] = (_new_low, _new_outputs, _new_gradients, _nothing)
 for (_name, _schema), _real, _fake in zip(SCHEMAS.items(), _REAL, _FAKE, strict=True):
     _LIBRARY.define(_name + _schema)
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")

@@ -4,7 +4,7 @@
 `shrink` and `expand` are the two products of LoRA as Punica's SGMV has them (Chen et al. 2023,
 https://arxiv.org/abs/2310.18547; ranks of all sizes as in S-LoRA, https://arxiv.org/abs/2311.03285). That
 `expand` adds to the base model's product before it is written, and the gradient of `x` likewise, is the fusion
-of LoRAFusion (https://arxiv.org/abs/2510.00206).
+of LoRAFusion (https://arxiv.org/abs/2510.00206). Gates and residual additions are computed there as well.
 
 Tables (`lora/fused/tables.py`): `tiles` int32 `[n, 3]` are segment, first row and the row one past the last
 of its segment; `entries` int64 `[segments + 1, HEAD + 2 * MODULES]`, of rows that lie `stride` apart, are rank,
@@ -55,24 +55,38 @@ def tile_of(rows, columns, BAND: tl.constexpr):
 
 @triton.jit
 def plus_low_rank(
-    total, low, weights, scale, rows, live, outs, rank, width, columns, at,
-    WIDE: tl.constexpr, BR: tl.constexpr,
+    total, low, entry, scale, rows, live, outs, width, columns, module,
+    SIDE: tl.constexpr, WIDE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Return `total + scale * low[:, at : at + rank] @ weights[rank, width]`, the rank in steps of BR."""
+    """Return `total + scale * low M` with a module's columns of `low` and its A (`SIDE` 0) or B^T, BR ranks at a time."""
+    rank = tl.load(entry).to(tl.int32)
+    matrix = tl.load(entry + 1).to(tl.pointer_type(low.dtype.element_ty))
+    matrix += tl.load(entry + HEAD + 2 * module + SIDE)
     extra = tl.zeros_like(total)
     for begin in range(0, rank, BR):
         ranks = begin + tl.arange(0, BR)
         known = ranks < rank
         left = tl.load(
-            low + rows[:, None] * columns + (at + ranks)[None, :],
+            low + rows[:, None] * columns + (module * rank + ranks)[None, :],
             mask=live[:, None] & known[None, :], other=0.0,
         )  # fmt: skip
         right = tl.load(
-            weights + ranks[:, None] * width + outs[None, :],
+            matrix + ranks[:, None] * width + outs[None, :],
             mask=known[:, None] & (outs < width)[None, :], other=0.0,
         )  # fmt: skip
         extra = plus_product(extra, left, right, WIDE)
     return total + scale * extra
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """Return SiLU, or GELU by tanh, of fp32 values, and its slope: both are `gate * sigmoid(z)`."""
+    z, slope = gate, tl.full(gate.shape, 1.0, tl.float32)
+    if GELU:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    share = tl.sigmoid(z)
+    return gate * share, share + gate * share * (1.0 - share) * slope
 
 
 @triton.jit
@@ -124,18 +138,21 @@ def shrink(
 
 @triton.jit
 def expand(
-    x, w0, w1, w2, bias0, bias1, bias2, low, y0, y1, y2, tiles, entries, stride, scales,
+    x, w0, w1, w2, bias0, bias1, bias2, residual, low, y0, y1, y2, tiles, entries, stride, scales,
     inputs, width0, width1, width2, columns, tile_count, block_count,
-    MODULES: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr,
+    MODULES: tl.constexpr, BIASED: tl.constexpr, PLUS: tl.constexpr, GATE: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """Write `y = x W^T + b + scale * low B^T` of each module."""
+    """Write `y = x W^T + b + scale * low B^T` of each module; `PLUS`: and `residual`, to that of the one.
+
+    `GATE` (1 SiLU, 2 GELU): a program has the same columns of two modules, and writes `act(y0) * y1` to y2.
+    """
     across, block = tile_of(tile_count, block_count, BAND)
     tile = tiles + 3 * across
     segment, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     module = block * 0  # the blocks of one module come behind those of the one before
     start = block
-    if MODULES > 1:
+    if MODULES > 1 and not GATE:
         if start >= tl.cdiv(width0, BN):
             module += 1
             start -= tl.cdiv(width0, BN)
@@ -149,6 +166,7 @@ def expand(
     outs = (start * BN + tl.arange(0, BN)).to(tl.int64)
     inside = outs < width
     total = tl.zeros((BM, BN), tl.float32)
+    other = tl.zeros((BM, BN), tl.float32)
     for at in range(0, inputs, BK):
         depth = at + tl.arange(0, BK)
         known = depth < inputs
@@ -156,34 +174,49 @@ def expand(
             x + rows[:, None] * inputs + depth[None, :],
             mask=live[:, None] & known[None, :], other=0.0,
         )  # fmt: skip
-        right = tl.load(
-            weight + outs[None, :] * inputs + depth[:, None],
-            mask=inside[None, :] & known[:, None], other=0.0,
-        )  # fmt: skip
+        cells = outs[None, :] * inputs + depth[:, None]
+        right = tl.load(weight + cells, mask=inside[None, :] & known[:, None], other=0.0)
         total = plus_product(total, left, right, WIDE)
+        if GATE:
+            right = tl.load(w1 + cells, mask=inside[None, :] & known[:, None], other=0.0)
+            other = plus_product(other, left, right, WIDE)
     if BIASED:
         bias = tl.load(pick(module, bias0, bias1, bias2) + outs, mask=inside, other=0.0)
         total += bias.to(tl.float32)[None, :]
-    entry = entries + segment.to(tl.int64) * stride
-    rank = tl.load(entry).to(tl.int32)
-    matrix = tl.load(entry + 1).to(tl.pointer_type(low.dtype.element_ty))
-    matrix += tl.load(entry + HEAD + 1 + 2 * module)
+        if GATE:
+            other += tl.load(bias1 + outs, mask=inside, other=0.0).to(tl.float32)[None, :]
+    entry, scale = entries + segment.to(tl.int64) * stride, tl.load(scales + segment)
     total = plus_low_rank(
-        total, low, matrix, tl.load(scales + segment), rows, live, outs, rank, width, columns,
-        module * rank, WIDE, BR,
-    )  # fmt: skip
-    y = pick(module, y0, y1, y2) + rows[:, None] * width + outs[None, :]
-    tl.store(y, total.to(low.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        total, low, entry, scale, rows, live, outs, width, columns, module, 1, WIDE, BR
+    )
+    kind: tl.constexpr = low.dtype.element_ty
+    cells = rows[:, None] * width + outs[None, :]
+    mask = live[:, None] & inside[None, :]
+    if PLUS:
+        total += tl.load(residual + cells, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pick(module, y0, y1, y2) + cells, total.to(kind), mask=mask)
+    if GATE:
+        other = plus_low_rank(
+            other, low, entry, scale, rows, live, outs, width, columns, 1, 1, WIDE, BR
+        )
+        tl.store(y1 + cells, other.to(kind), mask=mask)
+        # Rounded where the base model rounds: backward finds the same in what was written.
+        value, _ = activated(total.to(kind).to(tl.float32), GATE == 2)
+        value = value.to(kind).to(tl.float32) * other.to(kind).to(tl.float32)
+        tl.store(y2 + cells, value.to(kind), mask=mask)
 
 
 @triton.jit
 def expand_back(
-    g0, g1, g2, w0, w1, w2, low, gx, tiles, entries, stride, scales,
+    g0, g1, g2, w0, w1, w2, low, gate, up, gx, gx1, tiles, entries, stride, scales,
     inputs, width0, width1, width2, columns, tile_count, block_count,
-    MODULES: tl.constexpr, WIDE: tl.constexpr,
+    MODULES: tl.constexpr, GATE: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """Write `gx`, the sum over modules of `gy W + scale * low A`; `low` is `gy B`."""
+    """Write `gx`, the sum over modules of `gy W + scale * low A`; `low` is `gy B`.
+
+    `GATE`: x was `act(gate) * up`, and what is written are the gradients of these, to gx and gx1.
+    """
     across, block = tile_of(tile_count, block_count, BAND)
     tile = tiles + 3 * across
     segment, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -207,29 +240,24 @@ def expand_back(
                 mask=known[:, None] & inside[None, :], other=0.0,
             )  # fmt: skip
             total = plus_product(total, left, right, WIDE)
-    entry = entries + segment.to(tl.int64) * stride
-    rank = tl.load(entry).to(tl.int32)
-    scale = tl.load(scales + segment)
+    entry, scale = entries + segment.to(tl.int64) * stride, tl.load(scales + segment)
     for module in range(MODULES):
-        matrix = tl.load(entry + 1).to(tl.pointer_type(low.dtype.element_ty))
-        matrix += tl.load(entry + HEAD + 2 * module)
         total = plus_low_rank(
-            total,
-            low,
-            matrix,
-            scale,
-            rows,
-            live,
-            outs,
-            rank,
-            inputs,
-            columns,
-            module * rank,
-            WIDE,
-            BR,
+            total, low, entry, scale, rows, live, outs, inputs, columns, module, 0, WIDE, BR
         )
-    out = gx + rows[:, None] * inputs + outs[None, :]
-    tl.store(out, total.to(gx.dtype.element_ty), mask=live[:, None] & inside[None, :])
+    kind: tl.constexpr = gx.dtype.element_ty
+    cells = rows[:, None] * inputs + outs[None, :]
+    mask = live[:, None] & inside[None, :]
+    if GATE:
+        total = total.to(kind).to(tl.float32)  # rounded where the base model's backward rounds
+        wide = tl.load(up + cells, mask=mask, other=0.0).to(tl.float32)
+        value, slope = activated(
+            tl.load(gate + cells, mask=mask, other=0.0).to(tl.float32), GATE == 2
+        )
+        other = total * value.to(kind).to(tl.float32)
+        tl.store(gx1 + cells, other.to(kind), mask=mask)
+        total = (total * wide).to(kind).to(tl.float32) * slope
+    tl.store(gx + cells, total.to(kind), mask=mask)
 
 
 @triton.jit

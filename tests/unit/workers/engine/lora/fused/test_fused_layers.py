@@ -1,0 +1,152 @@
+"""Decoder layers with gates and residual additions inside the products, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora import backend
+from cotrain_workers.engine.model import fused_layers
+from cotrain_workers.engine.model.fused_layers import fuse_layers
+from cotrain_workers.engine.model.fusion import norm_then_weight, norm_with_one
+from cotrain_workers.engine.model.kept_norm import KeptNorm
+from cotrain_workers.engine.ops import PassOutput
+from cotrain_workers.engine.spec import AdapterSpec
+from tests.support.decoding import finish, request, trained_weights
+from tests.support.lora_problem import needs_kernels
+from tests.support.tiny_models import FAMILIES, build_tiny
+from tests.support.training import Tenant, relative_error, same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Load = Callable[..., Engine]
+
+pytestmark = needs_kernels
+
+OWN = Tenant("all-8", AdapterSpec(8, seed=5), "cross_entropy", (2, 21))
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Return what loads a tiny model; the self-check has tests of its own."""
+    monkeypatch.setattr(backend, "disagreement", lambda *_, **__: None)
+
+    def loaded(family: str, lora: str, **rest: Any) -> Engine:
+        folder = tmp_path / family
+        if not folder.exists():
+            build_tiny(family, folder, layers=2 if family == "gemma3" else 1)
+        return Engine.load(str(folder), dtype=torch.float32, lora_backend=lora, **rest)  # type: ignore[arg-type]
+
+    return loaded
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gets_what_seg_gives(load: Load, family: str) -> None:
+    seg, fused = load(family, "seg"), load(family, "fused")
+    # In the layers of Gemma 2 and 3 norms stand between products and additions.
+    wanted = "mlp" if family in ("gemma2", "gemma3") else "mlp residuals"
+    assert fused.facts.numerics.fused == wanted
+    seg.run(OWN.ops(0))  # after it B is not zero
+    fused.adapters.restore(OWN.run, seg.adapters.state(OWN.run))
+
+    passes = [op for op in OWN.ops(1) if getattr(op, "needs_grad", False)]
+    assert passes
+    expected, found = (each.run(passes).outputs for each in (seg, fused))
+
+    for key, theirs in expected.items():
+        ours = found[key]
+        assert isinstance(theirs, PassOutput)
+        assert isinstance(ours, PassOutput)
+        for own, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            np.testing.assert_allclose(own, other, atol=2e-5)
+    gradients = [each.adapters.state(OWN.run).grads for each in (fused, seg)]
+    assert relative_error(*gradients) < 1e-5
+
+
+def test_computing_a_layer_twice_moves_no_bit(load: Load) -> None:
+    once, twice = (load("llama", "fused", recompute=each) for each in ("never", "always"))
+
+    for each in (once, twice):
+        each.run(OWN.ops(0))
+
+    assert same_bits(once.adapters.state(OWN.run), twice.adapters.state(OWN.run))
+
+
+def test_the_decoder_runs_the_layers_as_they_are(load: Load) -> None:
+    weights, found = trained_weights(load("qwen3", "seg")), []
+    for lora in ("seg", "fused"):
+        engine = load("qwen3", lora)
+        decoder = engine.decoder(weights.__getitem__, kv_tokens=2048, text=None)
+        mine = request("mine", np.arange(20), "all-8", max_tokens=4)
+        output = finish(decoder, [mine])["mine"]
+        assert isinstance(output, SampleOutput)
+        found.append(output.sequences[0])
+
+    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+    np.testing.assert_array_equal(found[0].logprobs, found[1].logprobs)
+
+
+def test_a_layer_of_another_kind_stays_as_it_is(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_layers, "silu_gate", lambda gate, up: gate * up)
+    engine = load("llama", "seg")
+    mlp: Any = engine._base.backbone.get_submodule("layers.0.mlp")
+    before = mlp.forward
+
+    assert fuse_layers(engine._base) == ()
+    assert mlp.forward == before
+
+
+def kept_norm(x: torch.Tensor, weight: torch.Tensor, pure: Any = norm_then_weight) -> Any:
+    return KeptNorm.apply(x, weight, 1e-6, pure is norm_with_one)  # type: ignore[no-untyped-call]
+
+
+def problem(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return `x`, a weight, and the slopes of the norm and of what is kept."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 72), (72,), (5, 72), (5, 72)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def through(norm: Any, x: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
+    """Return the norm, what was kept, and the gradient of `x`."""
+    leaf = x.clone().requires_grad_()
+    y, kept = norm(leaf, rest[0])
+    (gx,) = torch.autograd.grad((y, kept), leaf, rest[1:])
+    return [y.detach(), kept.detach(), gx]
+
+
+@pytest.mark.parametrize("pure", [norm_then_weight, norm_with_one])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_a_kept_norm_and_its_gradient_are_those_of_two_ops(
+    dtype: torch.dtype, most: float, pure: Any
+) -> None:
+    given = problem(dtype)
+
+    expected = through(lambda x, weight: (pure(x, weight, 1e-6), x * 1), *given)
+    found = through(partial(kept_norm, pure=pure), *given)
+
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) <= most
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_row_of_a_kept_norm_has_the_bits_that_it_has_alone() -> None:
+    x, weight, *slopes = problem(torch.float32)
+    alone = through(kept_norm, x[2:3], weight, *(each[2:3] for each in slopes))
+    for each in (x, *slopes):
+        each[1], each[3] = torch.nan, torch.inf
+
+    found = through(kept_norm, x, weight, *slopes)
+
+    assert all(torch.equal(ours[2:3], theirs) for ours, theirs in zip(found, alone, strict=True))
+    assert found[2][1].isnan().all()

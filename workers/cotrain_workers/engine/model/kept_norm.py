@@ -1,0 +1,76 @@
+"""An RMS norm that hands on what it read, too: back, the gradients of both are one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+WARPS = 8
+
+_LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
+SCHEMAS = {
+    # x [T, width]; `one`: the scale is one more than the weight
+    "rms_norm": "(Tensor x, Tensor weight, float eps, bool one) -> Tensor",
+    "rms_norm_back": "(Tensor x, Tensor weight, Tensor gy, Tensor kept, float eps, bool one) -> Tensor",
+}
+
+
+class KeptNorm(torch.autograd.Function):
+    """The norm of each row of `x` `[..., width]`, and `x`. The weight is frozen."""
+
+    @staticmethod
+    def forward(  # type: ignore[explicit-override]
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, one: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both."""
+        ctx.save_for_backward(x, weight)
+        ctx.rest = eps, one
+        return torch.ops.cotrain.rms_norm(x.contiguous(), weight, eps, one), x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
+        """Return the gradient of `x`."""
+        x, weight = ctx.saved_tensors
+        gy, kept = (each.contiguous() for each in grads)
+        gx = torch.ops.cotrain.rms_norm_back(x.contiguous(), weight, gy, kept, *ctx.rest)
+        return gx, None, None, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, one: bool) -> torch.Tensor:
+    """Return the norm of each row."""
+    y = torch.empty_like(x)
+    _run("norm", x, weight, y, eps=eps, one=one)
+    return y
+
+
+def rms_norm_back(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gy: torch.Tensor,
+    kept: torch.Tensor,
+    eps: float,
+    one: bool,
+) -> torch.Tensor:
+    """Return the gradient of `x`, given those of its norm and of `x` as it was kept."""
+    gx = torch.empty_like(x)
+    _run("norm_back", x, weight, gy, kept, gx, eps=eps, one=one)
+    return gx
+
+
+def _run(name: str, x: torch.Tensor, *rest: torch.Tensor, eps: float, one: bool) -> None:
+    from cotrain_workers.engine.model import norm_programs
+
+    width = x.shape[-1]
+    block = 1 << (width - 1).bit_length()
+    getattr(norm_programs, name)[(x.numel() // width,)](
+        x, *rest, width, eps, ONE=one, BLOCK=block, num_warps=WARPS
+    )
+
+
+for _name, _real in (("rms_norm", rms_norm), ("rms_norm_back", rms_norm_back)):
+    _LIBRARY.define(_name + SCHEMAS[_name])
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"cotrain::{_name}", lambda x, *_: torch.empty_like(x), lib=_LIBRARY
+    )
