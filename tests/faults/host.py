@@ -36,6 +36,14 @@ REDIS = "redis"
 NO_STORE = {1, 3}
 START_S = 60.0
 TIDY_S = 120.0
+#: Of each process' log, in the account of a server that is stuck.
+ACCOUNT_LINES = 120
+#: Has a process write where each of its threads is (`nursery.become`).
+SHOW_STACKS = signal.SIGUSR1
+
+
+class Stuck(TimeoutError):
+    """A process, or the whole server, did not do within PATIENCE_S what was asked of it."""
 
 
 @dataclass(frozen=True)
@@ -226,21 +234,30 @@ class Host:
         return redis_client.Redis.from_url(self.redis_url)
 
     async def until_ready(self) -> None:
-        """Wait until the server would train."""
-        async with (
-            asyncio.timeout(PATIENCE_S),
-            httpx.AsyncClient(base_url=self.address, verify=NO_TLS) as http,
-        ):
-            while True:
+        """Wait until the server would train; raise `Stuck` if it does not come to that."""
+        until, last = time.monotonic() + PATIENCE_S, "no answer"
+        async with httpx.AsyncClient(base_url=self.address, verify=NO_TLS) as http:
+            while time.monotonic() < until:
                 with contextlib.suppress(httpx.HTTPError):
-                    if (await http.get("/readyz")).status_code == 200:
+                    answer = await http.get("/readyz")
+                    if answer.status_code == 200:
                         return
+                    last = answer.text
                 await asyncio.sleep(0.05)
+        raise Stuck(f"not ready for {PATIENCE_S:g} s: {last}")
 
     def log_of(self, name: str) -> str:
         """Read what a process wrote."""
         path = self.folder / "logs" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
+
+    async def account(self) -> str:
+        """Tell what each process wrote last, and where its threads are now."""
+        for name in self._ours:
+            self.kill(name, SHOW_STACKS)
+        await asyncio.sleep(1)
+        logs = {name: self.log_of(name).splitlines()[-ACCOUNT_LINES:] for name in self._kept}
+        return "\n".join(f"== {name}\n" + "\n".join(lines) for name, lines in logs.items())
 
     def _environment(self, process: str, **own: str) -> dict[str, str]:
         shared = {
@@ -301,7 +318,10 @@ class Host:
         if kept.pid:
             self.nursery.tell("signal", pid=kept.pid, signal=int(number))
         assert kept.task
-        await asyncio.wait_for(kept.task, PATIENCE_S)
+        try:
+            await asyncio.wait_for(asyncio.shield(kept.task), PATIENCE_S)
+        except TimeoutError:
+            raise Stuck(f"{name} did not end within {PATIENCE_S:g} s of signal {number}") from None
         del self._kept[name]  # until now it could be killed
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -93,6 +94,7 @@ def become(run: str | list[str], environment: dict[str, str], log: str) -> None:
     os.environ.update(environment)
     if not isinstance(run, str):
         os.execvp(run[0], run)
+    faulthandler.register(signal.SIGUSR1)  # `host.SHOW_STACKS`, for a process that is stuck
     status: object = 1
     try:
         arm()

@@ -110,8 +110,9 @@ async def trial(
             await _look(host, played, outcome, crowded=crowded)
         except Refused as refused:
             outcome.violations.append(f"I1 {refused}")
-        except TimeoutError:
-            outcome.violations.append(f"I1 not over after {limit_s:g} s")
+        except TimeoutError as late:
+            outcome.violations.append(f"I1 {str(late) or f'not over after {limit_s:g} s'}")
+            print(await host.account())
         finally:
             watching.cancel()
             for client in clients:
