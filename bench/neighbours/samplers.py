@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from bench.neighbours.trainers import runs
 from cotrain import ModelInput, SamplingParams
+
+if TYPE_CHECKING:
+    from cotrain import SamplingClient
 
 
 async def heavy_sampler(address: str, key: str) -> None:
@@ -37,4 +41,36 @@ async def stop_strings(address: str, key: str) -> None:
     await asyncio.gather(*(one() for _ in range(20)))
 
 
-SAMPLERS = {run.__name__: run for run in (heavy_sampler, stop_strings)}
+async def long_prompts(address: str, key: str) -> None:
+    """20 requests in flight about prompts of 4,000 tokens, each with the 20 best at every position."""
+    (run,) = runs(address, key, count=1)
+    sampler = await asyncio.to_thread(run.save_weights_and_get_sampling_client)
+    params = SamplingParams(max_tokens=1, seed=0, stop=[])
+
+    async def one(number: int) -> None:
+        prompt = ModelInput.from_ints([number + 1, *range(1, 4_000)])
+        while True:
+            await sampler.sample(prompt, 1, params, True, 20)
+
+    await asyncio.gather(*(one(number) for number in range(20)))
+
+
+async def many_adapters(address: str, key: str) -> None:
+    """A request in flight to each of 128 adapters, more than a decoder has room for."""
+    made = runs(address, key, count=8, rank=32)
+    samplers = [
+        await asyncio.to_thread(run.save_weights_and_get_sampling_client)
+        for _ in range(16)
+        for run in made
+    ]
+    prompt = ModelInput.from_ints(list(range(1, 33)))
+    params = SamplingParams(max_tokens=16, seed=0, stop=[])
+
+    async def one(sampler: SamplingClient) -> None:
+        while True:
+            await sampler.sample(prompt, 1, params)
+
+    await asyncio.gather(*(one(sampler) for sampler in samplers))
+
+
+SAMPLERS = {run.__name__: run for run in (heavy_sampler, stop_strings, long_prompts, many_adapters)}

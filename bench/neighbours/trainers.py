@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench.model import VOCAB
 from bench.through_http import ADAM, datum
-from cotrain import Datum, ModelInput, SamplingParams, ServiceClient
+from cotrain import APIError, Datum, ModelInput, SamplingParams, ServiceClient
 
 if TYPE_CHECKING:
-    from cotrain import TrainingClient
+    from cotrain import Future, TrainingClient
 
 
 async def long_pass(address: str, key: str) -> None:
@@ -70,20 +71,51 @@ async def large_adapters(address: str, key: str) -> None:
     await together(keep_training(run, batch, 2) for run in runs(address, key, count=8, rank=128))
 
 
+async def creator(address: str, key: str) -> None:
+    """Runs of rank 64 made and unloaded again as fast as the server does it, 16 at a time."""
+    service = ServiceClient(base_url=address, api_key=key)
+
+    def one(number: int) -> None:
+        while True:
+            service.create_lora_training_client("bench", rank=64, seed=number).unload()
+
+    await together(asyncio.to_thread(one, number) for number in range(16))
+
+
+async def loader(address: str, key: str) -> None:
+    """Eight runs of rank 128 that load a checkpoint with its optimizer again and again, with 60 loads in flight each."""
+
+    async def one(run: TrainingClient) -> None:
+        await (await run.forward_backward_async(data(1, 64), "cross_entropy"))
+        await (await run.optim_step_async(ADAM))
+        path = (await (await run.save_state_async("kept", overwrite=True))).path
+        flying = []
+        while True:
+            flying.append(await run.load_state_with_optimizer_async(path))
+            if len(flying) == 60:
+                await flying.pop(0)
+
+    await together(one(run) for run in runs(address, key, count=8, rank=128))
+
+
 async def _sampled(future: object) -> None:
     await future  # type: ignore[misc]  # a future of ours
 
 
 async def together(tenants: object) -> None:
-    """Run them side by side; one that is refused, as a quota may have it, leaves the others."""
-    await asyncio.gather(*tenants, return_exceptions=True)  # type: ignore[misc]
+    """Run them side by side; one that is refused, as a quota may have it, says so and leaves the others."""
+    for ended in asyncio.as_completed(list(tenants)):  # type: ignore[call-overload]
+        try:
+            await ended
+        except APIError as refused:
+            print(refused, file=sys.stderr, flush=True)
 
 
 async def keep_training(
     run: TrainingClient, batch: list[Datum], in_flight: int, *, steps: bool = True
 ) -> None:
     """Keep so many passes in flight, each with an optimizer step or without."""
-    flying = []
+    flying: list[Future[Any]] = []
     while True:
         flying.append(await run.forward_backward_async(batch, "cross_entropy"))
         if steps:
@@ -107,5 +139,15 @@ def data(sequences: int, length: int) -> list[Datum]:
 
 
 TRAINERS = {
-    run.__name__: run for run in (long_pass, many_runs, burst, reinforcement, saver, large_adapters)
+    run.__name__: run
+    for run in (
+        long_pass,
+        many_runs,
+        burst,
+        reinforcement,
+        saver,
+        large_adapters,
+        creator,
+        loader,
+    )
 }

@@ -1,7 +1,7 @@
 """Decide what the next cycle of one worker holds. Pure: the queue in, a plan out.
 
 Order: a run's ops are taken in seq order, as the longest prefix of the form
-`(create | import)? (forward | forward_backward | reverse_kl)* optim_step? (save | load)*`, so that a
+`(create | import)? (forward | forward_backward | reverse_kl)* optim_step? save{0,4} load?`, so that a
 step submitted whole trains in one cycle, weights never change under a forward, and what is saved is
 what the step left. A barrier holds back its own run only.
 
@@ -12,8 +12,9 @@ Among tenants that always have passes waiting, the tokens served since they all 
 quanta; and a tenant that had nothing waiting is served before another gets more than that request's tokens
 and two quanta. A tenant with a weight of its own counts each token as 1/weight: it gets weight times the tokens
 of one without, the tokens served of each over its weight differ by less than two quanta over the least weight,
-and of a tenant that is `n` times as heavy as the newcomer comes at most `n` times as much before it. What has no tokens (a create, a step, a save, a load) is always taken: it takes nothing of a
-cycle that could be shared, and would hold up its run.
+and of a tenant that is `n` times as heavy as the newcomer comes at most `n` times as much before it. What has
+no tokens (a create, a step, a save, a load) is always taken: it takes nothing of a cycle that could be shared,
+and would hold up its run. So a run has few saves in a cycle, and one load.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cotrain_scheduler.waiting import Waiting
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,3 +29,8 @@ def leads(fair_queue: FairQueue) -> dict[TenantId, float]:
     """Say by how many tokens each was served more than a newcomer counts as served."""
     served = {name: tokens - fair_queue._floor for name, tokens in fair_queue._served.items()}
     return {name: lead for name, lead in served.items() if lead > 0}
+
+
+def op(run: str, seq: int, kind: OpKind = OpKind.FORWARD_BACKWARD, tokens: int = 10) -> QueuedOp:
+    """Make an op; 10 tokens if it is a pass."""
+    return QueuedOp(RunId(run), seq, kind, tokens if kind in PASSES else 0, "inline", 1, 0.0)

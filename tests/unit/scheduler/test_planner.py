@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cotrain_scheduler import backlog
-from cotrain_scheduler.backlog import cost, runnable_prefix
+from cotrain_scheduler.backlog import MOST_SAVES, cost, runnable_prefix
 from cotrain_scheduler.fair_queue import FairQueue
 from cotrain_scheduler.planner import FIRST_TOKENS, GROWTH, QUANTA_PER_CYCLE, Selection, budget
 from cotrain_scheduler.planner import select as select_of_waiting
@@ -17,14 +17,10 @@ from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
 from cotrain_store.messages.pauses import LEAST_WEIGHT, MOST_WEIGHT
 from tests.support.draws import examples
-from tests.support.planning import leads, waiting_of
+from tests.support.planning import leads, op, waiting_of
 
 TAIL = {OpKind.SAVE, OpKind.LOAD}
 KINDS = [*PASSES, OpKind.OPTIM_STEP, *TAIL, OpKind.REJECTED]
-
-
-def op(run: str, seq: int, kind: OpKind = OpKind.FORWARD_BACKWARD, tokens: int = 10) -> QueuedOp:
-    return QueuedOp(RunId(run), seq, kind, tokens if kind in PASSES else 0, "inline", 1, 0.0)
 
 
 def queue_of(run: str, tenant: str, ops: list[QueuedOp]) -> RunQueue:
@@ -91,6 +87,8 @@ def test_a_run_is_only_saved_and_loaded_after_a_save_or_load_in_the_same_cycle(
         kinds = [chosen_op.kind for chosen_op in chosen if chosen_op.run == row.run]
         first = next((place for place, kind in enumerate(kinds) if kind in TAIL), len(kinds))
         assert set(kinds[first:]) <= TAIL | {OpKind.REJECTED}
+        assert kinds.count(OpKind.SAVE) <= MOST_SAVES
+        assert OpKind.LOAD not in kinds[:-1]
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
@@ -309,40 +307,6 @@ def test_who_had_nothing_waiting_waits_for_no_more_than_weights_say(
         if not tenants.served[-1]:
             for served, weight in zip(tenants.served[:-1], weights, strict=True):
                 assert served < tokens * weight / own + 2 * quantum + 1e-6
-
-
-def test_a_step_submitted_whole_runs_in_one_cycle() -> None:
-    step = [op("r", 1), op("r", 2), op("r", 3, OpKind.OPTIM_STEP)]
-    assert runnable_prefix([*step, op("r", 4)]) == step
-
-
-def test_what_is_saved_is_what_the_step_left() -> None:
-    step = [op("r", 1), op("r", 2, OpKind.OPTIM_STEP), op("r", 3, OpKind.SAVE)]
-    rejected = op("r", 4, OpKind.REJECTED)
-    saves = [op("r", 5, OpKind.SAVE), op("r", 6, OpKind.SAVE)]
-    cycle = [*step, rejected, *saves]
-    assert runnable_prefix([*cycle, op("r", 7)]) == cycle
-    assert runnable_prefix([*cycle, op("r", 7, OpKind.OPTIM_STEP)]) == cycle
-    assert runnable_prefix([op("r", 1), op("r", 2, OpKind.SAVE), op("r", 3)]) == [
-        op("r", 1),
-        op("r", 2, OpKind.SAVE),
-    ]
-
-
-def test_weights_are_not_reassigned_under_a_pass() -> None:
-    cycle = [op("r", 1), op("r", 2, OpKind.LOAD), op("r", 3, OpKind.SAVE), op("r", 4, OpKind.LOAD)]
-    assert runnable_prefix([*cycle, op("r", 5)]) == cycle
-    assert runnable_prefix([op("r", 5, OpKind.LOAD), op("r", 6, OpKind.OPTIM_STEP)]) == [
-        op("r", 5, OpKind.LOAD)
-    ]
-
-
-def test_a_run_trains_in_the_cycle_that_makes_it_unless_it_is_made_by_a_load() -> None:
-    for kind in (OpKind.CREATE, OpKind.IMPORT):
-        step = [op("r", 0, kind), op("r", 1, OpKind.REVERSE_KL), op("r", 2, OpKind.OPTIM_STEP)]
-        assert runnable_prefix(step) == step
-    loaded = op("r", 0, OpKind.LOAD)
-    assert runnable_prefix([loaded, op("r", 1)]) == [loaded]
 
 
 def test_a_barrier_holds_back_its_own_run_only() -> None:

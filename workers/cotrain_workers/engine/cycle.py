@@ -1,4 +1,4 @@
-"""Training with yield points: after each micro-batch the model is free for other work.
+"""Training with yield points, at which the model is free for other work.
 
 What computes is a generator and knows nothing of that work; its driver runs it.
 """

@@ -169,7 +169,7 @@ class Engine:
         `(Create | Import | Load)? (Pass | ReverseKl)* OptimStep? (Save | Load)*`.
 
         Every op gets an output; one that cannot run or yields NaN fails alone and leaves no trace.
-        Yields after each micro-batch; a decoder of this engine may step there.
+        Yields after each micro-batch, save and load; a decoder of this engine may step there.
 
         A pass in `allowances`, by (run, seq), runs one slice, and more while all of them are no more tokens
         than that; once time `is_over`, none, but for one micro-batch of that which has waited longest. With
@@ -282,6 +282,11 @@ class Engine:
                 cycle.outputs[op.run, op.seq] = save(self.adapters, op)
             elif isinstance(op, Load) and not op.creates:
                 cycle.outputs[op.run, op.seq] = load(self.adapters, op)
+            else:
+                continue
+            cycle.optim_s += time.perf_counter() - began
+            yield
+            began = time.perf_counter()
         for run in {op.run for op in ops}:
             if run in self.adapters and run not in self.open_passes.runs:
                 self.adapters[run].drop_open_gradient()

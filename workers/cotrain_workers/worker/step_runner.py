@@ -130,7 +130,7 @@ class StepRunner:
         runs: StepRuns,
         is_over: Callable[[], bool],
     ) -> Yielding[StepRun]:
-        """Run a step's ops; yields after each micro-batch, as long as the step runs as a whole.
+        """Run a step's ops; yields where the engine does, as long as the step runs as a whole.
 
         Passes with an allowance may stay open, and stop where the step's time `is_over`. In a step that
         crashed every pass ends: one that crashes far behind its beginning would crash each time in

@@ -6,7 +6,7 @@ import torch
 
 from cotrain_workers.engine.cycle import drive
 from cotrain_workers.engine.model.base_model import eos_token_ids
-from cotrain_workers.engine.ops import Create, Failure, Save, SaveOutput
+from cotrain_workers.engine.ops import Create, Failure, Load, Save, SaveOutput
 from tests.support.training import MIX
 
 if TYPE_CHECKING:
@@ -81,6 +81,18 @@ def test_others_work_after_every_micro_batch(new_engine: NewEngine) -> None:
     cycle, _ = drive(engine.cycle(ops), lambda: yields.append(1))
 
     assert len(yields) == cycle.forwards > 3
+
+
+def test_others_work_after_every_save_and_load(new_engine: NewEngine) -> None:
+    engine, tenant, yields = new_engine(), MIX[0], []
+    saved = engine.run([*tenant.ops(0), Save(tenant.run, 9)]).outputs[tenant.run, 9]
+    assert isinstance(saved, SaveOutput)
+    loads = [Load(tenant.run, seq, "kept", saved.weights, None) for seq in (12, 13)]
+    ops = [Save(tenant.run, 10), Save(tenant.run, 11), *loads]
+
+    cycle, _ = drive(engine.cycle(ops), lambda: yields.append(1))
+
+    assert len(yields) == len(ops) == len(cycle.outputs)
 
 
 def test_without_passes_there_is_no_yield_point(new_engine: NewEngine) -> None:
