@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 #: Tokens of a micro-batch, and datums of which each is a slice of its own.
 SLICE, LENGTHS = 16, (16, 11, 14, 16, 9)
+#: For tests of which slices add up to what: they do in every layer, and what the first layer's modules do on
+#: the way back differs from one to the next.
+ONE_LAYER = MappingProxyType({"micro_batch_tokens": SLICE, "layers": 1})
 
 
 def a_pass(seq: int, run: str = "a", *, needs_grad: bool = True, seed: int = 0) -> Pass:

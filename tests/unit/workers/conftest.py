@@ -29,11 +29,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
-    """Return a function (family, tied=False) -> folder; each model is written once per session."""
+    """Return a function (family, tied=False, layers=2) -> folder; each model is written once per session."""
 
     @cache
-    def folder(family: str = "qwen3", *, tied: bool = False) -> Path:
-        return build_tiny(family, tmp_path_factory.mktemp(family), tied=tied)
+    def folder(family: str = "qwen3", *, tied: bool = False, layers: int = 2) -> Path:
+        return build_tiny(family, tmp_path_factory.mktemp(family), tied=tied, layers=layers)
 
     return folder
 
@@ -42,8 +42,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 def new_engine(model_folder: ModelFolder) -> NewEngine:
     """Return a function that makes a fresh engine over a tiny model."""
 
-    def load(family: str = "qwen3", *, tied: bool = False, **settings: Any) -> Engine:
-        folder = str(model_folder(family, tied=tied))
-        return Engine.load(folder, load_base=shared_base, **settings)
+    def load(
+        family: str = "qwen3", *, tied: bool = False, layers: int = 2, **settings: Any
+    ) -> Engine:
+        folder = model_folder(family, tied=tied, layers=layers)
+        return Engine.load(str(folder), load_base=shared_base, **settings)
 
     return load

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import close_session, constants
 from safetensors.torch import load_file, save_file
 
 from cotrain_workers.engine.model import base_model
 from cotrain_workers.engine.model.base_model import UnsupportedModel, load_base_model
 from cotrain_workers.engine.model.model_source import ModelTooLarge, NoModel, UnusableModel
 from tests.support.fake_hub import FakeHub
-from tests.support.processes import environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,27 +136,28 @@ def test_a_hub_that_is_not_to_be_asked_is_not_blamed() -> None:
     assert "COTRAIN_OFFLINE, HF_HUB_OFFLINE" in message
 
 
-def test_the_answers_of_a_hub_are_distinguished(tmp_path: Path) -> None:
-    script = """
-import torch
-from cotrain_workers.engine.model.base_model import load_base_model
-for name in ("absent", "gated", "adapter"):
-    try:
-        load_base_model("someone/" + name, device=torch.device("cpu"), dtype=torch.float32,
-                        local_files_only=False)
-    except OSError as error:
-        print(str(error).partition("served: ")[2])
-"""
+def test_the_answers_of_a_hub_are_distinguished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(name: str) -> str:
+        with pytest.raises(NoModel) as refused:
+            load_base_model(
+                f"someone/{name}",
+                device=torch.device("cpu"),
+                dtype=torch.float32,
+                local_files_only=False,
+            )
+        return str(refused.value).partition("served: ")[2]
+
     with FakeHub() as hub:
-        asked = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        ran = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**environment_of({}), **asked},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    absent, gated, no_model = ran.stdout.splitlines()
+        # As HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE have it in a process that begins with them.
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        template = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        absent, gated, no_model = map(answer, ("absent", "gated", "adapter"))
+        close_session()
     assert absent.startswith("the hub has no such model, or shows it only to those")
     assert gated.startswith("the hub asks who you are: accept the model's terms there")
     assert no_model.startswith("its config.json is missing or has no model_type")

@@ -24,6 +24,7 @@ from cotrain_workers.engine.training.pass_state import needs_memory
 from tests.support.kl import kl_datums, random_weights, started
 from tests.support.open_passes import (
     LENGTHS,
+    ONE_LAYER,
     SLICE,
     a_pass,
     a_step,
@@ -60,10 +61,10 @@ def outputs_of(cycles: Iterator[CycleOutput]) -> dict[OpId, Output]:
 
 def two_engines(new_engine: NewEngine, **settings: object) -> tuple[Engine, Engine]:
     """Return two with run "a", which has a gradient from before."""
-    engines = tuple(new_engine(micro_batch_tokens=SLICE, **settings) for _ in range(2))
-    for engine in engines:
-        engine.run([Create("a", 0, AdapterSpec(8, seed=1)), a_pass(1), a_step(2), a_pass(3)])
-    return engines[0], engines[1]
+    first, second = (new_engine(**ONE_LAYER, **settings) for _ in range(2))
+    first.run([Create("a", 0, AdapterSpec(8, seed=1)), a_pass(1), a_step(2), a_pass(3)])
+    second.adapters.restore("a", first.adapters.state("a"))
+    return first, second
 
 
 @pytest.mark.parametrize("lora", ["seg", "grouped"])
@@ -194,10 +195,10 @@ def test_an_adapter_that_was_offloaded_goes_on_where_its_pass_stopped(
 def test_gradients_of_open_passes_are_within_the_budget_of_adapters(new_engine: NewEngine) -> None:
     """However many runs have one: what no cycle needs now is offloaded with its adapter."""
     runs = [f"r{number}" for number in range(6)]
-    whole = new_engine(micro_batch_tokens=SLICE)
+    whole = new_engine(**ONE_LAYER)
     spec = AdapterSpec(8, seed=1)
     arena = 4 * whole.adapters.layout_of(spec).size
-    engine = new_engine(micro_batch_tokens=SLICE, adapter_bytes=2 * 5 * arena)
+    engine = new_engine(**ONE_LAYER, adapter_bytes=2 * 5 * arena)
     bank, most = engine.adapters, 0
     for each in (engine, whole):
         each.run([Create(run, 0, spec) for run in runs])

@@ -14,7 +14,7 @@ from cotrain_workers.engine.ops import Create, Failure, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.open_passes import (
     LENGTHS,
-    SLICE,
+    ONE_LAYER,
     a_pass,
     a_step,
     assert_same_output,
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.numerics
 
 def two_begun(new_engine: NewEngine) -> tuple[Engine, Engine]:
     """Return two engines with a new run "a"."""
-    divided, whole = (new_engine(micro_batch_tokens=SLICE) for _ in range(2))
+    divided, whole = (new_engine(**ONE_LAYER) for _ in range(2))
     for engine in (divided, whole):
         engine.run([Create("a", 0, AdapterSpec(8, seed=1))])
     return divided, whole
@@ -73,7 +73,7 @@ def test_however_ops_are_spread_over_cycles_every_bit_is_that_of_one_by_one(
 ) -> None:
     """Any ops of a run that may share a cycle, any passes divided, at any border, with or without time."""
     draw = random.Random(seed)
-    spread, one_by_one = (new_engine(micro_batch_tokens=SLICE) for _ in range(2))
+    spread, one_by_one = (new_engine(**ONE_LAYER) for _ in range(2))
     left: dict[str, list[Op]] = {run: ops_of_a_run(draw, run) for run in ("a", "b")}
     expected: dict[OpId, Output] = {}
     for op in [op for ops in left.values() for op in ops]:
