@@ -211,12 +211,18 @@ def test_images_folders_and_ports_are_those_of_the_dockerfile_and_compose(exampl
     assert worker["command"] == compose["worker"]["command"]
 
 
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    settings = ServerSettings(
+        redis_url="redis://r:6379/0", data_dir=tmp_path_factory.mktemp("data")
+    )
+    return set(create_app(settings).openapi()["paths"])
+
+
 @ALL
 def test_probes_ask_for_pages_that_are_there_and_never_whether_there_are_workers(
-    example: str, tmp_path: Path
+    example: str, pages: set[str]
 ) -> None:
-    settings = ServerSettings(redis_url="redis://r:6379/0", data_dir=tmp_path)
-    pages = set(create_app(settings).openapi()["paths"])
     for _, container in containers(example):
         ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,13 +79,17 @@ def test_a_seeded_request_gives_the_same_bits_in_any_batch(
 ) -> None:
     engine = new_engine(family)
     weights = trained_weights(engine)
-    for run, num_samples in ((None, 3), ("all-8", 1), ("attn-1", 3)):
-        mine = replace(whole("mine", run), num_samples=num_samples)
+    mine = [
+        replace(whole(f"mine-{run}", run), num_samples=num_samples)
+        for run, num_samples in ((None, 3), ("all-8", 1), ("attn-1", 3))
+    ]
 
-        alone = output(decoder_of(engine, weights), mine)
-        among = output(decoder_of(engine, weights), mine, neighbours(seed=3))
+    together = finish(decoder_of(engine, weights), [*neighbours(seed=3), *mine])
 
-        assert_same(among, alone)
+    for each in mine:
+        among = together[each.id]
+        assert isinstance(among, SampleOutput)
+        assert_same(among, output(decoder_of(engine, weights), each))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -94,11 +99,13 @@ def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path, threads:
     try:
         engine = Engine.load(str(build_tiny("qwen3", tmp_path, hidden=72, vocab=131)))
         weights = trained_weights(engine)
-        for run in ("all-8", "all-5", "head-16"):
-            mine = whole("mine", run, length=70)
-            alone = output(engine.decoder(weights.__getitem__, kv_tokens=4096, text=text), mine)
-            decoder = engine.decoder(weights.__getitem__, kv_tokens=4096, text=text)
-            assert_same(output(decoder, mine, neighbours(seed=5)), alone)
+        mine = [whole(f"mine-{run}", run, length=70) for run in ("all-8", "all-5", "head-16")]
+        new_decoder = partial(engine.decoder, weights.__getitem__, kv_tokens=4096, text=text)
+        together = finish(new_decoder(), [*neighbours(seed=5), *mine])
+        for each in mine:
+            among = together[each.id]
+            assert isinstance(among, SampleOutput)
+            assert_same(among, output(new_decoder(), each))
     finally:
         torch.set_num_threads(1)
 
