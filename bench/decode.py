@@ -21,6 +21,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from bench.machine import machine, show
 from bench.model import SHAPES, build
 from bench.roofline import copy_bandwidth
 from bench.timing import timed
+from cotrain_workers.engine.decoding.adapter_slots import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, HostWeights, Save, SaveOutput
@@ -51,7 +53,10 @@ if TYPE_CHECKING:
 RANK, ADAPTERS = 8, 32
 PROMPT = {"cpu": 32, "cuda": 128}
 NEW_TOKENS = {"cpu": 48, "cuda": 128}
-CEILING_BATCH, CEILING_CONTEXT, CEILING_STEPS = 128, 1024, 64
+CEILING_BATCH, CEILING_CONTEXT = 128, 1024
+CEILING_ADAPTERS, CEILING_RANK = 64, 16
+CEILING_BLOCKS, BLOCK_STEPS = 5, 16  # of each way, in alternation
+CEILING_STEPS = 2 * CEILING_BLOCKS * (BLOCK_STEPS + 4)
 TARGET_RATIO, TARGET_SPEEDUP = 1.3, 3.0
 
 
@@ -127,8 +132,10 @@ def main() -> int:
         report["throughput"] = [
             row for size in args.sizes.split(",") for row in throughput(Path(folder), size, args)
         ]
-        if args.device == "cuda":
-            report["ceiling"] = ceiling(Path(folder), args.ceiling_size)
+        if args.ceiling_size:
+            report["ceiling"] = ceiling(
+                Path(folder), args.ceiling_size, args.device, args.ceiling_batch
+            )
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"decode-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     (args.out / name).write_text(json.dumps(report, indent=2) + "\n")
@@ -143,9 +150,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--ceiling-size", default="8b", choices=tuple(SHAPES))
+    parser.add_argument("--ceiling-size", choices=tuple(SHAPES), help="default: 8b on CUDA, none")
+    parser.add_argument("--ceiling-batch", type=int, default=CEILING_BATCH)
     args = parser.parse_args()
     args.sizes = args.sizes or ("5m" if args.device == "cpu" else "0.6b")
+    if args.device == "cuda":
+        args.ceiling_size = args.ceiling_size or "8b"
     return args
 
 
@@ -186,7 +196,7 @@ def load(folder: Path, size: str, device: str) -> Bench:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = build(folder / size, size, dtype, device)
     engine = Engine.load(str(model), device=device)
-    weights = adapters_of(engine)
+    weights = adapters_of(engine, ADAPTERS, RANK)
     oracle = PeftOracle(model, AdapterSpec(RANK, seed=0), dtype, device)
     for at in range(1, ADAPTERS):
         config = oracle.model.peft_config["default"]
@@ -196,12 +206,12 @@ def load(folder: Path, size: str, device: str) -> Bench:
     return Bench(size, device, engine, decoder, oracle.model, np.random.default_rng(0))
 
 
-def adapters_of(engine: Engine) -> dict[str, HostWeights]:
+def adapters_of(engine: Engine, count: int, rank: int) -> dict[str, HostWeights]:
     """Return sampler weights in which no matrix is zero."""
     weights = {}
-    for at in range(ADAPTERS):
+    for at in range(count):
         name = f"t{at}"
-        engine.run([Create(name, 0, AdapterSpec(RANK, seed=at))])
+        engine.run([Create(name, 0, AdapterSpec(rank, seed=at))])
         saved = engine.run([Save(name, 1)]).outputs[name, 1]
         assert isinstance(saved, SaveOutput)
         noise = torch.randn(saved.weights.flat.shape, generator=torch.Generator().manual_seed(at))
@@ -210,45 +220,65 @@ def adapters_of(engine: Engine) -> dict[str, HostWeights]:
     return weights
 
 
-def ceiling(folder: Path, size: str) -> dict[str, Any]:
-    """Measure decode steps alone on CUDA, against what the memory bandwidth allows."""
-    model = build(folder / size, size, torch.bfloat16, "cuda")
-    engine = Engine.load(str(model), device="cuda")
-    weights = adapters_of(engine)
-    tokens = CEILING_BATCH * (CEILING_CONTEXT + CEILING_STEPS + 512)
-    decoder = engine.decoder(weights.__getitem__, kv_tokens=tokens, text=None)
+def ceiling(folder: Path, size: str, device: str, batch: int) -> dict[str, Any]:
+    """Measure decode steps alone, against what the memory bandwidth allows."""
+    model = build(folder / size, size, torch.bfloat16, device)
+    engine = Engine.load(str(model), device=device)
+    weights = adapters_of(engine, CEILING_ADAPTERS, CEILING_RANK)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    slot_bytes = dtype.itemsize * slot_layout(engine.targets, CEILING_RANK).size
+    tokens = batch * (CEILING_CONTEXT + CEILING_STEPS + 512)
+    decoder = engine.decoder(
+        weights.__getitem__,
+        kv_tokens=tokens,
+        text=None,
+        weights_bytes=(CEILING_ADAPTERS + ZERO_SLOTS) * slot_bytes,
+    )
     rng = np.random.default_rng(0)
-    for at in range(CEILING_BATCH):
+    for at in range(batch):
         prompt = rng.integers(0, engine.facts.vocab_size, CEILING_CONTEXT)
-        decoder.add(request(str(at), prompt, f"t{at * ADAPTERS // CEILING_BATCH}", max_tokens=None))
-    while decoder.step().decoded_tokens < CEILING_BATCH:  # prompts
+        adapter = f"t{at * CEILING_ADAPTERS // batch}"
+        decoder.add(request(str(at), prompt, adapter, max_tokens=None))
+    while decoder.step().decoded_tokens < batch:  # prompts
         pass
-    for _ in range(8):
-        decoder.step()
-    steps = [timed(decoder.step, "cuda") for _ in range(CEILING_STEPS)]
+    took: dict[bool, list[float]] = {False: [], True: []}
+    for at in range(2 * CEILING_BLOCKS):
+        decoder.overlaps = bool(at % 2)
+        for _ in range(4):
+            decoder.step()
+        # Of several steps at once: one that is waited for at its end would overlap with nothing.
+        took[decoder.overlaps].append(timed(partial(steps, decoder, batch), device) / BLOCK_STEPS)
     shape = SHAPES[size]
     linear = sum(inputs * outputs for inputs, outputs in shape.linears)
     base_bytes = 2 * (shape.layers * linear + shape.hidden * shape.vocab)
     adapter_bytes = 2 * sum(w.flat.numel() for w in weights.values())
-    context = CEILING_CONTEXT + 8 + CEILING_STEPS // 2
-    kv_bytes = CEILING_BATCH * context * 2 * shape.layers * shape.kv_heads * shape.head * 2
-    bandwidth = copy_bandwidth("cuda")
+    context = CEILING_CONTEXT + CEILING_STEPS // 2
+    kv_bytes = batch * context * 2 * shape.layers * shape.kv_heads * shape.head * 2
+    bandwidth = copy_bandwidth(device)
     possible = (base_bytes + adapter_bytes + kv_bytes) / bandwidth
-    median = statistics.median(steps)
+    median = statistics.median(took[True])
     return show(
         {
             "size": size,
-            "batch": CEILING_BATCH,
+            "batch": batch,
             "context": CEILING_CONTEXT,
-            "adapters": ADAPTERS,
-            "tokens_per_s": CEILING_BATCH / median,
+            "adapters": CEILING_ADAPTERS,
+            "rank": CEILING_RANK,
+            "tokens_per_s": batch / median,
             "step_ms": median * 1e3,
+            "step_ms_one_after_the_other": statistics.median(took[False]) * 1e3,
             "possible_ms": possible * 1e3,
             "of_ceiling": possible / median,
             "bandwidth_tb_s": bandwidth / 1e12,
             "graphs": graph_report(decoder),
         }
     )
+
+
+def steps(decoder: EngineDecoder, batch: int) -> None:
+    """Decode a block of steps."""
+    for _ in range(BLOCK_STEPS):
+        assert decoder.step().decoded_tokens == batch
 
 
 if __name__ == "__main__":

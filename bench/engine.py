@@ -36,7 +36,7 @@ from bench.cycle.phases import measure_phases
 from bench.cycle.plot import plot
 from bench.cycle.presets import PRESETS
 from bench.cycle.tenants import beside_ceiling, measure_tenants
-from bench.cycle.verdict import judge
+from bench.cycle.verdict import judge, judge_order
 from bench.machine import machine, show
 from bench.model import SHAPES, build
 from bench.roofline import adapter_bytes, measure_rates
@@ -207,6 +207,7 @@ def measure_size(bench: Bench, size: str, model: Path, report: dict[str, Any], p
         judge(target, *(parts.get(name, []) for name in ("tenants", "by_hand", "phases")))
         for target in bench.preset.targets
     ]
+    parts["order"] = judge_order(parts["tenants"])
     path.write_text(json.dumps(report, indent=1) + "\n")
     print_size(size, parts)
 
@@ -226,7 +227,7 @@ def print_size(size: str, parts: dict[str, Any]) -> None:
             print(f"\n{name}\n{tables.table(parts[name], formats)}")
     if parts.get("phases"):
         print(f"\nphases\n{tables.phase_table(parts['phases'])}")
-    print("\n" + "\n".join(parts["verdicts"]), flush=True)
+    print("\n" + "\n".join([*parts["verdicts"], *parts["order"]]), flush=True)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

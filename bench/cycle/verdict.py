@@ -38,6 +38,27 @@ def judge(
     return "\n".join(sentences)
 
 
+def judge_order(tenants: Sequence[Row]) -> list[str]:
+    """Return for each load which LoRA backend was the fastest; empty unless several were measured.
+
+    What is first where it matters is what "auto" ought to take on such a device.
+    """
+    by_load: dict[tuple[int, int], dict[str, float]] = {}
+    for row in tenants:
+        speeds = by_load.setdefault((row["tenants"], row["length"]), {})
+        speeds[row["backend"]] = row["tokens_per_s"]
+    sentences = []
+    for (count, length), speeds in by_load.items():
+        if len(speeds) < 2:
+            continue
+        order = sorted(speeds, key=speeds.__getitem__, reverse=True)
+        shares = [f"{name} {speeds[name] / speeds[order[0]]:.2f}" for name in order]
+        sentences.append(
+            f"LoRA at {count} tenants, {length} tokens a sequence: {', '.join(shares)}"
+        )
+    return sentences
+
+
 def of_backend(phases: Sequence[Row], row: Row) -> list[Row]:
     """Return what was profiled of the backend that a row is of; by hand there is only one."""
     return [each for each in phases if row.get("backend", each["backend"]) == each["backend"]]

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def call(folder: Path, name: str, python: str) -> tuple[int, Sequence[str]]:
+def call(
+    folder: Path, name: str, python: str, printed: list[str] | None = None
+) -> tuple[int, Sequence[str]]:
     """Run one call with a stand-in for Python; return its status and what it started."""
     stand_in = folder / "python"
     stand_in.write_text(f'#!/bin/sh\necho "$*" >>"{folder}/started"\n{python}\n')
@@ -23,7 +25,10 @@ def call(folder: Path, name: str, python: str) -> tuple[int, Sequence[str]]:
         env={"PYTHON": str(stand_in), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         check=False,
+        text=True,
     )
+    if printed is not None:
+        printed.append(ran.stdout)
     started = folder / "started"
     return ran.returncode, started.read_text().splitlines() if started.exists() else []
 
@@ -42,7 +47,19 @@ def call(folder: Path, name: str, python: str) -> tuple[int, Sequence[str]]:
         ),
         ("backends", ["bench/engine.py"]),
         ("speed", ["bench/engine.py"]),
-        ("peft", ["bench/engine.py", "bench/decode.py"]),
+        ("sampling", ["bench/decode.py", "bench/sampler_refresh.py"]),
+        ("peft", ["bench/engine.py"]),
+        (
+            "rehearse",
+            [
+                "tests/gpu",
+                "bench/engine.py",
+                "bench/decode.py",
+                "bench/sampler_refresh.py",
+                "bench/engine_check.py",
+            ],
+        ),
+        ("all", ["tests/gpu/test_smoke_on_cuda.py"]),
     ],
 )
 def test_a_part_that_fails_keeps_no_other_from_running(
@@ -64,4 +81,35 @@ def test_the_calls_name_every_test_on_a_gpu() -> None:
 
 
 def test_a_call_that_it_does_not_know_starts_nothing(tmp_path: Path) -> None:
-    assert call(tmp_path, "all", "exit 0") == (2, [])
+    assert call(tmp_path, "everything", "exit 0") == (2, [])
+
+
+def test_one_call_does_all_the_others_do(tmp_path: Path) -> None:
+    parts = ["smoke", "checks", "backends", "speed", "sampling", "peft"]
+    for part in parts:
+        (tmp_path / part).mkdir()
+    (tmp_path / "all").mkdir()
+    one_by_one = [
+        line.replace(f"/{part}/", "/")
+        for part in parts
+        for line in call(tmp_path / part, part, "exit 0")[1]
+    ]
+
+    status, started = call(tmp_path / "all", "all", "exit 0")
+
+    assert status == 0
+    assert [line.replace("/all/", "/") for line in started] == one_by_one
+
+
+def test_what_failed_is_named_at_the_end(tmp_path: Path) -> None:
+    printed: list[str] = []
+
+    status, _ = call(
+        tmp_path, "checks", "echo 'FAILED tests/gpu/x.py::test_y - no'; exit 1", printed
+    )
+
+    assert status == 1
+    last = printed[0].splitlines()[-6:]
+    names = ["gpu_tests", "gpu_compiled", "engine_check"]
+    assert [line.split()[:2] for line in last[::2]] == [["FAILED", name] for name in names]
+    assert last[1::2] == ["FAILED tests/gpu/x.py::test_y - no"] * 3

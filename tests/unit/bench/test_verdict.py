@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from bench.cycle.presets import Target
-from bench.cycle.verdict import judge
+from bench.cycle.verdict import judge, judge_order
 
 COST = Target("many_over_one", 64, 512, 1.05)
 SPEED = Target("tokens_per_s", 64, 512, 15_000.0)
@@ -49,3 +49,18 @@ def test_a_part_that_did_not_run_is_no_promise_kept() -> None:
 
     assert judge(COST, others, [], []).startswith("not measured")
     assert judge(Target("over_loop", 64, 512, 2.5), [], [row()], []).startswith("not measured")
+
+
+def test_backends_are_put_in_order_for_each_load() -> None:
+    rows = [
+        {**row(tokens_per_s=speed), "backend": backend, "tenants": tenants}
+        for tenants, backend, speed in (
+            (1, "seg", 100), (64, "seg", 50), (1, "fused", 80), (64, "fused", 200), (64, "grouped", 150),
+        )
+    ]  # fmt: skip
+
+    assert judge_order(rows) == [
+        "LoRA at 1 tenants, 512 tokens a sequence: seg 1.00, fused 0.80",
+        "LoRA at 64 tenants, 512 tokens a sequence: fused 1.00, grouped 0.75, seg 0.25",
+    ]
+    assert judge_order(rows[:2]) == []

@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""How long samplers take to get new weights: the saves of many tenants, and their way into the decoder.
+
+    python bench/sampler_refresh.py --device cpu|cuda [--size 8b] [--tenants 32] [--out DIR]
+
+Run from the root of the repository; needs torch, transformers, safetensors and numpy. Each round every tenant's
+weights change and are saved, and a decoder takes them: from the adapter where it is on the device, and from
+the host's memory. Beside it what the device's memory allows: each adapter read once in fp32, its slot
+zeroed and written once. Ways alternate, and the minimum counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
+
+import torch
+import transformers
+
+from bench.cycle.load import RANK, create_runs
+from bench.machine import machine, show
+from bench.model import SHAPES, build
+from bench.roofline import copy_bandwidth
+from bench.timing import measure
+from cotrain_workers.engine.decoding.adapter_slots import ZERO_SLOTS, slot_layout
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import HostWeights, Save, SaveOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bench.timing import Took
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        model = build((args.models or Path(folder)) / args.size, args.size, dtype, args.device)
+        engine = Engine.load(str(model), device=args.device, dtype=dtype)
+    row = show({"size": args.size, **refresh(engine, args, dtype)})
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"sampler_refresh-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    path.write_text(json.dumps({"machine": machine(args.device), **row}, indent=1) + "\n")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--models", type=Path, help="where to keep the random models between calls")
+    parser.add_argument("--size", choices=tuple(SHAPES))
+    parser.add_argument("--tenants", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=4)
+    args = parser.parse_args(argv)
+    args.size = args.size or ("5m" if args.device == "cpu" else "8b")
+    return args
+
+
+def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
+    """Time the saves, both ways into the slots, and when all is on the host."""
+    create_runs(engine, args.tenants)
+    runs = [f"run-{at}" for at in range(args.tenants)]
+    layout = slot_layout(engine.targets, RANK)
+    slot_bytes = layout.size * dtype.itemsize
+    best: dict[str, Took] = {}
+    for _ in range(args.rounds + 1):
+        for way in ("from the device", "from the host"):
+            for run in runs:
+                engine.adapters[run].weights.add_(1e-6)
+                engine.adapters[run].weights_changed()
+            weights: dict[str, HostWeights] = {}
+            decoder = engine.decoder(
+                weights.__getitem__,
+                kv_tokens=4096,
+                text=None,
+                weights_bytes=(args.tenants + ZERO_SLOTS) * slot_bytes,
+            )
+            took = {"save": measure(lambda into=weights: save(engine, runs, into), args.device)}
+            if way == "from the host":
+                took["arrive"] = measure(
+                    lambda of=weights: [each.flat for each in of.values()], args.device
+                )
+                weights |= {
+                    run: HostWeights(each.spec, each.flat.clone()) for run, each in weights.items()
+                }
+            took[way] = measure(
+                lambda slots=decoder.slots: [slots.pin(run) for run in runs], args.device
+            )
+            for name, each in took.items():
+                best[name] = each.fastest(best.get(name, each))
+    values = engine.adapters[runs[0]].weights.numel()
+    moved = args.tenants * (4 * values + 2 * slot_bytes)
+    possible_s = moved / copy_bandwidth(args.device)
+    return {
+        "tenants": args.tenants,
+        "adapter_mb": 4 * values / 1e6,
+        **{f"{name}_ms": 1e3 * each.wall_s for name, each in best.items()},
+        **{f"{name}_cpu_ms": 1e3 * each.cpu_s for name, each in best.items()},
+        "possible_ms": 1e3 * possible_s,
+        "of_possible": possible_s / best["from the device"].wall_s,
+    }
+
+
+def save(engine: Engine, runs: Sequence[str], into: dict[str, HostWeights]) -> None:
+    """Save the weights of all runs, as for their samplers."""
+    outputs = engine.run([Save(run, 1) for run in runs]).outputs
+    for run in runs:
+        saved = outputs[run, 1]
+        assert isinstance(saved, SaveOutput), saved
+        into[run] = saved.weights
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
