@@ -89,7 +89,9 @@ async def test_a_killed_worker_loses_no_saved_weights_and_no_sample(
                 run = await alone.create("a", "a", LORA)
                 await submit(alone, run, 1, 4)
                 sampler = await saved_sampler(alone, run, 5)
-                expected = [await sample(alone, sampler, seed, LONG, seed=seed) for seed in seeds]
+                expected = await asyncio.gather(
+                    *(sample(alone, sampler, seed, LONG, seed=seed) for seed in seeds)
+                )
         redis_server.flush()
 
         settings = settings_of(url, tmp_path, tiny_model)

@@ -62,10 +62,10 @@ async def submit_two_steps(server: Stack, run: RunRecord) -> list[RequestId]:
     return requests
 
 
+@pytest.fixture(scope="module")
 def whole(engine: Engine) -> tuple[list[Any], str]:
     """Return what those give, each pass in one cycle of the engine, and the digest of the state after them."""
     run = "whole:train:0"
-    engine.adapters.drop(run)
     spec = AdapterSpec(rank=LORA.rank, seed=LORA.seed)
     answers = []
     engine.run([Create(run, 0, spec)])
@@ -79,7 +79,9 @@ def whole(engine: Engine) -> tuple[list[Any], str]:
         )
         output = engine.run([request]).outputs[run, seq]  # type: ignore[list-item]  # no Failure
         answers.append(without_cycle(result_of(op, output, cycle=0)))
-    return answers, engine.adapters.state(run).digest()
+    digest = engine.adapters.state(run).digest()
+    engine.adapters.drop(run)
+    return answers, digest
 
 
 def cycle_of(result: Result) -> int:
@@ -115,10 +117,15 @@ async def answers_of(server: Stack, run: RunRecord, requests: list[RequestId]) -
 
 
 async def test_a_neighbour_of_a_pass_of_many_cycles_waits_for_none_of_them(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    whole: tuple[list[Any], str],
 ) -> None:
     """Its ops are in the cycle behind the one in work when they are accepted, at the latest."""
-    expected, digest = whole(engine)
+    expected, digest = whole
     large = await server.create("large", "large", LORA)
     requests = await submit_two_steps(server, large)
     late = []
@@ -164,9 +171,10 @@ async def test_a_worker_killed_in_the_middle_of_a_pass_leaves_no_trace_of_a_part
     engine: Engine,
     redis: Any,
     failpoint: Failpoint,
+    whole: tuple[list[Any], str],
 ) -> None:
     """Neither in the numbers, nor in what is counted for its tenant and for the pool."""
-    expected, digest = whole(engine)
+    expected, digest = whole
     run = await server.create("a", "a", LORA)
     requests = await submit_two_steps(server, run)
     async with dying_worker(empty_redis.url, tmp_path, engine, failpoint):
@@ -192,9 +200,14 @@ async def test_a_step_that_crashed_runs_its_pass_to_the_end(
 
 
 async def test_a_worker_that_is_replaced_half_way_leaves_a_pass_that_begins_anew(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    whole: tuple[list[Any], str],
 ) -> None:
-    expected, digest = whole(engine)
+    expected, digest = whole
     run = await server.create("a", "a", LORA)
     requests = await submit_two_steps(server, run)
     for _ in range(2):
@@ -243,8 +256,9 @@ async def test_the_body_of_a_pass_is_read_once(
 async def test_a_pass_that_is_open_when_its_run_is_moved_runs_from_its_beginning_elsewhere(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
     redis: Any,
+    whole: tuple[list[Any], str],
 ) -> None:  # fmt: skip
-    expected, digest = whole(engine)
+    expected, digest = whole
     other = Engine.load(str(tiny_model), micro_batch_tokens=64)
     run = await server.create("large", "large", LORA)
     target = WorkerId("w1")
