@@ -19,7 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support.redis_server import EmbeddedRedis
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterable, Iterator
 
     from tests.support.object_store import SeaweedFS
 
@@ -55,6 +55,10 @@ BEGINS_FIRST = (
     "tests/integration/test_distribution.py",
     "tests/integration/test_serve.py",
 )
+
+#: Of these the first wait for processes most of their time, and the second compute all of it: one kind after the other
+#: leaves the cores idle first, and has four processes share two of them then.
+MIXED = (("tests/faults/", "tests/integration/"), ("tests/unit/",))
 
 #: What Redis and the spool sync waits for no disk here; that a power cut loses nothing is proven by shims
 #: (tests/faults/power_*), not by a disk.
@@ -115,9 +119,31 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have the tests of the longest files begin first."""
+    """Have the tests of the longest files begin first, and those that compute come among those that wait."""
     places = {file: place for place, file in enumerate(BEGINS_FIRST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+    turns = turns_of(dict.fromkeys(file_of(item) for item in items))
+    items.sort(key=lambda item: (places.get(file_of(item), len(places)), turns[file_of(item)]))
+
+
+def file_of(item: pytest.Item) -> str:
+    """Name the file of a test."""
+    return item.nodeid.partition("::")[0]
+
+
+def turns_of(files: Iterable[str]) -> dict[str, float]:
+    """Deal files out: after any part of one of MIXED has been run, the same part of the others has; other files go first.
+
+    Those keep together: files of `tests/conformance` share a server as long as none of another folder is between them.
+    """
+    of_kind: dict[int | None, list[str]] = {}
+    for file in files:
+        kind = next((at for at, one in enumerate(MIXED) if file.startswith(one)), None)
+        of_kind.setdefault(kind, []).append(file)
+    return {
+        file: -1.0 if kind is None else at / len(mates)
+        for kind, mates in of_kind.items()
+        for at, file in enumerate(mates)
+    }
 
 
 @pytest.fixture(scope="session")

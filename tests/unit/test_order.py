@@ -1,0 +1,28 @@
+"""In which order test files run."""
+
+from __future__ import annotations
+
+from tests.conftest import turns_of
+
+FILES = (
+    "tests/conformance/test_cli.py",
+    "tests/faults/test_random.py",
+    "tests/integration/test_cycle.py",
+    "tests/unit/test_docs.py",
+    "tests/unit/test_rooms.py",
+    "tests/unit/test_warm.py",
+    "tests/unit/test_words.py",
+)
+
+
+def test_files_that_compute_run_among_those_that_wait_and_each_kind_in_its_order() -> None:
+    turns = turns_of(FILES)
+    assert sorted(FILES, key=turns.__getitem__) == [
+        "tests/conformance/test_cli.py",
+        "tests/faults/test_random.py",
+        "tests/unit/test_docs.py",
+        "tests/unit/test_rooms.py",
+        "tests/integration/test_cycle.py",
+        "tests/unit/test_warm.py",
+        "tests/unit/test_words.py",
+    ]
