@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+
+from tests.support.shared_base import load_plain, twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,8 +22,8 @@ class TinyModel:
     """A base model and the adapters loaded so far, by name."""
 
     def __init__(self, folder: Path) -> None:
-        self.base: Any = AutoModelForCausalLM.from_pretrained(folder)  # in eval mode
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.base: Any = load_plain(folder, torch.float32)  # in eval mode
+        self.tokenizer = tokenizer_of(folder)
         self.adapted: dict[str, Any] = {}
 
     def load(self, name: str, path: str, unembedding: str) -> None:
@@ -34,7 +36,7 @@ class TinyModel:
             raise ValueError(f"While loading {path}, expected target modules in {{'q_proj'}}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tied embeddings, and names that transformers retired
-            model = PeftModel.from_pretrained(copy.deepcopy(self.base), path)
+            model = PeftModel.from_pretrained(twin(self.base), path)
         if "lm_head" in targets and unembedding == "ignored":
             with torch.no_grad():
                 model.base_model.model.lm_head.lora_B["default"].weight.zero_()
@@ -46,6 +48,12 @@ class TinyModel:
         with torch.no_grad():
             logits: torch.Tensor = network(input_ids=torch.tensor([tokens])).logits[0]
         return logits
+
+
+@cache
+def tokenizer_of(folder: Path) -> Any:
+    """Return the tokenizer of a model, read once."""
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def choose(logits: torch.Tensor, body: Mapping[str, Any], generator: torch.Generator) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -10,6 +11,7 @@ import httpx
 from cotrain_workers.sampling.vllm.protocol import Completion, parse_completion
 
 if TYPE_CHECKING:
+    import ssl
     from pathlib import Path
 
 # A generation answers when it ends, however long it takes; a server that has disconnected is noticed by the
@@ -24,6 +26,12 @@ KEEP_ALIVE = [
     ),
 ]
 _MESSAGE_CHARACTERS = 500
+
+
+@cache
+def trusted() -> ssl.SSLContext:
+    """Return whom to trust: who signs is read from disk once in a process, not for each client."""
+    return httpx.create_ssl_context()
 
 
 class VllmError(Exception):
@@ -66,7 +74,9 @@ class VllmServer:
             base_url=url,
             headers=headers,
             timeout=TIMEOUT,
-            transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEP_ALIVE),
+            transport=httpx.AsyncHTTPTransport(
+                verify=trusted(), limits=limits, socket_options=KEEP_ALIVE
+            ),
         )
 
     async def close(self) -> None:
