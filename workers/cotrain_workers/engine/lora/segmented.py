@@ -100,14 +100,15 @@ class SegmentedLora(torch.autograd.Function):
         """Return `y` `[1, T, out]`."""
         y = functional.linear(x, weight, bias)
         cuts = Cuts.of(parts, x.shape[1])
-        lows = []
+        lows, bs = [], []  # transposed
         for part, rows, out in zip(parts, cuts.columns(x[0].t()), cuts.rows(y[0]), strict=True):
             # [rank, n]: a third faster on CPU than its transpose
-            low = torch.mm(part.weights.a, rows)
-            out.addmm_(low.t(), part.weights.b.t(), alpha=part.scale)
+            low, b = torch.mm(part.weights.a, rows).t(), part.weights.b.t()
+            out.addmm_(low, b, alpha=part.scale)
             lows.append(low)
+            bs.append(b)
         ctx.save_for_backward(x, weight, *lows)
-        ctx.parts, ctx.cuts = parts, cuts
+        ctx.parts, ctx.cuts, ctx.bs = parts, cuts, bs
         return y
 
     @staticmethod
@@ -117,11 +118,13 @@ class SegmentedLora(torch.autograd.Function):
         gy, cuts = grads[0][0], ctx.cuts
         gx = torch.mm(gy, weight) if ctx.needs_input_grad[0] else None
         outs = repeat(None) if gx is None else cuts.rows(gx)
-        each = zip(ctx.parts, lows, cuts.columns(gy.t()), cuts.rows(x[0]), outs, strict=False)
-        for part, low, gyt, rows, out in each:
-            low_grad = torch.mm(part.weights.b.t(), gyt)  # [rank, n]
+        each = zip(
+            ctx.parts, ctx.bs, lows, cuts.columns(gy.t()), cuts.rows(x[0]), outs, strict=False
+        )
+        for part, b, low, gyt, rows, out in each:
+            low_grad = torch.mm(b, gyt)  # [rank, n]
             if part.grads is not None:
-                add_product(part.grads.b, gyt, low.t(), part.scale)
+                add_product(part.grads.b, gyt, low, part.scale)
                 add_product(part.grads.a, low_grad, rows, part.scale)
             if out is not None:
                 out.addmm_(low_grad.t(), part.weights.a, alpha=part.scale)
