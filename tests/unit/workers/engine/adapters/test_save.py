@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.engine.ops import Op
 
     NewEngine = Callable[..., Engine]
 
@@ -88,7 +89,7 @@ def test_others_work_after_every_save_and_load(new_engine: NewEngine) -> None:
     saved = engine.run([*tenant.ops(0), Save(tenant.run, 9)]).outputs[tenant.run, 9]
     assert isinstance(saved, SaveOutput)
     loads = [Load(tenant.run, seq, "kept", saved.weights, None) for seq in (12, 13)]
-    ops = [Save(tenant.run, 10), Save(tenant.run, 11), *loads]
+    ops: list[Op] = [Save(tenant.run, 10), Save(tenant.run, 11), *loads]
 
     cycle, _ = drive(engine.cycle(ops), lambda: yields.append(1))
 
