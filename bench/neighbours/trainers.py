@@ -6,6 +6,7 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import numpy as np
 
 from bench.model import VOCAB
@@ -98,6 +99,24 @@ async def loader(address: str, key: str) -> None:
     await together(one(run) for run in runs(address, key, count=8, rank=128))
 
 
+async def downloader(address: str, key: str) -> None:
+    """The files of a checkpoint of rank 128, fetched 64 times at once, again and again."""
+    (run,) = runs(address, key, count=1, rank=128)
+    path = (await (await run.save_state_async("kept", overwrite=True))).path
+    rest = ServiceClient(base_url=address, api_key=key).create_rest_client()
+    limits = httpx.Limits(max_connections=None)
+
+    async def read() -> None:
+        while True:
+            link = await rest.get_checkpoint_archive_url_from_tinker_path(path)
+            async with http.stream("GET", link.url) as answer:
+                async for _ in answer.aiter_raw():
+                    pass
+
+    async with httpx.AsyncClient(timeout=None, limits=limits) as http:
+        await asyncio.gather(*(read() for _ in range(64)))
+
+
 async def _sampled(future: object) -> None:
     await future  # type: ignore[misc]  # a future of ours
 
@@ -149,5 +168,6 @@ TRAINERS = {
         large_adapters,
         creator,
         loader,
+        downloader,
     )
 }

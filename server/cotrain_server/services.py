@@ -20,9 +20,9 @@ from cotrain_server.limits.failures import FailureCounter
 from cotrain_server.limits.known_credentials import KnownCredentials
 from cotrain_server.limits.own_quotas import OwnQuotas
 from cotrain_server.limits.tenant_connections import TenantConnections
+from cotrain_server.limits.tenant_slots import TenantSlots
 from cotrain_server.limits.upload_slots import UploadSlots
 from cotrain_server.parsing.parser import Parser
-from cotrain_server.parsing.tenant_locks import TenantLocks
 from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import new_writer
 from cotrain_store.oplog.intake import Intake
@@ -58,6 +58,10 @@ log = structlog.get_logger()
 LONG_POLL_S = 25.0
 
 
+#: Downloads of one tenant that one process sends at once; the others wait for one to end.
+DOWNLOADS_PER_TENANT = 32
+
+
 @dataclass
 class Services:
     """One API process's access to the store, and whether it is on its way out."""
@@ -91,9 +95,11 @@ class Services:
     tenant_connections: TenantConnections = field(default_factory=TenantConnections)
     credentials: KnownCredentials = field(default_factory=KnownCredentials)
     parser: Parser = field(default_factory=Parser)
-    walks: TenantLocks = field(default_factory=TenantLocks)
+    walks: TenantSlots = field(default_factory=TenantSlots)
     """For requests that ask Redis many things one after the other: no more than one of a tenant."""
     uploads: UploadSlots = field(default_factory=UploadSlots)
+    downloads: TenantSlots = field(default_factory=lambda: TenantSlots(DOWNLOADS_PER_TENANT))
+    """For files that are sent: what of one is read and not yet sent is held in memory."""
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 

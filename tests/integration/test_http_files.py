@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
 import time
@@ -14,10 +15,11 @@ import pyrage
 import pytest
 
 from cotrain.transport.http import Transport
+from cotrain_server.limits.tenant_slots import TenantSlots
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link, Signer
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.errors import WeightsDeleted
-from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.ids import TenantId, WeightsRef
 from cotrain_store.messages.weights import external_folder
 from tests.support.http_api import ALICE, BOB, running_api
 from tests.support.stand_in import FILES, StandIn, stand_in
@@ -104,6 +106,27 @@ async def test_every_file_of_a_checkpoint_can_be_fetched_without_a_key(
         assert answer.content == CONTENTS[name]
         assert answer.headers["content-length"] == str(len(CONTENTS[name]))
         assert name in answer.headers["content-disposition"]
+
+
+async def test_a_tenants_downloads_wait_for_its_own_alone(
+    api: Api, worker: StandIn, folder: Path
+) -> None:
+    api.services.downloads = TenantSlots(at_once=1)
+    checkpoint, _ = await save(api, worker, "weights")
+    url = (await urls_of(api, checkpoint))["adapter_config.json"]
+    tenant = (await api.services.tenants.authenticate(ALICE)).id
+    async with api.services.downloads.of(TenantId("another")):
+        assert (await fetch(api, url)).status_code == 200
+    async with api.services.downloads.of(tenant):
+        waits = asyncio.create_task(fetch(api, url))
+        await asyncio.sleep(0.05)
+        assert not waits.done()
+    assert (await waits).status_code == 200
+
+    await api.http.delete(f"/api/v1/{checkpoint}", headers={"X-API-Key": ALICE})
+    assert (await fetch(api, url)).status_code == 404
+    async with api.services.downloads.of(tenant):
+        pass  # a download that was refused holds nothing
 
 
 @pytest.mark.parametrize("name", CONTENTS)

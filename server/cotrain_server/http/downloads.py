@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import structlog
-from starlette.responses import FileResponse, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from typing_extensions import override
 
 from cotrain_store.blobs.protocol import BlobsUnavailable
@@ -28,8 +28,8 @@ from cotrain_store.messages.weights import external_folder
 if TYPE_CHECKING:
     import io
     from collections.abc import AsyncIterator, Sequence
+    from contextlib import AsyncExitStack
 
-    from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
     from cotrain_store.blobs.protocol import Blob, Blobs
@@ -42,7 +42,8 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ARCHIVE = "checkpoint.tar"
 #: SDK 0.22 looks for this empty file in an archive.
 COMPLETE = "checkpoint_complete"
-CHUNK_BYTES = 1024**2
+#: What of a file is read at a time. It is copied in the event loop, and held until its receiver took it.
+CHUNK_BYTES = 256 * 1024
 _BLOCK = tarfile.BLOCKSIZE
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 #: Errors of this process, or of this moment: the file may well be there.
@@ -156,6 +157,21 @@ def file_download(file: OpenFile, range_: str | None) -> Response:
     except OSError:
         return ObjectDownload(file, range_)
     return FileDownload(file)
+
+
+class SlotDownload(Response):
+    """A download that holds a slot until it is over."""
+
+    def __init__(self, download: Response, slot: AsyncExitStack) -> None:
+        self.background = None
+        self._download = download
+        self._slot = slot
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, and leave its slot to the next."""
+        async with self._slot:
+            await self._download(scope, receive, send)
 
 
 class ObjectDownload(StreamingResponse):

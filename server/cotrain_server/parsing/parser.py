@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from cotrain_server.limits.tenant_slots import TenantSlots
 from cotrain_server.parsing.child import ChildProcess
 from cotrain_server.parsing.heap import trim_heap
-from cotrain_server.parsing.tenant_locks import TenantLocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -38,7 +38,7 @@ class Parser:
     """Does one large piece of work per tenant at a time; `close` it."""
 
     def __init__(self) -> None:
-        self._locks = TenantLocks()
+        self._locks = TenantSlots()
         self._threads = ThreadPoolExecutor(_THREADS, "parse")
         self._child_thread = ThreadPoolExecutor(1, "parse-child")
         self._child = ChildProcess()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
@@ -11,6 +12,7 @@ from cotrain_server.errors import BadLink
 from cotrain_server.http.dependencies import ServicesDep
 from cotrain_server.http.downloads import (
     ARCHIVE,
+    SlotDownload,
     TarDownload,
     file_download,
     files_of,
@@ -36,15 +38,18 @@ async def download(token: str, file: str, request: Request, services: ServicesDe
     """Send one file of a checkpoint, to any client that has the link; no API key is asked for.
 
     What the link was made for is looked up again: a checkpoint that was deleted, or taken from its
-    reader, is gone, and a name that moved does not give other weights.
+    reader, is gone, and a name that moved does not give other weights. A tenant's downloads wait for one
+    another once DOWNLOADS_PER_TENANT are under way.
     """
     link = services.signer.read_link(token, time.time())
     if link.file != file:
         raise BadLink
-    source = await find_source(services, link.tenant, link.path)
-    if source.weights.ref != link.weights:
-        raise CheckpointNotFound
-    return await _answer(services, source, file, request)
+    async with AsyncExitStack() as slot:
+        await slot.enter_async_context(services.downloads.of(link.tenant))
+        source = await find_source(services, link.tenant, link.path)
+        if source.weights.ref != link.weights:
+            raise CheckpointNotFound
+        return SlotDownload(await _answer(services, source, file, request), slot.pop_all())
 
 
 async def _answer(services: Services, source: Source, file: str, request: Request) -> Response:
