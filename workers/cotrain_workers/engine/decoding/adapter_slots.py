@@ -178,10 +178,17 @@ class WeightSlots:
             self._evict(key)
 
     def _fill(self, key: str) -> Slot | None:
-        host = self._next[1] if self._next and self._next[0] == key else self._load(key)
-        self._next = (key, host)
+        is_new = self._next is None or self._next[0] != key
+        if is_new:
+            self._next = (key, self._load(key))
+        assert self._next is not None
+        host = self._next[1]
         layout = slot_layout(self._targets, host.spec.rank)
-        weights = self._checked(host, layout)
+        try:
+            weights = self._checked(host, layout, is_new=is_new)
+        except ValueError:
+            self._next = None
+            raise
         pool = self._pools.setdefault(layout.rank, self._new_pool(layout))
         if not (pool.free or self._free_slot(pool)):
             return None
@@ -191,14 +198,18 @@ class WeightSlots:
         self._slots[key] = slot
         return slot
 
-    def _checked(self, host: HostWeights, layout: SlotLayout) -> torch.Tensor:
-        """Return weights where they are, best on the device. Raises WeightsUnfit, WeightsNotFinite."""
+    def _checked(self, host: HostWeights, layout: SlotLayout, *, is_new: bool) -> torch.Tensor:
+        """Return weights where they are, best on the device. Raises WeightsUnfit, WeightsNotFinite.
+
+        Those that wait for a slot, and are asked for at every step, were looked at when they were new: that
+        waits for the device.
+        """
         found = host.on_device()
         weights = host.flat if found is None else found
         size = plan_layout(host.spec, list(layout.target_by_name.values())).size
         if weights.shape != (size,):
             raise WeightsUnfit(f"The weights hold {weights.numel()} values, not {size}.")
-        if not torch.isfinite(weights).all():
+        if is_new and not torch.isfinite(weights).all():
             raise WeightsNotFinite
         return weights
 

@@ -203,3 +203,32 @@ def test_by_default_64_adapters_of_rank_16_are_there_at_once() -> None:
 def test_unknown_weights_are_missing() -> None:
     with pytest.raises(WeightsMissing):
         slots_of({}).pin("a")
+
+
+def test_weights_that_wait_for_a_slot_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = slots_of({key: host(8, seed) for seed, key in enumerate("ab")}, capacity=1)
+    slots.pin("a")
+    looks: list[int] = []
+    plain = torch.isfinite
+
+    def noted(values: torch.Tensor) -> torch.Tensor:
+        looks.append(len(values))
+        return plain(values)
+
+    monkeypatch.setattr(torch, "isfinite", noted)
+    assert [slots.pin("b") for _ in range(3)] == [None] * 3
+    slots.unpin("a")
+    assert slots.pin("b") is not None
+
+    assert (len(looks), loads) == (1, ["a", "b"])
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_weights_that_were_refused_are_refused_again(times: int) -> None:
+    bad = host(8)
+    bad.flat[3] = torch.nan
+    slots = slots_of({"bad": bad})
+
+    for _ in range(times):
+        with pytest.raises(WeightsNotFinite):
+            slots.pin("bad")
