@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 #: Of an H200: GEMMs in bf16, FlashAttention 2, a copy, and the smallest kernel.
 GEMM_FLOPS, FLASH_FLOPS, COPY_BYTES, LEAST_S = 680e12, 290e12, 4.0e12, 2e-6
+FLASH_3_FLOPS = 520e12  # where its wheel is installed
 PAGE = 256
 LAYERS = (2, 3)  # with one alone, memory is at its peak in the head
 
@@ -64,6 +65,7 @@ class Cost:
     launches: float
     bytes: float
     seconds: float
+    seconds_flash_3: float  # with FlashAttention 3
     kept_bytes: float = 0.0  # at the peak, above what was there before
 
     def minus(self, other: Cost) -> Cost:
@@ -104,9 +106,9 @@ def flash_flops(launch: Launch) -> float:
     return 2.0 * rows * longest * heads * size * (2.5 if is_back else 1.0)
 
 
-def seconds(launch: Launch) -> float:
+def seconds(launch: Launch, flash: float = FLASH_FLOPS) -> float:
     """Estimate how long a launch takes on an H200."""
-    compute = flops(launch) / GEMM_FLOPS + flash_flops(launch) / FLASH_FLOPS
+    compute = flops(launch) / GEMM_FLOPS + flash_flops(launch) / flash
     return max(compute, launch.bytes / COPY_BYTES, LEAST_S)
 
 
@@ -119,6 +121,7 @@ def cost_of_launches(launches: Sequence[Launch]) -> Cost:
         sum(fake_cuda.counts(launches).values()),
         sum(each.bytes for each in launches),
         sum(map(seconds, launches)),
+        sum(seconds(each, FLASH_3_FLOPS) for each in launches),
     )
 
 
@@ -129,7 +132,7 @@ def by_op(one: LaunchLog, two: LaunchLog) -> tuple[dict[str, Cost], dict[str, Co
         names = sorted({each.name for each in log.launches})
         own = {name: [each for each in log.launches if each.name == name] for name in names}
         both.append({name: cost_of_launches(launches) for name, launches in own.items()})
-    none = Cost(0, 0, 0)
+    none = Cost(0, 0, 0, 0)
     layer = {name: found.minus(both[0].get(name, none)) for name, found in both[1].items()}
     outside = {name: both[0][name].with_layers(layer[name], -LAYERS[0]) for name in both[0]}
     return dearest_first(layer), dearest_first(outside)
@@ -223,6 +226,7 @@ def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "launches_of_steps": adam.launches,
             "host_reads": sum(one.reads.values()),
             "estimated_tokens_per_s": tokens / whole.seconds,
+            "estimated_with_flash_3": tokens / whole.seconds_flash_3,
             **{
                 f"ops{where}": {
                     op: (each.launches, each.bytes / tokens / 1e3, each.seconds / tokens * 1e6)

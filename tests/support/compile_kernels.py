@@ -29,7 +29,7 @@ TYPES = {
     **dict.fromkeys(["tiles", "owners", "members", "spans"], "*i32"),
     **{"entries": "*i64", "scales": "*fp32"},
     **dict.fromkeys(["stride", "inputs", "columns", "width0", "width1", "width2"], "i32"),
-    **dict.fromkeys(["tile_count", "block_count", "width"], "i32"),
+    **dict.fromkeys(["tile_count", "block_count", "width", "heads", "half"], "i32"),
     "eps": "fp32",
 }
 
@@ -52,9 +52,10 @@ def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Til
         narrow = {**common, "JOINT": joint, "SIDE": int(not joint), "BC": own.columns}
         yield "shrink", {**narrow, "BM": ROWS, "BK": own.depth}, own
         yield "add_gradient", {**narrow, "BT": TOKENS, "BK": own.depth}, own
-    for name in ("norm", "norm_back"):
-        kind = {"ONE": modules == 1, "BLOCK": WIDTH}
-        yield name, kind, Tiles(WIDTH, depth=1, warps=WARPS, stages=1)
+    one_row = Tiles(WIDTH, depth=1, warps=WARPS, stages=1)
+    for way in ("", "_back"):
+        yield f"norm{way}", {"ONE": modules == 1, "BLOCK": WIDTH}, one_row
+        yield f"rotated{way}", {"ONE": modules == 1, "HEADS": 32, "HALF": 64}, one_row
 
 
 def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arch: int) -> Any:
@@ -65,7 +66,7 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     from cotrain_workers.engine.lora.fused import programs
     from cotrain_workers.engine.model import norm_programs
 
-    kernel = getattr(norm_programs if name.startswith("norm") else programs, name)
+    kernel = getattr(norm_programs if name.startswith(("norm", "rotated")) else programs, name)
     names = list(kernel.arg_names)
     signature = {
         each: "constexpr" if each in constants else TYPES.get(each, f"*{dtype}") for each in names
@@ -73,7 +74,8 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     divisible = {
         (at,): [["tt.divisibility", 16]]
         for at, each in enumerate(names)
-        if each not in constants and each not in ("stride", "tile_count", "block_count", "eps")
+        if each not in constants
+        and each not in ("stride", "tile_count", "block_count", "eps", "heads")
     }
     source = triton.compiler.ASTSource(
         fn=kernel,

@@ -198,14 +198,14 @@ class Fused(torch.autograd.Function):
         # A rotation is turned back without what it turned.
         needed = args[gradients:] if function.__name__ == "rotate" else args
         ctx.save_for_backward(*(each for each in needed if is_tensor(each)))
-        ctx.shapes = [each.shape for each in args[:gradients]]
+        ctx.layouts = [(each.shape, each.stride()) for each in args[:gradients]]
         ctx.function, ctx.log, ctx.gradients, ctx.count = function, log, gradients, len(args)
         return out
 
     @staticmethod
     def backward(ctx: Any, *slopes: Any) -> Any:
         saved = ctx.saved_tensors
-        found = [slopes[0].new_empty(shape) for shape in ctx.shapes]
+        found = [slopes[0].new_empty_strided(*layout) for layout in ctx.layouts]
         ctx.log.note(f"fused {ctx.function.__name__} back", (*saved, *slopes), {}, found)
         return (None, None, None, *found, *[None] * (ctx.count - ctx.gradients))
 

@@ -58,13 +58,17 @@ def rms_norm_back(
     return gx
 
 
+def block(size: int) -> int:
+    """Return how many values a kernel takes to hold `size`: the next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
 def _run(name: str, x: torch.Tensor, *rest: torch.Tensor, eps: float, one: bool) -> None:
     from cotrain_workers.engine.model import norm_programs
 
     width = x.shape[-1]
-    block = 1 << (width - 1).bit_length()
     getattr(norm_programs, name)[(x.numel() // width,)](
-        x, *rest, width, eps, ONE=one, BLOCK=block, num_warps=WARPS
+        x, *rest, width, eps, ONE=one, BLOCK=block(width), num_warps=WARPS
     )
 
 

@@ -42,3 +42,62 @@ def norm_back(
     slope = (slope - wide * (tl.sum(slope * wide) / width)) * factor
     slope += tl.load(kept + cells, mask=inside, other=0.0).to(tl.float32)
     tl.store(gx + cells, slope.to(kind), mask=inside)
+
+
+@triton.jit
+def halves(x, cells, half, mask):
+    """Load both halves of heads, in fp32."""
+    first = tl.load(x + cells, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(x + cells + half, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rotated(
+    x, weight, cos, sin, y, heads, half, eps, ONE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Write the norm of each head of a row, turned; a head is two halves."""
+    row = tl.program_id(0).to(tl.int64)
+    columns, numbers = tl.arange(0, HALF)[None, :], tl.arange(0, HEADS)[:, None]
+    inside = columns < half
+    mask = inside & (numbers < heads)
+    cells = (row * heads + numbers) * 2 * half + columns
+    a, b = halves(x, cells, half, mask)
+    factor = 1.0 / tl.sqrt((tl.sum(a * a + b * b, 1) / (2 * half) + eps)[:, None])
+    scale_a, scale_b = halves(weight, columns, half, inside)
+    kind: tl.constexpr = y.dtype.element_ty
+    a, b = a * factor, b * factor
+    a = a * (1.0 + scale_a) if ONE else a.to(kind).to(tl.float32) * scale_a
+    b = b * (1.0 + scale_b) if ONE else b.to(kind).to(tl.float32) * scale_b
+    a, b = a.to(kind).to(tl.float32), b.to(kind).to(tl.float32)
+    cos_a, cos_b = halves(cos, row * 2 * half + columns, half, inside)
+    sin_a, sin_b = halves(sin, row * 2 * half + columns, half, inside)
+    tl.store(y + cells, (a * cos_a - b * sin_a).to(kind), mask=mask)
+    tl.store(y + cells + half, (b * cos_b + a * sin_b).to(kind), mask=mask)
+
+
+@triton.jit
+def rotated_back(
+    x, weight, cos, sin, gy, gx, heads, half, eps, ONE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Write the gradient of a row of what `rotated` read."""
+    row = tl.program_id(0).to(tl.int64)
+    columns, numbers = tl.arange(0, HALF)[None, :], tl.arange(0, HEADS)[:, None]
+    inside = columns < half
+    mask = inside & (numbers < heads)
+    cells = (row * heads + numbers) * 2 * half + columns
+    a, b = halves(x, cells, half, mask)
+    factor = 1.0 / tl.sqrt((tl.sum(a * a + b * b, 1) / (2 * half) + eps)[:, None])
+    a, b = a * factor, b * factor
+    slope_a, slope_b = halves(gy, cells, half, mask)
+    cos_a, cos_b = halves(cos, row * 2 * half + columns, half, inside)
+    sin_a, sin_b = halves(sin, row * 2 * half + columns, half, inside)
+    scale_a, scale_b = halves(weight, columns, half, inside)
+    if ONE:
+        scale_a, scale_b = 1.0 + scale_a, 1.0 + scale_b
+    turned = slope_a * cos_a + slope_b * sin_b
+    slope_b = (slope_b * cos_b - slope_a * sin_a) * scale_b
+    slope_a = turned * scale_a
+    mean = (tl.sum(slope_a * a + slope_b * b, 1) / (2 * half))[:, None]
+    kind: tl.constexpr = gx.dtype.element_ty
+    tl.store(gx + cells, ((slope_a - a * mean) * factor).to(kind), mask=mask)
+    tl.store(gx + cells + half, ((slope_b - b * mean) * factor).to(kind), mask=mask)

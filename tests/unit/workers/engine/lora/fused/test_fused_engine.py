@@ -52,16 +52,23 @@ def test_passes_and_a_step_are_those_of_seg(folder: Path) -> None:
         assert isinstance(theirs, PassOutput)
         assert isinstance(ours, PassOutput)
         assert abs(ours.loss_sum - theirs.loss_sum) < 1e-5 * max(1.0, abs(theirs.loss_sum))
+    known = {}
     for tenant in TENANTS:
         gradients = [each.adapters.state(tenant.run).grads for each in (fused, seg)]
         assert relative_error(*gradients) < 1e-5  # through the layers 1e-7 grows
+        size = gradients[1].abs() / gradients[1].abs().max()
+        known[tenant.run] = (
+            size > 1e-6
+        )  # the others are lost in rounding: Adam divides them by themselves
+        assert known[tenant.run].float().mean() > 0.999
 
     steps = [op for tenant in TENANTS for op in tenant.ops(1) if isinstance(op, OptimStep)]
     for each in (seg, fused):
         each.run(steps)
     for tenant in TENANTS:
         weights = [each.adapters.state(tenant.run).weights for each in (fused, seg)]
-        assert relative_error(*weights) < 1e-4  # Adam divides small gradients by small ones
+        assert relative_error(*(each[known[tenant.run]] for each in weights)) < 1e-5
+        assert relative_error(*weights) < 1e-3
 
 
 def test_a_run_among_others_equals_the_run_alone_to_the_bit(folder: Path) -> None:

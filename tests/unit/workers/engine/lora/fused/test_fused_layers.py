@@ -14,8 +14,9 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.model import fused_layers
 from cotrain_workers.engine.model.fused_layers import fuse_layers
-from cotrain_workers.engine.model.fusion import norm_then_weight, norm_with_one
+from cotrain_workers.engine.model.fusion import norm_then_weight, norm_with_one, rotate
 from cotrain_workers.engine.model.kept_norm import KeptNorm
+from cotrain_workers.engine.model.rotated_norm import RotatedNorm
 from cotrain_workers.engine.ops import PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import finish, request, trained_weights
@@ -52,8 +53,9 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 def test_every_family_gets_what_seg_gives(load: Load, family: str) -> None:
     seg, fused = load(family, "seg"), load(family, "fused")
     # In the layers of Gemma 2 and 3 norms stand between products and additions.
-    wanted = "mlp" if family in ("gemma2", "gemma3") else "mlp residuals"
-    assert fused.facts.numerics.fused == wanted
+    wanted = {"heads"} if family in ("qwen3", "qwen3-window", "gemma3") else set()
+    wanted |= {"mlp"} if family in ("gemma2", "gemma3") else {"mlp", "residuals"}
+    assert set(fused.facts.numerics.fused.split()) == wanted
     seg.run(OWN.ops(0))  # after it B is not zero
     fused.adapters.restore(OWN.run, seg.adapters.state(OWN.run))
 
@@ -108,6 +110,57 @@ def test_a_layer_of_another_kind_stays_as_it_is(
 
 def kept_norm(x: torch.Tensor, weight: torch.Tensor, pure: Any = norm_then_weight) -> Any:
     return KeptNorm.apply(x, weight, 1e-6, pure is norm_with_one)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("pure", [norm_then_weight, norm_with_one])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_rotated_norms_and_their_gradients_are_those_of_two_ops(
+    dtype: torch.dtype, most: float, pure: Any
+) -> None:
+    x, weight, cos, sin, slope = heads(dtype)
+
+    def two_ops(x: torch.Tensor) -> torch.Tensor:
+        q = pure(x, weight, 1e-6).transpose(0, 1)[None]
+        return rotate(q, q, cos[None], sin[None])[0][0].transpose(0, 1)
+
+    expected, found = (
+        turned_and_gradient(each, x, slope)
+        for each in (two_ops, partial(rotated, pure, weight, cos, sin))
+    )
+
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) <= most
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_row_of_a_rotated_norm_has_the_bits_that_it_has_alone() -> None:
+    x, weight, cos, sin, slope = heads(torch.float32)
+    norm = partial(rotated, norm_then_weight, weight)
+    alone = turned_and_gradient(partial(norm, cos[2:3], sin[2:3]), x[2:3], slope[2:3])
+    for each in (x, slope):
+        each[1], each[3] = torch.nan, torch.inf
+
+    found = turned_and_gradient(partial(norm, cos, sin), x, slope)
+
+    assert all(torch.equal(ours[2:3], theirs) for ours, theirs in zip(found, alone, strict=True))
+    assert found[1][1].isnan().all()
+
+
+def rotated(pure: Any, weight: Any, cos: Any, sin: Any, x: torch.Tensor) -> Any:
+    return RotatedNorm.apply(x, weight, cos, sin, 1e-6, pure is norm_with_one)  # type: ignore[no-untyped-call]
+
+
+def heads(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return five rows of three heads of 24, a weight, angles, and the slope of what is turned."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 3, 24), (24,), (5, 24), (5, 24), (5, 3, 24)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def turned_and_gradient(norm: Any, x: torch.Tensor, slope: torch.Tensor) -> list[torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = norm(leaf)
+    return [y.detach(), *torch.autograd.grad(y, leaf, slope)]
 
 
 def problem(dtype: torch.dtype) -> list[torch.Tensor]:
