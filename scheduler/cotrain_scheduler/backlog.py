@@ -18,28 +18,26 @@ if TYPE_CHECKING:
 _TAIL = (OpKind.SAVE, OpKind.LOAD)
 #: … and after one of these a cycle takes nothing else of their run.
 _LAST = (OpKind.OPTIM_STEP, *_TAIL)
-#: Saves of one run in a cycle. They and loads have no tokens, so that no budget bounds them: sixty loads in
+#: Saves and loads of one run in a cycle. They have no tokens, so that no budget bounds them: sixty loads in
 #: flight would be a cycle of sixty times a whole state read, all of it in memory at once.
-MOST_SAVES = 4
+MOST = {OpKind.SAVE: 4, OpKind.LOAD: 1}
 
 
 def runnable_prefix(ops: Iterable[QueuedOp], *, takes_saves: bool = True) -> list[QueuedOp]:
-    """Take the ops of one run that one cycle may hold: of saves MOST_SAVES, of loads one, and nothing behind it."""
+    """Take the ops of one run that one cycle may hold."""
     prefix: list[QueuedOp] = []
     takes_only_tail = False
-    saves_left = MOST_SAVES if takes_saves else 0
+    left = {**MOST, OpKind.SAVE: MOST[OpKind.SAVE] if takes_saves else 0}
     for op in ops:
-        if op.kind is OpKind.SAVE:
-            if not saves_left:
+        if op.kind in left:
+            if not left[op.kind]:
                 break
-            saves_left -= 1
+            left[op.kind] -= 1
         if op.kind is not OpKind.REJECTED:
             if takes_only_tail and op.kind not in _TAIL:
                 break
             takes_only_tail = op.kind in _LAST
         prefix.append(op)
-        if op.kind is OpKind.LOAD:
-            break
     return prefix
 
 

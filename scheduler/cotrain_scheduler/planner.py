@@ -1,7 +1,7 @@
 """Decide what the next cycle of one worker holds. Pure: the queue in, a plan out.
 
 Order: a run's ops are taken in seq order, as the longest prefix of the form
-`(create | import)? (forward | forward_backward | reverse_kl)* optim_step? save{0,4} load?`, so that a
+`(create | import)? (forward | forward_backward | reverse_kl)* optim_step? (save | load)*`, so that a
 step submitted whole trains in one cycle, weights never change under a forward, and what is saved is
 what the step left. A barrier holds back its own run only.
 
@@ -14,7 +14,7 @@ and two quanta. A tenant with a weight of its own counts each token as 1/weight:
 of one without, the tokens served of each over its weight differ by less than two quanta over the least weight,
 and of a tenant that is `n` times as heavy as the newcomer comes at most `n` times as much before it. What has
 no tokens (a create, a step, a save, a load) is always taken: it takes nothing of a cycle that could be shared,
-and would hold up its run. So a run has few saves in a cycle, and one load.
+and would hold up its run. So a run has few saves and one load in a cycle (`backlog.MOST`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cotrain_scheduler.backlog import MOST_SAVES, runnable_prefix
+from cotrain_scheduler.backlog import runnable_prefix
 from cotrain_store.messages.ops import OpKind
 from tests.support.planning import op
 
@@ -36,12 +36,14 @@ def test_weights_are_not_reassigned_under_a_pass() -> None:
 def test_however_many_saves_and_loads_are_in_flight_a_cycle_takes_few_of_a_run() -> None:
     loads = [op("r", seq, OpKind.LOAD) for seq in range(1, 61)]
     assert runnable_prefix(loads) == loads[:1]
-    assert runnable_prefix([loads[0], op("r", 2, OpKind.SAVE)]) == loads[:1]
     saves = [op("r", seq, OpKind.SAVE) for seq in range(1, 61)]
-    assert runnable_prefix(saves) == saves[:MOST_SAVES]
+    assert runnable_prefix(saves) == saves[:4]
     rejected = op("r", 5, OpKind.REJECTED)
     assert runnable_prefix([*saves[:4], rejected, *saves[5:]]) == [*saves[:4], rejected]
+    mixed = [saves[0], op("r", 2, OpKind.LOAD), *saves[2:5], op("r", 6, OpKind.LOAD)]
+    assert runnable_prefix(mixed) == mixed[:5]
     assert runnable_prefix(saves, takes_saves=False) == []
+    assert runnable_prefix(mixed[1:], takes_saves=False) == mixed[1:2]
 
 
 def test_a_run_trains_in_the_cycle_that_makes_it_unless_it_is_made_by_a_load() -> None:
