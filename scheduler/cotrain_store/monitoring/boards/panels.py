@@ -125,6 +125,7 @@ SERVER = Board(
             ("cotrain_owed_save_bytes", "{{worker}}"),
         ), "bytes"),
         Panel("Takes saves", _lines(("cotrain_worker_takes_saves", "{{worker}}"))),
+        Panel("LoRA not by the fastest kernels", _lines(("cotrain_worker_lora_fell_back", "{{worker}}"))),
         Panel("Adapters", _lines(("cotrain_adapters", "{{worker}} {{tier}}")), is_stacked=True),
         Panel("Bytes of adapters", _lines(("cotrain_adapter_bytes", "{{worker}} {{tier}}")), "bytes", is_stacked=True),
         Panel("Memory of workers", _lines(
