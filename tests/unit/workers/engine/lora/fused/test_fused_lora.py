@@ -144,11 +144,11 @@ def test_auto_on_cuda_is_fused_once_its_kernels_were_right(
 
 def test_a_kernel_that_fails_to_run_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
-        raise ZeroDivisionError
+        raise RuntimeError
 
     monkeypatch.setattr(fused_lora, "make_tables", fails)
 
-    with pytest.raises(BackendUnfit, match="its kernels do not run: ZeroDivisionError"):
+    with pytest.raises(BackendUnfit, match="its kernels do not run: RuntimeError"):
         find_backend("fused", TARGETS, torch.zeros(1))
 
 
