@@ -287,6 +287,8 @@ class Host:
             kept.pid = await self.nursery.ask(
                 "start", run=kept.run, environment=dict(kept.environment), log=log
             )
+            if kept.stopping:  # it was asked to end before its number was known
+                self.nursery.tell("signal", pid=kept.pid, signal=int(signal.SIGTERM))
             ended = self.nursery.ended(kept.pid)
             if kept.name == REDIS:
                 await self._until_redis_answers(ended)

@@ -258,7 +258,7 @@ async def test_an_error_of_our_own_counts_as_an_attempt_and_waits_like_one(
         await until(webhooks, A, retried=1, waiting=1)
         await webhooks.test(A)  # looked at many times by now, and not sent before its time
         assert "log says how" in (await webhooks.find(A)).last_answer
-    assert attempts == [event]
+    assert attempts.count(event) == 1
 
 
 async def test_a_look_that_fails_for_an_error_of_our_own_is_not_the_last(

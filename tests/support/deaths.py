@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,13 @@ class Killed(BaseException):
     """The worker is no more."""
 
 
+#: Of each thread, whether it is the one in which a worker lives: its prefetch has one of its own, and dies with it alone.
+_THREAD = threading.local()
+
+
 @dataclass(frozen=True)
 class Failpoint:
-    """Die at the n-th call of a method of the worker's Execution, before or after its effect.
+    """Die at the n-th call of a method of the worker's Execution by its own thread, before or after its effect.
 
     `deaths.survived` is one of what it holds.
     """
@@ -47,6 +52,8 @@ class Failpoint:
 
         def deadly(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
+            if not getattr(_THREAD, "is_workers", False):
+                return original(*args, **kwargs)
             calls += 1
             if calls < self.call:
                 return original(*args, **kwargs)
@@ -59,12 +66,14 @@ class Failpoint:
 
 def live(loop: WorkerLoop, spools: Sequence[Spool]) -> bool:
     """Run a worker's whole life; False if it was killed."""
+    _THREAD.is_workers = True
     try:
         loop.run()
     except Killed:
         return False
     finally:
         loop.stop()  # its beat ends with it
+        _THREAD.is_workers = False
         for spool in spools:
             spool.close()
     return True

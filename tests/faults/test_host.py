@@ -1,0 +1,30 @@
+"""The host of the trials: what it asks of a process reaches it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.faults.host import Host
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.faults.orders import Nursery
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_a_process_that_shall_end_before_its_number_is_known_ends(
+    nursery: Nursery, folder: Path
+) -> None:
+    async with Host(nursery, folder) as host:
+        host.add_worker("late", "late")
+        for _ in range(3):  # its start is ordered, and not yet answered
+            await asyncio.sleep(0)
+        assert not host.pid("late")
+        await host._end("late", signal.SIGTERM)
+        assert host.deaths == []
