@@ -74,6 +74,10 @@ class Kept:
     stopping: bool = False
     task: asyncio.Task[None] | None = None
 
+    def shall_run(self) -> bool:
+        """Tell whether it is not asked to stop; it may be at any `await`."""
+        return not self.stopping
+
 
 @dataclass
 class Host:
@@ -278,7 +282,7 @@ class Host:
 
     async def _keep_running(self, kept: Kept) -> None:
         log = str(self.folder / "logs" / f"{kept.name}.log")
-        while not kept.stopping:
+        while kept.shall_run():
             if kept.name != REDIS:
                 await self._redis_up.wait()
             if self._is_over:
@@ -287,7 +291,7 @@ class Host:
             kept.pid = await self.nursery.ask(
                 "start", run=kept.run, environment=dict(kept.environment), log=log
             )
-            if kept.stopping:  # it was asked to end before its number was known
+            if not kept.shall_run():  # it was asked to end before its number was known
                 self.nursery.tell("signal", pid=kept.pid, signal=int(signal.SIGTERM))
             ended = self.nursery.ended(kept.pid)
             if kept.name == REDIS:
