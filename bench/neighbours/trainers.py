@@ -14,6 +14,8 @@ from bench.through_http import ADAM, datum
 from cotrain import APIError, Datum, ModelInput, SamplingParams, ServiceClient
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable
+
     from cotrain import Future, TrainingClient
 
 
@@ -121,9 +123,9 @@ async def _sampled(future: object) -> None:
     await future  # type: ignore[misc]  # a future of ours
 
 
-async def together(tenants: object) -> None:
+async def together(tenants: Iterable[Coroutine[Any, Any, object]]) -> None:
     """Run them side by side; one that is refused, as a quota may have it, says so and leaves the others."""
-    for ended in asyncio.as_completed(list(tenants)):  # type: ignore[call-overload]
+    for ended in asyncio.as_completed(list(tenants)):
         try:
             await ended
         except APIError as refused:
