@@ -16,7 +16,7 @@ from cotrain_workers.engine.adapters import bank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.fused import tables
-from cotrain_workers.engine.model import attention, base_model, fused_layers, fusion
+from cotrain_workers.engine.model import attention, base_model, fused_layers, fusion, kernel_softmax
 from cotrain_workers.engine.training import adamw, pass_state
 from tests.support import fake_cuda
 
@@ -97,6 +97,7 @@ class FakeEngine:
                 "first_equal": lambda candidates, *_: candidates[0],
                 "is_right": lambda *_: True,
             },
+            kernel_softmax: {"disagreement": lambda *_: 0.0},
             engine_module: {"compiled": compiled},
             pass_state: {"values_on_host": values},
             adamw: {"gradient_norms": norms},

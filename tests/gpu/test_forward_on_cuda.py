@@ -84,7 +84,11 @@ def test_a_fused_model_points_where_the_plain_one_does(tmp_path: Path, family: s
     for each in (fused, plain):
         each.run(gradient_passes())
 
-    assert (fused.facts.numerics.fused, plain.facts.numerics.fused) == ("gate norm rope", "")
+    wanted = {"gate", "norm", "rope", "mlp", "softmax"}
+    wanted |= {"heads"} if family in ("qwen3", "qwen3-window", "gemma3") else set()
+    wanted |= {"residuals"} if family not in ("gemma2", "gemma3") else set()
+    assert set(fused.facts.numerics.fused.split()) == wanted
+    assert plain.facts.numerics.fused == ""
     for tenant in MIX:
         ours, theirs = (each.adapters.state(tenant.run).grads for each in (fused, plain))
         assert torch.cosine_similarity(ours, theirs, dim=0) > 0.999

@@ -23,6 +23,7 @@ from cotrain_workers.engine.lora.self_check import (
     run,
     segments_of,
 )
+from cotrain_workers.engine.model.kernel_softmax import KernelSoftmax, find_softmax
 from cotrain_workers.engine.routing import Segment
 from tests.support.engine_checks import (
     bf16_gradient_cosine,
@@ -81,6 +82,16 @@ def test_a_backend_equals_seg_in_fp32(backend: str) -> None:
 
     for name, theirs, ours in zip(results[0][0], results[0][1], results[1][1], strict=True):
         assert relative_error(ours, theirs) < 2e-6, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_the_softmax_of_a_real_vocabulary_is_in_two_passes(
+    softcap: float | None, dtype: torch.dtype
+) -> None:
+    weight = torch.empty(151_936, 1, device="cuda", dtype=dtype)
+
+    assert find_softmax(weight, softcap) is KernelSoftmax
 
 
 @pytest.mark.parametrize("lora", ["grouped", "fused"])

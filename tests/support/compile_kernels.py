@@ -19,7 +19,9 @@ from cotrain_workers.engine.lora.fused.tile_sizes import (
     expand_tiles,
     narrow_tiles,
 )
+from cotrain_workers.engine.model import kernel_softmax
 from cotrain_workers.engine.model.kept_norm import WARPS
+from cotrain_workers.engine.model.kernel_softmax import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +32,11 @@ TYPES = {
     **{"entries": "*i64", "scales": "*fp32"},
     **dict.fromkeys(["stride", "inputs", "columns", "width0", "width1", "width2"], "i32"),
     **dict.fromkeys(["tile_count", "block_count", "width", "heads", "half"], "i32"),
-    "eps": "fp32",
+    **dict.fromkeys(["logits", "norms", "logprobs", "slopes"], "*fp32"),
+    **{"targets": "*i64", "first": "i32", "count": "i32", "cap": "fp32", "eps": "fp32"},
 }
+#: Not known to be multiples of 16.
+ODD = ("stride", "tile_count", "block_count", "eps", "heads", "first", "count", "cap")
 
 
 def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
@@ -56,6 +61,9 @@ def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Til
     for way in ("", "_back"):
         yield f"norm{way}", {"ONE": modules == 1, "BLOCK": WIDTH}, one_row
         yield f"rotated{way}", {"ONE": modules == 1, "HEADS": 32, "HALF": 64}, one_row
+    columns = Tiles(COLUMNS, depth=1, warps=kernel_softmax.WARPS, stages=1)
+    for name, size in (("norms", COLUMNS), ("pick", 4), ("back", COLUMNS)):
+        yield f"softmax_{name}", {"CAPPED": modules == 1, "BLOCK": size}, columns
 
 
 def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arch: int) -> Any:
@@ -64,9 +72,10 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     from triton.backends.compiler import GPUTarget
 
     from cotrain_workers.engine.lora.fused import programs
-    from cotrain_workers.engine.model import norm_programs
+    from cotrain_workers.engine.model import norm_programs, softmax_programs
 
-    kernel = getattr(norm_programs if name.startswith(("norm", "rotated")) else programs, name)
+    modules = (programs, norm_programs, softmax_programs)
+    kernel = next(getattr(each, name) for each in modules if hasattr(each, name))
     names = list(kernel.arg_names)
     signature = {
         each: "constexpr" if each in constants else TYPES.get(each, f"*{dtype}") for each in names
@@ -74,8 +83,7 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     divisible = {
         (at,): [["tt.divisibility", 16]]
         for at, each in enumerate(names)
-        if each not in constants
-        and each not in ("stride", "tile_count", "block_count", "eps", "heads")
+        if each not in constants and each not in ODD
     }
     source = triton.compiler.ASTSource(
         fn=kernel,

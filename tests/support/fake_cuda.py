@@ -25,13 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support import lora_traffic
+from tests.support import head_traffic, lora_traffic
 from tests.support.nested import leaves, mapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+TRAFFIC = {**lora_traffic.BYTES, **head_traffic.BYTES}  # of the engine's own kernels
 TOTAL_BYTES = 150_000_000_000  # of an H200, about
 #: Ops that launch nothing.
 VIEWS = frozenset(
@@ -139,8 +140,8 @@ class LaunchLog(TorchDispatchMode):
             size = 2 * bytes_of(args[3])
         elif name in ("gather", "scatter_"):
             size = bytes_of(args[2:]) + 2 * args[2].numel() * args[0].element_size()
-        elif name in lora_traffic.BYTES:
-            size = lora_traffic.BYTES[name](*args)
+        elif name in TRAFFIC:
+            size = TRAFFIC[name](*args)
         else:
             size = bytes_of((args, kwargs, out))
         if size:

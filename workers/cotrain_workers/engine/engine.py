@@ -32,6 +32,8 @@ from cotrain_workers.engine.model.base_model import load_base_model
 from cotrain_workers.engine.model.compile import compiled
 from cotrain_workers.engine.model.fused_layers import fuse_layers
 from cotrain_workers.engine.model.fusion import fuse
+from cotrain_workers.engine.model.kernel_softmax import find_softmax
+from cotrain_workers.engine.model.unembedding import PlainSoftmax
 from cotrain_workers.engine.model_facts import model_facts
 from cotrain_workers.engine.numerics import numerics_of
 from cotrain_workers.engine.ops import (
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.lora.backend import Choice
     from cotrain_workers.engine.model.activation_checkpointing import Choice as Recomputing
     from cotrain_workers.engine.model.base_model import BaseModel
+    from cotrain_workers.engine.model.unembedding import NewSoftmax
     from cotrain_workers.engine.model_facts import ModelFacts
     from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op
     from cotrain_workers.engine.spec import Target
@@ -132,9 +135,15 @@ class Engine:
         lora = find_backend(lora_backend, base.targets, base.head_weight, base.router.linears)
         if fusion and lora.name == "fused" and not base.lock_step.sharding:
             fused += fuse_layers(base)
+        new_softmax: NewSoftmax = PlainSoftmax
+        if fusion and lora.name == "fused":
+            new_softmax = find_softmax(base.head_weight, base.final_softcap)
+        fused += ("softmax",) * (new_softmax is not PlainSoftmax)
         if adapter_bytes is None and where.type == "cuda":
             adapter_bytes = cuda_adapter_bytes(where)
-        new_forward_backward = partial(ForwardBackward, base, lora, head_chunk_rows=head_chunk_rows)
+        new_forward_backward = partial(
+            ForwardBackward, base, lora, head_chunk_rows=head_chunk_rows, new_softmax=new_softmax
+        )
         budget = size_micro_batches(
             base,
             new_forward_backward,

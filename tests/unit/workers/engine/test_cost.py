@@ -41,6 +41,29 @@ def test_a_layer_of_training_stays_within_its_budget(
     assert row["launches_of_steps"] <= 5
 
 
+@pytest.mark.parametrize(
+    ("lora", "launches", "kilobytes"), [("fused", 366, 8_220), ("grouped", 444, 11_760)]
+)
+def test_the_head_and_what_else_is_outside_of_layers_stays_within_its_budget(
+    rows: dict[str, dict[str, Any]], lora: str, launches: int, kilobytes: int
+) -> None:
+    row = rows[lora]
+
+    assert row["launches_outside"] <= launches, row["ops_outside"]
+    assert row["kb_per_token_outside"] <= kilobytes, row["ops_outside"]
+
+
+def test_the_softmax_reads_all_logits_twice_and_writes_their_gradient_in_16_bits(
+    rows: dict[str, dict[str, Any]],
+) -> None:
+    found = {op: each for op, each in rows["fused"]["ops_outside"].items() if "softmax" in op}
+
+    kilobytes = sum(size for _, size, _ in found.values())
+    assert sum(launches for launches, _, _ in found.values()) == 3 * 8  # chunks of 1,024 rows
+    assert 151_936 * (4 + 4 + 2) / 1e3 <= kilobytes <= 151_936 * (4 + 4 + 2) / 1e3 + 1.5
+    assert not {"amax", "log_", "gather", "scatter_"} & set(rows["fused"]["ops_outside"])
+
+
 @pytest.mark.parametrize("lora", ["fused", "grouped", "seg"])
 def test_a_cycle_reads_values_and_norms_on_the_host_and_nothing_else(
     rows: dict[str, dict[str, Any]], lora: str
@@ -54,6 +77,6 @@ def test_a_layer_of_a_decode_step_stays_within_its_budget(rows: dict[str, dict[s
 
 def test_the_estimate_is_of_the_right_size(rows: dict[str, dict[str, Any]]) -> None:
     assert 14_000 < rows["grouped"]["estimated_tokens_per_s"] < 20_000
-    assert rows["fused"]["estimated_tokens_per_s"] > 17_000
-    assert rows["fused"]["estimated_with_flash_3"] > 18_000
+    assert rows["fused"]["estimated_tokens_per_s"] > 17_400
+    assert rows["fused"]["estimated_with_flash_3"] >= 18_500  # the goal
     assert rows["fused"]["estimated_tokens_per_s"] > rows["grouped"]["estimated_tokens_per_s"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -53,6 +53,75 @@ def logit_slope(
     return grad
 
 
+class Cap:
+    """`softcap * tanh(logits / softcap)` (Gemma 2), in place, and the way back; without a cap nothing."""
+
+    def __init__(self, softcap: float | None, *, goes_back: bool) -> None:
+        self._softcap = softcap
+        self._goes_back = goes_back
+        self._tanh: torch.Tensor | None = None
+
+    def on(self, logits: torch.Tensor) -> torch.Tensor:
+        """Cap logits."""
+        if self._softcap is not None and self._goes_back:
+            self._tanh = torch.tanh(logits / self._softcap)
+        return capped(logits, self._softcap)
+
+    def back(self, slope: torch.Tensor) -> torch.Tensor:
+        """Turn d loss / d logits into that by the logits before the cap."""
+        return slope if self._tanh is None else slope.mul_(1 - self._tanh**2)
+
+
+class Softmax(Protocol):
+    """Of all rows of some logits `[rows, V]` before the cap: what a row gets depends on that row alone."""
+
+    def logprobs(self, rows: slice, targets: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of `targets` `[c, K]`."""
+
+    def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
+        """Take d loss / d logprob `[c, K]` of rows whose log-probabilities were asked for."""
+
+    def gradient(self) -> torch.Tensor:
+        """Return d loss / d logits `[rows, V]` before the cap; that of rows that did not go back is anything."""
+
+
+class NewSoftmax(Protocol):
+    """What makes one, of logits that it may overwrite."""
+
+    def __call__(
+        self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
+    ) -> Softmax:
+        """Return it; gradients will be of `dtype`."""
+
+
+class PlainSoftmax:
+    """A softmax of PyTorch's operations, which keeps all probabilities until they become the gradient."""
+
+    def __init__(
+        self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
+    ) -> None:
+        self._logits = logits
+        self._softcap = softcap
+        self._dtype = dtype
+        self._goes_back = goes_back
+        self._slopes = torch.empty_like(logits)  # before a row went back: its probabilities
+        self._cap_by_start: dict[int, Cap] = {}
+
+    def logprobs(self, rows: slice, targets: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of `targets` `[c, K]`."""
+        cap = self._cap_by_start[rows.start] = Cap(self._softcap, goes_back=self._goes_back)
+        return picked_logprobs(cap.on(self._logits[rows]), targets, self._slopes[rows])[0]
+
+    def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
+        """Take d loss / d logprob `[c, K]`."""
+        grad = logit_slope(self._slopes[rows], slope, targets)
+        self._cap_by_start[rows.start].back(grad)
+
+    def gradient(self) -> torch.Tensor:
+        """Return d loss / d logits `[rows, V]` before the cap; that of rows that did not go back is anything."""
+        return self._slopes.to(self._dtype)
+
+
 class Projection:
     """Some rows of a piece under the unembedding and the adapter's LoRA on it, and the way back.
 
@@ -68,36 +137,29 @@ class Projection:
         hidden_grad: torch.Tensor | None = None,
     ) -> None:
         self._weight = weight
-        self._softcap = softcap
+        self._cap = Cap(softcap, goes_back=hidden_grad is not None)
         self._part = part
         self._hidden = hidden
         self._hidden_grad = hidden_grad
         self._low: torch.Tensor | None = None  # A @ hidden^T, [rank, c]
-        self._capped: torch.Tensor | None = None  # tanh(logits / softcap), [c, V]
 
     def logits(self) -> torch.Tensor:
         """Return a new tensor `[c, V]`, fp32 under a 16-bit base."""
-        return self.adapted(raw_logits(self._hidden, self._weight))
+        return self._cap.on(self.adapted(raw_logits(self._hidden, self._weight)))
 
     def backward(self, slope: torch.Tensor) -> None:
         """Given d loss / d logits `[c, V]`, which it overwrites, write d loss / d hidden and add the
         LoRA gradients.
         """
-        grad = self.through_cap(slope).to(self._weight.dtype)
+        grad = self._cap.back(slope).to(self._weight.dtype)
         self.finish(grad, torch.mm(grad, self._weight))
 
     def adapted(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply LoRA and cap to raw logits `[c, V]`, in place."""
+        """Add LoRA to raw logits `[c, V]`, in place."""
         if self._part is not None:
             self._low = torch.mm(self._part.weights.a, self._hidden.t())
             add_product(logits, self._low.t(), self._part.weights.b.t(), self._part.scale)
-        if self._softcap is not None and self._hidden_grad is not None:
-            self._capped = torch.tanh(logits / self._softcap)
-        return capped(logits, self._softcap)
-
-    def through_cap(self, slope: torch.Tensor) -> torch.Tensor:
-        """Turn d loss / d logits into that by the logits before the cap, in place."""
-        return slope if self._capped is None else slope.mul_(1 - self._capped**2)
+        return logits
 
     def finish(self, grad: torch.Tensor, hidden_grad: torch.Tensor) -> None:
         """Given `grad`, d loss / d raw logits `[c, V]`, and its product with the weight `[c, d]`, write

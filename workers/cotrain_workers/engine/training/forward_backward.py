@@ -19,6 +19,7 @@ from cotrain_workers.engine.device import (
 from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.model.base_model import UNEMBED
 from cotrain_workers.engine.model.forward import hidden_states, token_row
+from cotrain_workers.engine.model.unembedding import PlainSoftmax
 from cotrain_workers.engine.ops import ReverseKl
 from cotrain_workers.engine.routing import Route, Segment
 from cotrain_workers.engine.sequence_table import SequenceTable
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.lora.backend import LoraBackend
     from cotrain_workers.engine.model.activation_checkpointing import Choice
     from cotrain_workers.engine.model.base_model import BaseModel
+    from cotrain_workers.engine.model.unembedding import NewSoftmax
     from cotrain_workers.engine.ops import Datum, Pass
     from cotrain_workers.engine.routing import Part
     from cotrain_workers.engine.training.micro_batches import MicroBatch, PassesCost
@@ -67,13 +69,14 @@ class ForwardBackward:
         head_chunk_rows: int,
         recompute: Choice = "auto",
         keep_tokens: int = sys.maxsize,
+        new_softmax: NewSoftmax = PlainSoftmax,
     ) -> None:
         """Under "auto", micro-batches of more than `keep_tokens` compute their decoder layers twice."""
         self._base = base
         self._lora = lora
         self._device = base.head_weight.device
         self.head_chunk_rows = head_chunk_rows
-        self._head = Head(base.head_weight, base.final_softcap, head_chunk_rows)
+        self._head = Head(base.head_weight, base.final_softcap, head_chunk_rows, new_softmax)
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
         self._references = References(base, lora, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens

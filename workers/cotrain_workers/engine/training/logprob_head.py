@@ -13,17 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_workers.engine.model.unembedding import (
-    Projection,
-    logit_slope,
-    picked_logprobs,
-    raw_logits,
-)
+from cotrain_workers.engine.model.unembedding import PlainSoftmax, Projection, raw_logits
 from cotrain_workers.engine.training.losses import value, value_and_slope
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from cotrain_workers.engine.model.unembedding import NewSoftmax
     from cotrain_workers.engine.routing import Part
     from cotrain_workers.engine.training.losses import LossSpec
 
@@ -67,6 +63,11 @@ class HeadChunk:
     total: torch.Tensor | None = field(init=False, default=None)  # its loss, float64
 
     @property
+    def targets(self) -> torch.Tensor:
+        """Return the targets of its rows, `[c, K]`."""
+        return self.given.targets[self.rows]
+
+    @property
     def row_span(self) -> slice:
         """Return its rows in the packed row."""
         return slice(self.given.start + self.rows.start, self.given.start + self.rows.stop)
@@ -85,10 +86,17 @@ class HeadChunk:
 class Head:
     """The frozen unembedding `weight` `[vocabulary, d]`, which may be tied to the input embedding."""
 
-    def __init__(self, weight: torch.Tensor, softcap: float | None, chunk_rows: int) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        softcap: float | None,
+        chunk_rows: int,
+        new_softmax: NewSoftmax = PlainSoftmax,
+    ) -> None:
         self._weight = weight
         self._softcap = softcap
         self._chunk_rows = chunk_rows
+        self._new_softmax = new_softmax
 
     @torch.no_grad()
     def run(
@@ -136,26 +144,25 @@ class Head:
     ) -> None:
         rows = enough_rows(chunks[0].row_span.start, chunks[-1].row_span.stop, len(hidden))
         logits = raw_logits(hidden[rows], self._weight)
-        goes_back = chunks[0].goes_back
-        slopes = torch.empty_like(logits)
-        projections = []
+        goes_back, placed = chunks[0].goes_back, []
         for chunk in chunks:
             grad = hidden_grad[chunk.row_span] if goes_back else None
-            part = chunk.given.part
-            to = Projection(self._weight, self._softcap, part, hidden[chunk.row_span], grad)
+            to = Projection(self._weight, None, chunk.given.part, hidden[chunk.row_span], grad)
             here = slice(chunk.row_span.start - rows.start, chunk.row_span.stop - rows.start)
-            targets = chunk.given.targets[chunk.rows]
-            chunk.logprobs, p = picked_logprobs(to.adapted(logits[here]), targets, slopes[here])
+            to.adapted(logits[here])
+            placed.append((chunk, to, here))
+        softmax = self._new_softmax(logits, self._softcap, self._weight.dtype, goes_back=goes_back)
+        for chunk, _, here in placed:
+            chunk.logprobs = softmax.logprobs(here, chunk.targets)
             if chunk.is_ready:
                 judge(chunk)
             if goes_back:
                 assert chunk.slope is not None
-                to.through_cap(logit_slope(p, chunk.slope, targets))
-            projections.append((to, here))
+                softmax.go_back(here, chunk.targets, chunk.slope)
         if goes_back:
-            grads = slopes.to(self._weight.dtype)
+            grads = softmax.gradient()
             products = torch.mm(grads, self._weight)
-            for to, here in projections:
+            for _, to, here in placed:
                 to.finish(grads[here], products[here])
 
 

@@ -53,7 +53,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 def test_every_family_gets_what_seg_gives(load: Load, family: str) -> None:
     seg, fused = load(family, "seg"), load(family, "fused")
     # In the layers of Gemma 2 and 3 norms stand between products and additions.
-    wanted = {"heads"} if family in ("qwen3", "qwen3-window", "gemma3") else set()
+    wanted = {"softmax"} | ({"heads"} if family in ("qwen3", "qwen3-window", "gemma3") else set())
     wanted |= {"mlp"} if family in ("gemma2", "gemma3") else {"mlp", "residuals"}
     assert set(fused.facts.numerics.fused.split()) == wanted
     seg.run(OWN.ops(0))  # after it B is not zero

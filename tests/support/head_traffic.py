@@ -1,0 +1,45 @@
+"""What the kernels of the head's softmax read and write: all logits twice, their gradient once, of all else some values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cotrain_workers.engine.model.kernel_softmax import COLUMNS
+from tests.support.lora_traffic import FP32, blocks, size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+NORMS = 2  # values of a row
+
+
+def softmax_norms(logits: torch.Tensor, *_: Any) -> int:
+    """Return the bytes of the norms of all rows."""
+    return size_of([logits]) + NORMS * FP32 * len(logits)
+
+
+def softmax_pick(_logits: Any, _norms: Any, targets: torch.Tensor, *_: Any) -> int:
+    """Return the bytes of some log-probabilities: of the logits, those of the targets."""
+    return size_of([targets]) + FP32 * (2 * targets.numel() + NORMS * len(targets))
+
+
+def softmax_back(
+    logits: torch.Tensor,
+    _norms: Any,
+    targets: torch.Tensor,
+    slopes: torch.Tensor,
+    grads: torch.Tensor,
+    *_: Any,
+) -> int:
+    """Return the bytes of the gradient of some rows: norms, targets and slopes once for each block of columns."""
+    rows, width = len(targets), logits.shape[1]
+    again = size_of([targets, slopes]) + NORMS * FP32 * rows
+    return rows * width * (FP32 + grads.element_size()) + blocks(width, COLUMNS) * again
+
+
+#: By the name of the op.
+BYTES: dict[str, Callable[..., int]] = {
+    each.__name__: each for each in (softmax_norms, softmax_pick, softmax_back)
+}

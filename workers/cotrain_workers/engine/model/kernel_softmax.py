@@ -1,0 +1,164 @@
+"""The softmax over the vocabulary in two passes over fp32 logits: one reads them, one writes their gradient.
+
+No probabilities are kept, and the gradient is written in the type of the weights. For the LoRA backend `fused`,
+as its kernels need what these do.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cotrain_workers.engine.device import check_device
+from cotrain_workers.engine.model.compile import TOLERANCE, apart
+from cotrain_workers.engine.model.fusion import example
+from cotrain_workers.engine.model.kept_norm import block
+from cotrain_workers.engine.model.unembedding import PlainSoftmax
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cotrain_workers.engine.model.unembedding import NewSoftmax
+
+COLUMNS, WARPS = 4096, 8  # that a program takes at once
+
+_LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
+SCHEMAS = {
+    # logits fp32 [rows, V]; `cap` 0: they have none
+    "softmax_norms": "(Tensor logits, float cap) -> Tensor",
+    # of the rows from `first` on that targets [c, K] are of
+    "softmax_pick": "(Tensor logits, Tensor norms, Tensor targets, int first, float cap) -> Tensor",
+    "softmax_back": "(Tensor logits, Tensor norms, Tensor targets, Tensor slopes, Tensor(a!) grads, int first, "
+    "float cap) -> ()",
+}
+
+log = logging.getLogger(__name__)
+
+
+class KernelSoftmax:
+    """As `PlainSoftmax`; its logits are to be complete when it is made."""
+
+    def __init__(
+        self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
+    ) -> None:
+        self._logits = logits
+        self._cap = softcap or 0.0
+        self._norms = torch.ops.cotrain.softmax_norms(logits, self._cap)
+        self._grads = torch.empty_like(logits, dtype=dtype) if goes_back else None
+
+    def logprobs(self, rows: slice, targets: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of `targets` `[c, K]`."""
+        given = self._logits, self._norms, targets, rows.start, self._cap
+        found: torch.Tensor = torch.ops.cotrain.softmax_pick(*given)
+        return found
+
+    def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
+        """Take d loss / d logprob `[c, K]`."""
+        given = self._logits, self._norms, targets, slope, self._grads
+        torch.ops.cotrain.softmax_back(*given, rows.start, self._cap)
+
+    def gradient(self) -> torch.Tensor:
+        """Return d loss / d logits `[rows, V]` before the cap; that of rows that did not go back is anything."""
+        assert self._grads is not None
+        return self._grads
+
+
+def find_softmax(weight: torch.Tensor, softcap: float | None) -> NewSoftmax:
+    """Return the kernels for an unembedding `[V, d]`, if they are right on its device, or else the plain way.
+
+    Raises DeviceLost.
+    """
+    for dtype in dict.fromkeys(
+        (torch.float32, weight.dtype)
+    ):  # in 16 bits a gradient hides what is off
+        try:
+            found = disagreement(weight, softcap, dtype)
+        except Exception:  # a compiler's, of any type
+            check_device(weight.device)
+            log.exception("The softmax is not in two passes")
+            return PlainSoftmax
+        if not found <= TOLERANCE[dtype]:
+            log.error("The softmax is not in two passes: it would be off by %.3g", found)
+            return PlainSoftmax
+    return KernelSoftmax
+
+
+def disagreement(weight: torch.Tensor, softcap: float | None, dtype: torch.dtype) -> float:
+    """Return how far the kernels are off on random logits, with gradients of `dtype`: the largest difference
+    over the largest value.
+    """
+    targets = torch.tensor([[0, len(weight) - 1], [1, 1], [0, 1]], device=weight.device)
+    slopes = torch.tensor([[1.0, -0.5], [2.0, 0.5], [0.0, 0.0]], device=weight.device)
+    logits = 4 * example(weight, len(targets), len(weight)).float()
+    found = []
+    for softmax in (KernelSoftmax, PlainSoftmax):
+        own = softmax(logits.clone(), softcap, dtype, goes_back=True)
+        rows = slice(0, len(targets))
+        logprobs = own.logprobs(rows, targets)
+        own.go_back(rows, targets, slopes)
+        found.append([logprobs, own.gradient()])
+    return apart(*found)
+
+
+def softmax_norms(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return the largest logit of each row, and the sum of `exp(logit - largest)`: `[rows, 2]`."""
+    norms = _new_norms(logits)
+    _run("softmax_norms", (len(logits),), logits, norms, logits.shape[1], cap=cap, size=COLUMNS)
+    return norms
+
+
+def softmax_pick(
+    logits: torch.Tensor, norms: torch.Tensor, targets: torch.Tensor, first: int, cap: float
+) -> torch.Tensor:
+    """Return the log-probabilities of targets."""
+    logprobs = _new_logprobs(logits, norms, targets)
+    targets, (rows, count) = targets.contiguous(), targets.shape
+    given = logits, norms, targets, logprobs, first, logits.shape[1], count
+    _run("softmax_pick", (rows,), *given, cap=cap, size=block(count))
+    return logprobs
+
+
+def softmax_back(
+    logits: torch.Tensor,
+    norms: torch.Tensor,
+    targets: torch.Tensor,
+    slopes: torch.Tensor,
+    grads: torch.Tensor,
+    first: int,
+    cap: float,
+) -> None:
+    """Write the gradient of the logits of some rows."""
+    (rows, count), width = targets.shape, logits.shape[1]
+    given = logits, norms, targets.contiguous(), slopes.contiguous(), grads, first, width, count
+    _run("softmax_back", (rows, -(-width // COLUMNS)), *given, cap=cap, size=COLUMNS)
+
+
+def _run(name: str, grid: tuple[int, ...], *given: Any, cap: float, size: int) -> None:
+    from cotrain_workers.engine.model import softmax_programs
+
+    program = getattr(softmax_programs, name)
+    program[grid](*given, cap, CAPPED=cap > 0, BLOCK=size, num_warps=WARPS)
+
+
+def _new_norms(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return logits.new_empty(len(logits), 2)
+
+
+def _new_logprobs(
+    logits: torch.Tensor, _norms: Any, targets: torch.Tensor, *_: Any
+) -> torch.Tensor:
+    return logits.new_empty(targets.shape)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+_REAL: tuple[Callable[..., Any], ...] = (softmax_norms, softmax_pick, softmax_back)
+_FAKE: tuple[Callable[..., Any], ...] = (_new_norms, _new_logprobs, _nothing)
+for (_name, _schema), _real, _fake in zip(SCHEMAS.items(), _REAL, _FAKE, strict=True):
+    _LIBRARY.define(_name + _schema)
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cotrain::{_name}", _fake, lib=_LIBRARY)
