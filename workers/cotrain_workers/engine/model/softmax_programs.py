@@ -73,7 +73,7 @@ def softmax_back(
     columns = begin + tl.arange(0, BLOCK)
     inside = columns < width
     cells = row * width + columns
-    x = tl.load(logits + cells, mask=inside, other=0.0)
+    x = tl.load(logits + cells, mask=inside, other=float("-inf"))
     share = tl.exp(capped(x, cap, CAPPED) - tl.load(norms + 2 * row))
     share /= tl.load(norms + 2 * row + 1)
     factor = tl.full((), 0.0, tl.float32)

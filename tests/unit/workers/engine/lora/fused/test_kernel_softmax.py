@@ -44,6 +44,7 @@ def problem(columns: int, rows: int = 6) -> Rows:
     g = torch.Generator().manual_seed(columns)
     logits = 5 * torch.randn(rows, VOCAB, generator=g)
     logits[0] += 40  # a softmax is the same wherever its logits lie
+    logits[5] -= 200
     targets = torch.randint(0, VOCAB, (rows, columns), generator=g)
     targets[1] = VOCAB - 1
     return Rows(logits, targets, torch.randn(rows, columns, generator=g))
