@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -48,11 +49,41 @@ class Target:
     outputs: int
 
 
-class Pair(NamedTuple):
-    """The two LoRA matrices of one module."""
-
+class _Pair(NamedTuple):
     a: torch.Tensor  # [rank, inputs]
     b: torch.Tensor  # [outputs, rank]
+
+
+class Pair(_Pair):
+    """The two LoRA matrices of one module."""
+
+    @cached_property
+    def at(self) -> torch.Tensor:
+        """Return A^T, a view made once and not for every product."""
+        return self.a.t()
+
+    @cached_property
+    def bt(self) -> torch.Tensor:
+        """Return B^T, in whose order it lies in an arena."""
+        return self.b.t()
+
+
+class Sums(Pair):
+    """A module's matrices in a gradient arena, to which products are added."""
+
+    is_stale = False
+    """What lies there is of an earlier gradient and counts as zeros: the next product is written over it."""
+
+
+def kept_share(sums: Pair) -> int:
+    """Return by what sums are multiplied in the product that is added next: 0 if they are stale, else 1.
+
+    They are not stale any more: ask right before A's and B's product.
+    """
+    if isinstance(sums, Sums) and sums.is_stale:
+        sums.is_stale = False
+        return 0
+    return 1
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cotrain_workers.engine.adapters.gradient import Gradient, discard_all
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -24,14 +26,6 @@ _VERSIONS = count()
 def arena_dtype(compute_dtype: torch.dtype) -> torch.dtype:
     """Return what weights, gradients and moments are kept in under a base model of `compute_dtype`."""
     return torch.float64 if compute_dtype == torch.float64 else torch.float32
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """A gradient arena and every module's matrices in it."""
-
-    flat: torch.Tensor
-    views: dict[str, Pair]
 
 
 @dataclass
@@ -90,8 +84,7 @@ class Adapter:
         if self._gradient is None:
             if "grads" not in self.arenas:
                 self.arenas["grads"] = torch.zeros_like(self.weights)
-            flat = self.arenas["grads"]
-            self._gradient = Gradient(flat, self.layout.views(flat))
+            self._gradient = Gradient(self.arenas["grads"], self.layout)
         return self._gradient
 
     @property
@@ -119,8 +112,7 @@ class Adapter:
 
     def scratch_gradient(self) -> Gradient:
         """Return a zeroed gradient arena of this adapter's layout."""
-        flat = torch.zeros_like(self.weights)
-        return Gradient(flat, self.layout.views(flat))
+        return Gradient(torch.zeros_like(self.weights), self.layout)
 
     def begin_open_gradient(self) -> Gradient:
         """Return a zeroed gradient arena for a pass that may stay open."""
@@ -131,8 +123,7 @@ class Adapter:
     @property
     def open_gradient(self) -> Gradient:
         """Return the arena of the pass that is open; raises KeyError where none has begun to add to it."""
-        flat = self.arenas[OPEN_GRADIENT]
-        return Gradient(flat, self.layout.views(flat))
+        return Gradient(self.arenas[OPEN_GRADIENT], self.layout)
 
     @property
     def has_begun_open_gradient(self) -> bool:
@@ -145,7 +136,7 @@ class Adapter:
         self.arenas.pop(OPEN_GRADIENT, None)
 
     def worth_copying(self) -> dict[str, torch.Tensor]:
-        """Return the arenas of an adapter on the device; a gradient that is not pending is all zeros."""
+        """Return the arenas of an adapter on the device; a gradient that is not pending counts as zeros."""
         assert self.on_host is None
         zeros = set() if self.grads_pending else {"grads"}
         return {name: arena for name, arena in self.arenas.items() if name not in zeros}
@@ -164,8 +155,7 @@ class Adapter:
 
 
 def discard_gradients(adapters: Sequence[Adapter]) -> None:
-    """Zero the gradients."""
-    if adapters:
-        torch._foreach_zero_([adapter.gradient.flat for adapter in adapters])
+    """Have the gradients count as zeros."""
+    discard_all([adapter.gradient for adapter in adapters])
     for adapter in adapters:
         adapter.grads_pending = False

@@ -63,6 +63,11 @@ class LoraBackend:
     """Why this device does without a faster backend, if it does."""
 
     @property
+    def stores_first(self) -> bool:
+        """Return whether stale sums are written over (`kept_share`); else they are to be zeros."""
+        return self.name == "seg"
+
+    @property
     def align(self) -> int:
         """Return what every segment's first row is a multiple of."""
         return 1 if self.name in ("seg", "fused") else ROWS

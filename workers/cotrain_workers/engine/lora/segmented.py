@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from cotrain_workers.engine.routing import Part
+from cotrain_workers.engine.spec import kept_share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,15 +101,16 @@ class SegmentedLora(torch.autograd.Function):
         """Return `y` `[1, T, out]`."""
         y = functional.linear(x, weight, bias)
         cuts = Cuts.of(parts, x.shape[1])
-        lows, bs = [], []  # transposed
-        for part, rows, out in zip(parts, cuts.columns(x[0].t()), cuts.rows(y[0]), strict=True):
+        # Columns of transposes, as the products want them: to transpose each is a call more.
+        each = zip(parts, cuts.columns(x[0].t()), cuts.columns(y[0].t()), strict=True)
+        lows = []
+        for (_, _, weights, scale, _), columns, out in each:
             # [rank, n]: a third faster on CPU than its transpose
-            low, b = torch.mm(part.weights.a, rows).t(), part.weights.b.t()
-            out.addmm_(low, b, alpha=part.scale)
+            low = torch.mm(weights.a, columns)
+            out.addmm_(weights.b, low, alpha=scale)
             lows.append(low)
-            bs.append(b)
         ctx.save_for_backward(x, weight, *lows)
-        ctx.parts, ctx.cuts, ctx.bs = parts, cuts, bs
+        ctx.parts, ctx.cuts = parts, cuts
         return y
 
     @staticmethod
@@ -117,17 +119,17 @@ class SegmentedLora(torch.autograd.Function):
         x, weight, *lows = ctx.saved_tensors
         gy, cuts = grads[0][0], ctx.cuts
         gx = torch.mm(gy, weight) if ctx.needs_input_grad[0] else None
-        outs = repeat(None) if gx is None else cuts.rows(gx)
-        each = zip(
-            ctx.parts, ctx.bs, lows, cuts.columns(gy.t()), cuts.rows(x[0]), outs, strict=False
-        )
-        for part, b, low, gyt, rows, out in each:
-            low_grad = torch.mm(b, gyt)  # [rank, n]
-            if part.grads is not None:
-                add_product(part.grads.b, gyt, low, part.scale)
-                add_product(part.grads.a, low_grad, rows, part.scale)
+        outs = repeat(None) if gx is None else cuts.columns(gx.t())
+        parts: Sequence[Part] = ctx.parts
+        each = zip(parts, lows, cuts.columns(gy.t()), cuts.rows(x[0]), outs, strict=False)
+        for (_, _, weights, scale, sums), low, gyt, rows, out in each:
+            low_grad = torch.mm(weights.bt, gyt)  # [rank, n]
+            if sums is not None:
+                share = kept_share(sums)
+                add_product(sums.b, gyt, low.t(), scale, share)
+                add_product(sums.a, low_grad, rows, scale, share)
             if out is not None:
-                out.addmm_(low_grad.t(), part.weights.a, alpha=part.scale)
+                out.addmm_(weights.at, low_grad, alpha=scale)
         return None if gx is None else gx[None], None, None, None, None
 
 
@@ -164,12 +166,19 @@ class Cuts(NamedTuple):
         return [cut[at] for at in self.wanted]
 
 
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
-    """Add `scale * left @ right` to `total`, an fp32 (or fp64) view of an arena, in its precision."""
+def add_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, share: int = 1
+) -> None:
+    """Make `total`, an fp32 (or fp64) view of an arena, `share * total + scale * left @ right`, in its precision.
+
+    If `share` is 0, what was there is not read: it may be NaN.
+    """
     if total.dtype == left.dtype:
-        total.addmm_(left, right, alpha=scale)
-    else:
-        total.add_(wide_product(left, right), alpha=scale)
+        total.addmm_(left, right, beta=share, alpha=scale)
+        return
+    if not share:
+        total.zero_()
+    total.add_(wide_product(left, right), alpha=scale)
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from cotrain_workers.engine.device import unordered_writes
 from cotrain_workers.engine.lora.segmented import add_product, wide_product
+from cotrain_workers.engine.spec import kept_share
 
 if TYPE_CHECKING:
     from cotrain_workers.engine.routing import Part
@@ -170,7 +171,8 @@ class Projection:
             assert self._part.grads is not None
             low_grad = torch.mm(self._part.weights.b.t(), grad.t())  # [rank, c]
             hidden_grad.addmm_(low_grad.t(), self._part.weights.a, alpha=self._part.scale)
-            add_product(self._part.grads.b, grad.t(), self._low.t(), self._part.scale)
-            add_product(self._part.grads.a, low_grad, self._hidden, self._part.scale)
+            share = kept_share(self._part.grads)
+            add_product(self._part.grads.b, grad.t(), self._low.t(), self._part.scale, share)
+            add_product(self._part.grads.a, low_grad, self._hidden, self._part.scale, share)
         assert self._hidden_grad is not None
         self._hidden_grad.copy_(hidden_grad)

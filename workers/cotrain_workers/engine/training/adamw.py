@@ -66,15 +66,17 @@ def gradient_norms(adapters: Sequence[Adapter]) -> list[float]:
     """Return each one's L2 norm over the whole gradient, added up in fp64. Waits for the device, once."""
     if not adapters:
         return []
-    gradients = [adapter.gradient.flat for adapter in adapters]
-    norms: list[float] = torch.stack(
-        torch._foreach_norm(gradients, dtype=torch.float64)  # has no public name
-    ).tolist()
-    return norms
+    if adapters[0].gradient.is_cuda:
+        gradients = [adapter.gradient.flat for adapter in adapters]
+        norms = torch._foreach_norm(gradients, dtype=torch.float64)  # has no public name
+    else:
+        norms = tuple(adapter.gradient.norm() for adapter in adapters)
+    on_host: list[float] = torch.stack(norms).tolist()
+    return on_host
 
 
 def adamw_steps(steps: Sequence[Due]) -> None:
-    """Clip each gradient by its own global norm, update weights, moments and step counts, and zero the
+    """Clip each gradient by its own global norm, update weights, moments and step counts, and discard the
     gradients; one launch for all steps of equal parameters. No adapter may be there twice.
 
     Without a gradient it is a step with zero gradients: moments and weights decay, nothing fails.

@@ -160,7 +160,7 @@ class ForwardBackward:
         # Here the exception is gone, and with it the tensors that its frames held.
         for owner in owners:
             if owner.gradient is not None:
-                owner.gradient.flat.zero_()
+                owner.gradient.discard()
         for gradient, before in of_earlier_slices:
             gradient.flat.copy_(before)
         release_memory(self._device)
@@ -251,6 +251,8 @@ class ForwardBackward:
             if op_slice.needs_grad and state.gradient is None:
                 state.gradient = claim_gradient(state)
             grads = state.gradient.views if state.gradient else None
+            if state.gradient and not self._lora.stores_first:
+                state.gradient.settle()
             segments.append(Segment(start, stop, adapter, adapter.spec.scale, grads))
         return segments
 

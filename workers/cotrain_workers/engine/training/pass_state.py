@@ -19,7 +19,8 @@ from cotrain_workers.engine.training.micro_batches import cut
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cotrain_workers.engine.adapters.adapter import Adapter, Gradient
+    from cotrain_workers.engine.adapters.adapter import Adapter
+    from cotrain_workers.engine.adapters.gradient import Gradient
     from cotrain_workers.engine.ops import Datum, KlDatum
     from cotrain_workers.engine.training.logprob_head import HeadResult
     from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
@@ -93,7 +94,7 @@ class PassState:
 def claim_gradient(state: PassState) -> Gradient:
     """Return where a pass may add its gradient: the adapter's own arena while no other does, else scratch.
 
-    A pass that fails is then undone by zeroing the arena or dropping the scratch. Both start from zeros,
+    A pass that fails is then undone by discarding the sums or dropping the scratch. Both start from zeros,
     so the bits of the sum do not depend on which it was. One that may stay open leaves the arena alone:
     the adapter is then, between cycles, as its last complete op left it. One behind an open pass does, too:
     that pass, which ends first, is added to the arena whole.
@@ -128,11 +129,11 @@ def close(done: PassState) -> None:
     verdicts = [torch.isfinite(total_loss(done))]
     verdicts += [is_all_finite(result.found) for result in done.results]
     if done.gradient is not None:
-        verdicts.append(is_all_finite(done.gradient.flat))
+        verdicts.append(is_finite_gradient(done.gradient, done.adapter))
     done.is_finite = torch.stack(verdicts).all()
     if done.gradient is None:
         return
-    zero_unless(done.is_finite, done.gradient.flat)
+    done.gradient.discard_unless(done.is_finite)
     if done.gradient is not done.adapter.gradient:
         done.adapter.gradient.flat.add_(done.gradient.flat)
         done.adapter.gradient_in_use = True  # until `finish` knows whether anything was added
@@ -196,7 +197,7 @@ def total_loss(done: PassState) -> torch.Tensor:
 def give_up(failed: PassState, failure: Failure) -> None:
     """Fail an incomplete pass and leave no trace of it."""
     if failed.gradient is failed.adapter.gradient:
-        failed.adapter.gradient.flat.zero_()
+        failed.adapter.gradient.discard()
         failed.adapter.gradient_in_use = False
     forget_scratch(failed)
     failed.slices.clear()
@@ -219,6 +220,16 @@ def output_of(
     )
 
 
+def is_finite_gradient(gradient: Gradient, adapter: Adapter) -> torch.Tensor:
+    """Return, on the device, whether a gradient is finite.
+
+    On a CPU it is read once for this and the norm of a step that follows, if it is the adapter's own.
+    """
+    if gradient.is_cuda or gradient is not adapter.gradient:
+        return is_all_finite(gradient.flat)
+    return gradient.is_finite()
+
+
 def is_all_finite(values: torch.Tensor) -> torch.Tensor:
     """Return, on the device, whether there is no NaN and no infinity; there is at least one value."""
     if not values.is_cuda:
@@ -228,14 +239,6 @@ def is_all_finite(values: torch.Tensor) -> torch.Tensor:
             return has_finite_sum
     low, high = values.aminmax()
     return torch.isfinite(low) & torch.isfinite(high)
-
-
-def zero_unless(keep: torch.Tensor, arena: torch.Tensor) -> None:
-    """Zero an arena if the boolean `keep` is false; on CUDA without asking the host."""
-    if arena.is_cuda:
-        arena.masked_fill_(~keep, 0.0)
-    elif not keep:
-        arena.zero_()
 
 
 def needs_memory(tokens: int) -> Failure:

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cotrain_workers.engine.adapters.gradient import Gradient, discard_all
+from cotrain_workers.engine.lora.segmented import add_product
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, kept_share, plan_layout
+
+TARGETS = (Target("q_proj", "attn", 24, 20), Target("v_proj", "attn", 24, 40))
+
+
+def layout() -> Layout:
+    return plan_layout(AdapterSpec(5, seed=0), TARGETS)
+
+
+def full_of(value: float, dtype: torch.dtype = torch.float32) -> Gradient:
+    gradient = Gradient(torch.zeros(layout().size, dtype=dtype), layout())
+    for sums in gradient.views.values():
+        sums.a.fill_(value)
+        sums.b.fill_(value)
+    return gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_written_over_what_was_discarded(dtype: torch.dtype) -> None:
+    gradient, fresh = full_of(math.nan), full_of(0.0)
+    discard_all([gradient])
+    left, right = (torch.randn(5, 3).to(dtype), torch.randn(3, 24).to(dtype))
+
+    for each in (gradient, fresh):
+        sums = each.views["q_proj"]
+        for _ in range(2):
+            share = kept_share(sums)
+            add_product(sums.a, left, right, 2.0, share)
+            add_product(sums.b, left[:, :1].t().expand(20, 5), left @ left.t(), 2.0, share)
+            assert kept_share(sums) == 1
+
+    assert fresh.views["q_proj"].b.any()
+    assert torch.equal(gradient.flat, fresh.flat)  # of the other module nothing was written
+
+
+def test_a_discarded_gradient_counts_as_zeros_for_whoever_asks() -> None:
+    gradients = [full_of(math.inf) for _ in range(4)]
+    discard_all(gradients[1:])
+
+    assert gradients[0].norm() == math.inf
+    assert not gradients[1].flat.any()
+    assert gradients[2].norm() == 0
+    assert gradients[2].is_finite()
+    gradients[3].settle()
+    assert [kept_share(sums) for sums in gradients[3].views.values()] == [1, 1]
+    assert not gradients[3].views["v_proj"].b.any()
+
+
+def test_a_norm_is_that_of_what_has_been_written_since() -> None:
+    gradient = full_of(1.0)
+    before = gradient.norm()
+
+    gradient.flat.mul_(2)
+    assert gradient.norm() == 2 * before
+    gradient.views["q_proj"].a.fill_(math.nan)
+    assert not gradient.is_finite()
+    gradient.discard_unless(torch.tensor(True))
+    assert gradient.norm().isnan()
+    gradient.discard_unless(torch.tensor(False))
+    assert gradient.norm() == 0
+
+
+def test_a_norm_is_added_up_in_fp64() -> None:
+    gradient = full_of(0.0)
+    generator = torch.Generator().manual_seed(1)
+    gradient.flat.copy_(torch.randn(layout().size, generator=generator))
+
+    assert gradient.norm() == float(gradient.flat.double().norm())
+    assert gradient.norm() != float(gradient.flat.norm())
+
+
+def test_finite_values_of_fp64_may_have_a_norm_that_is_not() -> None:
+    gradient = full_of(1e200, torch.float64)
+
+    assert gradient.is_finite()
+    assert gradient.norm() == math.inf
+
+
+def test_what_was_no_gradient_keeps_all_it_has() -> None:
+    assert kept_share(Pair(torch.ones(1, 1), torch.ones(1, 1))) == 1
