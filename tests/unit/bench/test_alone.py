@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.warm.popen import run
 
 ROOT = Path(__file__).resolve().parents[3]
 #: Nothing of this repository is installed, and of what it needs only what a bench says it does.
 BARE = f"""
 import runpy, sys
 import peft, transformers
+from tests.warm.anew import forget
+forget("cotrain", "bench", "tests")
 absent = ("structlog", "redis", "pydantic", "pydantic_settings", "fastapi")
 for name in [*sys.modules]:
     if name.split(".")[0] in absent:
@@ -26,14 +29,8 @@ for name in ("engine", "engine_check", "decode"):
 
 
 def test_the_benches_of_the_engine_need_nothing_of_ours_installed() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", BARE],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = run([sys.executable, "-c", BARE], cwd=ROOT, env=bare)
 
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.count("--device {cpu,cuda}") >= 3

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from datetime import datetime
@@ -19,6 +17,7 @@ from cotrain.cli import COMMANDS, command_line
 from cotrain_store.messages.ids import RunId
 from cotrain_workers.recorder.file import read_cycle, write_cycle
 from tests.support.flight import A, B, Flight, a_pass, a_step, create
+from tests.warm.popen import run
 
 if TYPE_CHECKING:
     from tests.unit.workers.conftest import NewEngine
@@ -32,6 +31,8 @@ APP = command_line(
 RECORDED = Path(__file__).parents[3] / "data" / "recorded"
 WITHOUT_REDIS = """
 import sys
+from tests.warm.anew import forget
+forget("cotrain", "redis")
 sys.modules["redis"] = None
 import typer
 from cotrain_workers.recorder.cli import replay
@@ -151,8 +152,6 @@ def test_one_run_is_handed_out_without_its_neighbours(flight: Flight, tmp_path: 
 
 def test_a_replay_needs_no_redis_not_even_its_library() -> None:
     file, model = str(RECORDED / "story-1.zip"), str(RECORDED / "model")
-    command = [sys.executable, "-c", WITHOUT_REDIS, file, "--base-model", model]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = run([sys.executable, "-c", WITHOUT_REDIS, file, "--base-model", model])
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("Nothing diverged.\n")
