@@ -17,7 +17,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.fused import tables
 from cotrain_workers.engine.model import attention, base_model, fused_layers, fusion, kernel_softmax
-from cotrain_workers.engine.training import adamw, pass_state
+from cotrain_workers.engine.training import adamw, memory_probe, pass_state
 from tests.support import fake_cuda
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class FakeEngine:
             engine_module: {"compiled": compiled},
             pass_state: {"values_on_host": values},
             adamw: {"gradient_norms": norms},
+            memory_probe: {"probe": lambda *_, **__: True},
             bank: {"initial_weights": lambda _, layout: torch.empty(layout.size)},
         }
 

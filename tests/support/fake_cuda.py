@@ -115,6 +115,11 @@ class Launch:
 class LaunchLog(TorchDispatchMode):
     """Notes every launch on the device, and how much memory storages take."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; to be kept from it takes as long as to note an op."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Launch] = []

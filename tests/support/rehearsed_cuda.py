@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
+from functools import cache
+from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,11 @@ REFUSED = "not deterministic on CUDA"
 class Rehearsal(TorchDispatchMode):
     """Looks at every op, and computes it on the host."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; to be kept from it takes as long as to look at an op."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
@@ -57,12 +64,13 @@ class Rehearsal(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        self.ops[str(packet)] += 1
-        special = SPECIAL.get(str(packet))
+        name = name_of(packet)
+        self.ops[name] += 1
+        special = SPECIAL.get(name)
         if special is not None:
             return special(self, func, args, kwargs)
         if packet in WAITS and on_device(args):
-            self.wait(str(packet))
+            self.wait(name)
         self.check_writes(packet, func, args)
         return self.compute(func, args, kwargs)
 
@@ -70,13 +78,12 @@ class Rehearsal(TorchDispatchMode):
         """Compute an op where its tensors are, or where it is asked to."""
         device = kwargs.get("device")
         asked = None if device is None else torch.device(device).type
-        flat = [*leaves(args), *leaves(kwargs)]
-        ours = [each for each in flat if isinstance(each, OnDevice)]
-        theirs = [
-            each
-            for each in flat
-            if isinstance(each, torch.Tensor) and not isinstance(each, OnDevice) and each.dim()
-        ]
+        ours, theirs = False, []
+        for each in chain(leaves(args), leaves(kwargs)):
+            if type(each) is OnDevice:
+                ours = True
+            elif isinstance(each, torch.Tensor) and each.dim():
+                theirs.append(each)
         if ours and theirs:
             shapes = [tuple(each.shape) for each in theirs]
             raise RuntimeError(f"{func}: all tensors on one device, but {shapes} are on the host")
@@ -111,6 +118,12 @@ class Rehearsal(TorchDispatchMode):
         if self.mode == "error":
             raise WouldWait(what)
         self.waits.append(what)
+
+
+@cache
+def name_of(packet: Any) -> str:
+    """Return what torch calls an op."""
+    return str(packet)
 
 
 def written(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
