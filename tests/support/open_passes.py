@@ -26,9 +26,16 @@ SLICE, LENGTHS = 16, (16, 11, 14, 16, 9)
 ONE_LAYER = MappingProxyType({"micro_batch_tokens": SLICE, "layers": 1})
 
 
-def a_pass(seq: int, run: str = "a", *, needs_grad: bool = True, seed: int = 0) -> Pass:
+def a_pass(
+    seq: int,
+    run: str = "a",
+    *,
+    needs_grad: bool = True,
+    seed: int = 0,
+    lengths: Sequence[int] = LENGTHS,
+) -> Pass:
     rng = np.random.default_rng([seed, seq])
-    datums = [random_datum(rng, "cross_entropy", length) for length in LENGTHS]
+    datums = [random_datum(rng, "cross_entropy", length) for length in lengths]
     return Pass(run, seq, datums, "cross_entropy", {}, needs_grad)
 
 

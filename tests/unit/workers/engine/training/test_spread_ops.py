@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     OpId = tuple[str, int]
 
 pytestmark = pytest.mark.numerics
+#: A first slice, one in the middle and a last one: what happens between slices has happened between three.
+THREE = LENGTHS[:3]
 
 
 def two_begun(new_engine: NewEngine) -> tuple[Engine, Engine]:
@@ -81,7 +83,7 @@ def test_however_ops_are_spread_over_cycles_every_bit_is_that_of_one_by_one(
     while any(left.values()):
         ops = [op for run in left for op in of_one_cycle(left[run][: draw.randrange(6)])]
         allowances = {
-            (op.run, op.seq): draw.randint(1, sum(LENGTHS))
+            (op.run, op.seq): draw.randint(1, sum(THREE))
             for op in ops
             if isinstance(op, Pass) and draw.random() < 0.5
         }
@@ -103,7 +105,9 @@ def ops_of_a_run(draw: random.Random, run: str) -> list[Op]:
         is_step = draw.random() < 0.3
         needs_grad = draw.random() < 0.8
         ops.append(
-            a_step(len(ops), run) if is_step else a_pass(len(ops), run, needs_grad=needs_grad)
+            a_step(len(ops), run)
+            if is_step
+            else a_pass(len(ops), run, needs_grad=needs_grad, lengths=THREE)
         )
     return ops
 
