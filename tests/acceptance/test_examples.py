@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = ROOT / "examples"
 KEY = "tml-example_key-of-mine"
-MODEL_STEPS = 120
-"""Of the 300 that the demo's base model takes: enough to have something to learn from."""
+#: Of the demo's base model, which has 3 layers and takes 300 steps over four times the text: enough to have something
+#: to learn from, and less text is learned in fewer steps.
+MODEL_LAYERS, MODEL_CHARACTERS, MODEL_STEPS = 2, 300_000, 90
 PNG = b"\x89PNG\r\n\x1a\n"
 
 Rows = list[dict[str, Any]]
@@ -47,7 +48,9 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
         demo_model = importlib.import_module("demo_model")
+        patch.setitem(demo_model.SHAPE, "num_hidden_layers", MODEL_LAYERS)
         patch.setattr(demo_model, "STEPS", MODEL_STEPS)
+        patch.setattr("demo_texts.MAX_CHARACTERS", MODEL_CHARACTERS)
         yield demo_model.cached_model(tmp_path_factory.mktemp("demo") / "model", lambda *_: None)
 
 
