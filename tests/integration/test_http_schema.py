@@ -91,19 +91,31 @@ def server(
     thread.join()
 
 
-def test_no_request_that_may_be_sent_is_our_error(server: Server) -> None:
-    answered = fuzz(server, GenerationMode.POSITIVE, examples=12)
+@pytest.fixture(scope="module")
+def operations(server: Server) -> list[Any]:
+    """List what may be asked, what ends something last. It keeps how requests are drawn, which takes long to find."""
+    # /readyz says 503 with reason: there is neither scheduler nor worker here.
+    api = schemathesis.openapi.from_url(f"{server.address}/openapi.json").exclude(path="/readyz")
+    found = [operation.ok() for operation in api.get_all_operations() if isinstance(operation, Ok)]
+    assert len(found) > 50
+    return sorted(found, key=lambda operation: operation.label.startswith(ENDINGS))
+
+
+def test_no_request_that_may_be_sent_is_our_error(server: Server, operations: list[Any]) -> None:
+    answered = fuzz(server, operations, GenerationMode.POSITIVE, examples=12)
     # What is asked for exists half of the time, and the other half must not be all there is.
     assert answered["served"] > answered["refused"] / 3
 
 
-def test_no_request_that_breaks_the_schema_is_our_error(server: Server) -> None:
-    answered = fuzz(server, GenerationMode.NEGATIVE, examples=5)
+def test_no_request_that_breaks_the_schema_is_our_error(
+    server: Server, operations: list[Any]
+) -> None:
+    answered = fuzz(server, operations, GenerationMode.NEGATIVE, examples=5)
     assert answered["refused"] > answered["served"]
 
 
-def test_no_request_of_a_stranger_is_our_error(server: Server) -> None:
-    for operation in operations_of(server):
+def test_no_request_of_a_stranger_is_our_error(operations: list[Any]) -> None:
+    for operation in operations:
 
         @settings(max_examples=2, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy())
@@ -115,11 +127,11 @@ def test_no_request_of_a_stranger_is_our_error(server: Server) -> None:
         ask()
 
 
-def fuzz(server: Server, mode: GenerationMode, examples: int) -> Counter[str]:
+def fuzz(
+    server: Server, operations: list[Any], mode: GenerationMode, examples: int
+) -> Counter[str]:
     """Ask everything there is, in many ways; count what came of it."""
     real = make_ids(server)
-    operations = operations_of(server)
-    assert len(operations) > 50
     answered = Counter[str]()
     for operation in operations:
 
@@ -142,14 +154,6 @@ def fuzz(server: Server, mode: GenerationMode, examples: int) -> Counter[str]:
 def can_be_wrong(operation: Any) -> bool:
     """Tell whether a request can break the schema: not where anything goes."""
     return bool(operation.body or operation.query or operation.definition.raw.get("security"))
-
-
-def operations_of(server: Server) -> list[Any]:
-    """List what may be asked, what ends something last."""
-    # /readyz says 503 with reason: there is neither scheduler nor worker here.
-    api = schemathesis.openapi.from_url(f"{server.address}/openapi.json").exclude(path="/readyz")
-    operations = [found.ok() for found in api.get_all_operations() if isinstance(found, Ok)]
-    return sorted(operations, key=lambda operation: operation.label.startswith(ENDINGS))
 
 
 def put_in(case: Any, real: dict[str, Any]) -> None:
