@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -148,9 +149,12 @@ async def keep_training(
 def runs(address: str, key: str, *, count: int, rank: int = 8) -> list[TrainingClient]:
     """Start a session and runs in it; what a quota refuses is left out, but for the first."""
     service = ServiceClient(base_url=address, api_key=key)
-    return [
-        service.create_lora_training_client("bench", rank=rank, seed=seed) for seed in range(count)
-    ]
+
+    def make(seed: int) -> TrainingClient:
+        return service.create_lora_training_client("bench", rank=rank, seed=seed)
+
+    with ThreadPoolExecutor(count) as threads:  # in few cycles: the probes shall meet all of them
+        return [*threads.map(make, range(count))]
 
 
 def data(sequences: int, length: int) -> list[Datum]:
