@@ -20,16 +20,17 @@ help: ## Show this list
 install: $(INSTALLED) ## Make .venv with everything in it
 
 # Every file is checked against pins/hashes.txt but torch's, whose build is the index's choice. pip checks
-# hashes of a list, not of a project's folder: hence the list, then the project alone.
+# hashes of a list, not of a project's folder: hence the list, then the project alone. What is imported is
+# compiled then: most of what is installed never is.
 $(INSTALLED): pyproject.toml constraints.txt pins/hashes.txt
 	@echo "Making $(VENV), some two minutes: 1/4 an empty one, and pip …"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes --requirement pins/pip.txt
 	@echo "Making $(VENV): 2/4 torch, the largest, of some 200 MB …"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-deps torch
 	@echo "Making $(VENV): 3/4 all else that cotrain needs …"
 	$(BIN)/python pins/requirements_of.py all objects otel >$(VENV)/requirements.txt
-	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --requirement $(VENV)/requirements.txt --group dev
+	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --constraint pins/hashes.txt --requirement $(VENV)/requirements.txt --group dev
 	@echo "Making $(VENV): 4/4 cotrain …"
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -49,4 +49,4 @@ def test_a_target_first_makes_what_it_needs(target: str) -> None:
 def test_continuous_integration_runs_what_a_developer_types() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111
-    assert script.read_text().splitlines()[-1] == "make lint test"
+    assert script.read_text().splitlines()[-1] == "make --jobs=2 lint test"
