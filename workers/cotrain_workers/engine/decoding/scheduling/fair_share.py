@@ -1,4 +1,8 @@
-"""Whose work a decoder step takes next: of the tenant that has had the fewest tokens over its weight. Pure."""
+"""Whose work a decoder step takes next: of the tenant that would then have had the fewest tokens over its weight. Pure.
+
+What it would have had then, not what it has had: so one that generates a token per step waits for no page of another's prompt.
+Weighted fair queueing orders packets so, by when each would end (Demers, Keshav, Shenker 1989).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 T = TypeVar("T")
 
@@ -30,18 +34,24 @@ class FairShare:
         """Count what a tenant was given."""
         self._tokens[tenant] += tokens / self._weights[tenant]
 
-    def in_order(self, work: Mapping[str, deque[T]]) -> Iterator[tuple[str, T]]:
-        """Take work out of `work`, of the tenant with the fewest tokens over its weight each time.
+    def in_order(
+        self, work: Mapping[str, deque[T]], tokens_of: Callable[[T], int]
+    ) -> Iterator[tuple[str, T]]:
+        """Take work out of `work`, of the tenant that would then have had the fewest tokens over its weight.
 
         What is given while this waits counts for what comes next.
         """
-        heap = [(self._tokens[tenant], at, tenant) for at, tenant in enumerate(work)]
+
+        def end(tenant: str) -> float:
+            return self._tokens[tenant] + tokens_of(work[tenant][0]) / self._weights[tenant]
+
+        heap = [(end(tenant), at, tenant) for at, tenant in enumerate(work)]
         heapify(heap)
         while heap:
             _, at, tenant = heappop(heap)
             yield tenant, work[tenant].popleft()
             if work[tenant]:
-                heappush(heap, (self._tokens[tenant], at, tenant))
+                heappush(heap, (end(tenant), at, tenant))
 
     def end(self, left: Mapping[str, deque[T]]) -> None:
         """End a step: who had all its work done is level with the one that has had the fewest of the others."""

@@ -138,14 +138,14 @@ class DecodeScheduler:
     def plan(self) -> Plan:
         """Choose the work of one step: of a tenant first a row for all who generate, then prompts.
 
-        Between tenants, each time of the one that has had the fewest tokens over its weight.
+        Between tenants, each time of the one that would then have had the fewest tokens over its weight.
         """
         plan, work = Plan(), self._work()
         is_shared = len(self.queues) > 1
         budget = self._sizes.shared if is_shared else self._sizes.alone
         planned: dict[tuple[object, bytes], object] = {}
         self._share.begin({tenant: queue.weight for tenant, queue in self.queues.items()})
-        for tenant, sequence in self._share.in_order(work):
+        for tenant, sequence in self._share.in_order(work, self._next_tokens):
             most = self._sizes.page if is_shared else budget
             if sequence in plan.preempted:
                 tokens = 0
@@ -193,6 +193,11 @@ class DecodeScheduler:
             if generate or prompts:
                 work[tenant] = deque(generate + prompts)
         return work
+
+    def _next_tokens(self, sequence: SequenceState) -> int:
+        """Return how many tokens a sequence wants next, of a prompt a page at most."""
+        all_of_it = sequence.length if sequence.is_prompt_stored else len(sequence.group.prompt)
+        return min(all_of_it - sequence.stored, self._sizes.page)
 
     def _plan_rows(self, plan: Plan, sequence: SequenceState, budget: int) -> int:
         """Plan the tokens that are not in place: the last one, and more only after a preemption."""

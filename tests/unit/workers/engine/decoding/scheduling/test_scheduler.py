@@ -345,6 +345,26 @@ def test_a_newcomer_among_thousands_of_long_sequences_ends_in_as_many_steps_as_a
     assert pretender.steps <= alone.steps + 1
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_one_that_generates_gets_a_row_in_every_step_next_to_long_prompts(count: int) -> None:
+    """As on a CPU, where a page is more than a shared step holds; a row per step is less than its share."""
+    pretender = Pretender(1_000, StepSizes(PAGE, alone=BUDGET, shared=PAGE - 1, sequences=MOST))
+    for at in range(count):
+        pretender.add(at, [at, *range(1, 400)], 1, 1, f"long{at}")
+    for _ in range(3):
+        pretender.step()
+    pretender.add(count, [0], 1, 20, "short")
+    while not pretender.decoded["short"]:
+        pretender.step()
+    steps = pretender.steps
+
+    while "short" in pretender.scheduler.queues:
+        pretender.step()
+
+    assert pretender.steps - steps == 19
+    assert pretender.busy
+
+
 @pytest.mark.parametrize("count", [2, 5, 24, 60])
 def test_of_many_newcomers_each_begins_within_its_turn(count: int) -> None:
     """Of n tenants each gets a row in every 1 + n / (rows of a step) steps."""
