@@ -36,6 +36,9 @@ log = structlog.get_logger()
 
 #: From the first byte of a request's head to its last; from connecting to that first byte, too.
 HEAD_TIMEOUT_S = 30.0
+#: In which a client has to take what lies ready of an answer: one that reads slower than 4 KB/s, or not at all, would
+#: hold one of its tenant's downloads open for as long as it likes.
+TAKEN_TIMEOUT_S = 60.0
 #: A poll holds one of them, and 30 KB.
 MOST_CONNECTIONS = 20_000
 #: Descriptors for all else: Redis, the spool, uploads, the files that are sent.
@@ -58,17 +61,19 @@ _FULL = {
 
 
 class ImpatientProtocol(H11Protocol):
-    """Closes a connection whose next request has begun and does not come to its end.
+    """Closes a connection whose next request does not come to its end, or whose client does not take the answer.
 
     Between requests uvicorn's own `timeout_keep_alive` holds; the body is for the routes, but what
     still arrives of one when its request was answered is part of no request.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
+    taken_timeout_s = TAKEN_TIMEOUT_S
     table: ConnectionTable[ImpatientProtocol] = ConnectionTable(MOST_CONNECTIONS, MOST_CONNECTIONS)
     queue: RequestQueue[ImpatientProtocol] = RequestQueue()
     tenant_of: Callable[[bytes], TenantId | None] = staticmethod(lambda _: None)
     _deadline: asyncio.TimerHandle | None = None
+    _untaken: asyncio.TimerHandle | None = None
     _is_queued = False
     _owner = ""
 
@@ -146,11 +151,29 @@ class ImpatientProtocol(H11Protocol):
             self.table.waits(self)
 
     @override
+    def pause_writing(self) -> None:
+        """Wait for the client to take what was written, for so long."""
+        super().pause_writing()
+        self._untaken = self.loop.call_later(self.taken_timeout_s, self.transport.abort)
+
+    @override
+    def resume_writing(self) -> None:
+        """Write on: the client took it."""
+        super().resume_writing()
+        self._end_untaken()
+
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
         self.table.remove(self)
         self._end_waiting()
+        self._end_untaken()
         super().connection_lost(exc)
+
+    def _end_untaken(self) -> None:
+        if self._untaken is not None:
+            self._untaken.cancel()
+            self._untaken = None
 
     def _begin_to_wait(self) -> None:
         if self._deadline is None:

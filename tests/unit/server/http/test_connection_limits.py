@@ -17,6 +17,7 @@ from cotrain_server.http import connection_limits
 from cotrain_server.http.connection_limits import (
     ACCEPTED_AT_ONCE,
     RESERVED_DESCRIPTORS,
+    TAKEN_TIMEOUT_S,
     ImpatientProtocol,
     allow_many_connections,
     limited_protocol,
@@ -33,9 +34,10 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 TIMEOUT_S = 0.2
+CHUNK_BYTES, CHUNKS = 2**20, 64
 REQUEST = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
@@ -47,16 +49,20 @@ async def answer_late(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(
+    app: ASGIApp = answer_late, taken_timeout_s: float = TAKEN_TIMEOUT_S
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     class Hurried(ImpatientProtocol):
         head_timeout_s = TIMEOUT_S
         queue = RequestQueue()  # of this event loop
 
-    config = uvicorn.Config(answer_late, ws="none", log_config=None)
+    Hurried.taken_timeout_s = taken_timeout_s
+    config = uvicorn.Config(app, ws="none", log_config=None)
     state, loop = ServerState(), asyncio.get_running_loop()
     server = await loop.create_server(lambda: Hurried(config, state, {}), "127.0.0.1", 0)
     async with server:
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        address = server.sockets[0].getsockname()
+        reader, writer = await asyncio.open_connection(*address, limit=CHUNK_BYTES)
         yield reader, writer
         writer.close()
         with suppress(ConnectionError):  # what was sent after the end is answered with a reset
@@ -85,6 +91,45 @@ async def test_an_answer_may_take_longer_than_a_head() -> None:
         for _ in range(2):
             writer.write(REQUEST)
             assert (await reader.readuntil(b"late")).startswith(b"HTTP/1.1 200")
+
+
+class Sending:
+    """An application that sends CHUNKS, and notes when it is through with a request."""
+
+    def __init__(self) -> None:
+        self.is_over = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % (CHUNK_BYTES * CHUNKS))]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for left in reversed(range(CHUNKS)):
+                body = bytes(CHUNK_BYTES)
+                await send({"type": "http.response.body", "body": body, "more_body": left > 0})
+        finally:
+            self.is_over.set()
+
+
+async def test_a_client_that_does_not_take_its_answer_is_disconnected_and_the_application_goes_on() -> (
+    None
+):
+    app = Sending()
+    async with connected(app, taken_timeout_s=TIMEOUT_S) as (reader, writer):
+        writer.write(REQUEST)
+        await app.is_over.wait()
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(CHUNK_BYTES * CHUNKS)
+
+
+async def test_a_client_that_takes_its_answer_slowly_gets_all_of_it() -> None:
+    app = Sending()
+    async with connected(app, taken_timeout_s=3.0) as (reader, writer):
+        writer.write(REQUEST)
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(CHUNKS):  # longer, all in all, than one write may wait
+            await asyncio.sleep(0.06)
+            await reader.readexactly(CHUNK_BYTES)
+        await app.is_over.wait()
 
 
 async def test_a_second_head_has_no_more_time_than_the_first() -> None:
