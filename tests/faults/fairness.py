@@ -114,7 +114,9 @@ def turns(
             passed_over += 1
             ahead = max(largest[run], head.cost)
             window = windows.setdefault(run, _Window(cycle.planned_at))
-            window.note(served, cycle.ran)
+            window.note(
+                served, cycle.ran, {each: accepted[each].get(begun[each]) for each in served}
+            )
             window.rounds += served.keys() == {run}
             rounds = window.rounds + sum(
                 window.since_s <= at_s <= cycle.planned_at for at_s in restarted_s
@@ -138,10 +140,18 @@ class _Window:
         self._tokens: Counter[str] = Counter()
         self._largest: defaultdict[str, int] = defaultdict(int)
 
-    def note(self, served: Mapping[str, Sequence[Accepted]], ran: Mapping[str, int]) -> None:
-        """Add a cycle: requests that were over in it, and the tokens that ran, of which some may be of others."""
+    def note(
+        self,
+        served: Mapping[str, Sequence[Accepted]],
+        ran: Mapping[str, int],
+        next_: Mapping[str, Accepted | None],
+    ) -> None:
+        """Add a cycle: requests that were over in it, and the tokens that ran, of which some may be of the one behind them."""
         for run, requests in served.items():
             costs = [request.cost for request in requests]
+            open_, over = next_[run], sum(request.tokens for request in requests)
+            if open_ and ran.get(run, over) > over:
+                costs.append(open_.cost)  # it is not over, and its first slice ran
             # What has no tokens takes a turn as well (`Accepted.cost`).
             without = sum(request.cost for request in requests if not request.tokens)
             self._tokens[run] += ran[run] + without if run in ran else sum(costs)

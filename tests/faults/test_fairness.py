@@ -67,6 +67,14 @@ def test_a_scheduler_that_starts_again_begins_a_new_round() -> None:
     assert turns(cycles, waiting, quantum_tokens=10, restarted_s=[2.5]).violations == []
 
 
+def test_the_first_slice_of_a_long_pass_is_of_a_request_as_well() -> None:
+    accepted = {"a": asked(1, tokens=1100), "b": asked(9, tokens=2)}
+    whole_slice = Cycle(1.0, {"a": 0}, ran={"a": 825})
+    assert turns([whole_slice], accepted, quantum_tokens=8).violations == []
+    too_much = [Cycle(1.0 + n, {"a": 0}, ran={"a": 825}) for n in range(2)]
+    assert turns(too_much, accepted, quantum_tokens=8).violations
+
+
 def drawn(draw: random.Random) -> dict[int, Accepted]:
     """Draw the requests of one run, and when they come."""
     asked: dict[int, Accepted] = {}

@@ -270,7 +270,7 @@ async def test_a_pass_that_is_open_when_its_run_is_moved_runs_from_its_beginning
             await until(lambda: begun(redis, run) is not None)
             await server.dispatch.moves.ask(POOL, run.id, target)
             await until(lambda: redis.hget(run_keys.log(POOL, run.id), "worker") == b"w1")
-            assert run.id not in owner._engine.open_passes.runs
+            await until(lambda: run.id not in owner._engine.open_passes.runs)
             results = await answers_of(server, run, requests)
     assert [without_cycle(result) for result in results] == expected
     assert other.adapters.state(run.id).digest() == digest
