@@ -70,9 +70,8 @@ def find_softmax(weight: torch.Tensor, softcap: float | None) -> NewSoftmax:
 
     Raises DeviceLost.
     """
-    for dtype in dict.fromkeys(
-        (torch.float32, weight.dtype)
-    ):  # in 16 bits a gradient hides what is off
+    # In 16 bits alone a gradient would hide what is off.
+    for dtype in dict.fromkeys((torch.float32, weight.dtype)):
         try:
             found = disagreement(weight, softcap, dtype)
         except Exception:  # a compiler's, of any type
