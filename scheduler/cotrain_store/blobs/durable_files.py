@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,8 +35,10 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:  # as a rule a folder, which another process may have removed since
-        if folder.exists() and not folder.is_dir():
-            raise
+        # Looked at once: it may go between two looks.
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(folder.stat().st_mode):
+                raise
     sync_folder(folder.parent)
 
 

@@ -57,6 +57,23 @@ def test_a_file_in_the_place_of_a_folder_is_in_the_way(tmp_path: Path) -> None:
         make_folder(tmp_path / "a")
 
 
+def test_a_folder_that_is_removed_while_it_is_looked_at_is_not_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removes it after the first look at it: a second one would say that it is no folder."""
+    folder, look = tmp_path / "shared", Path.stat
+    folder.mkdir()
+
+    def removed_after(self: Path, **kwargs: bool) -> os.stat_result:
+        found = look(self, **kwargs)
+        if self == folder:
+            folder.rmdir()
+        return found
+
+    monkeypatch.setattr(Path, "stat", removed_after)
+    make_folder(folder)
+
+
 def test_a_folder_that_is_removed_while_a_file_is_put_into_it_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
