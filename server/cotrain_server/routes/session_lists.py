@@ -1,6 +1,8 @@
-"""Sessions as their tenant sees them afterwards: which there were, what is in them, their project."""
+"""Sessions as their tenant sees them afterwards: lists, a search, what is in them, their project."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 
@@ -8,6 +10,8 @@ from cotrain.wire.rest import (
     AssignProjectRequest,
     GetSessionResponse,
     ListSessionsResponse,
+    SessionSearchRequest,
+    SessionSearchResponse,
 )
 from cotrain_server.http.dependencies import (
     Limit,
@@ -19,11 +23,29 @@ from cotrain_server.http.dependencies import (
 )
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.views.records import text_by_name
+from cotrain_server.views.session_search import (
+    cursor_at,
+    matches,
+    may_find,
+    position_of,
+    summary_of,
+)
 from cotrain_store.tenants.audit_log import AuditEvent
+from cotrain_store.tenants.run_labels import LabelQuery
+from cotrain_store.tenants.session_search import Stored
+
+if TYPE_CHECKING:
+    from cotrain_server.services import Services
+    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.tenants.session_search import Cursor, SessionEntry
 
 router = APIRouter(
     prefix="/api/v1", tags=["lists"], route_class=TenantRoute, dependencies=[api_key]
 )
+
+READ_AT_ONCE = 100
+#: One page looks at no more than this many; a rare match may be some pages away.
+LOOKED_AT = 2_000
 
 
 @router.get("/sessions")
@@ -66,3 +88,44 @@ async def assign_session_project(
     details = {"session_id": session_id, "project_id": request.project_id}
     async with services.audit.act(tenant, AuditEvent.PROJECT_ASSIGN, details):
         await services.records.assign_project(tenant.id, session_id, request.project_id)
+
+
+@router.post("/sessions/search")
+async def search_sessions(
+    request: SessionSearchRequest, services: ServicesDep, tenant: TenantDep
+) -> SessionSearchResponse:
+    """Find sessions. Go on with `next_cursor` until there is none: a page may be short."""
+    if not may_find(request.owner, tenant.id):
+        return SessionSearchResponse(sessions=[])
+    async with services.walks.of(tenant.id):
+        found, position = await _look(request, services, tenant.id)
+        stored = await services.session_search.stored(tenant.id)
+    return SessionSearchResponse(
+        sessions=[
+            summary_of(entry, tenant.id, stored.get(entry.record.id, Stored())) for entry in found
+        ],
+        next_cursor=cursor_at(position) if position else None,
+    )
+
+
+async def _look(
+    wanted: SessionSearchRequest, services: Services, tenant: TenantId
+) -> tuple[list[SessionEntry], Cursor | None]:
+    """Find a page of sessions, and the position to go on from; None where nothing is left."""
+    position = position_of(wanted.cursor) if wanted.cursor else None
+    labels = LabelQuery(tuple(wanted.tags or ()), wanted.text or "")
+    labelled = await services.run_labels.matching(tenant, labels) if labels else None
+    found: list[SessionEntry] = []
+    for _ in range(LOOKED_AT // READ_AT_ONCE):
+        entries = await services.session_search.behind(tenant, position, READ_AT_ONCE)
+        for number, entry in enumerate(entries, 1):
+            position = entry.cursor
+            has_labels = labelled is None or not labelled.isdisjoint(entry.runs)
+            if has_labels and matches(wanted, entry):
+                found.append(entry)
+            if len(found) == wanted.limit:
+                was_last = number == len(entries) < READ_AT_ONCE
+                return found, None if was_last else position
+        if len(entries) < READ_AT_ONCE:
+            return found, None
+    return found, position
