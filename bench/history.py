@@ -1,6 +1,6 @@
 """What the history of runs adds to a commit: the same steps with it and without, in turn, in one Redis.
 
-    python bench/history.py [--runs 8] [--cycles 200]
+    python -m bench.history [--runs 8] [--cycles 200]
 
 Each cycle commits a pass and an optimizer step of every run. Prints the median and the ratio.
 """
