@@ -26,8 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
 import numpy as np
 import torch
 
-from bench.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device
-from bench.model import SHAPES
+from bench.support.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device
+from bench.support.model import SHAPES
 from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.adapter_slots import Pool, slot_layout
 from cotrain_workers.engine.decoding.cuda_kernels import (
@@ -47,7 +47,7 @@ from tests.support import fake_cuda
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from bench.model import Shape
+    from bench.support.model import Shape
     from cotrain_workers.engine.engine import Engine
     from tests.support.fake_cuda import Launch, LaunchLog
 

@@ -32,10 +32,10 @@ import numpy as np
 import torch
 import transformers
 
-from bench.machine import machine, show
-from bench.model import SHAPES, build
-from bench.roofline import copy_bandwidth
-from bench.timing import timed
+from bench.support.machine import machine, show
+from bench.support.model import SHAPES, build
+from bench.support.roofline import copy_bandwidth
+from bench.support.timing import timed
 from cotrain_workers.engine.decoding.adapter_slots import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine

@@ -32,8 +32,8 @@ import numpy as np
 import torch
 import transformers
 
-from bench.machine import machine, show
-from bench.model import build
+from bench.support.machine import machine, show
+from bench.support.model import build
 from cotrain_workers.engine.decoding import cuda_kernels, model_runner, next_tokens
 from cotrain_workers.engine.decoding.cuda_graphs import DecodeGraphs
 from cotrain_workers.engine.decoding.kv_cache import SHARED_STEP_TOKENS

@@ -37,9 +37,9 @@ from bench.cycle.plot import plot
 from bench.cycle.presets import PRESETS
 from bench.cycle.tenants import beside_ceiling, measure_tenants
 from bench.cycle.verdict import judge, judge_order
-from bench.machine import machine, show
-from bench.model import SHAPES, build
-from bench.roofline import adapter_bytes, measure_rates
+from bench.support.machine import machine, show
+from bench.support.model import SHAPES, build
+from bench.support.roofline import adapter_bytes, measure_rates
 from cotrain_workers.engine.engine import Engine
 
 if TYPE_CHECKING:

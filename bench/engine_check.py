@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
 import torch
 import transformers
 
-from bench.machine import machine, show
+from bench.support.machine import machine, show
 from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import gap_to_trainer, is_same_alone
 from tests.support.engine_checks import (

@@ -33,7 +33,7 @@ from redis import Redis
 
 from bench.pool.measures import LEAST_TURNS
 from bench.pool.world import Shape, World
-from bench.tethered import tethered
+from bench.support.tethered import tethered
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.redis_client.embedded_server import (
     find_redis_binary,

@@ -24,7 +24,7 @@ import torch
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-from bench.model import build
+from bench.support.model import build
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.messages.runs import LoraSpec

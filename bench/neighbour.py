@@ -30,16 +30,16 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from bench.attacks import ATTACKS
-from bench.machine import machine
-from bench.model import build
+from bench.neighbours.attacks import ATTACKS
 from bench.neighbours.ordinary import ordinary
 from bench.neighbours.picture import plot
 from bench.neighbours.samplers import SAMPLERS
 from bench.neighbours.tokenizer import add_tokenizer
 from bench.neighbours.trainers import TRAINERS
-from bench.tethered import tethered
-from bench.through_http import OPERATOR, serving
+from bench.support.machine import machine
+from bench.support.model import build
+from bench.support.serving import OPERATOR, serving
+from bench.support.tethered import tethered
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING, Any
 
 from redis import ConnectionError as RedisConnectionError
 
-from bench.machine import machine
-from bench.model import build
-from bench.tethered import tethered
-from bench.through_http import ADAM, serving, tenant
+from bench.support.machine import machine
+from bench.support.model import build
+from bench.support.serving import ADAM, serving, tenant
+from bench.support.tethered import tethered
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import RunId, WorkerId
 from cotrain_store.redis_client.connection import open_sync_connection
@@ -46,7 +46,7 @@ from cotrain_store.settings.worker import pool_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bench.through_http import Load
+    from bench.support.serving import Load
     from cotrain_store.redis_client.connection import SyncConnection
 
 POOL = pool_of("bench")

@@ -26,10 +26,10 @@ import torch
 import transformers
 
 from bench.cycle.load import RANK, create_runs
-from bench.machine import machine, show
-from bench.model import SHAPES, build
-from bench.roofline import copy_bandwidth
-from bench.timing import measure
+from bench.support.machine import machine, show
+from bench.support.model import SHAPES, build
+from bench.support.roofline import copy_bandwidth
+from bench.support.timing import measure
 from cotrain_workers.engine.decoding.adapter_slots import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Save, SaveOutput
@@ -37,7 +37,7 @@ from cotrain_workers.engine.ops import HostWeights, Save, SaveOutput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.timing import Took
+    from bench.support.timing import Took
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import numpy as np
 
-from bench.model import VOCAB, build
-from bench.through_http import ADAM, OPERATOR, Load, drive, machine, serving, tenant
+from bench.support.model import VOCAB, build
+from bench.support.serving import ADAM, OPERATOR, Load, drive, host, serving, tenant
 from cotrain import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def main() -> None:
     print(f"training beside them: {time_share:.3f} of the worker's time")
     print(f"   {speed:.2f} of its speed alone ({training_alone:.0f} tokens/s)")
     command = " ".join(["python -m bench.sampling_through_http", *sys.argv[1:]])
-    report = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": machine(args),
+    report = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": host(args.threads),
               "shape": vars(args), "alone": alone, "beside_training": beside,
               "training": {"alone_tokens_per_s": training_alone,
                            "beside_tokens_per_s": training.tokens_per_s,

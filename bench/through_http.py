@@ -14,45 +14,21 @@ absolute figures move with the machine:
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
-import numpy as np
 
-from bench.model import VOCAB, build
-from bench.tethered import tethered
-from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TensorData
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import TrainingClient
-
-ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
-READY_TIMEOUT_S = 120.0
-OPERATOR = {"X-API-Key": "key-of-the-operator"}
-
-
-@dataclass(frozen=True)
-class Load:
-    """One tenant: its run and the batch it trains on again and again."""
-
-    run: TrainingClient
-    data: list[Datum]
+from bench.support.model import build
+from bench.support.serving import ADAM, OPERATOR, drive, host, serving, tenant
 
 
 def main() -> None:
@@ -67,7 +43,7 @@ def main() -> None:
         f"overhead p50 {overhead['p50_ms']:.1f} ms above engine time, p90 {overhead['p90_ms']:.1f}"
     )
     command = " ".join(["python -m bench.through_http", *sys.argv[1:]])
-    report = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": machine(args),
+    report = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": host(args.threads),
               "shape": vars(args), "rows": rows, "overhead": overhead}  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"through_http-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
@@ -141,87 +117,15 @@ def engine_ms(url: str, cycles: set[int]) -> float:
     return sum(record["wave_ms"] + record["optim_ms"] for record in records)
 
 
-def drive(loads: list[Load], steps: int) -> float:
-    """Train all tenants at once with two steps in flight each; return seconds per step."""
-
-    async def one(load: Load) -> None:
-        flying: list[Any] = []
-        for _ in range(steps):
-            flying.append(await load.run.forward_backward_async(load.data, "cross_entropy"))
-            flying.append(await load.run.optim_step_async(ADAM))
-            if len(flying) > 2:
-                await flying.pop(0)
-                await flying.pop(0)
-        for future in flying:
-            await future
-
-    async def everyone() -> None:
-        await asyncio.gather(*(one(load) for load in loads))
-
-    began = time.perf_counter()
-    asyncio.run(everyone())
-    return (time.perf_counter() - began) / steps
-
-
 def peft(args: argparse.Namespace, model: Path, tenants: int) -> float:
     """Run the loop by hand in its own process while the server is idle; return its tokens/s."""
-    command = [sys.executable, "-m", "bench.peft_loop", "--model", str(model)]
+    command = [sys.executable, "-m", "bench.cycle.peft_loop", "--model", str(model)]
     for name in ("batch", "length", "rank", "steps", "threads"):
         command += [f"--{name}", str(getattr(args, name))]
     done = subprocess.run(
         [*command, "--tenants", str(tenants)], capture_output=True, text=True, check=True
     )
     return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
-
-
-def tenant(
-    args: argparse.Namespace, url: str, key: str, stack: ExitStack, count: int, seed: int
-) -> Load:
-    service = stack.enter_context(ServiceClient(base_url=url, api_key=key))
-    run = service.create_lora_training_client("bench", rank=args.rank, seed=seed)
-    rng = np.random.default_rng(seed)
-    rows = rng.integers(0, VOCAB, (count, args.length + 1)).tolist()
-    return Load(run, [datum(row) for row in rows])
-
-
-def datum(row: list[int]) -> Datum:
-    length = len(row) - 1
-    inputs = {
-        "target_tokens": TensorData(data=row[1:], dtype="int64", shape=[length]),
-        "weights": TensorData(data=[1.0] * length, dtype="float32", shape=[length]),
-    }
-    return Datum(model_input=ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)
-
-
-@contextmanager
-def serving(model: Path, data_dir: Path, keys: list[str], threads: int) -> Iterator[str]:
-    """Run `cotrain serve` on a free port; yield its URL."""
-    cotrain = Path(sys.executable).with_name("cotrain")
-    command = [cotrain, "serve", "--base-model", f"bench={model}",
-               "--port", "0", "--data-dir", str(data_dir), "--torch-threads", str(threads)]  # fmt: skip
-    environment = {
-        **os.environ, "COTRAIN_API_KEYS": ",".join(keys), "COTRAIN_ADMIN_KEY": OPERATOR["X-API-Key"],
-    }  # fmt: skip
-    process = subprocess.Popen(
-        tethered(command), stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout
-    try:
-        for line in process.stdout:
-            if "cotrain ready at " in line:
-                yield line.split("cotrain ready at ")[1].split()[0]
-                return
-        raise RuntimeError("cotrain serve ended before it was ready")
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def machine(args: argparse.Namespace) -> dict[str, Any]:
-    packages = ("torch", "transformers", "peft", "redis", "fastapi", "uvicorn")
-    return {"cpus": os.cpu_count(), "threads": args.threads, "platform": platform.platform(),
-            "load": os.getloadavg(), "python": platform.python_version(),
-            **{name: version(name) for name in packages}}  # fmt: skip
 
 
 def parse() -> argparse.Namespace:

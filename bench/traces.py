@@ -24,8 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.model import build
-from bench.through_http import drive, serving, tenant
+from bench.support.model import build
+from bench.support.serving import drive, serving, tenant
 from tests.support.ports import free_port
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.cycle.load import RANK, create_runs, cycle
-from bench.peft_loop import ByHand
-from bench.timing import alternate, timed
+from bench.cycle.peft_loop import ByHand
+from bench.support.timing import alternate, timed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from bench.cycle.load import Load
-    from bench.timing import Work
+    from bench.support.timing import Work
     from cotrain_workers.engine.engine import Engine
 
 

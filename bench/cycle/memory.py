@@ -9,9 +9,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from bench.cycle.load import RANK, Load, create_runs, passes, run, steps
-from bench.model import SHAPES
-from bench.roofline import adapter_bytes
-from bench.timing import synchronize
+from bench.support.model import SHAPES
+from bench.support.roofline import adapter_bytes
+from bench.support.timing import synchronize
 
 if TYPE_CHECKING:
     from cotrain_workers.engine.engine import Engine

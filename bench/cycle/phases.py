@@ -16,7 +16,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch doe
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.cycle.load import RANK, create_runs, cycle
-from bench.timing import timed
+from bench.support.timing import timed
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.logprob_head import Head
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bench.cycle.load import Load
-    from bench.timing import Work
+    from bench.support.timing import Work
     from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.engine import Engine
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bench.cycle.load import RANK, create_runs, cycle
-from bench.model import SHAPES
-from bench.roofline import ceiling
-from bench.timing import alternate
+from bench.support.model import SHAPES
+from bench.support.roofline import ceiling
+from bench.support.timing import alternate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from bench.cycle.load import Load
-    from bench.roofline import Rates
-    from bench.timing import Work
+    from bench.support.roofline import Rates
+    from bench.support.timing import Work
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.engine.ops import CycleOutput
 

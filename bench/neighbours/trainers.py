@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import numpy as np
 
-from bench.model import VOCAB
-from bench.through_http import ADAM, datum
+from bench.support.model import VOCAB
+from bench.support.serving import ADAM, datum
 from cotrain import APIError, Datum, ModelInput, SamplingParams, ServiceClient
 
 if TYPE_CHECKING:

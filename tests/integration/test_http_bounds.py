@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import zstandard
 
-from bench.attacks import JSON, PROTOBUF, ZSTD, deflated_json_body, empty_datums_body
+from bench.neighbours.attacks import JSON, PROTOBUF, ZSTD, deflated_json_body, empty_datums_body
 from cotrain.wire.proto import wire_pb2
 from cotrain.wire.sampling import MAX_RETRIEVED
 from cotrain_server.limits.tenant_connections import TenantConnections

@@ -1,4 +1,4 @@
-"""Every folder of code is a room: small, described in a line, and where the map shows it."""
+"""Every folder of code is a room: small, described in a line, and, of the product, where the map shows it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ MOST_FILES = 20
 ENDPOINTS = "server/cotrain_server/routes"
 """One file for each subject of endpoints: they lie side by side and never import one another."""
 
-FOLDERS = sorted(rooms.code_folders())
+BENCHES = {file.parent for file in (rooms.ROOT / "bench").rglob("*.py")}
+FOLDERS = sorted({*rooms.code_folders(), *BENCHES})
 NAMES = [str(folder.relative_to(rooms.ROOT)) for folder in FOLDERS]
 
 

@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from bench import engine
-from bench.roofline import Rates
+from bench.support.roofline import Rates
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.attacks import deflated_json_body
+from bench.neighbours.attacks import deflated_json_body
 from cotrain_server.errors import BodyTooLarge, Unreadable
 from cotrain_server.http import json_size
 from cotrain_server.http.json_size import CHATS, FEW, MANY, JsonLimits, count_json

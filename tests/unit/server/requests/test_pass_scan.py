@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from bench.attacks import empty_datums_body
+from bench.neighbours.attacks import empty_datums_body
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain_server.errors import Unreadable
 from cotrain_server.requests import pass_scan

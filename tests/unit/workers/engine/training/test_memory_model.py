@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from bench.model import SHAPES
-from bench.roofline import adapter_bytes, adapter_parameters
+from bench.support.model import SHAPES
+from bench.support.roofline import adapter_bytes, adapter_parameters
 from cotrain_workers.engine.adapters.residency import adapter_budget
 from cotrain_workers.engine.decoding.kv_cache import CUDA_SHARE, sampler_bytes
 from cotrain_workers.engine.training.memory_model import (

@@ -7,8 +7,8 @@ import torch
 
 from bench.cycle.by_hand import weights_of
 from bench.cycle.load import Load
-from bench.model import build
-from bench.peft_loop import ByHand
+from bench.cycle.peft_loop import ByHand
+from bench.support.model import build
 from cotrain_workers.engine.engine import Engine
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 
-from bench.timing import Took, alternate
+from bench.support.timing import Took, alternate
 
 
 def test_ways_are_warmed_up_and_then_alternated() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from bench.model import Shape
+    from bench.support.model import Shape
 
 DEVICE = torch.device("cuda", 0)
 BF16 = torch.bfloat16

@@ -6,7 +6,7 @@ import pytest
 
 from bench.cycle.load import Load
 from bench.cycle.phases import PHASES, Op, measure_phases, phase_of
-from bench.model import build
+from bench.support.model import build
 from cotrain_workers.engine.engine import Engine
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
 that need none say so. Answers are read and not looked at: a refusal is as good as any to an attacker.
 `ATTACKS` names them all; the bodies are functions of their own, for tests that count what one costs.
 
-    python -m bench.attacks ADDRESS KEY NAME [--seconds 20]
+    python -m bench.neighbours.attacks ADDRESS KEY NAME [--seconds 20]
 """
 
 from __future__ import annotations

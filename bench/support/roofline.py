@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bench.timing import timed
+from bench.support.timing import timed
 
 if TYPE_CHECKING:
-    from bench.model import Shape
+    from bench.support.model import Shape
 
 #: The fused AdamW reads weight, gradient and both moments, and writes all but the gradient; fp32.
 ADAM_BYTES_PER_PARAMETER = 28

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from bench.cycle.memory import Kept, SavedBytes, layer_bytes_per_token, measure_memory
-from bench.model import build
+from bench.support.model import build
 from cotrain_workers.engine.engine import Engine
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The models that the benches train on: Qwen3 shapes, random weights, no tokenizer needed.
 
-python -m bench.model FOLDER          # 5.2M parameters: hidden 256, 4 layers, vocabulary 4096
+python -m bench.support.model FOLDER          # 5.2M parameters: hidden 256, 4 layers, vocabulary 4096
 """
 
 from __future__ import annotations

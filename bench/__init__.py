@@ -1,0 +1,1 @@
+"""Programs that measure the house, one a file; what they are made of lies in the rooms below."""

@@ -1,0 +1,1 @@
+"""The server's own limits, with a worker that computes nothing."""
