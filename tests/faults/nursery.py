@@ -23,6 +23,7 @@ import traceback
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+PROBE_TOKENS = 256
 MODULES = ("cotrain_server", "cotrain_scheduler", "cotrain_workers")
 
 
@@ -119,7 +120,7 @@ def arm() -> None:
 
 
 def preload(model: str, micro_batch_tokens: str) -> None:
-    """Import what children need, and load the base model for their engines."""
+    """Import what children need, load the base model for their engines, and train with it: the first pass takes longest."""
     gc.disable()  # as `tests.warm.parent` does
     import torch
     from fastapi.openapi.utils import get_openapi
@@ -130,6 +131,7 @@ def preload(model: str, micro_batch_tokens: str) -> None:
         importlib.import_module(f"{module}.__main__")
     from cotrain_server.app import ROUTES
     from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.worker import bootstrap
 
     tqdm.monitor_interval = 0  # no thread that watches progress bars
     get_openapi(title="", version="", routes=ROUTES.routes)  # builds them, for all API processes
@@ -138,6 +140,8 @@ def preload(model: str, micro_batch_tokens: str) -> None:
         micro_batch_tokens="auto" if micro_batch_tokens == "auto" else int(micro_batch_tokens),
     )
     Engine.load = lambda *_, **__: loaded  # type: ignore[method-assign]  # loaded once
+    tokens_per_s = bootstrap.measure_throughput(loaded, PROBE_TOKENS)
+    bootstrap.measure_throughput = lambda *_: tokens_per_s
     assert threading.active_count() == 1, threading.enumerate()
     gc.enable()
     gc.collect()
