@@ -169,6 +169,10 @@ async def main(blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--blocks", type=int, default=20)
-    asyncio.run(main(parser.parse_args().blocks))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", type=int, default=20, help="pairs of them, 2 or more")
+    if (blocks := parser.parse_args().blocks) < 2:
+        parser.error("--blocks: 2 or more, as the spread of their ratios is shown")
+    asyncio.run(main(blocks))

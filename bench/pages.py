@@ -9,6 +9,7 @@ then the least CPU time of this process for one, which a busy machine makes litt
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import time
@@ -132,4 +133,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     asyncio.run(main())

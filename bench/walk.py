@@ -73,8 +73,11 @@ class Recorder:
 
 
 def main() -> None:
-    args = argparse.ArgumentParser(description=__doc__)
-    args.add_argument("--list", action="store_true", help="name the files, in the order of entry")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="name the files, in the order of entry")
+    args = parser.parse_args()
     recorder = Recorder()
     threading.setprofile(recorder)
     sys.setprofile(recorder)
@@ -82,7 +85,7 @@ def main() -> None:
         asyncio.run(walk(Path(folder), redis.url, recorder))
     sys.setprofile(None)
     threading.setprofile(None)
-    report(recorder, lists=args.parse_args().list)
+    report(recorder, lists=args.list)
 
 
 async def walk(folder: Path, url: str, recorder: Recorder) -> None:
