@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
-import torch
 
 from cotrain_store.blobs.claim import claim_blobs
 from cotrain_store.disk.spool import RESULTS, new_writer
@@ -42,6 +41,7 @@ from cotrain_workers.worker.bootstrap import (
     follow_first,
     measured_engine,
     pool_record,
+    use_cores,
 )
 from cotrain_workers.worker.instance_lock import (
     WorkerIdInUse,
@@ -64,8 +64,7 @@ log = structlog.get_logger()
 def member(settings: WorkerSettings, tuning: Tuning) -> int:
     """Be one process of a group: the first of them is the worker, the others do as it says."""
     device = device_of(settings)
-    if settings.torch_threads:
-        torch.set_num_threads(settings.torch_threads)
+    use_cores(settings.torch_threads)
     links = Links(device, settings.group_timeout_s)
     if links.number == 0:
         try:
@@ -99,8 +98,7 @@ def serve(settings: WorkerSettings, tuning: Tuning, links: Links | None = None) 
     start_logs(f"worker-{worker}", settings.log_level)
     trace_or_refuse("worker", worker)
     device = device_of(settings)
-    if settings.torch_threads:
-        torch.set_num_threads(settings.torch_threads)
+    use_cores(settings.torch_threads)
     engine, tokens_per_s = measured_engine(settings, device, links)
     tokenizer = publish_tokenizer(
         settings.model_source,
