@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     Peak = Callable[[Callable[[], bool]], int | None]
 
 #: What "auto" is on a CPU, whose memory is set aside for no one purpose. Samples wait for the micro-batch in
-#: work, and larger ones train hardly faster there: ADR 15 has the figures.
-CPU_TOKENS = 1024
+#: work, and larger ones train hardly faster there, smaller ones slower: ADR 15 has the figures.
+CPU_TOKENS = 2048
 PROBE_RANK, PROBE_LENGTH = 16, 512
 
 
