@@ -44,10 +44,10 @@ pin-images: ## Write the digests of the base images into .env, where an image re
 demo: $(INSTALLED) ## Train four tenants at once on this machine, then a policy from its own samples
 	$(BIN)/python examples/demo.py
 
-test: $(INSTALLED) ## Run every test that needs no GPU and no container engine (four processes, 10 GB; ARGS="-n 2": half)
+test: $(INSTALLED) ## Run every test that needs no GPU and no container engine (five processes, 13 GB; ARGS="-n 2": less than half)
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh
-	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 5 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-cookbook: $(INSTALLED) ## Run programs of tinker_cookbook, unmodified, against a live server
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh

@@ -57,7 +57,7 @@ BEGINS_FIRST = (
 )
 
 #: Of these the first wait for processes most of their time, and the second compute all of it: one kind after the other
-#: leaves the cores idle first, and has four processes share two of them then.
+#: leaves the cores idle first, and has the processes share two of them then.
 MIXED = (("tests/faults/", "tests/integration/"), ("tests/unit/",))
 
 #: What Redis and the spool sync waits for no disk here; that a power cut loses nothing is proven by shims

@@ -285,9 +285,9 @@ async def test_a_worker_whose_device_is_lost_ends_and_leaves_the_step_to_the_nex
             raise DeviceLost("an illegal memory access was encountered")
 
         lost.setattr(Engine, "check_device", check_device)
-        loop, spools = make_worker(url, tmp_path, engine)
+        loop, opened = make_worker(url, tmp_path, engine)
         with pytest.raises(DeviceLost):
-            await asyncio.to_thread(live, loop, spools)
+            await asyncio.to_thread(live, loop, opened)
     breaks_at(set())
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 async def test_the_phases_add_up_to_the_life_of_the_worker(
     empty_redis: EmbeddedRedis, tmp_path: Path, server: Stack, engine: Engine
 ) -> None:
-    loop, spools = make_worker(empty_redis.url, tmp_path, engine)
+    loop, opened = make_worker(empty_redis.url, tmp_path, engine)
     began = time.monotonic()
     thread = threading.Thread(target=loop.run)
     thread.start()
@@ -38,8 +38,7 @@ async def test_the_phases_add_up_to_the_life_of_the_worker(
     loop.stop()
     await asyncio.to_thread(thread.join)
     ended = time.monotonic()
-    for spool in spools:
-        spool.close()
+    opened.close()
     booked = loop._device_time.seconds
     assert sum(booked.values()) == pytest.approx(ended - began, rel=0.02)
     computed_s = sum(record["wave_ms"] + record["optim_ms"] for record in records) / 1000

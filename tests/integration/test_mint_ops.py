@@ -145,10 +145,9 @@ async def test_what_a_step_pulls_to_stays_when_its_name_is_gone(
     run = await server.create("a", "b", LORA)
     request = await pull(server, run, teacher.weights)
     redis.delete(weights_keys.checkpoint(teacher.run, teacher.kind, teacher.name))
-    loop, spools = make_worker(url, tmp_path, engine)
+    loop, opened = make_worker(url, tmp_path, engine)
     assert loop._weights.sweep() == []
-    for spool in spools:
-        spool.close()
+    opened.close()
     with worker(url, tmp_path, engine):
         answer = (await server.result(run, request)).json()
 

@@ -227,12 +227,11 @@ def test_adapters_of_waiting_runs_are_fetched_between_micro_batches_while_memory
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(engine.adapters, "prefetch", prefetch)
-    loop, spools = make_worker(empty_redis.url, tmp_path, engine)
+    loop, opened = make_worker(empty_redis.url, tmp_path, engine)
     loop._prefetcher._ready = [RunId("b"), RunId("c")]
 
     loop._at_yield_point()
     loop._at_yield_point()
 
     assert asked == [["b", "c"]]
-    for spool in spools:
-        spool.close()
+    opened.close()

@@ -88,14 +88,13 @@ async def test_a_worker_that_stops_while_redis_is_away_copies_out_nothing_ahead_
     url = empty_redis.url
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
     run = await server.create("a", "a", LORA)
-    loop, spools = make_worker(url, tmp_path, engine)
+    loop, opened = make_worker(url, tmp_path, engine)
     life = asyncio.create_task(asyncio.to_thread(loop.run))
     answers = await results(server, run, await submit(server, run, 1, 3))
     unreliable(loop._execution, "commit", losses=float("inf"), then_does=then_does, lost=loop.stop)
     requests = await submit(server, run, 4, 4)
     await life
-    for spool in spools:
-        spool.close()
+    opened.close()
     with worker(url, tmp_path, engine):
         assert answers + await results(server, run, requests) == expected
     assert restored_digest(url, tmp_path, engine, run.id) == digest
@@ -105,14 +104,13 @@ async def test_a_worker_leaves_in_order_without_redis(tmp_path: Path, engine: En
     with EmbeddedRedis() as redis_server:
         async with stack(redis_server.url, tmp_path) as server:
             run = await server.create("a", "a", LORA)
-            loop, spools = make_worker(redis_server.url, tmp_path, engine)
+            loop, opened = make_worker(redis_server.url, tmp_path, engine)
             life = asyncio.create_task(asyncio.to_thread(loop.run))
             await results(server, run, await submit(server, run, 1, 1))
             await asyncio.to_thread(redis_server.kill)
             loop.stop()
             await asyncio.wait_for(life, 300)
-            for spool in spools:
-                spool.close()
+            opened.close()
             redis_server.restart()
 
 

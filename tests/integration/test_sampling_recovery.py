@@ -113,8 +113,8 @@ async def test_weights_whose_file_was_never_written_are_made_again(
         slow.setattr(
             "cotrain_workers.checkpoints.files.write_folder", lambda *_: blocked.wait(PATIENCE_S)
         )
-        loop, spools = make_worker(url, tmp_path, engine, tuning=snapshots(ops=1))
-        life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
+        loop, opened = make_worker(url, tmp_path, engine, tuning=snapshots(ops=1))
+        life = asyncio.create_task(asyncio.to_thread(live, loop, opened))
         await train_and_save(server, run)
         await server.result(run, request_id(run.id, 11))
         sampler = await server.records.sampler(run.tenant, "a:sample:0")
@@ -205,7 +205,7 @@ async def test_a_drained_worker_gives_back_what_it_has_not_finished(
     url = empty_redis.url
     sampler = await base_sampler(server)
     requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(3)]
-    loop, spools = make_worker(url, tmp_path, engine)
+    loop, opened = make_worker(url, tmp_path, engine)
     with monkeypatch.context() as patch:
 
         def step(decoder: EngineDecoder) -> Progress:
@@ -216,7 +216,7 @@ async def test_a_drained_worker_gives_back_what_it_has_not_finished(
 
         decode = EngineDecoder.step
         patch.setattr(EngineDecoder, "step", step)
-        assert await asyncio.to_thread(live, loop, spools)
+        assert await asyncio.to_thread(live, loop, opened)
     assert loop._sampler.running == 3
     assert redis.llen(sample_keys.claimed_samples(POOL, loop._execution.worker)) == 0
     with worker(url, tmp_path, engine):

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tests.support.stack import TUNING, make_worker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from cotrain_store.disk.spool import Spool
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.worker.bootstrap import Tuning
     from cotrain_workers.worker.loop import WorkerLoop
@@ -64,7 +63,7 @@ class Failpoint:
         setattr(role, name, deadly)
 
 
-def live(loop: WorkerLoop, spools: Sequence[Spool]) -> bool:
+def live(loop: WorkerLoop, opened: contextlib.ExitStack) -> bool:
     """Run a worker's whole life; False if it was killed."""
     _THREAD.is_workers = True
     try:
@@ -74,8 +73,7 @@ def live(loop: WorkerLoop, spools: Sequence[Spool]) -> bool:
     finally:
         loop.stop()  # its beat ends with it
         _THREAD.is_workers = False
-        for spool in spools:
-            spool.close()
+        opened.close()
     return True
 
 
@@ -90,9 +88,9 @@ async def dying_worker(
     **settings: float | str,
 ) -> AsyncIterator[WorkerLoop]:
     """Run a worker until it dies at `failpoint`; leaving the block waits for that."""
-    loop, spools = make_worker(redis_url, data_dir, engine, tuning, **settings)
+    loop, opened = make_worker(redis_url, data_dir, engine, tuning, **settings)
     failpoint.arm(loop)
-    life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
+    life = asyncio.create_task(asyncio.to_thread(live, loop, opened))
     try:
         yield loop
         assert not await asyncio.wait_for(asyncio.shield(life), 300), "it was not killed"
@@ -107,8 +105,8 @@ async def deaths_until(
     """Run one worker after the other until everything is answered; count those that were killed."""
     deaths = 0
     while not answers.done():
-        loop, spools = make_worker(redis_url, data_dir, engine)
-        life = asyncio.create_task(asyncio.to_thread(live, loop, spools))
+        loop, opened = make_worker(redis_url, data_dir, engine)
+        life = asyncio.create_task(asyncio.to_thread(live, loop, opened))
         either: list[asyncio.Future[Any]] = [life, answers]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         loop.stop()

@@ -123,8 +123,7 @@ async def killed_after(
 def restored_digest(url: str, folder: Path, engine: Engine, run: RunId) -> str:
     """Bring a run back from what is stored, as a new worker would, and digest its state."""
     engine.adapters.drop(run)
-    loop, spools = make_worker(url, folder, engine)
+    loop, opened = make_worker(url, folder, engine)
     run_to_end(loop._residents.ensure(run))
-    for spool in spools:
-        spool.close()
+    opened.close()
     return engine.adapters.state(run).digest()

@@ -137,7 +137,7 @@ def worker(
     **overrides: float | str,
 ) -> Iterator[WorkerLoop]:
     """Run a worker's loop in a thread; leaving the block ends it. `drains` leaves recovery copies."""
-    loop, spools = make_worker(redis_url, data_dir, engine, tuning, **overrides)
+    loop, opened = make_worker(redis_url, data_dir, engine, tuning, **overrides)
     if not drains:
         loop._residents.drain = lambda deadline_s: None  # type: ignore[method-assign]  # as a kill would
     thread = threading.Thread(target=loop.run)
@@ -147,8 +147,7 @@ def worker(
     finally:
         loop.stop()
         thread.join()
-        for spool in spools:
-            spool.close()
+        opened.close()
 
 
 def make_worker(
@@ -157,8 +156,8 @@ def make_worker(
     engine: Engine,
     tuning: Tuning = TUNING,
     **overrides: float | str,
-) -> tuple[WorkerLoop, tuple[Spool, Spool]]:
-    """Build a worker's loop without running it."""
+) -> tuple[WorkerLoop, contextlib.ExitStack]:
+    """Build a worker's loop without running it, and what it opened: the caller closes that."""
     settings = WorkerSettings.model_validate(
         {
             "redis_url": redis_url,
@@ -168,15 +167,18 @@ def make_worker(
             **overrides,
         }
     )
-    connection = open_sync_connection(redis_url)
+    opened = contextlib.ExitStack()
+    connection = opened.enter_context(open_sync_connection(redis_url))
     writer = new_writer("w0")
     spools = settings.open_spool(writer), settings.open_spool(RESULTS + writer)
+    for spool in spools:
+        opened.callback(spool.close)
     record = replace(
         pool_record_for_tests(),
         numerics_id=engine.facts.numerics_id,
         lora_widths=lora_widths(engine.targets),
     )
-    return enter_pool(engine, connection, spools, record, settings, None, tuning), spools
+    return enter_pool(engine, connection, spools, record, settings, None, tuning), opened
 
 
 def snapshots(**policy: float) -> Tuning:
