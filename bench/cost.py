@@ -29,7 +29,6 @@ import torch
 from bench.support.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device
 from bench.support.model import SHAPES
 from cotrain_workers.engine.decoding import model_runner
-from cotrain_workers.engine.decoding.adapter_slots import Pool, slot_layout
 from cotrain_workers.engine.decoding.cuda_kernels import (
     CONTRACTS,
     Grouped,
@@ -39,6 +38,7 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
     key_offsets,
 )
 from cotrain_workers.engine.decoding.kv_cache import KvCache
+from cotrain_workers.engine.decoding.slot_pool import Pool, slot_layout
 from cotrain_workers.engine.decoding.step import MixedStep
 from cotrain_workers.engine.ops import Create, Datum, Failure, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec

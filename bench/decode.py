@@ -36,8 +36,8 @@ from bench.support.machine import machine, show
 from bench.support.model import SHAPES, build
 from bench.support.roofline import copy_bandwidth
 from bench.support.timing import timed
-from cotrain_workers.engine.decoding.adapter_slots import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, HostWeights, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec

@@ -30,7 +30,7 @@ from bench.support.machine import machine, show
 from bench.support.model import SHAPES, build
 from bench.support.roofline import copy_bandwidth
 from bench.support.timing import measure
-from cotrain_workers.engine.decoding.adapter_slots import ZERO_SLOTS, slot_layout
+from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Save, SaveOutput
 

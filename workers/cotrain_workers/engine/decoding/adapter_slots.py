@@ -1,32 +1,31 @@
 """Sampler weights on the device: a cache of slots, filled from adapters that are there, or from the host.
 
-Adapters of one rank class (rank rounded up to a power of two, 8 at least) lie in one pool, so that rows
-of many adapters gather their matrices in one call. Ranks and outputs are padded with zeros: a product
-whose items start on a cache line and are multiples of it long has the same bits in every batch (measured
-on CPU fp32 for widths 33 to 4096 and ranks 8 to 128; without the padding, not for odd widths).
+Pools share one limit: one that needs a slot takes memory from those with slots that are not in use.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from itertools import groupby
+import time
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 import torch
 
+from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, Pool, Slot, lay_out, slot_layout
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.stacked_weights import MIN_RANK, padded_rank, shared_input
-from cotrain_workers.engine.spec import aligned, plan_layout
+from cotrain_workers.engine.spec import plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from cotrain_workers.engine.decoding.slot_pool import SlotLayout
     from cotrain_workers.engine.ops import HostWeights
-    from cotrain_workers.engine.spec import AdapterSpec, Target
+    from cotrain_workers.engine.spec import Target
 
 DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # what the cache holds by default
-ZERO_SLOTS = 2  # of each pool
+#: After its last use a slot is kept so long from a pool of another rank class that could do without it. Pools
+#: that change size are copied, and a GPU records its graphs over them again: not for every request.
+KEPT_S = 1.0
 
 
 class WeightsNotFinite(ValueError):
@@ -35,91 +34,6 @@ class WeightsNotFinite(ValueError):
 
 class WeightsUnfit(ValueError):
     """The weights were made for another base model."""
-
-
-@dataclass(frozen=True)
-class SlotLayout:
-    """Where the padded matrices of each module lie in a slot."""
-
-    rank: int  # padded
-    offset_by_name: Mapping[str, tuple[int, int]]  # of A `[rank, in]` and B `[rank, padded out]`
-    target_by_name: Mapping[str, Target]
-    siblings: Mapping[str, tuple[str, ...]]
-    """By module: those whose A matrices lie next to each other, as they read the same x."""
-    size: int
-
-
-@dataclass(eq=False)
-class Pool:
-    """The slots of one rank class."""
-
-    layout: SlotLayout
-    flat: torch.Tensor  # [slots, layout.size]
-    free: list[int] = field(default_factory=list)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Return the size of one slot."""
-        return self.layout.size * self.flat.element_size()
-
-    @property
-    def bytes(self) -> int:
-        """Return the size of all slots."""
-        return self.flat.shape[0] * self.slot_bytes
-
-    def matrices(self, module: str, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy A `[n, rank, in]` and scale * B^T `[n, rank, padded out]` of `slots`, int64 `[n]`."""
-        a, b = (part.index_select(0, slots) for part in self._parts(module))
-        return self._shaped(module, a, b)
-
-    def repeated(self, module: str, slot: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A and scale * B^T of one slot, seen `n` times without a copy."""
-        a, b = (part[slot : slot + 1].expand(n, -1) for part in self._parts(module))
-        return self._shaped(module, a, b)
-
-    def stacked_a(self, siblings: tuple[str, ...]) -> torch.Tensor:
-        """Return A of some siblings, of all slots, without a copy: `[slots, siblings * rank, in]`."""
-        at, _ = self.layout.offset_by_name[siblings[0]]
-        width = self.layout.target_by_name[siblings[0]].inputs
-        rows = len(siblings) * self.layout.rank
-        return self.flat[:, at : at + rows * width].view(-1, rows, width)
-
-    def stacked_b(self, module: str) -> torch.Tensor:
-        """Return scale * B^T of all slots, without a copy: `[slots, rank, padded out]`."""
-        return self._shaped(module, *self._parts(module))[1]
-
-    def grow(self, slots: int) -> None:
-        """Add free slots; the first and the last stay zero, for rows of no adapter of this pool."""
-        count = max(len(self.flat), ZERO_SLOTS)
-        grown = self.flat.new_zeros(count + slots, self.layout.size)
-        grown[: len(self.flat)] = self.flat
-        self.flat = grown
-        self.free += range(count + slots - 2, count - 2, -1)
-
-    def _parts(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        layout = self.layout
-        at_a, at_b = layout.offset_by_name[module]
-        target = layout.target_by_name[module]
-        size_a = aligned(layout.rank * target.inputs)
-        size_b = layout.rank * aligned(target.outputs)
-        return self.flat[:, at_a : at_a + size_a], self.flat[:, at_b : at_b + size_b]
-
-    def _shaped(
-        self, module: str, a: torch.Tensor, b: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rank, target = self.layout.rank, self.layout.target_by_name[module]
-        shape = (-1, rank, target.inputs)
-        return a[:, : rank * target.inputs].view(shape), b.view(-1, rank, aligned(target.outputs))
-
-
-@dataclass(eq=False)
-class Slot:
-    """Some sampler weights on the device."""
-
-    pool: Pool
-    index: int
-    modules: frozenset[str]  # those with matrices of their own; the others are zero
-    users: int = 0
 
 
 class WeightSlots:
@@ -142,12 +56,13 @@ class WeightSlots:
         self._pools: dict[int, Pool] = {}
         self._next: tuple[str, HostWeights] | None = None  # loaded, and waiting for a slot
 
-    def pin(self, key: str) -> Slot | None:
-        """Return the slot of some weights and keep it until `unpin`; None while all are in use.
+    def pin(self, key: str, *, at_once: bool = False) -> Slot | None:
+        """Return the slot of some weights and keep it until `unpin`; None while there is none for them.
 
+        Those that another rank class used lately keep their memory, unless the slot must be had `at_once`.
         Raises WeightsMissing, WeightsUnfit, WeightsNotFinite.
         """
-        slot = self._slots.get(key) or self._fill(key)
+        slot = self._slots.get(key) or self._fill(key, at_once=at_once)
         if slot is not None:
             slot.users += 1
             self._slots.move_to_end(key)
@@ -155,18 +70,33 @@ class WeightSlots:
 
     def unpin(self, key: str) -> None:
         """Let go of a slot."""
-        self._slots[key].users -= 1
+        slot = self._slots[key]
+        slot.users -= 1
+        slot.unpinned_at = time.monotonic()
 
     def rivals(self, key: str) -> frozenset[str]:
         """Return the weights in use whose slot would do for the weights that `pin` had no slot for."""
-        assert self._next is not None
-        assert self._next[0] == key
-        rank = slot_layout(self._targets, self._next[1].spec.rank).rank
+        rank = self._waiting_rank(key)
         return frozenset(
             name
             for name, slot in self._slots.items()
             if slot.users and slot.pool.layout.rank == rank
         )
+
+    def in_use(self) -> frozenset[str]:
+        """Return all weights in use."""
+        return frozenset(name for name, slot in self._slots.items() if slot.users)
+
+    def fits_without(self, key: str, given_up: Collection[str]) -> bool:
+        """Return whether the weights that `pin` had no slot for would have one `at_once`, were those unused."""
+        rank = self._waiting_rank(key)
+        taken = Counter(
+            slot.pool.layout.rank
+            for name, slot in self._slots.items()
+            if slot.users and name not in given_up
+        )
+        has_slot = taken[rank] < len(self._pools[rank].flat) - ZERO_SLOTS
+        return has_slot or self._fits(rank, taken)
 
     def filled(self) -> list[Slot]:
         """Return every filled slot, the least used first."""
@@ -177,7 +107,12 @@ class WeightSlots:
         if key in self._slots and not self._slots[key].users:
             self._evict(key)
 
-    def _fill(self, key: str) -> Slot | None:
+    def _waiting_rank(self, key: str) -> int:
+        assert self._next is not None
+        assert self._next[0] == key
+        return slot_layout(self._targets, self._next[1].spec.rank).rank
+
+    def _fill(self, key: str, *, at_once: bool) -> Slot | None:
         is_new = self._next is None or self._next[0] != key
         if is_new:
             self._next = (key, self._load(key))
@@ -190,7 +125,7 @@ class WeightSlots:
             self._next = None
             raise
         pool = self._pools.setdefault(layout.rank, self._new_pool(layout))
-        if not (pool.free or self._free_slot(pool)):
+        if not (pool.free or self._free_slot(pool, at_once=at_once)):
             return None
         self._next = None
         slot = Slot(pool, pool.free.pop(), trained_modules(host, self._targets))
@@ -216,29 +151,58 @@ class WeightSlots:
     def _new_pool(self, layout: SlotLayout) -> Pool:
         return Pool(layout, torch.zeros(0, layout.size, device=self._device, dtype=self._dtype))
 
-    def _free_slot(self, pool: Pool) -> bool:
-        """Free a slot of a pool: by growing, by evicting, or by giving up pools none of whose slots is in use."""
+    def _free_slot(self, pool: Pool, *, at_once: bool) -> bool:
+        """Free a slot of a pool: by growing, by evicting, or with memory that other pools do not use."""
         affordable = self._affordable(pool)
         if affordable > 0:
             pool.grow(min(affordable, max(1, len(pool.flat) - ZERO_SLOTS)))
             return True
-        unused = [key for key, slot in self._slots.items() if not slot.users]
-        for key in unused:
-            if self._slots[key].pool is pool:
+        for key, slot in self._slots.items():
+            if slot.pool is pool and not slot.users:
                 self._evict(key)
                 return True
-        for rank, other in list(self._pools.items()):
-            if other is not pool and not any(
-                s.users for s in self._slots.values() if s.pool is other
-            ):
-                for key in [key for key, slot in self._slots.items() if slot.pool is other]:
-                    self._evict(key)
-                del self._pools[rank]
-        is_alone = self._bytes() == 0  # larger than the limit, and nothing else is there
-        if is_alone or self._affordable(pool) > 0:
-            pool.grow(1)
-            return True
-        return False
+        if not self._shrink_others(pool, at_once=at_once):
+            return False
+        pool.grow(1)
+        return True
+
+    def _shrink_others(self, pool: Pool, *, at_once: bool) -> bool:
+        """Have memory for one slot more of a full pool; False if others use, or lately used, too much of it."""
+        rank = pool.layout.rank
+        taken = Counter(slot.pool.layout.rank for slot in self._slots.values())
+        evicted, now = [], time.monotonic()
+        for key, slot in self._slots.items():
+            if self._fits(rank, taken):
+                break
+            is_kept = slot.users or (not at_once and now - slot.unpinned_at < KEPT_S)
+            if slot.pool is not pool and not is_kept:
+                evicted.append(key)
+                taken[slot.pool.layout.rank] -= 1
+        if not self._fits(rank, taken):
+            return False
+        for key in evicted:
+            self._evict(key)
+        for other in [each for each in self._pools.values() if each is not pool]:
+            filled = [slot for slot in self._slots.values() if slot.pool is other]
+            if not filled:
+                del self._pools[other.layout.rank]
+            elif other.free:
+                other.shrink(filled)
+        return True
+
+    def _fits(self, rank: int, taken: Mapping[int, int]) -> bool:
+        """Return whether a pool has memory for one slot more, where every pool has only the slots it must hold."""
+        others = sum(
+            (slots + ZERO_SLOTS) * self._pools[each].slot_bytes
+            for each, slots in taken.items()
+            if slots and each != rank
+        )
+        own = taken.get(rank, 0)
+        is_alone = not (others or own)  # larger than the limit, and nothing else is there
+        return (
+            is_alone
+            or others + (own + 1 + ZERO_SLOTS) * self._pools[rank].slot_bytes <= self._limit
+        )
 
     def _affordable(self, pool: Pool) -> int:
         """Return by how many slots a pool may grow."""
@@ -259,52 +223,6 @@ def default_bytes(targets: Sequence[Target], dtype: torch.dtype) -> int:
     return slots * slot_layout(targets, DEFAULT_RANK).size * dtype.itemsize
 
 
-def slot_layout(targets: Sequence[Target], rank: int) -> SlotLayout:
-    """Lay out the padded matrices of every module for adapters of a rank."""
-    padded = padded_rank(rank)
-    offsets: dict[str, tuple[int, int]] = {}
-    siblings: dict[str, tuple[str, ...]] = {}
-    end = 0
-    for together in neighbours(targets):
-        size_a = aligned(padded * together[0].inputs)
-        at_b = end + len(together) * size_a
-        for at, target in enumerate(together):
-            offsets[target.name] = (end + at * size_a, at_b)
-            at_b += padded * aligned(target.outputs)
-            siblings[target.name] = tuple(each.name for each in together)
-        end = at_b
-    return SlotLayout(padded, offsets, {each.name: each for each in targets}, siblings, end)
-
-
-def neighbours(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Yield modules that read one x, as far as their A matrices can lie side by side without a gap."""
-    for _, same in groupby(targets, key=shared_input):
-        together = list(same)
-        if aligned(MIN_RANK * together[0].inputs) == MIN_RANK * together[0].inputs:
-            yield together
-        else:
-            yield from ([target] for target in together)
-
-
-def lay_out(
-    weights: torch.Tensor, spec: AdapterSpec, layout: SlotLayout, slot: torch.Tensor
-) -> None:
-    """Lay an adapter's arena `[size]` out in a slot `[layout.size]` of the same device."""
-    rank = spec.rank
-    own = plan_layout(spec, list(layout.target_by_name.values()))
-    scaled = own.views(weights * spec.scale)
-    to, found = [], []
-    for name, pair in own.views(weights).items():
-        at_a, at_b = layout.offset_by_name[name]
-        outputs, inputs = len(pair.b), pair.a.shape[1]
-        width = aligned(outputs)
-        to.append(slot[at_a : at_a + rank * inputs].view(rank, inputs))
-        to.append(slot[at_b : at_b + rank * width].view(rank, width)[:, :outputs])
-        found += [pair.a, scaled[name].b.t()]
-    slot.zero_()
-    torch._foreach_copy_(to, found)
-
-
 def trained_modules(host: HostWeights, targets: Sequence[Target]) -> frozenset[str]:
     """Return the names of the modules that the weights change."""
     return frozenset(target.name for target in targets if host.spec.trains(target.family))
@@ -317,14 +235,14 @@ class PinnedWeights:
         self._weights = weights
         self.slots: dict[str | None, Slot | None] = {None: None}
 
-    def pin(self, key: str | None) -> bool:
-        """Keep weights for one sequence more; False while all slots are in use.
+    def pin(self, key: str | None, *, at_once: bool = False) -> bool:
+        """Keep weights for one sequence more; False while there is no slot for them.
 
         Raises:
             WeightsMissing, WeightsNotFinite, WeightsUnfit: as `WeightSlots.pin`.
         """
         if key is not None:
-            slot = self._weights.pin(key)
+            slot = self._weights.pin(key, at_once=at_once)
             if slot is None:
                 return False
             self.slots[key] = slot

@@ -27,8 +27,8 @@ from cotrain_workers.engine.device import to_device
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cotrain_workers.engine.decoding.adapter_slots import Pool, Slot
     from cotrain_workers.engine.decoding.kv_cache import KvCache
+    from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
     from cotrain_workers.engine.decoding.step import Item
     from cotrain_workers.engine.routing import StepRoute
 

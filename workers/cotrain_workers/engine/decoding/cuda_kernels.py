@@ -20,9 +20,9 @@ from cotrain_workers.engine.model.attention import NARROW, varlen_kernel, varlen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cotrain_workers.engine.decoding.adapter_slots import Pool, Slot
     from cotrain_workers.engine.decoding.kv_cache import KvCache
     from cotrain_workers.engine.decoding.paged_attention import Span
+    from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
     from cotrain_workers.engine.routing import AttentionRule
 
 NEEDED = {"block_table", "seqused_k", "window_size", "scale", "enable_gqa"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -221,13 +222,20 @@ class EngineDecoder:
     def _pin(self, sequence: SequenceState) -> bool:
         """Keep the weights of a sequence on the device; others may have to give way to them."""
         weights = sequence.group.request.weights
-        while not self._pinned.pin(weights):
-            assert weights is not None
-            preempted = self.scheduler.make_weights_fit(sequence, self.slots.rivals(weights))
-            if not preempted:
-                return False
-            self._note_preempted(preempted)
-        return True
+        if self._pinned.pin(weights):
+            return True
+        assert weights is not None
+        fits_without = partial(self.slots.fits_without, weights)
+        preempted = self.scheduler.make_weights_fit(
+            sequence, self.slots.rivals(weights), fits_without
+        )
+        if preempted is None:
+            everyone = self.slots.in_use()
+            preempted = self.scheduler.make_weights_fit(sequence, everyone, fits_without)
+        if preempted is None:
+            return False
+        self._note_preempted(preempted)
+        return self._pinned.pin(weights, at_once=True)
 
     def _note_preempted(self, sequences: Sequence[SequenceState]) -> None:
         self.preemptions += len(sequences)

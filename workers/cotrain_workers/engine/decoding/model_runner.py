@@ -27,8 +27,8 @@ from cotrain_workers.engine.model.unembedding import capped, raw_logits
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from cotrain_workers.engine.decoding.adapter_slots import Slot
     from cotrain_workers.engine.decoding.kv_cache import KvCache
+    from cotrain_workers.engine.decoding.slot_pool import Slot
     from cotrain_workers.engine.decoding.step import Item, Lora, Plan
     from cotrain_workers.engine.model.base_model import BaseModel
     from cotrain_workers.engine.routing import StepRoute
@@ -50,7 +50,7 @@ class ModelRunner:
         self._base = base
         self._cache = cache
         self._device = base.head_weight.device
-        self._last_slots: list[Slot | None] = []
+        self._last_slots: list[tuple[Slot, int] | None] = []
         self._last_lora = RowLora([], self._device)
         # No method of this object: dropping it frees its memory at once.
         self._run_model = partial(run_model, base)
@@ -108,8 +108,9 @@ class ModelRunner:
         """Return the adapters of some rows: as the last step had them, if no row joined or left."""
         if groups_take(self._base.head_weight, slots):
             return grouped_lora(slots, self._device)
-        if self._last_slots != slots:
-            self._last_slots, self._last_lora = slots, RowLora(slots, self._device)
+        taken = [None if slot is None else (slot, slot.index) for slot in slots]
+        if self._last_slots != taken:
+            self._last_slots, self._last_lora = taken, RowLora(slots, self._device)
         return self._last_lora
 
     def logits(self, hidden: torch.Tensor, slots: list[Slot | None]) -> torch.Tensor:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas
-    from cotrain_workers.engine.decoding.adapter_slots import Slot
     from cotrain_workers.engine.decoding.model_runner import Forward
     from cotrain_workers.engine.decoding.sequence import SequenceState
+    from cotrain_workers.engine.decoding.slot_pool import Slot
 
     # (hidden states [n, d], slots) -> logits [n padded, V]
     Logits = Callable[[torch.Tensor, list[Slot | None]], torch.Tensor]

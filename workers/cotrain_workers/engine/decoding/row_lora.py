@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cotrain_workers.engine.decoding.adapter_slots import Pool, Slot
+    from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
 
 LONG_RUN = 16  # rows of one adapter that are worth a call of their own, which copies no matrix
 GATHER_BYTES = 32 * 1024**2  # copy no more than this for a call that serves several adapters

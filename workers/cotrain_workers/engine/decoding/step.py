@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from cotrain_workers.engine.decoding.adapter_slots import Slot
     from cotrain_workers.engine.decoding.sequence import SequenceState
+    from cotrain_workers.engine.decoding.slot_pool import Slot
     from cotrain_workers.engine.routing import AttentionRule
 
 

@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding import row_lora
+from cotrain_workers.engine.decoding import adapter_slots, row_lora
 from cotrain_workers.engine.decoding.adapter_slots import (
-    ZERO_SLOTS,
     WeightSlots,
     WeightsNotFinite,
     WeightsUnfit,
-    slot_layout,
 )
 from cotrain_workers.engine.decoding.row_lora import LONG_RUN, RowLora
+from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from cotrain_workers.engine.decoding.slot_pool import Slot
 
 TARGETS = (
     Target("q_proj", "attn", 24, 40),
@@ -50,6 +51,14 @@ def slots_of(stored: Mapping[str, HostWeights], capacity: int | None = None) -> 
 
 
 loads: list[str] = []
+
+
+def product(slot: Slot | None) -> torch.Tensor:
+    """Compute the LoRA path of one adapter on rows that are always the same."""
+    x = torch.randn(3, 24, generator=torch.Generator().manual_seed(7))
+    found = torch.zeros(3, 131)
+    RowLora([slot] * 3, torch.device("cpu")).add("lm_head", x, found)
+    return found
 
 
 @pytest.mark.parametrize("rank", [1, 5, 8, 20])
@@ -150,19 +159,67 @@ def test_unused_pools_are_given_up_for_another_rank() -> None:
     slots.unpin("a")
     slots.unpin("b")
 
-    assert slots.pin("large") is not None
+    assert slots.pin("large", at_once=True) is not None
     slots.unpin("large")
-    assert slots.pin("a") is not None
+    assert slots.pin("a", at_once=True) is not None
+
+
+def test_what_was_used_lately_is_not_given_up_for_another_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slots = slots_of({"a": host(8), "large": host(16)}, capacity=2)
+    slots.pin("a")
+    slots.unpin("a")
+    assert slots.pin("large") is None
+    assert len(slots.filled()) == 1
+
+    monkeypatch.setattr(adapter_slots, "KEPT_S", 0.0)
+    assert slots.pin("large") is not None
+    assert len(slots.filled()) == 1
+
+
+def test_a_pool_with_slots_in_use_gives_another_rank_what_it_can_spare() -> None:
+    """As little as is needed, the least used first; what stays computes the same bits, wherever it lies now."""
+    stored = {key: host(8, at) for at, key in enumerate("abcdefghij")} | {"large": host(16, 99)}
+    slots = slots_of(stored, capacity=12)
+    small = {key: slots.pin(key) for key in "abcdefghij"}
+    for key in "acdefghi":
+        slots.unpin(key)
+    before = {key: product(slot) for key, slot in small.items()}
+
+    large = slots.pin("large", at_once=True)
+
+    assert slots.filled() == [*map(small.get, "bfghij"), large]
+    for key in "bfghij":
+        assert torch.equal(product(small[key]), before[key])
+    assert torch.equal(product(large), product(slots_of(stored).pin("large")))
+    assert slots.pin("f") is small["f"]
+    assert slots.pin("a", at_once=True) is not None  # in the place of g, which has no user
+    assert slots.filled()[0] is small["b"]
+
+
+def test_nothing_is_given_up_for_another_rank_where_that_would_not_be_enough() -> None:
+    slots = slots_of({"a": host(8), "b": host(8, 1), "large": host(16)}, capacity=3)
+    slots.pin("a")
+    slots.pin("b")
+    slots.unpin("b")
+
+    assert slots.pin("large", at_once=True) is None
+
+    assert len(slots.filled()) == 2
+    assert not slots.fits_without("large", [])
+    assert slots.fits_without("large", ["a"])
+    assert slots.in_use() == {"a"}
 
 
 def test_an_adapter_larger_than_the_cache_is_served_alone() -> None:
     slots = slots_of({"a": host(64), "b": host(32)}, capacity=0)
     assert slots.pin("a") is not None
-    assert slots.pin("b") is None
+    assert slots.pin("b", at_once=True) is None
 
     slots.unpin("a")
 
-    assert slots.pin("b") is not None
+    assert slots.pin("b", at_once=True) is not None
 
 
 def test_dropped_weights_are_loaded_again_and_those_in_use_stay() -> None:

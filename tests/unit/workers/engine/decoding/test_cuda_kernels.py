@@ -18,16 +18,12 @@ import torch
 from cotrain_workers.engine.decoding import cuda_kernels as cuda_step
 from cotrain_workers.engine.decoding import model_runner as model_runner
 from cotrain_workers.engine.decoding import paged_attention_check as check
-from cotrain_workers.engine.decoding.adapter_slots import (
-    Pool,
-    Slot,
-    WeightSlots,
-    slot_layout,
-)
+from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 from cotrain_workers.engine.decoding.cuda_graphs import CudaRecorder, whole_row
 from cotrain_workers.engine.decoding.cuda_kernels import grouped_lora
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.decoding.row_lora import RowLora
+from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout
 from cotrain_workers.engine.decoding.step import slot_order
 from cotrain_workers.engine.spec import Target
 from tests.support.decoding import finish, graph_report, request, trained_weights

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from cotrain_workers.engine.decoding.adapter_slots import slot_layout
 from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.decoding.slot_pool import slot_layout
+from cotrain_workers.engine.ops import HostWeights
+from cotrain_workers.engine.spec import AdapterSpec, plan_layout
 from tests.support.decoding import (
     RUNS,
     VOCAB,
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from cotrain_workers.engine.decoding.decoder import EngineDecoder
     from cotrain_workers.engine.engine import Engine
 
     NewEngine = Callable[..., Engine]
@@ -152,6 +156,54 @@ def test_one_tenant_with_every_slot_for_weights_in_use_makes_room_for_another(
 
     assert decoder.preemptions == 1
     assert steps <= 8 + 2
+
+
+def test_a_tenant_waits_for_no_slot_of_another_rank_class_however_many_ask_for_one(
+    new_engine: NewEngine,
+) -> None:
+    """One tenant's adapters of rank 16 are always asked for by more requests than have room."""
+    engine = new_engine()
+    mine = trained_weights(engine)["all-8"]
+    spec = AdapterSpec(16, seed=9)
+    many = {
+        f"m{at}": HostWeights(spec, torch.randn(plan_layout(spec, engine.targets).size) / 50)
+        for at in range(12)
+    }
+    room = 6 * 4 * slot_layout(engine.targets, 16).size  # four slots, and two of no adapter
+
+    def decoder() -> EngineDecoder:
+        return engine.decoder(
+            {**many, "mine": mine}.__getitem__,
+            kv_tokens=4096, text=None, page_tokens=16, weights_bytes=room,
+        )  # fmt: skip
+
+    light = [request(f"l{at}", [1, 2, at], "mine", max_tokens=8, tenant="light") for at in range(5)]
+    heavy = [
+        request(f"h{at}", [at], f"m{at % 12}", max_tokens=5 + at % 7, tenant="heavy")
+        for at in range(60)
+    ]
+    alone = {each.id: output(decoder(), each) for each in (*light, heavy[0], heavy[13])}
+    shared = decoder()
+    for each in heavy:
+        shared.add(each)
+    found: dict[str, object] = {}
+    for each in light:
+        for _ in range(3):
+            found.update(shared.step().finished)
+        shared.add(each)
+        steps = 0
+        while each.id not in found:
+            found.update(shared.step().finished)
+            steps += 1
+        assert steps <= 8 + 2
+    assert shared.busy
+    found.update(finish(shared, []))
+
+    assert len(found) == len(light) + len(heavy)
+    for name, expected in alone.items():
+        ours = found[name]
+        assert isinstance(ours, SampleOutput)
+        assert_same(ours, expected)
 
 
 def test_two_hundred_requests_over_eight_adapters_finish_in_memory_for_sixteen(

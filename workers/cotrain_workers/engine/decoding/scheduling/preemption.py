@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from cotrain_workers.engine.decoding.scheduling.pages import Pages
     from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
@@ -56,24 +56,47 @@ def victims_for_pages(
 
 
 def victims_for_weights(
-    queues: Mapping[str, TenantQueue], asks: str, candidates: frozenset[str]
-) -> list[SequenceState]:
-    """Return all sequences that use some weights of `candidates`: those that give way to others' weights.
+    queues: Mapping[str, TenantQueue],
+    asks: str,
+    candidates: frozenset[str],
+    fits_without: Callable[[Collection[str]], bool],
+) -> list[SequenceState] | None:
+    """Return all sequences that use those weights of `candidates` that give way to others' weights.
 
-    Empty if none has to.
+    None if there are not enough that would have to. Where nothing in use has to give way, but weights that were
+    used lately, they do only for a tenant that runs none.
     """
     used = {tenant: by_weights(queue) for tenant, queue in queues.items()}
     own = len(used.pop(asks, {}))
+    given_up: dict[str, list[SequenceState]] = {}
+    if fits_without(given_up):
+        return None if own else []
+    while not fits_without(given_up):
+        found = _next_to_give_up(used, own, candidates)
+        if found is None:
+            return None
+        tenant, key = found
+        given_up[key] = used[tenant].pop(key)
+    for key in list(given_up):
+        if fits_without(given_up.keys() - {key}):
+            del given_up[key]
+    return [sequence for users in given_up.values() for sequence in users]
+
+
+def _next_to_give_up(
+    used: Mapping[str, Mapping[str, list[SequenceState]]], own: int, candidates: frozenset[str]
+) -> tuple[str, str] | None:
+    """Return a tenant and the weights of its that it uses since latest, of the one that uses most."""
     for tenant in sorted(used, key=lambda each: len(used[each]), reverse=True):
         keeps_enough = len(used[tenant]) - 1 >= own + 1
-        users = [
-            each
-            for key, each in used[tenant].items()
-            if key in candidates and (keeps_enough or (not own and all(map(had_lease, each))))
-        ]
-        if users:
-            return max(users, key=lambda each: each[0].age)
-    return []
+        since = {
+            key: users[0].age
+            for key, users in used[tenant].items()
+            if key in candidates and (keeps_enough or (not own and all(map(had_lease, users))))
+        }
+        if since:
+            return tenant, max(since, key=since.__getitem__)
+    return None
 
 
 def by_weights(queue: TenantQueue) -> dict[str, list[SequenceState]]:

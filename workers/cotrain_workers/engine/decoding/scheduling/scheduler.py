@@ -24,6 +24,8 @@ from cotrain_workers.engine.decoding.scheduling.sequence_pages import SequencePa
 from cotrain_workers.engine.decoding.step import Chunk, Plan, Row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
     from cotrain_workers.engine.decoding.sequence import Group, SequenceState
 
@@ -121,11 +123,18 @@ class DecodeScheduler:
         return victims_for_pages(self.queues, self._pages, tenant, wanted, missing)
 
     def make_weights_fit(
-        self, sequence: SequenceState, candidates: frozenset[str]
-    ) -> list[SequenceState]:
-        """Preempt all users of some weights of `candidates`, if any have to give way to a sequence's."""
-        victims = victims_for_weights(self.queues, sequence.group.request.tenant, candidates)
-        for victim in victims:
+        self,
+        sequence: SequenceState,
+        candidates: frozenset[str],
+        fits_without: Callable[[Collection[str]], bool],
+    ) -> list[SequenceState] | None:
+        """Preempt all users of those weights of `candidates` that must give way to a sequence's; None if none will.
+
+        `fits_without` tells whether its weights have room once others are not in use.
+        """
+        tenant = sequence.group.request.tenant
+        victims = victims_for_weights(self.queues, tenant, candidates, fits_without)
+        for victim in victims or ():
             self.preempt(victim)
         return victims
 

@@ -1,0 +1,105 @@
+"""Whose weights give way to another tenant's: enough of them or none, and none that need not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_workers.engine.decoding.scheduling.preemption import LEASE_TOKENS, victims_for_weights
+from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
+from cotrain_workers.engine.decoding.sequence import Group, SequenceState
+from tests.support.decoding import request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    Fits = Callable[[Collection[str]], bool]
+
+PAGE = 4
+
+
+def queues(*running: tuple[str, str, int]) -> dict[str, TenantQueue]:
+    """Return tenants by what they run: tenant, weights, tokens generated; the oldest first."""
+    found: dict[str, TenantQueue] = {}
+    for arrival, (tenant, weights, tokens) in enumerate(running):
+        asked = request(f"r{arrival}", np.array([1]), weights, tenant=tenant)
+        sequence = Group(asked, arrival, PAGE, 10_000, None).next()
+        assert sequence is not None
+        sequence.tokens.extend([0] * tokens)
+        found.setdefault(tenant, TenantQueue()).running.append(sequence)
+    return found
+
+
+def names(victims: list[SequenceState] | None) -> list[str] | None:
+    if victims is None:
+        return None
+    return sorted(str(each.group.request.weights) for each in victims)
+
+
+def needs(missing: int, sizes: Mapping[str, int]) -> Fits:
+    """Return whether weights given up free as much as is missing."""
+    return lambda given_up: sum(sizes[each] for each in given_up) >= missing
+
+
+def test_a_tenant_that_runs_none_takes_what_was_used_lately_and_one_that_runs_some_waits() -> None:
+    running = queues(("heavy", "a", 0), ("light", "mine", 0))
+
+    assert victims_for_weights(running, "new", frozenset("a"), lambda _: True) == []
+    assert victims_for_weights(running, "light", frozenset("a"), lambda _: True) is None
+
+
+def test_weights_give_way_only_where_that_is_enough() -> None:
+    running = queues(*[("heavy", key, 0) for key in "abcd"])
+    sizes = dict.fromkeys("abcd", 1)
+
+    assert names(victims_for_weights(running, "new", frozenset("abcd"), needs(3, sizes))) == [
+        *"bcd"
+    ]
+    assert victims_for_weights(running, "new", frozenset("abcd"), needs(4, sizes)) is None
+    assert victims_for_weights(running, "new", frozenset("ab"), needs(3, sizes)) is None
+
+
+def test_the_last_weights_of_a_tenant_give_way_once_they_had_their_lease() -> None:
+    for tokens, expected in ((LEASE_TOKENS - 1, None), (LEASE_TOKENS, ["a", "a"])):
+        running = queues(("heavy", "a", tokens), ("heavy", "a", LEASE_TOKENS))
+        found = victims_for_weights(running, "new", frozenset("a"), needs(1, {"a": 1}))
+        assert names(found) == expected
+
+
+def test_weights_whose_memory_another_makes_needless_stay() -> None:
+    running = queues(("heavy", "large", 0), ("heavy", "old", 0), ("heavy", "small", 0))
+    sizes = {"large": 4, "old": 1, "small": 1}
+
+    found = victims_for_weights(running, "new", frozenset({"large", "small"}), needs(4, sizes))
+
+    assert names(found) == ["large"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("xyz"), st.integers(0, 11)), max_size=20),
+    st.lists(st.integers(1, 8), min_size=12, max_size=12),
+    st.integers(0, 20),
+)
+def test_enough_give_way_none_needlessly_and_no_tenant_keeps_fewer_than_the_newcomer(
+    running: list[tuple[str, int]], sizes: list[int], missing: int
+) -> None:
+    tenants = queues(*((tenant, f"{tenant}{weights}", 0) for tenant, weights in running))
+    size_of = {f"{tenant}{at}": size for tenant in "xyz" for at, size in enumerate(sizes)}
+    used = {tenant: {w for t, w in running if t == tenant} for tenant in "xyz"}
+    candidates = frozenset(size_of)
+    fits = needs(missing, size_of)
+
+    found = victims_for_weights(tenants, "x", candidates, fits)
+
+    if found is None:
+        return
+    given_up = {str(each.group.request.weights) for each in found}
+    assert fits(given_up)
+    assert not any(fits(given_up - {each}) for each in given_up)
+    for tenant in "yz":
+        lost = sum(each.startswith(tenant) for each in given_up)
+        assert not lost or len(used[tenant]) - lost >= len(used["x"]) + 1
+    assert not any(each.startswith("x") for each in given_up)
