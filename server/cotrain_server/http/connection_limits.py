@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how long one may stay on which nothing is asked, how they are taken and whose a request is.
+"""Connections: how many there may be, how long one may stay on which nothing is asked, how they are taken and whose request is next.
 
 uvicorn waits for the rest of a request's head as long as there is a connection, and takes every one, so
 that a client without a key could occupy all that this process may have.
@@ -6,6 +6,7 @@ that a client without a key could occupy all that this process may have.
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 import time
@@ -19,13 +20,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cotrain_server.http.connection_table import Admission, ConnectionTable, owner_of
 from cotrain_server.http.request_id import request_id_of
-from cotrain_server.http.request_queue import Caller
-from cotrain_server.http.request_reader import RequestReader
+from cotrain_server.http.request_queue import RequestQueue
 from cotrain_store.monitoring import metrics
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
     from ipaddress import IPv4Network, IPv6Network
 
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -71,7 +70,7 @@ class ImpatientProtocol(H11Protocol):
     head_timeout_s = HEAD_TIMEOUT_S
     taken_timeout_s = TAKEN_TIMEOUT_S
     table: ConnectionTable[ImpatientProtocol] = ConnectionTable(MOST_CONNECTIONS, MOST_CONNECTIONS)
-    reader: RequestReader[ImpatientProtocol] = RequestReader(lambda protocol: protocol.read())
+    queue: RequestQueue[ImpatientProtocol] = RequestQueue()
     tenant_of: Callable[[bytes], TenantId | None] = staticmethod(lambda _: None)
     _deadline: asyncio.TimerHandle | None = None
     _untaken: asyncio.TimerHandle | None = None
@@ -100,7 +99,7 @@ class ImpatientProtocol(H11Protocol):
 
     @override
     def handle_events(self) -> None:
-        """Read what has come: of a request that is being answered at once, else when the reader comes to it."""
+        """Read what has come: of a request that is being answered at once, else when the queue comes to it."""
         if self._is_answering():
             super().handle_events()
             return
@@ -111,16 +110,22 @@ class ImpatientProtocol(H11Protocol):
             self._is_queued = True
             self.flow.pause_reading()
             self._unset_keepalive_if_required()
-            self.reader.wait(self._caller(head), self)
+            if not self.queue:
+                self.loop.call_soon(self._read_next, self.queue)
+            self.queue.wait(self._caller(head), self)
 
-    def _caller(self, head: bytes) -> Caller:
-        tenant = self.tenant_of(head)
-        if tenant is not None:
-            return Caller(tenant)
-        return Caller(None, self._owner, head.startswith(_HEALTH_CHECKS))
+    def _caller(self, head: bytes) -> Hashable:
+        return self.tenant_of(head) or (self._owner, head.startswith(_HEALTH_CHECKS))
 
-    def read(self) -> None:
-        """Read what has come of a request: the reader has come to it."""
+    @staticmethod
+    def _read_next(queue: RequestQueue[ImpatientProtocol]) -> None:
+        loop = asyncio.get_running_loop()
+        for protocol in queue.take():
+            loop.call_soon(protocol._read)  # apart: an error in one is not the others'
+        if queue:  # else the first that waits again calls this
+            loop.call_soon(ImpatientProtocol._read_next, queue)
+
+    def _read(self) -> None:
         self._is_queued = False
         if self.transport.is_closing():
             return
@@ -219,7 +224,7 @@ def limited_protocol(
 
     class LimitedProtocol(ImpatientProtocol):
         table = ConnectionTable[ImpatientProtocol](most, most // 2, is_shared)
-        reader = RequestReader[ImpatientProtocol](ImpatientProtocol.read)
+        queue = RequestQueue[ImpatientProtocol]()
         tenant_of = staticmethod(find_tenant)
 
     return LimitedProtocol
