@@ -26,6 +26,8 @@ DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # what the cache holds by default
 #: After its last use a slot is kept so long from a pool of another rank class that could do without it. Pools
 #: that change size are copied, and a GPU records its graphs over them again: not for every request.
 KEPT_S = 1.0
+#: Of so many weights that wait for a slot the rank is remembered, so that they are not loaded at every step.
+MOST_WAITING = 10_000
 
 
 class WeightsNotFinite(ValueError):
@@ -54,7 +56,8 @@ class WeightSlots:
         self._limit = default_bytes(targets, dtype) if limit_bytes is None else limit_bytes
         self._slots: OrderedDict[str, Slot] = OrderedDict()  # least used first
         self._pools: dict[int, Pool] = {}
-        self._next: tuple[str, HostWeights] | None = None  # loaded, and waiting for a slot
+        self._last_loaded: tuple[str, HostWeights] | None = None
+        self._waiting: dict[str, SlotLayout] = {}  # those that had no slot when they were asked for
 
     def pin(self, key: str, *, at_once: bool = False) -> Slot | None:
         """Return the slot of some weights and keep it until `unpin`; None while there is none for them.
@@ -76,7 +79,7 @@ class WeightSlots:
 
     def rivals(self, key: str) -> frozenset[str]:
         """Return the weights in use whose slot would do for the weights that `pin` had no slot for."""
-        rank = self._waiting_rank(key)
+        rank = self._waiting[key].rank
         return frozenset(
             name
             for name, slot in self._slots.items()
@@ -89,7 +92,7 @@ class WeightSlots:
 
     def fits_without(self, key: str, given_up: Collection[str]) -> bool:
         """Return whether the weights that `pin` had no slot for would have one `at_once`, were those unused."""
-        rank = self._waiting_rank(key)
+        rank = self._waiting[key].rank
         taken = Counter(
             slot.pool.layout.rank
             for name, slot in self._slots.items()
@@ -104,49 +107,48 @@ class WeightSlots:
 
     def drop(self, key: str) -> None:
         """Forget weights that will not be named again, unless they are in use."""
+        self._waiting.pop(key, None)
         if key in self._slots and not self._slots[key].users:
             self._evict(key)
 
-    def _waiting_rank(self, key: str) -> int:
-        assert self._next is not None
-        assert self._next[0] == key
-        return slot_layout(self._targets, self._next[1].spec.rank).rank
-
     def _fill(self, key: str, *, at_once: bool) -> Slot | None:
-        is_new = self._next is None or self._next[0] != key
-        if is_new:
-            self._next = (key, self._load(key))
-        assert self._next is not None
-        host = self._next[1]
-        layout = slot_layout(self._targets, host.spec.rank)
-        try:
-            weights = self._checked(host, layout, is_new=is_new)
-        except ValueError:
-            self._next = None
-            raise
+        layout = self._waiting.get(key)
+        if layout is None:
+            layout = slot_layout(self._targets, self._loaded(key).spec.rank)
         pool = self._pools.setdefault(layout.rank, self._new_pool(layout))
         if not (pool.free or self._free_slot(pool, at_once=at_once)):
+            self._wait(key, layout)
             return None
-        self._next = None
+        self._waiting.pop(key, None)
+        host = self._loaded(key)
+        self._last_loaded = None
         slot = Slot(pool, pool.free.pop(), trained_modules(host, self._targets))
-        lay_out(to_device(weights, self._device), host.spec, layout, pool.flat[slot.index])
+        weights = to_device(found_weights(host), self._device)
+        lay_out(weights, host.spec, layout, pool.flat[slot.index])
         self._slots[key] = slot
         return slot
 
-    def _checked(self, host: HostWeights, layout: SlotLayout, *, is_new: bool) -> torch.Tensor:
-        """Return weights where they are, best on the device. Raises WeightsUnfit, WeightsNotFinite.
+    def _loaded(self, key: str) -> HostWeights:
+        """Return weights that fit; they are kept until others are loaded, or a slot has them."""
+        if self._last_loaded is None or self._last_loaded[0] != key:
+            host = self._load(key)
+            self._check(host)
+            self._last_loaded = key, host
+        return self._last_loaded[1]
 
-        Those that wait for a slot, and are asked for at every step, were looked at when they were new: that
-        waits for the device.
-        """
-        found = host.on_device()
-        weights = host.flat if found is None else found
-        size = plan_layout(host.spec, list(layout.target_by_name.values())).size
+    def _wait(self, key: str, layout: SlotLayout) -> None:
+        if key not in self._waiting and len(self._waiting) >= MOST_WAITING:
+            self._waiting.clear()  # each is loaded once more
+        self._waiting[key] = layout
+
+    def _check(self, host: HostWeights) -> None:
+        """Raise WeightsUnfit or WeightsNotFinite; waits for the device."""
+        weights = found_weights(host)
+        size = plan_layout(host.spec, self._targets).size
         if weights.shape != (size,):
             raise WeightsUnfit(f"The weights hold {weights.numel()} values, not {size}.")
-        if is_new and not torch.isfinite(weights).all():
+        if not torch.isfinite(weights).all():
             raise WeightsNotFinite
-        return weights
 
     def _new_pool(self, layout: SlotLayout) -> Pool:
         return Pool(layout, torch.zeros(0, layout.size, device=self._device, dtype=self._dtype))
@@ -221,6 +223,12 @@ def default_bytes(targets: Sequence[Target], dtype: torch.dtype) -> int:
     """Return what the cache holds by default."""
     slots = DEFAULT_SLOTS + ZERO_SLOTS
     return slots * slot_layout(targets, DEFAULT_RANK).size * dtype.itemsize
+
+
+def found_weights(host: HostWeights) -> torch.Tensor:
+    """Return weights where they are, best on the device."""
+    found = host.on_device()
+    return host.flat if found is None else found
 
 
 def trained_modules(host: HostWeights, targets: Sequence[Target]) -> frozenset[str]:

@@ -226,16 +226,12 @@ class EngineDecoder:
             return True
         assert weights is not None
         fits_without = partial(self.slots.fits_without, weights)
-        preempted = self.scheduler.make_weights_fit(
-            sequence, self.slots.rivals(weights), fits_without
-        )
-        if preempted is None:
-            everyone = self.slots.in_use()
-            preempted = self.scheduler.make_weights_fit(sequence, everyone, fits_without)
-        if preempted is None:
-            return False
-        self._note_preempted(preempted)
-        return self._pinned.pin(weights, at_once=True)
+        for candidates in (self.slots.rivals(weights), self.slots.in_use()):
+            preempted = self.scheduler.make_weights_fit(sequence, candidates, fits_without)
+            if preempted is not None:
+                self._note_preempted(preempted)
+                return self._pinned.pin(weights, at_once=True)
+        return False
 
     def _note_preempted(self, sequences: Sequence[SequenceState]) -> None:
         self.preemptions += len(sequences)

@@ -212,6 +212,20 @@ def test_nothing_is_given_up_for_another_rank_where_that_would_not_be_enough() -
     assert slots.in_use() == {"a"}
 
 
+def test_what_is_remembered_of_weights_that_wait_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapter_slots, "MOST_WAITING", 3)
+    slots = slots_of({str(at): host(8, at) for at in range(10)}, capacity=1)
+    slots.pin("0")
+    for at in range(1, 10):
+        assert slots.pin(str(at)) is None
+        assert slots.rivals(str(at)) == {"0"}
+        assert len(slots._waiting) <= 3
+    slots.unpin("0")
+    assert slots.pin("1") is not None
+
+
 def test_an_adapter_larger_than_the_cache_is_served_alone() -> None:
     slots = slots_of({"a": host(64), "b": host(32)}, capacity=0)
     assert slots.pin("a") is not None

@@ -206,6 +206,28 @@ def test_a_tenant_waits_for_no_slot_of_another_rank_class_however_many_ask_for_o
         assert_same(ours, expected)
 
 
+def test_weights_that_wait_for_a_slot_are_not_loaded_at_every_step(new_engine: NewEngine) -> None:
+    """Many tenants, each with an adapter of its own, and slots for three: a load may be a read from a disk."""
+    engine = new_engine()
+    weights = trained_weights(engine)
+    mine, loads = weights["all-8"], list[str]()
+
+    def load(key: str) -> HostWeights:
+        loads.append(key)
+        return mine
+
+    room = 5 * 4 * slot_layout(engine.targets, 8).size  # three slots, and two of no adapter
+    decoder = engine.decoder(load, kv_tokens=4096, text=None, page_tokens=16, weights_bytes=room)
+    tenants = [f"t{at}" for at in range(12)]
+    for at, tenant in enumerate(tenants):
+        decoder.add(request(tenant, [1, at], tenant, max_tokens=16, tenant=tenant))
+
+    found = finish(decoder, [])
+
+    assert set(found) == set(tenants)
+    assert len(loads) <= 2 * len(tenants)  # to know its rank, and to fill its slot
+
+
 def test_two_hundred_requests_over_eight_adapters_finish_in_memory_for_sixteen(
     new_engine: NewEngine,
 ) -> None:

@@ -63,8 +63,8 @@ def victims_for_weights(
 ) -> list[SequenceState] | None:
     """Return all sequences that use those weights of `candidates` that give way to others' weights.
 
-    None if there are not enough that would have to. Where nothing in use has to give way, but weights that were
-    used lately, they do only for a tenant that runs none.
+    None if there are not enough that would have to. Where only weights that were used lately have to, and none in
+    use, they do so for a tenant that runs none alone.
     """
     used = {tenant: by_weights(queue) for tenant, queue in queues.items()}
     own = len(used.pop(asks, {}))
@@ -86,7 +86,7 @@ def victims_for_weights(
 def _next_to_give_up(
     used: Mapping[str, Mapping[str, list[SequenceState]]], own: int, candidates: frozenset[str]
 ) -> tuple[str, str] | None:
-    """Return a tenant and the weights of its that it uses since latest, of the one that uses most."""
+    """Return the tenant that uses most weights, of those that must give some up, and which of them it began to use last."""
     for tenant in sorted(used, key=lambda each: len(used[each]), reverse=True):
         keeps_enough = len(used[tenant]) - 1 >= own + 1
         since = {
