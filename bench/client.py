@@ -225,7 +225,7 @@ def official(url: str, key: str, tokens: int) -> Iterator[Way]:
 
 def keep_flying(count: int, depth: int, ask: Callable[[], Any]) -> None:
     """Ask `count` times; wait for the oldest where `depth` are in flight."""
-    flying = []
+    flying: list[Any] = []
     for _ in range(count):
         if len(flying) == depth:
             flying.pop(0).result()

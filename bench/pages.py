@@ -83,7 +83,7 @@ def fill(connection: SyncConnection, now: float) -> None:
         part = [
             runs[(number * RUNS_PER_CYCLE + each) % len(runs)] for each in range(RUNS_PER_CYCLE)
         ]
-        record = {
+        cycle = {
             "cycle": number + 1, "worker": "w0", "planned_at": now - 2 * (CYCLES - number),
             "started_at": now - 2 * (CYCLES - number), "duration_ms": 1800.0, "wave_ms": 1500.0,
             "optim_ms": 200.0, "sampling_ms": 50.0, "tokens": 300 * RUNS_PER_CYCLE,
@@ -94,7 +94,7 @@ def fill(connection: SyncConnection, now: float) -> None:
                 for tenant, run in part
             ],
         }  # fmt: skip
-        whole.lpush(fleet_keys.cycles(POOL.id), json.dumps(record))
+        whole.lpush(fleet_keys.cycles(POOL.id), json.dumps(cycle))
     whole.execute()
 
 
@@ -106,12 +106,13 @@ async def measure(api: Api, key: str) -> None:
     if newest:
         paths.append(f"/ui/runs/{newest[0]['run']}")
     for path in paths:
-        times_ms, cpu_ms = [], []
+        times_ms, cpu_ms, answers = [], [], []
         for _ in range(REPEATS):
             started, cpu_started = time.perf_counter(), time.process_time()
-            answer = await api.http.get(path)
+            answers.append(await api.http.get(path))
             times_ms.append((time.perf_counter() - started) * 1000)
             cpu_ms.append((time.process_time() - cpu_started) * 1000)
+        answer = answers[-1]
         if answer.status_code == 200:
             name = path if len(path) < 30 else "/ui/runs/<run>"
             print(

@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,10 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Save, SaveOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from bench.support.timing import Took
+    from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,17 +89,13 @@ def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dic
                 text=None,
                 weights_bytes=(args.tenants + ZERO_SLOTS) * slot_bytes,
             )
-            took = {"save": measure(lambda into=weights: save(engine, runs, into), args.device)}
+            took = {"save": measure(partial(save, engine, runs, weights), args.device)}
             if way == "from the host":
-                took["arrive"] = measure(
-                    lambda of=weights: [each.flat for each in of.values()], args.device
-                )
+                took["arrive"] = measure(partial(flat_values, weights), args.device)
                 weights |= {
                     run: HostWeights(each.spec, each.flat.clone()) for run, each in weights.items()
                 }
-            took[way] = measure(
-                lambda slots=decoder.slots: [slots.pin(run) for run in runs], args.device
-            )
+            took[way] = measure(partial(pin_all, decoder.slots, runs), args.device)
             for name, each in took.items():
                 best[name] = each.fastest(best.get(name, each))
     values = engine.adapters[runs[0]].weights.numel()
@@ -111,6 +109,17 @@ def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dic
         "possible_ms": 1e3 * possible_s,
         "of_possible": possible_s / best["from the device"].wall_s,
     }
+
+
+def flat_values(weights: Mapping[str, HostWeights]) -> list[torch.Tensor]:
+    """Have all of them on the host."""
+    return [each.flat for each in weights.values()]
+
+
+def pin_all(slots: WeightSlots, runs: Sequence[str]) -> None:
+    """Bring the weights of all runs into slots."""
+    for run in runs:
+        slots.pin(run)
 
 
 def save(engine: Engine, runs: Sequence[str], into: dict[str, HostWeights]) -> None:

@@ -114,7 +114,7 @@ def engine_ms(url: str, cycles: set[int]) -> float:
     (pool,) = httpx.get(f"{url}/status", headers=OPERATOR).json()["pools"]
     records = [record for record in pool["cycles"] if record["cycle"] in cycles]
     assert len(records) == len(cycles)
-    return sum(record["wave_ms"] + record["optim_ms"] for record in records)
+    return float(sum(record["wave_ms"] + record["optim_ms"] for record in records))
 
 
 def peft(args: argparse.Namespace, model: Path, tenants: int) -> float:

@@ -24,6 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from bench.support.model import build
 from bench.support.serving import drive, serving, tenant
 from tests.support.ports import free_port
@@ -45,6 +47,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
+    @override
     def log_message(self, *_: Any) -> None:
         pass
 

@@ -98,7 +98,7 @@ async def walk(folder: Path, url: str, recorder: Recorder) -> None:
         {"redis_url": url, "data_dir": folder, "port": port, "api_keys": [KEY]}
     )
     api = uvicorn.Server(uvicorn.Config(create_app(settings), port=port, log_config=None))
-    loop, spools = make_worker(url, folder, engine)
+    loop, opened = make_worker(url, folder, engine)
     working = threading.Thread(target=loop.run, name="worker")
     async with stack(url, folder):
         serving = asyncio.create_task(api.serve())
@@ -109,8 +109,7 @@ async def walk(folder: Path, url: str, recorder: Recorder) -> None:
         await serving
     loop.stop()
     working.join()
-    for spool in spools:
-        spool.close()
+    opened.close()
 
 
 def two_passes(url: str, recorder: Recorder) -> None:

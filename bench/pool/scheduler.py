@@ -46,7 +46,7 @@ class Scheduler:
         self._redis_pid = redis_pid
         self._led_at = 0.0
         self._last_s = 0.0
-        self.costs = before.costs if before else Costs()
+        self.costs: Costs = before.costs if before else Costs()
         self.was_freed = True
 
     def forget_costs(self) -> None:

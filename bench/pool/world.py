@@ -12,6 +12,7 @@ import random
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,7 @@ class World:
         self._events: list[tuple[float, int, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._number = itertools.count()
         self.now = 1_000_000.0
-        intake.time = _HostTime(self)
+        intake.time = _HostTime(self)  # type: ignore[assignment,attr-defined]  # virtual time for both
         self._runs = {run.record.id: run for run in map(self._run, range(shape.runs))}
         self._heads: dict[str, dict[str, int]] = defaultdict(dict)
         self._workers = {"w0": self._worker("w0")}
@@ -234,7 +235,7 @@ class World:
             self._runs[op.run].loop.in_flight -= 1
         for name in {op.run for op in step.ops}:
             run = self._runs[name]
-            self._later(run.loop.thinks_s(), lambda run=run: self._go_on(run))
+            self._later(run.loop.thinks_s(), partial(self._go_on, run))
 
     async def _go_on(self, run: Run) -> None:
         self._ask(run, run.loop.sends())
@@ -300,7 +301,7 @@ class World:
             self._beat()
             self.now += 1.0
         for run in self._runs.values():
-            self._later(self._draw.uniform(0.0, PERIOD_S), lambda run=run: self._go_on(run))
+            self._later(self._draw.uniform(0.0, PERIOD_S), partial(self._go_on, run))
 
     def _run(self, number: int) -> Run:
         tenant = number // RUNS_OF_A_TENANT

@@ -42,7 +42,7 @@ class Load:
 def serving(model: Path, data_dir: Path, keys: list[str], threads: int) -> Iterator[str]:
     """Run `cotrain serve` on a free port; yield its URL."""
     cotrain = Path(sys.executable).with_name("cotrain")
-    command = [cotrain, "serve", "--base-model", f"bench={model}",
+    command = [str(cotrain), "serve", "--base-model", f"bench={model}",
                "--port", "0", "--data-dir", str(data_dir), "--torch-threads", str(threads)]  # fmt: skip
     environment = {
         **os.environ, "COTRAIN_API_KEYS": ",".join(keys), "COTRAIN_ADMIN_KEY": OPERATOR["X-API-Key"],
