@@ -55,7 +55,7 @@ def phase_of(op: Op) -> str:
         return "head"
     if op.name == "aten::embedding":
         return "embed"
-    if "attention" in op.name or "varlen" in op.name or "flash" in op.name or "flex" in op.name:
+    if "attention" in op.name or "varlen" in op.name or "flash" in op.name:
         return "attention"
     if "grouped_mm" in op.name:
         return "LoRA"
