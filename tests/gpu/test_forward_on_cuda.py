@@ -1,4 +1,4 @@
-"""What only CUDA can show of attention, fusion, recomputing, measured memory and a cycle without waits."""
+"""What only CUDA can show of attention, kernels in layers, recomputing, measured memory and a cycle without waits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import torch
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import attention as attn
-from cotrain_workers.engine.model import fusion
-from cotrain_workers.engine.model.compile import compiled
 from cotrain_workers.engine.ops import Failure
 from cotrain_workers.engine.training import adamw as adam
 from cotrain_workers.engine.training import pass_state as state
@@ -51,20 +49,6 @@ def test_gemma_2_trains_and_says_that_it_is_slow(
     assert caplog.text.count("Attention is slow here") == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", ["norm_then_weight", "norm_with_one"])
-def test_compiled_norms_are_those_of_transformers(function: str, dtype: torch.dtype) -> None:
-    x, weight = torch.randn(64, 1024, device=CUDA).to(dtype), torch.randn(1024, device=CUDA)
-
-    run = compiled(getattr(fusion, function), (0,), (x, weight.to(dtype), 1e-6), gradients=1)
-
-    assert run is not None
-    longer = torch.randn(4096, 1024, device=CUDA, dtype=dtype)
-    ours = run(longer, weight.to(dtype), 1e-6)
-    theirs = getattr(fusion, function)(longer, weight.to(dtype), 1e-6)
-    assert (ours - theirs).abs().max() <= 2**-6 * theirs.abs().max()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_model_points_where_the_plain_one_does(tmp_path: Path, family: str) -> None:
     folder = str(build_tiny(family, tmp_path))
@@ -76,8 +60,7 @@ def test_a_fused_model_points_where_the_plain_one_does(tmp_path: Path, family: s
     for each in (fused, plain):
         each.run(gradient_passes())
 
-    wanted = {"gate", "norm", "rope", "mlp", "softmax"}
-    wanted |= {"heads"} if family in ("qwen3", "qwen3-window", "gemma3") else set()
+    wanted = {"norms", "heads", "mlp", "softmax"}
     wanted |= {"residuals"} if family not in ("gemma2", "gemma3") else set()
     assert set(fused.facts.numerics.fused.split()) == wanted
     assert plain.facts.numerics.fused == ""
@@ -100,7 +83,7 @@ def test_another_process_that_compiles_anew_finds_the_same_bits(tmp_path: Path) 
     folder = str(build_tiny("qwen3", tmp_path / "model"))
 
     def digests(number: int) -> str:
-        own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache-{number}")}
+        own = {"TRITON_CACHE_DIR": str(tmp_path / f"cache-{number}")}
         path = os.pathsep.join(each for each in sys.path if each)
         ran = subprocess.run(
             [sys.executable, "-c", ONE_CYCLE, folder],

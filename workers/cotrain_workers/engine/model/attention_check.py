@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_workers.engine.model.compile import difference
+from cotrain_workers.engine.model.kernel_check import difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
