@@ -159,8 +159,8 @@ def is_host(event: Any) -> bool:
 
 
 def is_op(name: str) -> bool:
-    """Return whether it computes, as an op or as a compiled kernel: autograd's nodes and ranges are Python."""
-    return ("::" in name and not name.startswith("autograd::")) or name.startswith("triton_")
+    """Return whether it computes: autograd's nodes and ranges are Python."""
+    return "::" in name and not name.startswith("autograd::")
 
 
 def is_inside(event: Any, name: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -181,3 +183,13 @@ def test_without_triton_all_stays_as_it_is_and_the_log_says_so(
     with caplog.at_level(logging.WARNING):
         assert fuse(new_engine()) == ()
     assert "slower: triton is not installed" in caplog.text
+
+
+def test_a_model_that_processes_share_stays_as_it_is(
+    new_engine: NewEngine, ran: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = replace(new_engine()._base, lock_step=SimpleNamespace(sharding="fsdp2/2"))
+
+    assert fuse_layers(shared, in_products=True) == ()
+    assert "slower: its weights are shared among processes" in caplog.text
+    assert not ran
