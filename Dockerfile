@@ -94,7 +94,7 @@ RUN pip install --no-deps --no-index /dist/*.whl
 FROM runtime AS worker
 # Threads that wait for one another soon give their cores to other processes, as under `cotrain serve`.
 ENV GOMP_SPINCOUNT=10000
-# A GPU needs a C compiler here: torch compiles what launches its small fused kernels.
+# A GPU needs a C compiler here: Triton compiles what launches its kernels.
 ARG WORKER_PACKAGES=""
 USER root
 RUN if [ -n "$WORKER_PACKAGES" ]; then \

@@ -293,7 +293,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lora", default="fused,grouped,seg")
     parser.add_argument("--recompute", default="never", choices=("never", "always"))
-    parser.add_argument("--plain", dest="fused", action="store_false", help="nothing is compiled")
+    parser.add_argument(
+        "--plain", dest="fused", action="store_false", help="layers as transformers has them"
+    )
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--adapters", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)

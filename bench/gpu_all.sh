@@ -53,10 +53,8 @@ smoke() {
 }
 
 checks() {
-    # What compiles most comes last.
-    gpu_tests 300 gpu_tests tests/gpu/test_engine_on_cuda.py tests/gpu/test_lora_on_cuda.py \
-        tests/gpu/test_tiers_on_cuda.py tests/gpu/test_decoder_on_cuda.py
-    gpu_tests 120 gpu_compiled tests/gpu/test_forward_on_cuda.py
+    gpu_tests 420 gpu_tests tests/gpu/test_engine_on_cuda.py tests/gpu/test_lora_on_cuda.py \
+        tests/gpu/test_tiers_on_cuda.py tests/gpu/test_decoder_on_cuda.py tests/gpu/test_forward_on_cuda.py
     part 150 engine_check "$python" bench/engine_check.py --device cuda --out "$out"
 }
 

@@ -55,7 +55,7 @@ def phase_of(op: Op) -> str:
         return "head"
     if op.name == "aten::embedding":
         return "embed"
-    if "attention" in op.name or "varlen" in op.name or "flash" in op.name or "flex" in op.name:
+    if "attention" in op.name or "varlen" in op.name or "flash" in op.name:
         return "attention"
     if "grouped_mm" in op.name:
         return "LoRA"
@@ -159,8 +159,8 @@ def is_host(event: Any) -> bool:
 
 
 def is_op(name: str) -> bool:
-    """Return whether it computes, as an op or as a compiled kernel: autograd's nodes and ranges are Python."""
-    return ("::" in name and not name.startswith("autograd::")) or name.startswith("triton_")
+    """Return whether it computes: autograd's nodes and ranges are Python."""
+    return "::" in name and not name.startswith("autograd::")
 
 
 def is_inside(event: Any, name: str) -> bool:

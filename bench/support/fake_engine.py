@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from cotrain_workers.engine import engine as engine_module
 from cotrain_workers.engine.adapters import bank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.fused import tables
-from cotrain_workers.engine.model import attention, base_model, fused_layers, fusion, kernel_softmax
+from cotrain_workers.engine.model import attention, base_model, fused_layers, kernel_softmax
 from cotrain_workers.engine.training import adamw, memory_probe, pass_state
 from tests.support import fake_cuda
 
@@ -62,16 +61,13 @@ class FakeEngine:
         )
 
     def played(self) -> dict[Any, dict[str, Any]]:
-        """Return by module what would need values, or a compiler."""
+        """Return by module what would need values, or kernels."""
 
         def build(*_: Any, **__: Any) -> Any:
             with torch.device(DEVICE):
                 network = AutoModelForCausalLM.from_config(self._config, dtype=BF16)
             network.to = lambda _: network
             return network
-
-        def compiled(function: Any, dims: Any, examples: Any, *, gradients: int) -> Any:
-            return lambda *args: fake_cuda.Fused.apply(function, self.log, gradients, *args)
 
         def values(passes: Sequence[Any]) -> list[np.ndarray]:
             self.reads["values of the passes"] += bool(passes)
@@ -92,13 +88,12 @@ class FakeEngine:
             backend: {"disagreement": lambda *_, **__: None, "missing_kernels": lambda _: None},
             tables: {"address_of": lambda *_: 0},
             attention: {"varlen_is_right": lambda *_: True},
-            fusion: {"first_equal": lambda candidates, *_: candidates[0]},
             fused_layers: {
                 "first_equal": lambda candidates, *_: candidates[0],
                 "is_right": lambda *_: True,
+                "missing_kernels": lambda _: None,
             },
             kernel_softmax: {"disagreement": lambda *_: 0.0},
-            engine_module: {"compiled": compiled},
             pass_state: {"values_on_host": values},
             adamw: {"gradient_norms": norms},
             memory_probe: {"probe": lambda *_, **__: True},

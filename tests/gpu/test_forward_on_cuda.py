@@ -1,4 +1,4 @@
-"""What only CUDA can show of attention, fusion, recomputing, measured memory and a cycle without waits."""
+"""What only CUDA can show of attention, kernels in layers, recomputing, measured memory and a cycle without waits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.model import flex_attention as flex
-from cotrain_workers.engine.model import fusion
-from cotrain_workers.engine.model.compile import compiled
-from cotrain_workers.engine.routing import AttentionRule
+from cotrain_workers.engine.model import attention as attn
+from cotrain_workers.engine.ops import Failure
 from cotrain_workers.engine.training import adamw as adam
 from cotrain_workers.engine.training import pass_state as state
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
@@ -38,39 +36,17 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("size", [16, 64, 128, 256])
-@pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("softcap", [None, 50.0])
-def test_compiled_flex_attention_and_its_gradients_are_those_of_dense_attention(
-    size: int, window: int | None, softcap: float | None
+def test_gemma_2_trains_and_says_that_it_is_slow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rule = AttentionRule(size**-0.5, window, softcap)
-
-    assert flex.is_right(CUDA, torch.bfloat16, (8, 4, size), rule)
-
-
-def test_gemma_2_holds_no_dense_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a dense mask")
-
-    monkeypatch.setattr("cotrain_workers.engine.sequence_table.SequenceTable.mask", refuse)
+    attn.varlen_is_right.cache_clear()
+    attn.say_slow.cache_clear()
     loaded = Engine.load(str(build_tiny("gemma2", tmp_path)), device="cuda")
 
-    loaded.run([op for tenant in MIX for op in tenant.ops(0)])
+    done = loaded.run([op for tenant in MIX for op in tenant.ops(0)])
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", ["norm_then_weight", "norm_with_one"])
-def test_compiled_norms_are_those_of_transformers(function: str, dtype: torch.dtype) -> None:
-    x, weight = torch.randn(64, 1024, device=CUDA).to(dtype), torch.randn(1024, device=CUDA)
-
-    run = compiled(getattr(fusion, function), (0,), (x, weight.to(dtype), 1e-6), gradients=1)
-
-    assert run is not None
-    longer = torch.randn(4096, 1024, device=CUDA, dtype=dtype)
-    ours = run(longer, weight.to(dtype), 1e-6)
-    theirs = getattr(fusion, function)(longer, weight.to(dtype), 1e-6)
-    assert (ours - theirs).abs().max() <= 2**-6 * theirs.abs().max()
+    assert not [each for each in done.outputs.values() if isinstance(each, Failure)]
+    assert caplog.text.count("Attention is slow here") == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,8 +60,7 @@ def test_a_fused_model_points_where_the_plain_one_does(tmp_path: Path, family: s
     for each in (fused, plain):
         each.run(gradient_passes())
 
-    wanted = {"gate", "norm", "rope", "mlp", "softmax"}
-    wanted |= {"heads"} if family in ("qwen3", "qwen3-window", "gemma3") else set()
+    wanted = {"norms", "heads", "mlp", "softmax"}
     wanted |= {"residuals"} if family not in ("gemma2", "gemma3") else set()
     assert set(fused.facts.numerics.fused.split()) == wanted
     assert plain.facts.numerics.fused == ""
@@ -108,7 +83,7 @@ def test_another_process_that_compiles_anew_finds_the_same_bits(tmp_path: Path) 
     folder = str(build_tiny("qwen3", tmp_path / "model"))
 
     def digests(number: int) -> str:
-        own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache-{number}")}
+        own = {"TRITON_CACHE_DIR": str(tmp_path / f"cache-{number}")}
         path = os.pathsep.join(each for each in sys.path if each)
         ran = subprocess.run(
             [sys.executable, "-c", ONE_CYCLE, folder],

@@ -1,4 +1,4 @@
-"""The first two minutes on a GPU: does each fast path run, and is it right? Nothing is compiled, all is tiny.
+"""The first two minutes on a GPU: does each fast path run, and is it right? All is tiny.
 
 What fails here is slow, or wrong, everywhere else: its name says which path.
 """
@@ -39,9 +39,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = build_tiny("qwen3", tmp_path_factory.mktemp("model"), hidden=128)
-    return Engine.load(
-        str(folder), device="cuda", fusion=False, micro_batch_tokens=256, recompute="never"
-    )
+    return Engine.load(str(folder), device="cuda", micro_batch_tokens=256, recompute="never")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +72,10 @@ def test_grouped_products_have_a_kernel_and_are_those_of_a_loop() -> None:
 
 def test_lora_is_fused_with_the_base_models_products() -> None:
     assert unfused(torch.zeros(1, device=CUDA, dtype=torch.bfloat16)) is None
+
+
+def test_layers_have_kernels(engine: Engine) -> None:
+    assert engine.facts.numerics.fused == "norms heads mlp residuals softmax"
 
 
 def test_adapters_of_every_rank_train_in_one_cycle(weights: Mapping[str, HostWeights]) -> None:

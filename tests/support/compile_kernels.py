@@ -19,7 +19,7 @@ from cotrain_workers.engine.lora.fused.tile_sizes import (
     expand_tiles,
     narrow_tiles,
 )
-from cotrain_workers.engine.model import kernel_softmax
+from cotrain_workers.engine.model import gate, kernel_softmax
 from cotrain_workers.engine.model.kept_norm import WARPS
 from cotrain_workers.engine.model.kernel_softmax import COLUMNS
 
@@ -47,11 +47,11 @@ def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Til
     plain = {**tile, "GATE": 0, "PLUS": modules == 1}
     yield "expand", {**plain, "BIASED": True}, wide
     yield "expand_back", {**tile, "GATE": 0}, wide
-    for gate in (SILU, GELU):
+    for act in (SILU, GELU):
         if modules == 1:
-            yield "expand_back", {**tile, "GATE": gate}, wide
+            yield "expand_back", {**tile, "GATE": act}, wide
         else:
-            pair = {**plain, "MODULES": 2, "GATE": gate, "BIASED": False}
+            pair = {**plain, "MODULES": 2, "GATE": act, "BIASED": False}
             yield "expand", pair, wide
     for joint, own in ((False, one), (True, narrow_tiles(modules, WIDTH, item))):
         narrow = {**common, "JOINT": joint, "SIDE": int(not joint), "BC": own.columns}
@@ -59,8 +59,13 @@ def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Til
         yield "add_gradient", {**narrow, "BT": TOKENS, "BK": own.depth}, own
     one_row = Tiles(WIDTH, depth=1, warps=WARPS, stages=1)
     for way in ("", "_back"):
-        yield f"norm{way}", {"ONE": modules == 1, "BLOCK": WIDTH}, one_row
-        yield f"rotated{way}", {"ONE": modules == 1, "HEADS": 32, "HALF": 64}, one_row
+        plus = {"PLUS": modules == 1} if way else {}
+        yield f"norm{way}", {"ONE": modules == 1, **plus, "BLOCK": WIDTH}, one_row
+        for normed in (True, False):
+            flags = {"NORM": normed, "ONE": modules == 1}
+            yield f"rotated{way}", {**flags, "HEADS": 32, "HALF": 64}, one_row
+    values = Tiles(gate.BLOCK, depth=1, warps=gate.WARPS, stages=1)
+    yield "gated", {"GELU": modules == 1, "BLOCK": gate.BLOCK}, values
     columns = Tiles(COLUMNS, depth=1, warps=kernel_softmax.WARPS, stages=1)
     for name, size in (("norms", COLUMNS), ("pick", 4), ("back", COLUMNS)):
         yield f"softmax_{name}", {"CAPPED": modules == 1, "BLOCK": size}, columns
@@ -72,9 +77,9 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     from triton.backends.compiler import GPUTarget
 
     from cotrain_workers.engine.lora.fused import programs
-    from cotrain_workers.engine.model import norm_programs, softmax_programs
+    from cotrain_workers.engine.model import layer_programs, softmax_programs
 
-    modules = (programs, norm_programs, softmax_programs)
+    modules = (programs, layer_programs, softmax_programs)
     kernel = next(getattr(each, name) for each in modules if hasattr(each, name))
     names = list(kernel.arg_names)
     signature = {

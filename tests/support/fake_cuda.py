@@ -125,7 +125,6 @@ class LaunchLog(TorchDispatchMode):
         self.launches: list[Launch] = []
         self.peak = self._now = 0
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -134,7 +133,7 @@ class LaunchLog(TorchDispatchMode):
             self._hold(
                 out, given={each.untyped_storage()._cdata for each in tensors((args, kwargs))}
             )
-        if not self._is_paused and name not in VIEWS:
+        if name not in VIEWS:
             self.note(name, args, kwargs, out)
         return out
 
@@ -153,15 +152,6 @@ class LaunchLog(TorchDispatchMode):
             # No tensor: it would hold memory that the engine has let go.
             shapes = mapped(lambda each: tuple(each.shape) if is_tensor(each) else each, list(args))
             self.launches.append(Launch(name, size, shapes, [tuple(o.shape) for o in tensors(out)]))
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Note no launch."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
 
     def _hold(self, out: Any, given: set[int]) -> None:
         """Count the storages that an op has made."""
@@ -191,29 +181,6 @@ def tensors(value: Any) -> list[torch.Tensor]:
 def bytes_of(value: Any) -> int:
     """Return the size of all tensors in a value."""
     return sum(each.numel() * each.element_size() for each in tensors(value))
-
-
-class Fused(torch.autograd.Function):
-    """A compiled function: one launch forward, one back."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Any, log: LaunchLog, gradients: int, *args: Any) -> Any:
-        with log.paused():
-            out = function(*args)
-        log.note(f"fused {function.__name__}", args, {}, out)
-        # A rotation is turned back without what it turned.
-        needed = args[gradients:] if function.__name__ == "rotate" else args
-        ctx.save_for_backward(*(each for each in needed if is_tensor(each)))
-        ctx.layouts = [(each.shape, each.stride()) for each in args[:gradients]]
-        ctx.function, ctx.log, ctx.gradients, ctx.count = function, log, gradients, len(args)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Any) -> Any:
-        saved = ctx.saved_tensors
-        found = [slopes[0].new_empty_strided(*layout) for layout in ctx.layouts]
-        ctx.log.note(f"fused {ctx.function.__name__} back", (*saved, *slopes), {}, found)
-        return (None, None, None, *found, *[None] * (ctx.count - ctx.gradients))
 
 
 class Played:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cotrain_workers.engine.lora import backend
 from tests.support.nested import leaves, mapped
 from tests.support.rehearsed_kernels import flash, flash_backward, grouped_mm, wide_mm
 from tests.support.rehearsed_tensor import (
@@ -239,6 +240,7 @@ def rehearsed_cuda(patch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
     for name, value in played.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch, "Generator", lambda *_: real())
+    patch.setattr(backend, "missing_kernels", lambda _: "kernels of Triton are not played")
     patch.setattr(torch.Tensor, "pin_memory", pin)
     was = torch.are_deterministic_algorithms_enabled()
     torch._C._set_only_lift_cpu_tensors(

@@ -29,9 +29,7 @@ from cotrain_workers.engine.host_memory import resident_bytes
 from cotrain_workers.engine.lora.backend import find_backend
 from cotrain_workers.engine.model.attention import use_flash_3
 from cotrain_workers.engine.model.base_model import load_base_model
-from cotrain_workers.engine.model.compile import compiled
 from cotrain_workers.engine.model.fused_layers import fuse_layers
-from cotrain_workers.engine.model.fusion import fuse
 from cotrain_workers.engine.model.kernel_softmax import find_softmax
 from cotrain_workers.engine.model.unembedding import PlainSoftmax
 from cotrain_workers.engine.model_facts import model_facts
@@ -116,7 +114,7 @@ class Engine:
         at rest are offloaded to the host's memory, where `host_bytes` is what `over_budget` goes by.
         `micro_batch_tokens` are measured on CUDA if "auto", and part of the numerics then as ever;
         "auto" to `recompute` computes decoder layers twice where they do not fit otherwise. `fusion`
-        compiles norms, gates and rotations, on CUDA. `load_base` gives the base model, whole or in part.
+        puts kernels into the base model's layers, on CUDA. `load_base` gives the base model, whole or in part.
 
         Set the number of threads before: it is part of `facts.numerics_id`. For the whole process this
         turns on deterministic algorithms (CUDA) or keeps freed memory (CPU, a whole base model). Raises UnsupportedModel,
@@ -130,11 +128,10 @@ class Engine:
         base = load_base(model, device=where, dtype=dtype, local_files_only=local_files_only)
         if where.type != "cuda" and not base.lock_step.sharding:
             keep_freed_memory()  # not where layers come and go: what they leave would not fit the next one
-        fuses = fusion and where.type == "cuda"
-        fused = fuse(base.backbone, compiled) if fuses else ()
         lora = find_backend(lora_backend, base.targets, base.head_weight, base.router.linears)
-        if fusion and lora.name == "fused" and not base.lock_step.sharding:
-            fused += fuse_layers(base)
+        fused: tuple[str, ...] = ()
+        if fusion and (where.type == "cuda" or lora.name == "fused"):
+            fused = fuse_layers(base, in_products=lora.name == "fused")
         new_softmax: NewSoftmax = PlainSoftmax
         if fusion and lora.name == "fused":
             new_softmax = find_softmax(base.head_weight, base.final_softcap)

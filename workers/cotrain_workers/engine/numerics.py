@@ -42,7 +42,7 @@ class Numerics:
     head_chunk_rows: int
     lora: Choice = "seg"  # the backend; recordings from before there was a choice do not name it
     adapter_bytes: int = 0  # of a GPU, where who computes together moves bits; 0 on a CPU
-    fused: str = ""  # what of the base model is compiled: "gate norm rope"
+    fused: str = ""  # where the base model has kernels: "norms heads mlp"
     # Who holds the base model: "fsdp2/4" for four processes. Said, and not compared: gathered weights are the
     # same bits, and nothing that is computed is added up across processes.
     sharding: str = ""

@@ -26,18 +26,19 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("lora", "launches", "kilobytes"),
-    [("fused", 36, 1_025), ("grouped", 148, 1_795), ("seg", 261, 1_636)],
+    ("lora", "launches", "kilobytes", "kept"),
+    # `grouped` and `seg` have their gates as transformers has them, whose gradient is counted in its parts.
+    [("fused", 36, 1_025, 139.5), ("grouped", 155, 2_272, 164), ("seg", 268, 2_113, 164)],
 )
 def test_a_layer_of_training_stays_within_its_budget(
-    rows: dict[str, dict[str, Any]], lora: str, launches: int, kilobytes: int
+    rows: dict[str, dict[str, Any]], lora: str, launches: int, kilobytes: int, kept: float
 ) -> None:
     row = rows[lora]
 
     assert row["launches_per_layer"] <= launches, row["ops"]
     assert row["kb_per_token_and_layer"] <= kilobytes, row["ops"]
     # Activations of a layer, and one copy of each adapter's matrices in it: two were 140.2.
-    assert row["kept_kb_per_token_and_layer"] <= 139.5
+    assert row["kept_kb_per_token_and_layer"] <= kept
     assert row["launches_of_steps"] <= 5
 
 
@@ -72,7 +73,8 @@ def test_a_cycle_reads_values_and_norms_on_the_host_and_nothing_else(
 
 
 def test_a_layer_of_a_decode_step_stays_within_its_budget(rows: dict[str, dict[str, Any]]) -> None:
-    assert rows["decode"]["launches_per_layer"] <= 47, rows["decode"]["ops"]
+    assert rows["decode"]["launches_per_layer"] <= 46, rows["decode"]["ops"]
+    assert rows["decode"]["estimated_tokens_per_s"] > 10_900
 
 
 def test_the_estimate_is_of_the_right_size(rows: dict[str, dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from cotrain_workers.engine.decoding import model_runner as model_runner
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.model import attention
 from cotrain_workers.engine.ops import Failure, HostWeights, ReverseKl, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec, Target
 from cotrain_workers.engine.training import memory_probe as probe
@@ -93,6 +94,18 @@ def test_a_cycle_points_where_it_does_on_a_cpu_and_waits_twice(
         ours, theirs = engine.adapters.state(tenant.run), plain.adapters.state(tenant.run)
         assert torch.cosine_similarity(ours.m, theirs.m, dim=0) > 0.99, tenant.run
         assert ours.step == theirs.step == 2
+
+
+def test_gemma_2_trains_without_a_flash_kernel_and_says_so(
+    cuda: Rehearsal, model_folder: ModelFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    attention.varlen_is_right.cache_clear()
+    attention.say_slow.cache_clear()
+
+    succeeded(load(model_folder("gemma2")).run(ops(0)))
+
+    assert caplog.text.count("Attention is slow here") == 1
+    assert cuda.ops["torch_attn._varlen_attn"] == 0
 
 
 def test_only_deterministic_algorithms_would_have_to_sort(

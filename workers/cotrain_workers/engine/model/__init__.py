@@ -1,1 +1,1 @@
-"""The frozen base model: how it is loaded, attends, and is compiled; knows no adapter."""
+"""The frozen base model: how it is loaded, attends, and which kernels it has; knows no adapter."""

@@ -16,7 +16,6 @@ from torch.nn import functional
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from cotrain_workers.engine.model import flex_attention as flex
 from cotrain_workers.engine.model.attention_check import PROBE, agrees
 from cotrain_workers.engine.routing import AttentionRule
 from cotrain_workers.engine.sequence_table import SequenceTable
@@ -79,8 +78,6 @@ def attention_per_sequence(
     table = router.route.sequences
     if varlen_takes(q, k, rule):
         return varlen_attention(q, k, v, table, rule)[None], None
-    if flex.takes(q, k, rule):
-        return flex.attention(q, k, v, table, rule)[None], None
     sizes = [group.sequences * group.length for group in table.equal_lengths]
     rows = zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True)
     outs = [
@@ -143,9 +140,9 @@ def softcapped_attention(
 
 def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> bool:
     """Return whether the flash kernel for ragged batches computes this: on CUDA, in 16 bits, no cap."""
-    if rule.softcap is not None or not (q.is_cuda and q.dtype in NARROW):
-        return False
-    return varlen_is_right(q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2]), rule)
+    return q.is_cuda and varlen_is_right(
+        q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2]), rule
+    )
 
 
 def use_flash_3(device: torch.device) -> bool:
@@ -180,19 +177,42 @@ def varlen_is_right(
 
     `shape` is query heads, key-value heads and head size.
     """
+    lacking = varlen_lacks(dtype, rule)
+    if not lacking:
+        attends = partial(varlen_attention, table=SequenceTable(PROBE, device), rule=rule)
+        flash = flash_in_use()
+        if agrees(f"The flash kernel ({flash})", attends, device, dtype, shape, rule):
+            return True
+        if flash != "FA2":
+            torch.nn.attention.restore_flash_attention_impl()
+            if agrees("The flash kernel (FA2)", attends, device, dtype, shape, rule):
+                return True
+        lacking = "its flash kernel is not right here"
+    say_slow(lacking)
+    return False
+
+
+def varlen_lacks(dtype: torch.dtype, rule: AttentionRule) -> str:
+    """Return why no flash kernel of this torch computes a rule, or nothing."""
     known = varlen_parameters()
-    if not known or (rule.window is not None and "window_size" not in known):
-        lacking = "windows in varlen_attn" if known else "varlen_attn"
-        log.warning("Attention is slow here: torch %s has no %s", torch.__version__, lacking)
-        return False
-    table = SequenceTable(PROBE, device)
-    attends = partial(varlen_attention, table=table, rule=rule)
-    flash = flash_in_use()
-    is_right = agrees(f"The flash kernel ({flash})", attends, device, dtype, shape, rule)
-    if is_right or flash == "FA2":
-        return is_right
-    torch.nn.attention.restore_flash_attention_impl()
-    return agrees("The flash kernel (FA2)", attends, device, dtype, shape, rule)
+    if dtype not in NARROW:
+        return f"there is no kernel for {dtype}"
+    if rule.softcap is not None:
+        return "there is no kernel for a cap on scores"
+    if not known:
+        return f"torch {torch.__version__} has no varlen_attn"
+    if rule.window is not None and "window_size" not in known:
+        return f"torch {torch.__version__} has no windows in varlen_attn"
+    return ""
+
+
+@cache
+def say_slow(reason: str) -> None:
+    """Say it once for each reason, and not for each layer."""
+    log.warning(
+        "Attention is slow here, and its memory grows with the square of a sequence's length: %s",
+        reason,
+    )
 
 
 @cache
@@ -215,7 +235,7 @@ def varlen_parameters() -> frozenset[str]:
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: SequenceTable, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attend over the whole packed row in one kernel; all `[T, heads, d]`."""
+    """Attend over the whole packed row in one kernel, by a rule for which it lacks nothing; all `[T, heads, d]`."""
     kernel, known = varlen_kernel(), varlen_parameters()
     assert kernel is not None
     extra: dict[str, Any] = {}
@@ -225,12 +245,8 @@ def varlen_attention(
         q = q * (rule.scaling * q.shape[-1] ** 0.5)
     if "window_size" in known:
         extra["window_size"] = ((rule.window - 1) if rule.window else -1, 0)
-    elif rule.window is None or table.longest <= rule.window:
-        extra["is_causal"] = True
     else:
-        raise NotImplementedError(
-            "Sliding windows on CUDA need a torch whose varlen_attn has them."
-        )
+        extra["is_causal"] = True
     if "enable_gqa" in known:
         extra["enable_gqa"] = q.shape[1] != k.shape[1]
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_workers.engine.model.compile import difference
+from cotrain_workers.engine.model.kernel_check import difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ def agrees(
     )
     try:
         found = difference(attend, partial(dense, rule=rule), q, k, v)
-    except Exception:  # whatever the kernel, or the compiler, does not like
+    except Exception:  # whatever the kernel does not like
         log.exception("%s cannot run here and is not used for %s", name, rule)
         return False
     if not found < TOLERANCE:
@@ -54,7 +54,7 @@ def agrees(
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """Attend over a row of sequences of the lengths `PROBE`, in fp32 with all scores; `[T, heads, d]`."""
+    """Attend over a row of sequences of the lengths `PROBE`, in fp32 with all scores, without a cap; `[T, heads, d]`."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))
@@ -63,6 +63,4 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     back = at[:, None] - at[None, :]
     seen = (which[:, None] == which) & (back >= 0) & (back < (rule.window or len(which)))
     scores = q @ k.transpose(-1, -2) * rule.scaling
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)

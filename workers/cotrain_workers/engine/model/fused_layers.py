@@ -1,68 +1,116 @@
-"""Decoder layers for the LoRA backend `fused`: gates and residual additions inside the products next to
-them, and norms in one kernel with what follows.
+"""Kernels in the layers of a base model, in training and decoding: norms, rotations and gates; with the LoRA backend
+`fused`, gates and residual additions inside the products next to them.
 
-A layer is run as this file knows it, or else as it is. The decoder has a route of its own, and runs it as it is.
+What a layer computes is recognised, and the kernel compared with it, before it is put there. Else the layer does it as
+transformers has it, and the log says so.
 """
 
 from __future__ import annotations
 
 import logging
-from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from cotrain_workers.engine.lora.fused.operators import GELU, SILU
-from cotrain_workers.engine.model.compile import is_right
-from cotrain_workers.engine.model.fusion import (
-    ROPE,
-    ROWS,
-    example,
+import torch
+
+from cotrain_workers.engine.lora.fused.operators import GELU, SILU, missing_kernels
+from cotrain_workers.engine.model import gate as gate_op  # noqa: F401  # it registers the op
+from cotrain_workers.engine.model.kept_norm import KeptNorm
+from cotrain_workers.engine.model.kernel_check import example, is_right
+from cotrain_workers.engine.model.layer_functions import (
     first_equal,
     gelu_gate,
     norm_then_weight,
     norm_with_one,
     rotate,
     silu_gate,
-    with_global,
 )
-from cotrain_workers.engine.model.kept_norm import KeptNorm
 from cotrain_workers.engine.model.rotated_norm import RotatedNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
+    from collections.abc import Callable, Mapping
 
     from cotrain_workers.engine.model.base_model import BaseModel
     from cotrain_workers.engine.routing import Router
 
     Norm = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    Checked = dict[tuple[Any, ...], bool]  # kernels, by function and sizes
 
 #: A layer of these alone adds to its input what attention made of a norm, and then what the MLP made of another.
 NORMS = ("input_layernorm", "post_attention_layernorm")
 PARTS = {*NORMS, "self_attn", "mlp"}
+ROPE = "apply_rotary_pos_emb"
+ROWS = 64
+"""Of the examples by which functions are recognised and kernels checked."""
 
 log = logging.getLogger(__name__)
 
 
-def fuse_layers(base: BaseModel) -> tuple[str, ...]:
-    """Let the layers of a base model, whose LoRA backend is `fused`, compute in its products what they can;
-    return what that is.
-    """
-    layers: Any = base.backbone.layers
-    heads = [_fuse_heads(layer.self_attn, base.router) for layer in layers]
-    gates = [_fuse_gate(layer.mlp, base.router) for layer in layers]
-    done = {
-        "heads": heads,
+def fuse_layers(base: BaseModel, *, in_products: bool) -> tuple[str, ...]:
+    """Put kernels into the layers of a base model; return which. `in_products`: its LoRA backend is `fused`."""
+    reason = missing_kernels(base.head_weight.device)
+    if base.lock_step.sharding:
+        reason = "its weights are shared among processes"
+    if reason:
+        log.warning("The base model's layers run as transformers has them, slower: %s.", reason)
+        return ()
+    backbone: Any = base.backbone
+    named = [each for each in backbone.modules() if type(each).__name__.endswith("RMSNorm")]
+    checked: Checked = {}  # of 36 layers with a kernel that does not run, one says so
+    norms = {each: _fuse_norm(each, checked) for each in named}
+    gates = [_fuse_gate(each.mlp, base.router, checked, in_products) for each in backbone.layers]
+    done: dict[str, list[Any]] = {
+        "norms": list(norms.values()),
+        "heads": [_fuse_heads(each.self_attn, checked) for each in backbone.layers],
         "mlp": gates,
-        "residuals": [
-            all(gates) and _fuse_residuals(layer, base.router, base.recompute.asking)
-            for layer in layers
-        ],
     }
-    return tuple(name for name, each in done.items() if all(each))
+    if in_products:
+        asking = base.recompute.asking
+        done["residuals"] = [
+            is_known and _fuse_residuals(layer, norms, base.router, asking)
+            for layer, is_known in zip(backbone.layers, gates, strict=True)
+        ]
+    for name, each in done.items():
+        plain = sum(not one for one in each)
+        if plain:
+            log.warning("%s: %d of %d are as transformers has them", name, plain, len(each))
+    return tuple(name for name, each in done.items() if any(each))
 
 
-def _fuse_gate(mlp: Any, router: Router) -> bool:
+def _once(checked: Checked, key: tuple[Any, ...], check: Callable[[], bool]) -> bool:
+    if key not in checked:
+        checked[key] = check()
+    return checked[key]
+
+
+def _fuse_norm(norm: Any, checked: Checked) -> Norm | None:
+    """Give a norm a kernel; return that, which gives also what it is of."""
+    eps, pure = known_norm(norm)
+    if pure is None:
+        return None
+    one = pure is norm_with_one
+
+    def both(x: torch.Tensor) -> Any:
+        return KeptNorm.apply(x, norm.weight, eps, one)  # type: ignore[no-untyped-call]
+
+    def plain(x: torch.Tensor) -> Any:
+        return pure(x, norm.weight, eps), x.view_as(x)
+
+    def forward(x: torch.Tensor) -> Any:
+        return both(x)[0]
+
+    def check() -> bool:
+        x = [example(norm.weight, ROWS, len(norm.weight))]
+        return is_right(both, plain, 1, x) and is_right(forward, lambda x: plain(x)[0], 1, x)
+
+    if not _once(checked, (pure, eps, len(norm.weight)), check):
+        return None
+    norm.forward = forward
+    return both
+
+
+def _fuse_gate(mlp: Any, router: Router, checked: Checked, in_products: bool) -> bool:
+    """Give an MLP its gate in a kernel, where it decodes, and inside the products, where it trains."""
     shape = (1, ROWS, mlp.down_proj.weight.shape[1])
     both = [example(mlp.down_proj.weight, *shape) for _ in range(2)]
     pure = first_equal((silu_gate, gelu_gate), both, mlp.act_fn(both[0]) * both[1])
@@ -70,21 +118,78 @@ def _fuse_gate(mlp: Any, router: Router) -> bool:
         return False
     gate, plain = (SILU if pure is silu_gate else GELU), mlp.forward
 
-    def forward(x: torch.Tensor) -> Any:
-        if router.step is not None:
-            return plain(x)
+    def kernel(gated: torch.Tensor, up: torch.Tensor) -> Any:
+        return torch.ops.cotrain.gated(gated.contiguous(), up.contiguous(), gate)
+
+    def by_kernel(x: torch.Tensor) -> Any:
+        return mlp.down_proj(kernel(mlp.gate_proj(x), mlp.up_proj(x)))
+
+    def by_products(x: torch.Tensor) -> Any:
         lora: Any = router.route.lora
         return lora.mlp(mlp.gate_proj.name, mlp.down_proj.name, gate, x)
 
-    mlp.forward = forward
+    trained = by_products if in_products else plain
+    fits = _once(checked, (pure, shape), lambda: is_right(kernel, pure, 0, both))
+    decoded = by_kernel if fits else plain
+    mlp.forward = lambda x: (trained if router.step is None else decoded)(x)
+    return trained is not plain or decoded is not plain
+
+
+def _fuse_heads(attention: Any, checked: Checked) -> bool:
+    """Turn queries and keys in a kernel, which norms them, too, in an attention that does so right before."""
+    original = type(attention).forward
+    eager = getattr(original, "__globals__", {}).get(ROPE)
+    if eager is None or ROPE not in original.__code__.co_names:
+        return False
+    like, size = attention.o_proj.weight, attention.head_dim
+    both = [example(like, 1, ROWS, 2, size).transpose(1, 2) for _ in range(2)]
+    angles = [example(like, 1, ROWS, size) for _ in range(2)]
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    if first_equal((rotate,), (*both, *angles), eager(*both, *angles)) is None:
+        return False
+    of_q, of_k = (_rotation(norm, checked, (both[0], *angles)) for norm in norms)
+    if of_q is None or of_k is None:
+        return False
+
+    def turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return of_q(q, cos, sin), of_k(k, cos, sin)
+
+    for norm in norms:
+        if norm is not None:
+            norm.forward = lambda x: x
+    attention.forward = _with_global(original, ROPE, turned).__get__(attention)
     return True
 
 
-def _fuse_residuals(layer: Any, router: Router, asking: Callable[[Any], Any]) -> bool:
-    """Run a layer whose MLP computes its gate inside its products."""
+def _rotation(norm: Any, checked: Checked, examples: tuple[torch.Tensor, ...]) -> Any:
+    """Return a kernel that norms heads `[1, heads, T, size]`, if there is a norm, and turns them; None as `_fuse_norm` does."""
+    eps, pure = (0.0, None) if norm is None else known_norm(norm)
+    if norm is not None and pure is None:
+        return None
+
+    def kernel(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        weight = None if norm is None else norm.weight
+        given = x.transpose(1, 2).squeeze(0), weight, cos.squeeze(0), sin.squeeze(0)
+        y = RotatedNorm.apply(*given, eps, pure is norm_with_one)  # type: ignore[no-untyped-call]
+        return y.unsqueeze(0).transpose(1, 2)
+
+    def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return rotate(x if pure is None else pure(x, norm.weight, eps), x, cos, sin)[0]
+
+    key = rotate, pure, eps, examples[0].shape
+    return kernel if _once(checked, key, lambda: is_right(kernel, rotation, 1, examples)) else None
+
+
+def _fuse_residuals(
+    layer: Any,
+    norms: Mapping[Any, Norm | None],
+    router: Router,
+    asking: Callable[[Any], Any],
+) -> bool:
+    """Add in the products what a layer adds, where it trains and its MLP computes its gate there."""
     if {name for name, _ in layer.named_children()} != PARTS:
         return False
-    before_attention, before_mlp = (kept_norm(getattr(layer, name)) for name in NORMS)
+    before_attention, before_mlp = (norms[getattr(layer, name)] for name in NORMS)
     if before_attention is None or before_mlp is None:
         return False
     plain = layer.forward
@@ -103,75 +208,22 @@ def _fuse_residuals(layer: Any, router: Router, asking: Callable[[Any], Any]) ->
     return True
 
 
-def _fuse_heads(attention: Any, router: Router) -> bool:
-    """Norm queries and keys where they are rotated, in an attention that does so one after the other."""
-    norms: list[Any] = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    original = type(attention).forward
-    if None in norms or ROPE not in original.__code__.co_names:
-        return False
-    before = attention.forward.__globals__[ROPE]
-    kernels = [rotated_norm(norm) for norm in norms]
-    if None in kernels:
-        return False
-
-    def turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        if router.step is not None:
-            return before(q, k, cos, sin)
-        pairs = zip(kernels, (q, k), strict=True)
-        return tuple(kernel(x, cos, sin) for kernel, x in pairs if kernel is not None)
-
-    for norm in norms:
-        norm.forward = partial(_unless_trained, router, norm.forward)
-    attention.forward = with_global(original, ROPE, turned).__get__(attention)
-    return True
-
-
-def _unless_trained(router: Router, norm: Any, x: torch.Tensor) -> Any:
-    return x if router.step is None else norm(x)
-
-
-def rotated_norm(norm: Any) -> Any:
-    """Return a kernel that norms and turns heads `[1, heads, T, size]`, or None as `kept_norm` does."""
-    weight, eps, pure = known_norm(norm)
-    if pure is None:
-        return None
-    one, size = pure is norm_with_one, len(weight)
-
-    def kernel(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        given = x.transpose(1, 2).squeeze(0), norm.weight, cos.squeeze(0), sin.squeeze(0)
-        y = RotatedNorm.apply(*given, eps, one)  # type: ignore[no-untyped-call]
-        return y.unsqueeze(0).transpose(1, 2)
-
-    def normed_and_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return rotate(pure(x, weight, eps), x, cos, sin)[0]
-
-    x = example(weight, 1, ROWS, 2, size).transpose(1, 2)
-    angles = [example(weight, 1, ROWS, size) for _ in range(2)]
-    return kernel if is_right(kernel, normed_and_turned, 1, (x, *angles)) else None
-
-
-def known_norm(norm: Any) -> tuple[torch.Tensor, float, Any]:
-    """Return the weight of a norm, its epsilon, and which of the known functions it is, or None."""
+def known_norm(norm: Any) -> tuple[float, Any]:
+    """Return the epsilon of a norm, and which of the known functions it is, or None."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))
     x = example(norm.weight, ROWS, len(norm.weight))
     given = (x, norm.weight, eps)
-    pure = first_equal((norm_then_weight, norm_with_one), given, type(norm).forward(norm, x))
-    return norm.weight, eps, pure
+    return eps, first_equal((norm_then_weight, norm_with_one), given, type(norm).forward(norm, x))
 
 
-def kept_norm(norm: Any) -> Norm | None:
-    """Return a kernel that gives a norm and what it is of; None if the norm is not known, or the kernel not right."""
-    weight, eps, pure = known_norm(norm)
-    if pure is None:
-        return None
-    one, x = pure is norm_with_one, example(weight, ROWS, len(weight))
-
-    def kernel(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
-        return KeptNorm.apply(x, weight, eps, one)  # type: ignore[no-untyped-call]
-
-    def kept(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
-        return pure(x, weight, eps), x.view_as(x)
-
-    if not is_right(kernel, kept, 1, (x, weight, eps)):
-        return None
-    return lambda x: kernel(x, norm.weight, eps)
+def _with_global(function: Any, name: str, value: Any) -> Any:
+    """Return a copy of a function that sees another value under one of its module's names."""
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, name: value},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

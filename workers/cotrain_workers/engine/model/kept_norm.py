@@ -1,4 +1,4 @@
-"""An RMS norm that hands on what it read, too: back, the gradients of both are one kernel."""
+"""An RMS norm that hands on what it read, too: back, the gradients of both, or of the norm alone, are one kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
 SCHEMAS = {
     # x [T, width]; `one`: the scale is one more than the weight
     "rms_norm": "(Tensor x, Tensor weight, float eps, bool one) -> Tensor",
-    "rms_norm_back": "(Tensor x, Tensor weight, Tensor gy, Tensor kept, float eps, bool one) -> Tensor",
+    "rms_norm_back": "(Tensor x, Tensor weight, Tensor gy, Tensor? kept, float eps, bool one) -> Tensor",
 }
 
 
@@ -26,13 +26,14 @@ class KeptNorm(torch.autograd.Function):
         """Return both."""
         ctx.save_for_backward(x, weight)
         ctx.rest = eps, one
+        ctx.set_materialize_grads(False)  # where what was kept is not taken up, it has none
         return torch.ops.cotrain.rms_norm(x.contiguous(), weight, eps, one), x
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # type: ignore[explicit-override]
         """Return the gradient of `x`."""
         x, weight = ctx.saved_tensors
-        gy, kept = (each.contiguous() for each in grads)
+        gy, kept = (None if each is None else each.contiguous() for each in grads)
         gx = torch.ops.cotrain.rms_norm_back(x.contiguous(), weight, gy, kept, *ctx.rest)
         return gx, None, None, None
 
@@ -40,7 +41,7 @@ class KeptNorm(torch.autograd.Function):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, one: bool) -> torch.Tensor:
     """Return the norm of each row."""
     y = torch.empty_like(x)
-    _run("norm", x, weight, y, eps=eps, one=one)
+    _run("norm", x, weight, y, eps=eps, ONE=one)
     return y
 
 
@@ -48,13 +49,14 @@ def rms_norm_back(
     x: torch.Tensor,
     weight: torch.Tensor,
     gy: torch.Tensor,
-    kept: torch.Tensor,
+    kept: torch.Tensor | None,
     eps: float,
     one: bool,
 ) -> torch.Tensor:
-    """Return the gradient of `x`, given those of its norm and of `x` as it was kept."""
+    """Return the gradient of `x`, given those of its norm and, if it was kept, of `x`."""
     gx = torch.empty_like(x)
-    _run("norm_back", x, weight, gy, kept, gx, eps=eps, one=one)
+    given = x, weight, gy, gy if kept is None else kept, gx
+    _run("norm_back", *given, eps=eps, ONE=one, PLUS=kept is not None)
     return gx
 
 
@@ -63,12 +65,12 @@ def block(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _run(name: str, x: torch.Tensor, *rest: torch.Tensor, eps: float, one: bool) -> None:
-    from cotrain_workers.engine.model import norm_programs
+def _run(name: str, x: torch.Tensor, *rest: torch.Tensor, eps: float, **flags: bool) -> None:
+    from cotrain_workers.engine.model import layer_programs
 
     width = x.shape[-1]
-    getattr(norm_programs, name)[(x.numel() // width,)](
-        x, *rest, width, eps, ONE=one, BLOCK=block(width), num_warps=WARPS
+    getattr(layer_programs, name)[(x.numel() // width,)](
+        x, *rest, width, eps, **flags, BLOCK=block(width), num_warps=WARPS
     )
 
 

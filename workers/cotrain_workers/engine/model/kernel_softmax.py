@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cotrain_workers.engine.device import check_device
-from cotrain_workers.engine.model.compile import TOLERANCE, apart
-from cotrain_workers.engine.model.fusion import example
 from cotrain_workers.engine.model.kept_norm import block
+from cotrain_workers.engine.model.kernel_check import TOLERANCE, apart, example
 from cotrain_workers.engine.model.unembedding import PlainSoftmax
 
 if TYPE_CHECKING:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     NewEngine = Callable[..., Engine]
     ModelFolder = Callable[..., Path]
 
+CPU = torch.device("cpu")
 LENGTHS = (17, 5, 40, 40, 1, 33)  # and windows of 16 tokens
 
 
@@ -197,8 +198,7 @@ def test_every_signature_of_the_ragged_kernel_means_the_same(
     q, k, v = (torch.randn(sum(LENGTHS), heads, 8, generator=g) for heads in (4, 2, 2))
     rule = AttentionRule(scaling=0.2, window=window, softcap=None)
     if kernel is kernel_of_torch_2_10 and window:
-        with pytest.raises(NotImplementedError, match="Sliding windows"):
-            attn.varlen_attention(q, k, v, table, rule)
+        assert "no windows" in attn.varlen_lacks(torch.bfloat16, rule)
         return
 
     ragged = attn.varlen_attention(q, k, v, table, rule)
@@ -219,7 +219,8 @@ def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_right(
         monkeypatch.setattr(attn, "varlen_kernel", lambda: kernel)
         monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
         attn.varlen_is_right.cache_clear()
-        return attn.varlen_is_right(torch.device("cpu"), torch.float32, (4, 2, 8), rule)
+        attn.say_slow.cache_clear()
+        return attn.varlen_is_right(CPU, torch.bfloat16, (4, 2, 8), rule)
 
     def one_too_few(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> torch.Tensor:
         return kernel_of_torch_2_13(*args, window_size=(window_size[0] - 1, 0), **kwargs)
@@ -229,10 +230,31 @@ def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_right(
     assert not caplog.records
     assert not check(one_too_few)
     assert "The flash kernel (FA2) is off by" in caplog.text
+    assert "its flash kernel is not right here" in caplog.text
     assert not check(kernel_of_torch_2_10)
     assert "has no windows in varlen_attn" in caplog.text
     assert not check(None)
     assert "has no varlen_attn" in caplog.text
+    attn.varlen_is_right.cache_clear()
+
+
+def test_what_no_flash_kernel_computes_is_said_once_to_be_slow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = frozenset(inspect.signature(kernel_of_torch_2_13).parameters)
+    monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
+    attn.varlen_is_right.cache_clear()
+    attn.say_slow.cache_clear()
+
+    for window in (16, None):  # layers of Gemma 2
+        rule = AttentionRule(0.2, window, 50.0)
+        assert not attn.varlen_is_right(CPU, torch.bfloat16, (4, 2, 8), rule)
+    (said,) = caplog.messages
+    assert "slow" in said
+    assert "grows with the square of a sequence's length" in said
+    assert "a cap on scores" in said
+    assert not attn.varlen_is_right(CPU, torch.float32, (4, 2, 8), AttentionRule(0.2, None, None))
+    assert "no kernel for torch.float32" in caplog.text
     attn.varlen_is_right.cache_clear()
 
 
@@ -284,7 +306,7 @@ def test_flash_attention_3_that_is_off_gives_way_to_2(
     attn.varlen_is_right.cache_clear()
 
     rule = AttentionRule(0.2, 16, None)
-    assert attn.varlen_is_right(torch.device("cpu"), torch.float32, (4, 2, 8), rule)
+    assert attn.varlen_is_right(CPU, torch.bfloat16, (4, 2, 8), rule)
     assert in_use == ["FA2"]
     assert "The flash kernel (FA3) is off by" in caplog.text
     attn.varlen_is_right.cache_clear()

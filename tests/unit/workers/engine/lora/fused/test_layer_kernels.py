@@ -1,4 +1,4 @@
-"""Decoder layers with gates and residual additions inside the products, in Triton's interpreter."""
+"""Decoder layers with kernels, and gates and residual additions inside the products, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ import torch
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
+from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.model import fused_layers
 from cotrain_workers.engine.model.fused_layers import fuse_layers
-from cotrain_workers.engine.model.fusion import norm_then_weight, norm_with_one, rotate
 from cotrain_workers.engine.model.kept_norm import KeptNorm
+from cotrain_workers.engine.model.layer_functions import (
+    gelu_gate,
+    norm_then_weight,
+    norm_with_one,
+    rotate,
+    silu_gate,
+)
 from cotrain_workers.engine.model.rotated_norm import RotatedNorm
 from cotrain_workers.engine.ops import PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
@@ -53,8 +60,8 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 def test_every_family_gets_what_seg_gives(load: Load, family: str) -> None:
     seg, fused = load(family, "seg"), load(family, "fused")
     # In the layers of Gemma 2 and 3 norms stand between products and additions.
-    wanted = {"softmax"} | ({"heads"} if family in ("qwen3", "qwen3-window", "gemma3") else set())
-    wanted |= {"mlp"} if family in ("gemma2", "gemma3") else {"mlp", "residuals"}
+    wanted = {"norms", "heads", "mlp", "softmax"}
+    wanted |= set() if family in ("gemma2", "gemma3") else {"residuals"}
     assert set(fused.facts.numerics.fused.split()) == wanted
     seg.run(OWN.ops(0))  # after it B is not zero
     fused.adapters.restore(OWN.run, seg.adapters.state(OWN.run))
@@ -82,10 +89,11 @@ def test_computing_a_layer_twice_moves_no_bit(load: Load) -> None:
     assert same_bits(once.adapters.state(OWN.run), twice.adapters.state(OWN.run))
 
 
-def test_the_decoder_runs_the_layers_as_they_are(load: Load) -> None:
-    weights, found = trained_weights(load("qwen3", "seg")), []
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
+def test_the_decoder_finds_what_it_does_in_plain_layers(load: Load, family: str) -> None:
+    weights, found = trained_weights(load(family, "seg")), []
     for lora in ("seg", "fused"):
-        engine = load("qwen3", lora)
+        engine = load(family, lora)
         decoder = engine.decoder(weights.__getitem__, kv_tokens=2048, text=None)
         mine = request("mine", np.arange(20), "all-8", max_tokens=4)
         output = finish(decoder, [mine])["mine"]
@@ -93,7 +101,7 @@ def test_the_decoder_runs_the_layers_as_they_are(load: Load) -> None:
         found.append(output.sequences[0])
 
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
-    np.testing.assert_array_equal(found[0].logprobs, found[1].logprobs)
+    np.testing.assert_allclose(found[0].logprobs, found[1].logprobs, atol=2e-5)
 
 
 def test_a_layer_of_another_kind_stays_as_it_is(
@@ -101,18 +109,18 @@ def test_a_layer_of_another_kind_stays_as_it_is(
 ) -> None:
     monkeypatch.setattr(fused_layers, "silu_gate", lambda gate, up: gate * up)
     engine = load("llama", "seg")
-    mlp: Any = engine._base.backbone.get_submodule("layers.0.mlp")
-    before = mlp.forward
+    layer: Any = engine._base.backbone.get_submodule("layers.0")
+    before = layer.forward, layer.mlp.forward
 
-    assert fuse_layers(engine._base) == ()
-    assert mlp.forward == before
+    assert fuse_layers(engine._base, in_products=True) == ("norms", "heads")
+    assert (layer.forward, layer.mlp.forward) == before
 
 
 def kept_norm(x: torch.Tensor, weight: torch.Tensor, pure: Any = norm_then_weight) -> Any:
     return KeptNorm.apply(x, weight, 1e-6, pure is norm_with_one)  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("pure", [norm_then_weight, norm_with_one])
+@pytest.mark.parametrize("pure", [norm_then_weight, norm_with_one, None])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_rotated_norms_and_their_gradients_are_those_of_two_ops(
     dtype: torch.dtype, most: float, pure: Any
@@ -120,7 +128,7 @@ def test_rotated_norms_and_their_gradients_are_those_of_two_ops(
     x, weight, cos, sin, slope = heads(dtype)
 
     def two_ops(x: torch.Tensor) -> torch.Tensor:
-        q = pure(x, weight, 1e-6).transpose(0, 1)[None]
+        q = (pure(x, weight, 1e-6) if pure else x).transpose(0, 1)[None]
         return rotate(q, q, cos[None], sin[None])[0][0].transpose(0, 1)
 
     expected, found = (
@@ -133,9 +141,10 @@ def test_rotated_norms_and_their_gradients_are_those_of_two_ops(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_a_row_of_a_rotated_norm_has_the_bits_that_it_has_alone() -> None:
+@pytest.mark.parametrize("pure", [norm_then_weight, None])
+def test_a_row_of_a_rotated_norm_has_the_bits_that_it_has_alone(pure: Any) -> None:
     x, weight, cos, sin, slope = heads(torch.float32)
-    norm = partial(rotated, norm_then_weight, weight)
+    norm = partial(rotated, pure, weight)
     alone = turned_and_gradient(partial(norm, cos[2:3], sin[2:3]), x[2:3], slope[2:3])
     for each in (x, slope):
         each[1], each[3] = torch.nan, torch.inf
@@ -147,6 +156,7 @@ def test_a_row_of_a_rotated_norm_has_the_bits_that_it_has_alone() -> None:
 
 
 def rotated(pure: Any, weight: Any, cos: Any, sin: Any, x: torch.Tensor) -> Any:
+    weight = weight if pure else None
     return RotatedNorm.apply(x, weight, cos, sin, 1e-6, pure is norm_with_one)  # type: ignore[no-untyped-call]
 
 
@@ -190,6 +200,33 @@ def test_a_kept_norm_and_its_gradient_are_those_of_two_ops(
 
     for ours, theirs in zip(found, expected, strict=True):
         assert float((ours - theirs).abs().max() / theirs.abs().max()) <= most
+
+
+@pytest.mark.parametrize("pure", [norm_then_weight, norm_with_one])
+def test_a_norm_of_which_nothing_is_kept_has_its_own_gradient(pure: Any) -> None:
+    x, weight, slope, _ = problem(torch.float32)
+
+    found, expected = (
+        turned_and_gradient(each, x, slope)
+        for each in (lambda x: kept_norm(x, weight, pure)[0], lambda x: pure(x, weight, 1e-6))
+    )
+
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 2e-6
+
+
+@pytest.mark.parametrize(("kind", "pure"), [(SILU, silu_gate), (GELU, gelu_gate)])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_a_gated_product_is_that_of_two_ops(
+    dtype: torch.dtype, most: float, kind: int, pure: Any
+) -> None:
+    both = torch.randn(2, 5, 700, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = pure(*both)
+
+    ours = torch.ops.cotrain.gated(*both, kind)
+
+    assert float((ours - expected).abs().max() / expected.abs().max()) <= most
+    assert torch.equal(ours[3], torch.ops.cotrain.gated(*both[:, 3], kind))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The kernels of RMS norms: each program has one row, whose bits depend on nothing else.
+"""The kernels of norms, rotations and gates: what a value becomes depends on its own row and nothing else.
 
 `ONE` is Gemma's norm, scaled by one more than the weight and rounded once; the others round, then scale.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from cotrain_workers.engine.lora.fused.programs import activated
 
 
 @triton.jit
@@ -26,9 +28,9 @@ def norm(x, weight, y, width, eps, ONE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def norm_back(
-    x, weight, gy, kept, gx, width, eps, ONE: tl.constexpr, BLOCK: tl.constexpr
+    x, weight, gy, kept, gx, width, eps, ONE: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the gradient of a row of `x`: that of its norm, and `kept`, that of `x` itself."""
+    """Write the gradient of a row of `x`: that of its norm and, with `PLUS`, `kept`, that of `x` itself."""
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     cells = tl.program_id(0).to(tl.int64) * width + columns
@@ -40,7 +42,8 @@ def norm_back(
     factor = 1.0 / tl.sqrt(tl.sum(wide * wide) / width + eps)
     wide = wide * factor
     slope = (slope - wide * (tl.sum(slope * wide) / width)) * factor
-    slope += tl.load(kept + cells, mask=inside, other=0.0).to(tl.float32)
+    if PLUS:
+        slope += tl.load(kept + cells, mask=inside, other=0.0).to(tl.float32)
     tl.store(gx + cells, slope.to(kind), mask=inside)
 
 
@@ -53,22 +56,24 @@ def halves(x, cells, half, mask):
 
 @triton.jit
 def rotated(
-    x, weight, cos, sin, y, heads, half, eps, ONE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+    x, weight, cos, sin, y, heads, half, eps,
+    NORM: tl.constexpr, ONE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the norm of each head of a row, turned; a head is two halves."""
+    """Write each head of a row, or with `NORM` its norm, turned; a head is two halves."""
     row = tl.program_id(0).to(tl.int64)
     columns, numbers = tl.arange(0, HALF)[None, :], tl.arange(0, HEADS)[:, None]
     inside = columns < half
     mask = inside & (numbers < heads)
     cells = (row * heads + numbers) * 2 * half + columns
     a, b = halves(x, cells, half, mask)
-    factor = 1.0 / tl.sqrt((tl.sum(a * a + b * b, 1) / (2 * half) + eps)[:, None])
-    scale_a, scale_b = halves(weight, columns, half, inside)
     kind: tl.constexpr = y.dtype.element_ty
-    a, b = a * factor, b * factor
-    a = a * (1.0 + scale_a) if ONE else a.to(kind).to(tl.float32) * scale_a
-    b = b * (1.0 + scale_b) if ONE else b.to(kind).to(tl.float32) * scale_b
-    a, b = a.to(kind).to(tl.float32), b.to(kind).to(tl.float32)
+    if NORM:
+        factor = 1.0 / tl.sqrt((tl.sum(a * a + b * b, 1) / (2 * half) + eps)[:, None])
+        scale_a, scale_b = halves(weight, columns, half, inside)
+        a, b = a * factor, b * factor
+        a = a * (1.0 + scale_a) if ONE else a.to(kind).to(tl.float32) * scale_a
+        b = b * (1.0 + scale_b) if ONE else b.to(kind).to(tl.float32) * scale_b
+        a, b = a.to(kind).to(tl.float32), b.to(kind).to(tl.float32)
     cos_a, cos_b = halves(cos, row * 2 * half + columns, half, inside)
     sin_a, sin_b = halves(sin, row * 2 * half + columns, half, inside)
     tl.store(y + cells, (a * cos_a - b * sin_a).to(kind), mask=mask)
@@ -77,7 +82,8 @@ def rotated(
 
 @triton.jit
 def rotated_back(
-    x, weight, cos, sin, gy, gx, heads, half, eps, ONE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+    x, weight, cos, sin, gy, gx, heads, half, eps,
+    NORM: tl.constexpr, ONE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of a row of what `rotated` read."""
     row = tl.program_id(0).to(tl.int64)
@@ -85,19 +91,30 @@ def rotated_back(
     inside = columns < half
     mask = inside & (numbers < heads)
     cells = (row * heads + numbers) * 2 * half + columns
-    a, b = halves(x, cells, half, mask)
-    factor = 1.0 / tl.sqrt((tl.sum(a * a + b * b, 1) / (2 * half) + eps)[:, None])
-    a, b = a * factor, b * factor
-    slope_a, slope_b = halves(gy, cells, half, mask)
+    grad_a, grad_b = halves(gy, cells, half, mask)
     cos_a, cos_b = halves(cos, row * 2 * half + columns, half, inside)
     sin_a, sin_b = halves(sin, row * 2 * half + columns, half, inside)
-    scale_a, scale_b = halves(weight, columns, half, inside)
-    if ONE:
-        scale_a, scale_b = 1.0 + scale_a, 1.0 + scale_b
-    turned = slope_a * cos_a + slope_b * sin_b
-    slope_b = (slope_b * cos_b - slope_a * sin_a) * scale_b
-    slope_a = turned * scale_a
-    mean = (tl.sum(slope_a * a + slope_b * b, 1) / (2 * half))[:, None]
+    slope_a, slope_b = grad_a * cos_a + grad_b * sin_b, grad_b * cos_b - grad_a * sin_a
+    if NORM:
+        a, b = halves(x, cells, half, mask)
+        factor = 1.0 / tl.sqrt((tl.sum(a * a + b * b, 1) / (2 * half) + eps)[:, None])
+        a, b = a * factor, b * factor
+        scale_a, scale_b = halves(weight, columns, half, inside)
+        slope_a *= 1.0 + scale_a if ONE else scale_a
+        slope_b *= 1.0 + scale_b if ONE else scale_b
+        mean = (tl.sum(slope_a * a + slope_b * b, 1) / (2 * half))[:, None]
+        slope_a, slope_b = (slope_a - a * mean) * factor, (slope_b - b * mean) * factor
     kind: tl.constexpr = gx.dtype.element_ty
-    tl.store(gx + cells, ((slope_a - a * mean) * factor).to(kind), mask=mask)
-    tl.store(gx + cells + half, ((slope_b - b * mean) * factor).to(kind), mask=mask)
+    tl.store(gx + cells, slope_a.to(kind), mask=mask)
+    tl.store(gx + cells + half, slope_b.to(kind), mask=mask)
+
+
+@triton.jit
+def gated(gate, up, y, count, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Write `act(gate) * up`, rounded as two ops round it."""
+    cells = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = cells < count
+    kind: tl.constexpr = y.dtype.element_ty
+    wide, _ = activated(tl.load(gate + cells, mask=inside, other=0.0).to(tl.float32), GELU)
+    wide = wide.to(kind).to(tl.float32) * tl.load(up + cells, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + cells, wide.to(kind), mask=inside)
