@@ -84,16 +84,21 @@ def flops(launch: Launch) -> float:
     shapes = [each for each in launch.args if isinstance(each, tuple)]
     match launch.name:
         case "lora_expand":
-            return 2.0 * prod(shapes[0]) * sum(weight[0] for weight in launch.args[1])
+            return 2.0 * size(shapes[0]) * sum(weight[0] for weight in launch.args[1])
         case "lora_expand_back":
-            return sum(2.0 * prod(g) * w[1] for g, w in zip(*launch.args[:2], strict=True))
+            return sum(2.0 * size(g) * w[1] for g, w in zip(*launch.args[:2], strict=True))
         case "mm" | "_grouped_mm" | "bmm" | "linear":
             left, right = shapes[0], shapes[1]
             if launch.name == "linear":
-                return 2.0 * prod(left) * right[0]
-            return 2.0 * prod(left) * right[-1]
+                return 2.0 * size(left) * int(right[0])
+            return 2.0 * size(left) * int(right[-1])
         case _:
             return 0.0
+
+
+def size(shape: Sequence[int]) -> int:
+    """Return how many values a tensor of this shape has."""
+    return prod(shape)
 
 
 def flash_flops(launch: Launch) -> float:
@@ -101,9 +106,8 @@ def flash_flops(launch: Launch) -> float:
     if not launch.name.startswith("_varlen_attn"):
         return 0.0
     is_back = launch.name.endswith("backward")
-    rows, heads, size = launch.args[1 if is_back else 0]
     longest = next(each for each in launch.args if type(each) is int)
-    return 2.0 * rows * longest * heads * size * (2.5 if is_back else 1.0)
+    return 2.0 * size(launch.args[1 if is_back else 0]) * longest * (2.5 if is_back else 1.0)
 
 
 def seconds(launch: Launch, flash: float = FLASH_FLOPS) -> float:
