@@ -1,6 +1,6 @@
 """The walk of one forward_backward: which files it enters, and how often it returns to one it had left.
 
-    python -m bench.walk [--list]
+    python -m bench.walk [--list] [--moves]
 
 All four roles run in this process, on a real Redis and a tiny model: our client, the API behind a real
 socket, the scheduler's clock and a worker. A first pass warms caches; the second one is recorded, call
@@ -51,7 +51,7 @@ class Recorder:
     """Notes each call into a file of ours, by thread."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, list[str]] = {}
+        self.calls: dict[str, list[tuple[str, str]]] = {}
         self.functions: set[tuple[str, str]] = set()
         self.is_on = False
         self.in_step = False
@@ -68,8 +68,9 @@ class Recorder:
             PACKAGES
         ):
             return
-        self.calls.setdefault(threading.current_thread().name, []).append(own)
-        self.functions.add((own, frame.f_code.co_qualname))
+        call = own, frame.f_code.co_qualname
+        self.calls.setdefault(threading.current_thread().name, []).append(call)
+        self.functions.add(call)
 
 
 def main() -> None:
@@ -77,6 +78,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="name the files, in the order of entry")
+    parser.add_argument(
+        "--moves", action="store_true", help="name each move, and the pairs they join"
+    )
     args = parser.parse_args()
     recorder = Recorder()
     threading.setprofile(recorder)
@@ -85,7 +89,7 @@ def main() -> None:
         asyncio.run(walk(Path(folder), redis.url, recorder))
     sys.setprofile(None)
     threading.setprofile(None)
-    report(recorder, lists=args.list)
+    report(recorder, lists=args.list, moves=args.moves)
 
 
 async def walk(folder: Path, url: str, recorder: Recorder) -> None:
@@ -98,7 +102,7 @@ async def walk(folder: Path, url: str, recorder: Recorder) -> None:
         {"redis_url": url, "data_dir": folder, "port": port, "api_keys": [KEY]}
     )
     api = uvicorn.Server(uvicorn.Config(create_app(settings), port=port, log_config=None))
-    loop, spools = make_worker(url, folder, engine)
+    loop, opened = make_worker(url, folder, engine)
     working = threading.Thread(target=loop.run, name="worker")
     async with stack(url, folder):
         serving = asyncio.create_task(api.serve())
@@ -109,8 +113,7 @@ async def walk(folder: Path, url: str, recorder: Recorder) -> None:
         await serving
     loop.stop()
     working.join()
-    for spool in spools:
-        spool.close()
+    opened.close()
 
 
 def two_passes(url: str, recorder: Recorder) -> None:
@@ -130,18 +133,28 @@ def two_passes(url: str, recorder: Recorder) -> None:
     recorder.is_on = False
 
 
-def report(recorder: Recorder, *, lists: bool) -> None:
+def report(recorder: Recorder, *, lists: bool, moves: bool) -> None:
+    """Print what was entered, thread by thread."""
     files = Counter(
-        path.split("/")[0] for path in {path for calls in recorder.calls.values() for path in calls}
+        path.split("/")[0]
+        for path in {path for calls in recorder.calls.values() for path, _ in calls}
     )
     print(f"entered: {sum(files.values())} files, {len(recorder.functions)} functions", dict(files))
     for thread, calls in sorted(recorder.calls.items()):
-        walked = [path for path in calls if thread != "worker" or not KERNELS.search(path)]
-        moves = [path for at, path in enumerate(walked) if not at or path != walked[at - 1]]
-        returns = len(moves) - len(set(moves))
-        print(f"{thread}: {len(set(moves))} files, {len(moves)} moves, {returns} returns")
+        walked = [call for call in calls if thread != "worker" or not KERNELS.search(call[0])]
+        moved = [at for at, call in enumerate(walked) if not at or call[0] != walked[at - 1][0]]
+        entered = dict.fromkeys(walked[at][0] for at in moved)
+        returns = len(moved) - len(entered)
+        print(f"{thread}: {len(entered)} files, {len(moved)} moves, {returns} returns")
         if lists:
-            print("   ", "\n    ".join(dict.fromkeys(moves)))
+            print("   ", "\n    ".join(entered))
+        if moves:
+            steps = [(walked[max(0, at - 1)], walked[at]) for at in moved]
+            for before, after in steps:
+                print("   ", ":".join(before), "->", ":".join(after))
+            pairs = Counter(tuple(sorted((before[0], after[0]))) for before, after in steps)
+            for (one, other), times in pairs.most_common(15):
+                print(f"    {times} times between {one} and {other}")
 
 
 if __name__ == "__main__":
