@@ -29,11 +29,6 @@ class Datum:
         """Return the shape of what is found of it: one value per target."""
         return self.inputs["target_tokens"].shape
 
-    @property
-    def rows(self) -> int:
-        """Return how many tokens the base model reads for it."""
-        return len(self.tokens)
-
 
 @dataclass(frozen=True)
 class KlDatum:
@@ -51,11 +46,6 @@ class KlDatum:
     def shape(self) -> tuple[int, ...]:
         """Return the shape of what is found of it: one value per target."""
         return self.weights.shape
-
-    @property
-    def rows(self) -> int:
-        """Return how many tokens the base model reads for it, for the run and for the reference."""
-        return len(self.tokens) + len(self.reference)
 
 
 @dataclass(frozen=True)

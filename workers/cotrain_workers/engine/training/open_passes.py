@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from cotrain_workers.engine.adapters.adapter import Adapter
     from cotrain_workers.engine.ops import Pass, ReverseKl
@@ -62,12 +62,6 @@ class OpenPasses:
             return None
         state.resume(allowance)
         return state
-
-
-def after_one(is_over: Callable[[], bool]) -> Callable[[], bool]:
-    """Say at first that time is not over, whether it is or not: each cycle brings some pass forward."""
-    at_first = iter([False])
-    return lambda: next(at_first, True) and is_over()
 
 
 def next_wave(

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from cotrain_workers.engine.adapters.adapter import Adapter
     from cotrain_workers.engine.adapters.gradient import Gradient
-    from cotrain_workers.engine.ops import Datum, KlDatum
     from cotrain_workers.engine.training.logprob_head import HeadResult
     from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
 
@@ -41,6 +40,7 @@ class PassState:
     waits_since: int = field(default_factory=lambda: next(_TIMES))
     """Which of several that may stay open began, or ran last, the longest ago."""
     slices: deque[OpSlice] = field(default_factory=deque)  # that have not run, in their order
+    shapes: Sequence[tuple[int, ...]] = ()  # of what is found of each datum; set by `cut`
     rows: int = 0  # tokens that have run
     rows_before: int = 0  # of those, in earlier cycles
     gradient: Gradient | None = None  # where its weight gradients go, once a slice has run
@@ -49,13 +49,12 @@ class PassState:
     is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
     output: PassOutput | ReverseKlOutput | Failure | None = None
 
-    def datums(self, op_slice: OpSlice) -> Sequence[Datum] | Sequence[KlDatum]:
-        """Return the datums of one of this pass's slices."""
-        return self.op.datums[op_slice.first : op_slice.last]
-
     def rows_of(self, op_slice: OpSlice) -> int:
-        """Return how many tokens the base model reads for one of this pass's slices."""
-        return sum(datum.rows for datum in self.datums(op_slice))
+        """Return how many tokens the base model reads for one of this pass's slices: those for a reference, too."""
+        if not isinstance(self.op, ReverseKl):
+            return op_slice.tokens
+        asked = self.op.datums[op_slice.first : op_slice.last]
+        return op_slice.tokens + sum(len(datum.reference) for datum in asked)
 
     def resume(self, allowance: int | None) -> None:
         """Go on in another cycle."""
@@ -84,8 +83,9 @@ class PassState:
         if self.rows:  # what an open pass has left was cut when it began
             self.slices = deque(replace(each, owner=at) for each in self.slices)
             return
+        self.shapes = [datum.shape for datum in self.op.datums]
         lengths = [len(datum.tokens) for datum in self.op.datums]
-        columns = [math.prod(datum.shape[1:]) for datum in self.op.datums]
+        columns = [math.prod(shape[1:]) for shape in self.shapes]
         self.slices = deque(cut(at, lengths, columns, limit, needs_grad=self.op.needs_grad))
         if not self.slices:
             self.output = output_of(self.op, [], 0.0)
@@ -181,9 +181,8 @@ def values_on_host(passes: Sequence[PassState]) -> list[np.ndarray]:
 
 def per_datum(done: PassState, found: np.ndarray) -> list[np.ndarray]:
     """Split what a pass found, one value per target, into its datums."""
-    shapes = [datum.shape for datum in done.op.datums]
-    values = np.split(found, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
-    return [each.reshape(shape) for each, shape in zip(values, shapes, strict=True)]
+    values = np.split(found, np.cumsum([math.prod(shape) for shape in done.shapes])[:-1])
+    return [each.reshape(shape) for each, shape in zip(values, done.shapes, strict=True)]
 
 
 def total_loss(done: PassState) -> torch.Tensor:
