@@ -25,7 +25,6 @@ from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadRe
 from cotrain_workers.engine.training.micro_batches import OpSlice, fill, of_one_kind
 from cotrain_workers.engine.training.out_of_memory import Fail, Recompute, Split, after_oom
 from cotrain_workers.engine.training.pass_state import (
-    claim_gradient,
     collect,
     finish,
     give_up,
@@ -254,7 +253,8 @@ class ForwardBackward:
             state = passes[op_slice.owner]
             adapter = state.adapter
             if op_slice.needs_grad and state.gradient is None:
-                state.gradient = claim_gradient(state)
+                may_stay_open = state.allowance is not None
+                state.gradient = adapter.claim_gradient(may_stay_open=may_stay_open)
             grads = state.gradient.views if state.gradient else None
             if state.gradient and not self._lora.stores_first:
                 state.gradient.settle()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT
+from cotrain_workers.engine.adapters.adapter import is_all_finite
 from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
 from cotrain_workers.engine.training.losses import LOSSES
 from cotrain_workers.engine.training.micro_batches import cut
@@ -19,8 +19,7 @@ from cotrain_workers.engine.training.micro_batches import cut
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cotrain_workers.engine.adapters.adapter import Adapter
-    from cotrain_workers.engine.adapters.gradient import Gradient
+    from cotrain_workers.engine.adapters.adapter import Adapter, Gradient
     from cotrain_workers.engine.training.logprob_head import HeadResult
     from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
 
@@ -91,23 +90,6 @@ class PassState:
             self.output = output_of(self.op, [], 0.0)
 
 
-def claim_gradient(state: PassState) -> Gradient:
-    """Return where a pass may add its gradient: the adapter's own arena while no other does, else scratch.
-
-    A pass that fails is then undone by discarding the sums or dropping the scratch. Both start from zeros,
-    so the bits of the sum do not depend on which it was. One that may stay open leaves the arena alone:
-    the adapter is then, between cycles, as its last complete op left it. One behind an open pass does, too:
-    that pass, which ends first, is added to the arena whole.
-    """
-    adapter = state.adapter
-    if state.allowance is not None:
-        return adapter.begin_open_gradient()
-    if adapter.grads_pending or adapter.gradient_in_use or adapter.has_begun_open_gradient:
-        return adapter.scratch_gradient()
-    adapter.gradient_in_use = True
-    return adapter.gradient
-
-
 def collect(batch: MicroBatch, passes: Sequence[PassState], results: Sequence[HeadResult]) -> None:
     """Note what was found of each slice, and close the passes that are complete."""
     for op_slice, result in zip(batch.op_slices, results, strict=True):
@@ -129,25 +111,12 @@ def close(done: PassState) -> None:
     verdicts = [torch.isfinite(total_loss(done))]
     verdicts += [is_all_finite(result.found) for result in done.results]
     if done.gradient is not None:
-        verdicts.append(is_finite_gradient(done.gradient, done.adapter))
+        verdicts.append(done.adapter.is_finite(done.gradient))
     done.is_finite = torch.stack(verdicts).all()
-    if done.gradient is None:
-        return
-    done.gradient.discard_unless(done.is_finite)
-    if done.gradient is not done.adapter.gradient:
-        done.adapter.gradient.flat.add_(done.gradient.flat)
-        done.adapter.gradient_in_use = True  # until `finish` knows whether anything was added
-        forget_scratch(done)
-
-
-def forget_scratch(state: PassState) -> None:
-    """Let go of a gradient that is not the adapter's own."""
-    is_open = state.gradient is not None and state.gradient.flat is state.adapter.arenas.get(
-        OPEN_GRADIENT
-    )
-    state.gradient = None
-    if is_open:
-        state.adapter.drop_open_gradient()
+    if done.gradient is not None:
+        done.adapter.add(done.gradient, done.is_finite)
+        if done.gradient is not done.adapter.gradient:
+            done.gradient = None
 
 
 def finish(passes: Sequence[PassState]) -> None:
@@ -195,10 +164,9 @@ def total_loss(done: PassState) -> torch.Tensor:
 
 def give_up(failed: PassState, failure: Failure) -> None:
     """Fail an incomplete pass and leave no trace of it."""
-    if failed.gradient is failed.adapter.gradient:
-        failed.adapter.gradient.discard()
-        failed.adapter.gradient_in_use = False
-    forget_scratch(failed)
+    if failed.gradient is not None:
+        failed.adapter.take_back(failed.gradient)
+        failed.gradient = None
     failed.slices.clear()
     failed.results.clear()
     failed.output = failure
@@ -217,27 +185,6 @@ def output_of(
         kl_sum=float(sum(kl.sum(dtype=np.float64) for kl in found)),
         weighted_tokens=sum(int(np.count_nonzero(w)) for w in weights),
     )
-
-
-def is_finite_gradient(gradient: Gradient, adapter: Adapter) -> torch.Tensor:
-    """Return, on the device, whether a gradient is finite.
-
-    On a CPU it is read once for this and the norm of a step that follows, if it is the adapter's own.
-    """
-    if gradient.is_cuda or gradient is not adapter.gradient:
-        return is_all_finite(gradient.flat)
-    return gradient.is_finite()
-
-
-def is_all_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return, on the device, whether there is no NaN and no infinity; there is at least one value."""
-    if not values.is_cuda:
-        # A third of the time for an arena. Finite values may have a sum that is not: then it says nothing.
-        has_finite_sum = torch.isfinite(values.sum())
-        if has_finite_sum:
-            return has_finite_sum
-    low, high = values.aminmax()
-    return torch.isfinite(low) & torch.isfinite(high)
 
 
 def needs_memory(tokens: int) -> Failure:
