@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ class CycleOutput:
     parts: Sequence[CyclePart] = ()
     """Its waves and optimizer steps, in order."""
 
-    @property
+    @cached_property
     def open_tokens(self) -> dict[tuple[str, int], int]:
         """Return the passes that stay open, each with its tokens that have run."""
         return {at: each.in_all for at, each in self.divided.items() if at not in self.outputs}
