@@ -135,11 +135,13 @@ class Adapter:
         init=False, default=False
     )  # ops that run now have added to it, or do
     has_open_gradient: bool = False  # or will have one in the cycle that begins
+    scale: float = field(init=False)  # of what it adds
     version: int = field(init=False)  # of `weights`: holders of a copy compare it
     _compute: ComputeCopy | None = field(init=False, default=None)
     _gradient: Gradient | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.scale = self.spec.scale
         self.weights_changed()
 
     @property

@@ -139,9 +139,10 @@ class ForwardBackward:
                 cost.forwards += 1
                 self._requeue(batch, passes, waiting, cost)
             else:
-                cost.forwards += len(ran)
-                cost.tokens += sum(each.tokens for each in ran)
-                cost.padded_tokens += sum(each.padded_tokens for each in ran)
+                for each in ran:
+                    cost.forwards += 1
+                    cost.tokens += each.tokens
+                    cost.padded_tokens += each.padded_tokens
             cost.seconds += time.perf_counter() - began
             yield
 
@@ -258,7 +259,7 @@ class ForwardBackward:
             grads = state.gradient.views if state.gradient else None
             if state.gradient and not self._lora.stores_first:
                 state.gradient.settle()
-            segments.append(Segment(start, stop, adapter, adapter.spec.scale, grads))
+            segments.append(Segment(start, stop, adapter, adapter.scale, grads))
         return segments
 
     def _run_head(
@@ -268,10 +269,10 @@ class ForwardBackward:
         route: Route,
         hidden: torch.Tensor,
         referred: Mapping[OpSlice, Referred],
-    ) -> tuple[list[HeadResult], torch.Tensor]:
+    ) -> tuple[dict[OpSlice, HeadResult], torch.Tensor]:
         hidden_grad = torch.zeros_like(hidden) if batch.needs_grad else hidden.new_empty(0)
         part_by_start = {part.start: part for part in route.lora.parts(UNEMBED)}
-        inputs: list[HeadInput] = []
+        inputs: dict[OpSlice, HeadInput] = {}
         results: dict[OpSlice, HeadResult] = {}
         for op_slice, segment in zip(batch.op_slices, route.segments, strict=True):
             op, part = passes[op_slice.owner].op, part_by_start.get(segment.start)
@@ -282,10 +283,7 @@ class ForwardBackward:
                 given = (datums, op.temperature, part, referred[op_slice])
                 results[op_slice] = self._kl_head.compare(*given, *states)
             else:
-                inputs.append(self._head.input(op, op_slice, part, segment.start))
-        found = iter(self._head.run(inputs, hidden, hidden_grad))
-        in_order = [
-            results[op_slice] if op_slice in results else next(found)
-            for op_slice in batch.op_slices
-        ]
-        return in_order, hidden_grad
+                inputs[op_slice] = self._head.input(op, op_slice, part, segment.start)
+        found = self._head.run(list(inputs.values()), hidden, hidden_grad)
+        results.update(zip(inputs, found, strict=True))
+        return results, hidden_grad

@@ -17,7 +17,7 @@ from cotrain_workers.engine.training.losses import LOSSES
 from cotrain_workers.engine.training.micro_batches import cut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from cotrain_workers.engine.adapters.adapter import Adapter, Gradient
     from cotrain_workers.engine.training.logprob_head import HeadResult
@@ -90,14 +90,16 @@ class PassState:
             self.output = output_of(self.op, [], 0.0)
 
 
-def collect(batch: MicroBatch, passes: Sequence[PassState], results: Sequence[HeadResult]) -> None:
+def collect(
+    batch: MicroBatch, passes: Sequence[PassState], result_by_slice: Mapping[OpSlice, HeadResult]
+) -> None:
     """Note what was found of each slice, and close the passes that are complete."""
-    for op_slice, result in zip(batch.op_slices, results, strict=True):
+    for op_slice in batch.op_slices:
         state = passes[op_slice.owner]
         ran = state.slices.popleft()
         assert ran == op_slice, "the slices of a pass run in their order"
         state.rows += state.rows_of(ran)
-        state.results.append(result)
+        state.results.append(result_by_slice[op_slice])
     for at in dict.fromkeys(op_slice.owner for op_slice in batch.op_slices):
         if not passes[at].slices:
             close(passes[at])
