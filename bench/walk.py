@@ -6,14 +6,16 @@ All four roles run in this process, on a real Redis and a tiny model: our client
 socket, the scheduler's clock and a worker. A first pass warms caches; the second one is recorded, call
 by call, from `forward_backward()` to its result; of the worker only its step, from restoring to commit, as
 what it looks after between two steps is no part of the way. A *move* is a call into another file than the last
-call of the same thread; a *return* is a move into a file that this thread had been in before. In the
-worker, files that run once per layer or per key (KERNELS) are left out, as a reader steps over them.
+call of the same thread; a *return* is a move into a file that this thread had been in before. API and
+scheduler share a thread, and are told apart by whose task it is. In the worker, files that run once per layer
+or per key (KERNELS) are left out, as a reader steps over them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import re
 import sys
 import tempfile
@@ -69,8 +71,21 @@ class Recorder:
         ):
             return
         call = own, frame.f_code.co_qualname
-        self.calls.setdefault(threading.current_thread().name, []).append(call)
+        self.calls.setdefault(walker(), []).append(call)
         self.functions.add(call)
+
+
+def walker() -> str:
+    """Name the thread that runs now, or of the main thread the process whose task it would be."""
+    name = threading.current_thread().name
+    if name != "MainThread":
+        return name
+    with contextlib.suppress(RuntimeError):  # no loop runs
+        task = asyncio.current_task()
+        code = getattr(task and task.get_coro(), "cr_code", None)
+        if code and "cotrain_scheduler" in code.co_filename:
+            return "scheduler"
+    return "api"
 
 
 def main() -> None:

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from cotrain_store.oplog.execution import Execution
     from cotrain_store.settings.worker import WorkerSettings
     from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.ops import CycleOutput
     from cotrain_workers.engine.trainer import Trainer
     from cotrain_workers.recorder.recorder import Recorder
     from cotrain_workers.recovery.resident_runs import ResidentRuns
@@ -233,7 +232,10 @@ class WorkerLoop:
                 self._residents.forget_state(run)
             raise
         self._recorder.finish(step, ran.outputs)
-        self._measure(ran.cost, sampling_s)
+        if ran.cost:
+            # The time of sampling counts: a cycle shall not last longer for that.
+            seconds = ran.cost.wave_s + ran.cost.optim_s + sampling_s
+            self._throughput.measure(ran.cost.forwards, ran.cost.tokens, seconds)
         count_cycle(self._metrics, step, commit)
         log_cycle(step, requests, ran.outputs, commit.record, self._execution.tenant_names)
         self._runner.committed(commit.device_s)
@@ -289,12 +291,6 @@ class WorkerLoop:
             if not is_out_of_memory(error):
                 raise
             log.warning("prefetch_without_memory")
-
-    def _measure(self, cost: CycleOutput | None, sampling_s: float) -> None:
-        if cost is not None:
-            # The time of sampling counts: a cycle shall not last longer for that.
-            seconds = cost.wave_s + cost.optim_s + sampling_s
-            self._throughput.measure(cost.forwards, cost.tokens, seconds)
 
 
 def _nothing() -> None:
