@@ -1,19 +1,21 @@
 """The walk of one forward_backward: which files it enters, and how often it returns to one it had left.
 
-    python -m bench.walk [--list]
+    python -m bench.walk [--list] [--moves]
 
 All four roles run in this process, on a real Redis and a tiny model: our client, the API behind a real
 socket, the scheduler's clock and a worker. A first pass warms caches; the second one is recorded, call
 by call, from `forward_backward()` to its result; of the worker only its step, from restoring to commit, as
 what it looks after between two steps is no part of the way. A *move* is a call into another file than the last
-call of the same thread; a *return* is a move into a file that this thread had been in before. In the
-worker, files that run once per layer or per key (KERNELS) are left out, as a reader steps over them.
+call of the same thread; a *return* is a move into a file that this thread had been in before. API and
+scheduler share a thread, and are told apart by whose task it is. In the worker, files that run once per layer
+or per key (KERNELS) are left out, as a reader steps over them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import re
 import sys
 import tempfile
@@ -51,7 +53,7 @@ class Recorder:
     """Notes each call into a file of ours, by thread."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, list[str]] = {}
+        self.calls: dict[str, list[tuple[str, str]]] = {}
         self.functions: set[tuple[str, str]] = set()
         self.is_on = False
         self.in_step = False
@@ -68,8 +70,22 @@ class Recorder:
             PACKAGES
         ):
             return
-        self.calls.setdefault(threading.current_thread().name, []).append(own)
-        self.functions.add((own, frame.f_code.co_qualname))
+        call = own, frame.f_code.co_qualname
+        self.calls.setdefault(walker(), []).append(call)
+        self.functions.add(call)
+
+
+def walker() -> str:
+    """Name the thread that runs now, or of the main thread the process whose task it would be."""
+    name = threading.current_thread().name
+    if name != "MainThread":
+        return name
+    with contextlib.suppress(RuntimeError):  # no loop runs
+        task = asyncio.current_task()
+        code = getattr(task and task.get_coro(), "cr_code", None)
+        if code and "cotrain_scheduler" in code.co_filename:
+            return "scheduler"
+    return "api"
 
 
 def main() -> None:
@@ -77,6 +93,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="name the files, in the order of entry")
+    parser.add_argument(
+        "--moves", action="store_true", help="name each move, and the pairs they join"
+    )
     args = parser.parse_args()
     recorder = Recorder()
     threading.setprofile(recorder)
@@ -85,7 +104,7 @@ def main() -> None:
         asyncio.run(walk(Path(folder), redis.url, recorder))
     sys.setprofile(None)
     threading.setprofile(None)
-    report(recorder, lists=args.list)
+    report(recorder, lists=args.list, moves=args.moves)
 
 
 async def walk(folder: Path, url: str, recorder: Recorder) -> None:
@@ -129,18 +148,28 @@ def two_passes(url: str, recorder: Recorder) -> None:
     recorder.is_on = False
 
 
-def report(recorder: Recorder, *, lists: bool) -> None:
+def report(recorder: Recorder, *, lists: bool, moves: bool) -> None:
+    """Print what was entered, thread by thread."""
     files = Counter(
-        path.split("/")[0] for path in {path for calls in recorder.calls.values() for path in calls}
+        path.split("/")[0]
+        for path in {path for calls in recorder.calls.values() for path, _ in calls}
     )
     print(f"entered: {sum(files.values())} files, {len(recorder.functions)} functions", dict(files))
     for thread, calls in sorted(recorder.calls.items()):
-        walked = [path for path in calls if thread != "worker" or not KERNELS.search(path)]
-        moves = [path for at, path in enumerate(walked) if not at or path != walked[at - 1]]
-        returns = len(moves) - len(set(moves))
-        print(f"{thread}: {len(set(moves))} files, {len(moves)} moves, {returns} returns")
+        walked = [call for call in calls if thread != "worker" or not KERNELS.search(call[0])]
+        moved = [at for at, call in enumerate(walked) if not at or call[0] != walked[at - 1][0]]
+        entered = dict.fromkeys(walked[at][0] for at in moved)
+        returns = len(moved) - len(entered)
+        print(f"{thread}: {len(entered)} files, {len(moved)} moves, {returns} returns")
         if lists:
-            print("   ", "\n    ".join(dict.fromkeys(moves)))
+            print("   ", "\n    ".join(entered))
+        if moves:
+            steps = [(walked[max(0, at - 1)], walked[at]) for at in moved]
+            for before, after in steps:
+                print("   ", ":".join(before), "->", ":".join(after))
+            pairs = Counter(tuple(sorted((before[0], after[0]))) for before, after in steps)
+            for (one, other), times in pairs.most_common(15):
+                print(f"    {times} times between {one} and {other}")
 
 
 if __name__ == "__main__":

@@ -99,11 +99,11 @@ MUTANTS = {
         [
             Edit(
                 f"{WORKERS}/worker/loop.py",
-                "            self._commit(step, commit)",
+                "            self._commit(step, commit, requests)",
                 "            long = dict.fromkeys(commit.device_s, 1e9)\n"
                 "            self._residents.committed(step, commit.results, long)\n"
                 "            self._residents.drain(9.0)\n"
-                "            self._commit(step, commit)",
+                "            self._commit(step, commit, requests)",
             ),
             Edit(
                 f"{WORKERS}/recovery/resident_runs.py",

@@ -48,7 +48,8 @@ def encoded_results(
             for index, result in enumerate(results)
         ]
     finally:
-        spool.settle(put.result() for put in puts.values() if not put.exception())
+        if puts:
+            spool.settle(put.result() for put in puts.values() if not put.exception())
 
 
 def stored_results(

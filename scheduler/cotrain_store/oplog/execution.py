@@ -140,8 +140,9 @@ class Execution:
             pipeline.hget(run_keys.bodies(self.pool, op.run), str(op.seq))
         found = dict(zip(((op.run, op.seq) for op in inline), pipeline.execute(), strict=True))
         spooled = [op for op in ops if op.ref != "inline"]
-        read = self._spool.read_each([op.ref for op in spooled])
-        found |= dict(zip(((op.run, op.seq) for op in spooled), read, strict=True))
+        if spooled:
+            read = self._spool.read_each([op.ref for op in spooled])
+            found |= dict(zip(((op.run, op.seq) for op in spooled), read, strict=True))
         return [found[op.run, op.seq] for op in ops]
 
     def commit(
@@ -188,18 +189,16 @@ class Execution:
         in_order = [results[op.run, op.seq] for op in step.ops if (op.run, op.seq) in results]
 
         def commit(encoded: Sequence[tuple[bytes, int]]) -> bytes:
+            values, ttls_ms = [value for value, _ in encoded], [ttl_ms for _, ttl_ms in encoded]
             asked = Commit(
                 epoch=str(self.epoch), prefix=fleet_keys.prefix(self.pool), cycle=str(step.cycle),
                 numerics=self._numerics_id if is_exact else "mixed",
-                ops=op_rows(
-                    step, results, crashed, [ttl_ms for _, ttl_ms in encoded], found or {}
-                ),
+                ops=op_rows(step, results, crashed, ttls_ms, found or {}),
                 back=put_backs(step, results, opened or {}),
                 saves=saved, counted=dict(counted), used=used, time_s=now_s,
                 minute=fleet_keys.minute(self.pool, minute_of(now_s)),
                 minute_counts=cycle_counts(record, usage or {}, step.tenant_by_run),
             )  # fmt: skip
-            values = (value for value, _ in encoded)
             answer: bytes = self._commit(script_keys, asked, json.dumps(record), *values)
             return answer
 

@@ -6,7 +6,6 @@ then all optimizer steps together. A run's results depend on its own ops alone (
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save
 from cotrain_workers.engine.adapters.residency import adapter_budget
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
@@ -34,24 +32,11 @@ from cotrain_workers.engine.model.kernel_softmax import find_softmax
 from cotrain_workers.engine.model.unembedding import PlainSoftmax
 from cotrain_workers.engine.model_facts import model_facts
 from cotrain_workers.engine.numerics import numerics_of
-from cotrain_workers.engine.ops import (
-    CyclePart,
-    Failure,
-    Load,
-    OptimStep,
-    Pass,
-    ReverseKl,
-    Save,
-    unknown_run,
-)
 from cotrain_workers.engine.running_cycle import RunningCycle
 from cotrain_workers.engine.trainer import ProcessUse
-from cotrain_workers.engine.training.adamw import take_steps
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_probe import size_micro_batches
-from cotrain_workers.engine.training.open_passes import OpenPasses, next_wave
-from cotrain_workers.engine.training.pass_state import PassState
-from cotrain_workers.engine.training.validation import refuse_pass, refuse_reverse_kl
+from cotrain_workers.engine.training.open_passes import OpenPasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -185,22 +170,15 @@ class Engine:
 
         An exception means a broken engine: its adapters must then be restored from their last states.
         """
-        cycle = RunningCycle(dict(allowances), is_over)
-        for run, seq in {op.run: op.seq for op in reversed(ops)}.items():
-            self.open_passes.drop_others(run, seq)
-        for op in ops:
-            if begins_run(op):
-                cycle.outputs[op.run, op.seq] = begin(self.adapters, op, self.facts.max_rank)
-        self._expect_open_gradients(ops, cycle)
-        try:
-            for runs in self.adapters.device_groups(list(dict.fromkeys(op.run for op in ops))):
-                yield from self._run_group([op for op in ops if op.run in runs], cycle)
-        finally:
-            self.adapters.release()
+        cycle = RunningCycle(
+            self.facts, self.adapters, self.open_passes, self._forward_backward,
+            dict(allowances), is_over,
+        )  # fmt: skip
+        output = yield from cycle.run(ops)
         self.base_forwards += cycle.cost.forwards
         self.halvings += cycle.cost.halvings
         self.cut_slices += cycle.cost.cut_slices
-        return cycle.output()
+        return output
 
     def decoder(
         self,
@@ -256,82 +234,6 @@ class Engine:
     def targets(self) -> Sequence[Target]:
         """Return the modules that adapters can be attached to."""
         return self._base.targets
-
-    def _expect_open_gradients(self, ops: Sequence[Op], cycle: RunningCycle) -> None:
-        """Have room for the gradient of each pass that may stay open, before it is decided what is on the device."""
-        for op in ops:
-            if (
-                isinstance(op, Pass | ReverseKl)
-                and op.needs_grad
-                and (op.run, op.seq) in cycle.allowances
-                and op.run in self.adapters
-            ):
-                self.adapters[op.run].has_open_gradient = True
-
-    def _run_group(self, ops: Sequence[Op], cycle: RunningCycle) -> Yielding[None]:
-        """Run those ops of a cycle whose adapters fit on the device together: mostly all of them."""
-        began, began_at = time.perf_counter(), time.time()
-        self.adapters.bring_in(list(dict.fromkeys(op.run for op in ops)))
-        cycle.cost.seconds += time.perf_counter() - began
-        waiting = [op for op in ops if isinstance(op, Pass | ReverseKl)]
-        while waiting:
-            wave, waiting = next_wave(waiting, cycle.allowances)
-            yield from self._run_wave(wave, cycle)
-            if cycle.is_over():
-                cycle.deferred.update(op.run for op in waiting)
-            waiting = [op for op in waiting if op.run not in cycle.deferred]
-        began, stepped_at = time.perf_counter(), time.time()
-        rest = [op for op in ops if op.run not in cycle.deferred]
-        take_steps(self.adapters, [op for op in rest if isinstance(op, OptimStep)], cycle.outputs)
-        for op in rest:
-            if isinstance(op, Save):
-                cycle.outputs[op.run, op.seq] = save(self.adapters, op)
-            elif isinstance(op, Load) and not op.creates:
-                cycle.outputs[op.run, op.seq] = load(self.adapters, op)
-            else:
-                continue
-            cycle.optim_s += time.perf_counter() - began
-            yield
-            began = time.perf_counter()
-        for run in {op.run for op in ops}:
-            if run in self.adapters and run not in self.open_passes.runs:
-                self.adapters[run].drop_open_gradient()
-        cycle.optim_s += time.perf_counter() - began
-        cycle.parts.append(CyclePart("wave", began_at, stepped_at))
-        cycle.parts.append(CyclePart("optim", stepped_at, time.time()))
-
-    def _run_wave(self, ops: Sequence[Pass | ReverseKl], cycle: RunningCycle) -> Yielding[None]:
-        """Run passes together; those that did not end are kept, and hold back their runs."""
-        began = time.perf_counter()
-        passes = self._admit(ops, cycle)
-        cycle.cost.seconds += time.perf_counter() - began
-        yield from self._forward_backward.run(passes, cycle.cost, cycle.is_over)
-        for state in passes:
-            if state.output is None:
-                self.open_passes.keep(state)
-            cycle.note(state)
-
-    def _admit(self, ops: Sequence[Pass | ReverseKl], cycle: RunningCycle) -> list[PassState]:
-        """Begin the passes that can run, or go on with them; write why the others cannot."""
-        admitted = []
-        for op in ops:
-            if op.run not in self.adapters:
-                cycle.outputs[op.run, op.seq] = unknown_run()
-                continue
-            adapter, allowance = self.adapters[op.run], cycle.allowances.get((op.run, op.seq))
-            state = self.open_passes.resume(op, adapter, allowance)
-            reason = None if state else self._refuse(op)
-            if reason:
-                cycle.outputs[op.run, op.seq] = Failure(reason, "user")
-            else:
-                admitted.append(state or PassState(op, adapter, allowance))
-        return admitted
-
-    def _refuse(self, op: Pass | ReverseKl) -> str | None:
-        limits = (self.facts.vocab_size, self.facts.context_length)
-        if isinstance(op, ReverseKl):
-            return refuse_reverse_kl(op, *limits, layout_of=self.adapters.layout_of)
-        return refuse_pass(op, *limits)
 
 
 def cuda_adapter_bytes(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -29,11 +30,6 @@ class Datum:
         """Return the shape of what is found of it: one value per target."""
         return self.inputs["target_tokens"].shape
 
-    @property
-    def rows(self) -> int:
-        """Return how many tokens the base model reads for it."""
-        return len(self.tokens)
-
 
 @dataclass(frozen=True)
 class KlDatum:
@@ -51,11 +47,6 @@ class KlDatum:
     def shape(self) -> tuple[int, ...]:
         """Return the shape of what is found of it: one value per target."""
         return self.weights.shape
-
-    @property
-    def rows(self) -> int:
-        """Return how many tokens the base model reads for it, for the run and for the reference."""
-        return len(self.tokens) + len(self.reference)
 
 
 @dataclass(frozen=True)
@@ -269,7 +260,7 @@ class CycleOutput:
     parts: Sequence[CyclePart] = ()
     """Its waves and optimizer steps, in order."""
 
-    @property
+    @cached_property
     def open_tokens(self) -> dict[tuple[str, int], int]:
         """Return the passes that stay open, each with its tokens that have run."""
         return {at: each.in_all for at, each in self.divided.items() if at not in self.outputs}

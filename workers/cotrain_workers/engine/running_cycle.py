@@ -1,46 +1,73 @@
-"""One cycle while it runs: what limits it, and what has come of it so far."""
+"""One cycle while it runs: its groups of adapters, the waves of passes in each, steps, saves and loads, and what came of them."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cotrain_workers.engine.ops import CycleOutput, CyclePart, Output, Progress
+from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save
+from cotrain_workers.engine.ops import (
+    CycleOutput,
+    CyclePart,
+    Failure,
+    Load,
+    OptimStep,
+    Output,
+    Pass,
+    Progress,
+    ReverseKl,
+    Save,
+    unknown_run,
+)
+from cotrain_workers.engine.training.adamw import take_steps
 from cotrain_workers.engine.training.micro_batches import PassesCost
+from cotrain_workers.engine.training.pass_state import PassState
+from cotrain_workers.engine.training.validation import refuse_pass, refuse_reverse_kl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
-    from cotrain_workers.engine.training.pass_state import PassState
+    from cotrain_workers.engine.adapters.adapter import Adapter
+    from cotrain_workers.engine.adapters.bank import AdapterBank
+    from cotrain_workers.engine.cycle import Yielding
+    from cotrain_workers.engine.model_facts import ModelFacts
+    from cotrain_workers.engine.ops import Op
+    from cotrain_workers.engine.training.forward_backward import ForwardBackward
+    from cotrain_workers.engine.training.open_passes import OpenPasses
 
 
 @dataclass
 class RunningCycle:
-    """What the groups and waves of a cycle add to."""
+    """One cycle of an engine; see `Engine.cycle`."""
 
+    facts: ModelFacts
+    adapters: AdapterBank
+    open_passes: OpenPasses
+    forward_backward: ForwardBackward
     allowances: Mapping[tuple[str, int], int]
     is_over: Callable[[], bool]
     outputs: dict[tuple[str, int], Output] = field(default_factory=dict)
     divided: dict[tuple[str, int], Progress] = field(default_factory=dict)
     deferred: set[str] = field(default_factory=set)  # runs of which nothing more runs in this cycle
+    opened: Mapping[tuple[str, int], PassState] = field(default_factory=dict)  # by earlier cycles
     cost: PassesCost = field(default_factory=PassesCost)
     optim_s: float = 0.0
     is_exact: bool = True
     parts: list[CyclePart] = field(default_factory=list)
 
-    def note(self, state: PassState) -> None:
-        """Take what came of a pass that ran, as far as it did."""
-        op_id = (state.op.run, state.op.seq)
-        if state.output is None:
-            self.deferred.add(state.op.run)
-        else:
-            self.outputs[op_id] = state.output
-            self.is_exact = self.is_exact and state.is_exact
-        if state.output is None or state.rows_before:
-            self.divided[op_id] = Progress(state.rows_now, state.rows)
-
-    def output(self) -> CycleOutput:
-        """Sum the cycle up."""
+    def run(self, ops: Sequence[Op]) -> Yielding[CycleOutput]:
+        """Run all of it."""
+        self.opened = self.open_passes.take({op.run: op.seq for op in reversed(ops)})
+        for op in ops:
+            if begins_run(op):
+                self.outputs[op.run, op.seq] = begin(self.adapters, op, self.facts.max_rank)
+        self._expect_open_gradients(ops)
+        try:
+            for runs in self.adapters.device_groups(list(dict.fromkeys(op.run for op in ops))):
+                yield from self._run_group(runs, [op for op in ops if op.run in runs])
+        finally:
+            self.adapters.release()
         return CycleOutput(
             outputs=self.outputs,
             forwards=self.cost.forwards,
@@ -52,3 +79,114 @@ class RunningCycle:
             divided=self.divided,
             parts=tuple(self.parts),
         )
+
+    def _expect_open_gradients(self, ops: Sequence[Op]) -> None:
+        """Have room for the gradient of each pass that may stay open, before it is decided what is on the device."""
+        for op in ops:
+            if (
+                isinstance(op, Pass | ReverseKl)
+                and op.needs_grad
+                and (op.run, op.seq) in self.allowances
+                and op.run in self.adapters
+            ):
+                self.adapters[op.run].has_open_gradient = True
+
+    def _run_group(self, runs: Sequence[str], ops: Sequence[Op]) -> Yielding[None]:
+        """Run those ops of a cycle whose adapters fit on the device together: mostly all of them."""
+        began, began_at = time.perf_counter(), time.time()
+        adapters = self.adapters.bring_in(runs)
+        self.cost.seconds += time.perf_counter() - began
+        waiting = [op for op in ops if isinstance(op, Pass | ReverseKl)]
+        while waiting:
+            wave, waiting = next_wave(waiting, self.allowances)
+            yield from self._run_wave(wave, adapters)
+            if waiting and self.is_over():
+                self.deferred.update(op.run for op in waiting)
+            waiting = [op for op in waiting if op.run not in self.deferred]
+        began, stepped_at = time.perf_counter(), time.time()
+        rest = [op for op in ops if op.run not in self.deferred]
+        steps = [op for op in rest if isinstance(op, OptimStep)]
+        if steps:
+            take_steps(adapters, steps, self.outputs)
+        for op in rest:
+            if isinstance(op, Save):
+                self.outputs[op.run, op.seq] = save(self.adapters, op)
+            elif isinstance(op, Load) and not op.creates:
+                self.outputs[op.run, op.seq] = load(self.adapters, op)
+            else:
+                continue
+            self.optim_s += time.perf_counter() - began
+            yield
+            began = time.perf_counter()
+        for run, adapter in adapters.items():
+            if adapter.has_open_gradient and run not in self.open_passes.runs:
+                adapter.drop_open_gradient()
+        self.optim_s += time.perf_counter() - began
+        self.parts.append(CyclePart("wave", began_at, stepped_at))
+        self.parts.append(CyclePart("optim", stepped_at, time.time()))
+
+    def _run_wave(
+        self, ops: Sequence[Pass | ReverseKl], adapters: Mapping[str, Adapter]
+    ) -> Yielding[None]:
+        """Run passes together; those that did not end are kept, and hold back their runs."""
+        began = time.perf_counter()
+        passes = self._admit(ops, adapters)
+        self.cost.seconds += time.perf_counter() - began
+        yield from self.forward_backward.run(passes, self.cost, self.is_over)
+        for state in passes:
+            self._note(state)
+
+    def _admit(
+        self, ops: Sequence[Pass | ReverseKl], adapters: Mapping[str, Adapter]
+    ) -> list[PassState]:
+        """Begin the passes that can run, or go on with them; write why the others cannot."""
+        admitted = []
+        for op in ops:
+            if op.run not in adapters:
+                self.outputs[op.run, op.seq] = unknown_run()
+                continue
+            adapter, allowance = adapters[op.run], self.allowances.get((op.run, op.seq))
+            state = self.opened.get((op.run, op.seq))
+            if state and state.adapter is adapter:
+                state.resume(allowance)
+                admitted.append(state)
+            elif reason := self._refuse(op):
+                self.outputs[op.run, op.seq] = Failure(reason, "user")
+            else:
+                admitted.append(PassState(op, adapter, allowance))
+        return admitted
+
+    def _refuse(self, op: Pass | ReverseKl) -> str | None:
+        limits = (self.facts.vocab_size, self.facts.context_length)
+        if isinstance(op, ReverseKl):
+            return refuse_reverse_kl(op, *limits, layout_of=self.adapters.layout_of)
+        return refuse_pass(op, *limits)
+
+    def _note(self, state: PassState) -> None:
+        """Take what came of a pass that ran, as far as it did."""
+        op_id = (state.op.run, state.op.seq)
+        if state.output is None:
+            self.open_passes.keep(state)
+            self.deferred.add(state.op.run)
+        else:
+            self.outputs[op_id] = state.output
+            self.is_exact = self.is_exact and state.is_exact
+        if state.output is None or state.rows_before:
+            self.divided[op_id] = Progress(state.rows_now, state.rows)
+
+
+def next_wave(
+    passes: Sequence[Pass | ReverseKl], allowances: Mapping[tuple[str, int], int]
+) -> tuple[list[Pass | ReverseKl], list[Pass | ReverseKl]]:
+    """Split passes, those of a run in its order, into what may run now and what waits.
+
+    Behind a pass that may stay open its run waits: until it has ended, or for the next cycle.
+    """
+    wave: list[Pass | ReverseKl] = []
+    later: list[Pass | ReverseKl] = []
+    waiting: set[str] = set()
+    for op in passes:
+        (later if op.run in waiting else wave).append(op)
+        if (op.run, op.seq) in allowances:
+            waiting.add(op.run)
+    return wave, later

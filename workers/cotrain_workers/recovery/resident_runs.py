@@ -136,25 +136,30 @@ class ResidentRuns:
     def committed(
         self, step: Step, outputs: Container[OpId], device_s: Mapping[OpId, float]
     ) -> None:
-        """Count a committed step; copy out the runs whose log has grown long.
+        """Count a committed step; copy out those of its runs whose log has grown long.
 
         An op that is not among its `outputs` is not over; `device_s` is what each took to compute.
         """
+        self._register_finished()
         now = time.monotonic()
+        used: dict[RunId, ReplayBacklog] = {}
         for op in step.ops:
             backlog = self._backlogs.get(op.run)
             if backlog is None:
                 continue
+            used[op.run] = backlog
             if (op.run, op.seq) not in outputs:
                 backlog.used_at = now
             elif op.kind in (OpKind.FORWARD, OpKind.SAVE, OpKind.REJECTED):
                 backlog.pass_by(op.seq, now)
             else:
                 backlog.add(op.seq, op.size, device_s[op.run, op.seq], now)
-        self.maintain()
+        for run, backlog in used.items():
+            if self._policy.needs_snapshot(backlog, now):
+                self._copy_out(run, backlog)
 
     def maintain(self) -> None:
-        """Do what is due between cycles: register finished copies, start new ones, evict runs."""
+        """Do what is due now and then: register finished copies, start new ones, evict runs, sweep."""
         now = time.monotonic()
         self._register_finished()
         for run, backlog in list(self._backlogs.items()):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cotrain_store.messages.ids import RunId, TenantId
-    from cotrain_store.messages.ops import Step
+    from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_store.messages.weights import WeightsRecord
     from cotrain_store.oplog.execution import Execution
     from cotrain_workers.checkpoints.weights_store import WeightsStore
@@ -38,7 +38,9 @@ WRITES_S = 30.0
 class Ready:
     """A run is in memory, as of its last committed op."""
 
-    is_exact: bool = True
+    done: int
+    """The last seq whose effect is in memory."""
+    is_exact: bool
     """False: restoring it, memory ran out; its state may have other last bits (`Restored.is_exact`)."""
 
 
@@ -59,6 +61,8 @@ class Stopped:
 class StepRuns:
     """The runs of a step: all in memory, or stopped."""
 
+    ops: tuple[QueuedOp, ...]
+    """Those that are to run."""
     stopped: Mapping[RunId, Failure]
     is_exact: bool
 
@@ -79,6 +83,7 @@ class RunLifecycle:
     def restore(self, step: Step) -> Yielding[StepRuns | RolledBack]:
         """Have every run of a step in memory; those that cannot be restored fail alone."""
         stopped: dict[RunId, Failure] = {}
+        done: dict[RunId, int] = {}
         is_exact = True
         rolled_back: RolledBack | None = None
         first = {op.run: op.seq for op in reversed(step.ops)}
@@ -88,9 +93,11 @@ class RunLifecycle:
                     stopped[run] = failure
                 case RolledBack() as rolled_back:
                     pass
-                case Ready(exactly):
-                    is_exact = is_exact and exactly
-        return rolled_back or StepRuns(stopped, is_exact)
+                case Ready(last, exactly):
+                    done[run], is_exact = last, is_exact and exactly
+        # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
+        ops = tuple(op for op in step.ops if op.seq > done.get(op.run, -1))
+        return rolled_back or StepRuns(ops, stopped, is_exact)
 
     def make_again(self, weights: WeightsRecord) -> Yielding[None]:
         """Replay the run whose saved weights were lost before they were on disk."""
@@ -141,7 +148,7 @@ class RunLifecycle:
                 if record.run == run:  # the log that would have made them again is gone
                     self._weights.give_up(record.ref)
             return RolledBack()
-        return Ready(self._note_restored(run, restored))
+        return Ready(self._residents.done(run), self._note_restored(run, restored))
 
     def _note_restored(self, run: RunId, restored: Restored | None) -> bool:
         """Count what was replayed; return whether the state has this engine's bits."""

@@ -116,10 +116,10 @@ class SamplingService:
         """
         self._answer()
         self._cancel()
-        if not self._decoder.busy:
+        if not self._running:  # then the decoder has nothing
             self._rate.rest()
         self._take()
-        worked = self._decoder.busy and self._step()
+        worked = bool(self._running) and self._step()
         self.waiting = self._waiting.total() + len(self._isolated)
         self._answer()
         return worked
@@ -148,8 +148,11 @@ class SamplingService:
     @property
     def _waiting(self) -> Counter[TenantId]:
         """How many claimed requests of each tenant have not begun."""
+        arrived = Counter(one.tenant for one in self._arrived)
+        if not self._running:
+            return arrived
         added = Counter({TenantId(tenant): n for tenant, n in self._decoder.waiting.items()})
-        return added + Counter(one.tenant for one in self._arrived)
+        return added + arrived
 
     def _claim(self, waiting: Counter[TenantId]) -> list[ClaimedSample]:
         """Claim requests, leaving out those that are here already; `waiting` have not begun.

@@ -14,11 +14,12 @@ from cotrain_store.monitoring.logs import log_requests
 from cotrain_workers.engine.ops import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from cotrain_store.messages.ids import TenantId
+    from cotrain_store.messages.ids import RequestId
     from cotrain_store.messages.ops import Step
     from cotrain_store.monitoring.worker_metrics import WorkerMetrics
+    from cotrain_store.tenants.names import TenantNames
     from cotrain_workers.engine.ops import Output
     from cotrain_workers.worker.step_commit import StepCommit
 
@@ -27,25 +28,26 @@ log = structlog.get_logger()
 
 def log_cycle(
     step: Step,
+    requests: Sequence[RequestId],
     outputs: Mapping[tuple[str, int], Output],
     record: Mapping[str, Any],
-    names: Mapping[TenantId, str],
+    names: TenantNames,
 ) -> None:
-    """Write down a committed cycle and its failures; `names` are of tenants, where they are known."""
+    """Write down a committed cycle of these `requests`, and its failures with the names of their tenants."""
     log_requests(
-        log.info, "cycle_committed", [op.request_id for op in step.ops], cycle=step.cycle,
+        log.info, "cycle_committed", requests, cycle=step.cycle,
         runs=len(record["runs"]), ops=len(outputs), tokens=record["tokens"],
         forwards=record["forwards"], dur_ms=record["duration_ms"],
     )  # fmt: skip
-    for op in step.ops:
+    for op, request in zip(step.ops, requests, strict=True):
         output = outputs.get((op.run, op.seq))
         if isinstance(output, Failure):
             tenant = step.tenant_by_run[op.run]
             # Not what is wrong with what a tenant sent: that would quote it.
             reason = output.message if output.category == "server" else None
             log.warning(
-                "request_failed", request=op.request_id, run=op.run, seq=op.seq, tenant=tenant,
-                tenant_name=names.get(tenant, ""), kind=op.kind.value, cycle=step.cycle,
+                "request_failed", request=request, run=op.run, seq=op.seq, tenant=tenant,
+                tenant_name=names.of([tenant]).get(tenant, ""), kind=op.kind.value, cycle=step.cycle,
                 category=output.category, reason=reason,
             )  # fmt: skip
 

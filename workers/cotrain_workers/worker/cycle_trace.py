@@ -13,60 +13,19 @@ import structlog
 
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.monitoring.traceparent import trace_id
-from cotrain_workers.engine.ops import CyclePart, Failure
+from cotrain_workers.engine.ops import Failure
 from cotrain_workers.worker.step_commit import tokens_now
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_store.monitoring.tracing import Tracer
-    from cotrain_workers.engine.ops import CycleOutput, Output
+    from cotrain_workers.engine.ops import Output
+    from cotrain_workers.worker.device_time import CycleTimes
     from cotrain_workers.worker.step_commit import StepCommit
     from cotrain_workers.worker.step_runner import StepRun
-
-#: A visit of the decoder that was shorter had nothing to decode.
-_VISIT_S = 0.001
-
-
-class CycleTimes:
-    """When the parts of one cycle began and ended, by the wall clock."""
-
-    def __init__(self) -> None:
-        self.began = self._last = time.time()
-        self._noted: list[CyclePart] = []
-        self._visits: list[tuple[float, float]] = []
-
-    def note(self, name: str) -> None:
-        """End a part of this name, which began where the last one ended."""
-        now = time.time()
-        self._noted.append(CyclePart(name, self._last, now))
-        self._last = now
-
-    def visited(self, act: Callable[[], None]) -> Callable[[], None]:
-        """Note when this worked, too, which runs at yield points."""
-
-        def noted() -> None:
-            began = time.time()
-            act()
-            ended = time.time()
-            if ended - began >= _VISIT_S:
-                self._visits = [(self._visits or [(began, ended)])[0], (began, ended)]
-
-        return noted
-
-    def parts(self, cost: CycleOutput | None) -> list[CyclePart]:
-        """Give the parts; in place of the run what it consists of, where that is known.
-
-        Sampling lies between its first and its last visit, and works in a part of that time.
-        """
-        visits = self._visits
-        sampling = [CyclePart("sampling", visits[0][0], visits[-1][1])] if visits else []
-        if cost is None:
-            return [*self._noted, *sampling]
-        known = [part for part in self._noted if part.name != "run"]
-        return [*known, *cost.parts, *sampling]
 
 
 def bound_to_cycle(step: Step) -> AbstractContextManager[Any]:

@@ -11,11 +11,17 @@ from collections import deque
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from cotrain_workers.engine.ops import CyclePart
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cotrain_workers.engine.ops import CycleOutput
+
 #: Of how long the shares are that a heartbeat shows.
 WINDOW_S = 60.0
+#: A visit of the decoder that was shorter had nothing to decode.
+_VISIT_S = 0.001
 
 
 class Phase(StrEnum):
@@ -60,6 +66,49 @@ class DeviceTime:
     def seconds(self) -> dict[str, float]:
         """Return what was booked since the start, by kind."""
         return {phase.value: seconds for phase, seconds in self._booked.items()}
+
+
+class CycleTimes:
+    """When the parts of one cycle began and ended, by the wall clock; the device's time is booked part by part."""
+
+    def __init__(self, device_time: DeviceTime) -> None:
+        """Begin a cycle: the device was idle before."""
+        self._device_time = device_time
+        device_time.lap(Phase.IDLE)
+        self.began = self._last = time.time()
+        self._noted: list[CyclePart] = []
+        self._visits: list[tuple[float, float]] = []
+
+    def note(self, name: str, phase: Phase = Phase.IDLE) -> None:
+        """End a part of this name, which began where the last one ended, and say what the device did."""
+        self._device_time.lap(phase)
+        now = time.time()
+        self._noted.append(CyclePart(name, self._last, now))
+        self._last = now
+
+    def visited(self, act: Callable[[], None]) -> Callable[[], None]:
+        """Note when this worked, too, which runs at yield points."""
+
+        def noted() -> None:
+            began = time.time()
+            act()
+            ended = time.time()
+            if ended - began >= _VISIT_S:
+                self._visits = [(self._visits or [(began, ended)])[0], (began, ended)]
+
+        return noted
+
+    def parts(self, cost: CycleOutput | None) -> list[CyclePart]:
+        """Give the parts; in place of the run what it consists of, where that is known.
+
+        Sampling lies between its first and its last visit, and works in a part of that time.
+        """
+        visits = self._visits
+        sampling = [CyclePart("sampling", visits[0][0], visits[-1][1])] if visits else []
+        if cost is None:
+            return [*self._noted, *sampling]
+        known = [part for part in self._noted if part.name != "run"]
+        return [*known, *cost.parts, *sampling]
 
 
 class Duty:

@@ -26,8 +26,8 @@ from cotrain_workers.engine.cycle import drive
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.recovery.run_lifecycle import RolledBack, RunLifecycle
 from cotrain_workers.worker.cycle_log import count_cycle, log_cycle
-from cotrain_workers.worker.cycle_trace import CycleTimes, bound_to_cycle, trace_cycle
-from cotrain_workers.worker.device_time import DeviceTime, Phase
+from cotrain_workers.worker.cycle_trace import bound_to_cycle, trace_cycle
+from cotrain_workers.worker.device_time import CycleTimes, DeviceTime, Phase
 from cotrain_workers.worker.drain import Drain
 from cotrain_workers.worker.heartbeat import Heartbeat
 from cotrain_workers.worker.moves import RunMoves
@@ -39,14 +39,15 @@ from cotrain_workers.worker.time_sharing import Share, TimeSharing
 from cotrain_workers.worker.worker_report import WorkerReport
 
 if TYPE_CHECKING:
-    from cotrain_store.messages.ids import RunId
+    from collections.abc import Sequence
+
+    from cotrain_store.messages.ids import RequestId, RunId
     from cotrain_store.messages.ops import Step
     from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.monitoring.worker_metrics import WorkerMetrics
     from cotrain_store.oplog.execution import Execution
     from cotrain_store.settings.worker import WorkerSettings
     from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.ops import CycleOutput
     from cotrain_workers.engine.trainer import Trainer
     from cotrain_workers.recorder.recorder import Recorder
     from cotrain_workers.recovery.resident_runs import ResidentRuns
@@ -104,7 +105,7 @@ class WorkerLoop:
         self._time_sharing = TimeSharing(
             sampler, Share(settings.sampling_share), self._stopping, self._device_time
         )
-        self._maintained_at = time.monotonic()
+        self._maintained_at = -math.inf
         self._handover = Drain(execution.drain, residents, weights, sampler)
         self._moves = RunMoves(execution, residents)
         self._outside = copy_context()
@@ -196,40 +197,34 @@ class WorkerLoop:
 
     def execute(self, step: Step) -> None:
         """Run one step and commit it. It may be another worker's, which died with it open."""
-        times, began, traces = CycleTimes(), time.monotonic(), tracer()
+        times, began, traces = CycleTimes(self._device_time), time.monotonic(), tracer()
         self._time_sharing.training_begins()
         # Nothing runs at the yield points of a step that a dead predecessor left open: a request of
         # either kind could be blamed for the deaths that one of the other caused.
         has_crashed = self._runner.crashes(step).count > 0
         at_yield = _nothing if has_crashed else self._at_yield_point
-        self._device_time.lap(Phase.IDLE)
         runs, _ = drive(self._runs.restore(step), at_yield)
-        self._device_time.lap(Phase.TRAIN)
-        times.note("restore")
+        times.note("restore", Phase.TRAIN)
         if isinstance(runs, RolledBack):
             return  # some of its ops are given up: it is to be read anew
-        # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
-        ops = tuple(op for op in step.ops if op.seq > self._residents.done(op.run))
-        step = replace(step, ops=ops, worker=self._execution.worker)
+        step = replace(step, ops=runs.ops, worker=self._execution.worker)
+        requests = [op.request_id for op in step.ops]
         try:
             bodies, runs = self._runner.read(step, runs)
-            times.note("read_bodies")
             self._recorder.begin(step, bodies)
+            times.note("read_bodies")
             # Nothing is prefetched during a step that killed: what is decoded could be blamed on it.
             with nullcontext() if has_crashed else self._prefetcher.during(step):
                 work = self._runner.run(
                     step, bodies, runs, partial(self._is_over, began + step.limit_s)
                 )
-                self._device_time.lap(Phase.IDLE)
                 ran, sampling_s = drive(work, times.visited(at_yield) if traces else at_yield)
             self._device_time.optimized(ran.cost.optim_s if ran.cost else 0.0)
-            self._device_time.lap(Phase.TRAIN)
-            times.note("run")
-            failpoint("worker.after_run", (op.request_id for op in step.ops))
+            times.note("run", Phase.TRAIN)
+            failpoint("worker.after_run", requests)
             took = StepTimes(times.began, times.began + time.monotonic() - began, sampling_s)
-            earlier = self._runner.open_ops.device_s
-            commit = commit_of(step, bodies, ran, took, self._record, earlier)
-            self._commit(step, commit)
+            commit = commit_of(step, bodies, ran, took, self._record)
+            self._commit(step, commit, requests)
             times.note("commit")
         except PAUSES:
             # Memory is ahead of the log, or not: the commit whose answer was lost may have happened.
@@ -237,28 +232,32 @@ class WorkerLoop:
                 self._residents.forget_state(run)
             raise
         self._recorder.finish(step, ran.outputs)
-        self._measure(ran.cost, sampling_s)
+        if ran.cost:
+            # The time of sampling counts: a cycle shall not last longer for that.
+            seconds = ran.cost.wave_s + ran.cost.optim_s + sampling_s
+            self._throughput.measure(ran.cost.forwards, ran.cost.tokens, seconds)
         count_cycle(self._metrics, step, commit)
-        self._runner.open_ops.committed(commit.device_s)
+        log_cycle(step, requests, ran.outputs, commit.record, self._execution.tenant_names)
+        self._runner.committed(commit.device_s)
         self._residents.committed(step, commit.results, commit.device_s)
         self._time_sharing.training_ends()
-        names = self._execution.tenant_names.of(set(step.tenant_by_run.values()))
-        log_cycle(step, ran.outputs, commit.record, names)
         if traces:
             trace_cycle(traces, step, ran, commit, times, self._runner.crashes(step).count)
 
-    def _commit(self, step: Step, commit: StepCommit) -> None:
+    def _commit(self, step: Step, commit: StepCommit, requests: Sequence[RequestId]) -> None:
         """Commit a step. While Redis is unavailable, or the disk full, it waits: the work is done."""
         counted = {**commit.counted, **self._runs.uncounted}
-        failpoint("worker.before_commit", (op.request_id for op in step.ops))
+        records = {at: save.records for at, save in commit.saves.items()}
+        failpoint("worker.before_commit", requests)
         while True:
             try:
-                self._backpressure.publish(save.saved for save in commit.saves.values())
+                if commit.saves:
+                    self._backpressure.publish(save.saved for save in commit.saves.values())
                 for run in commit.ended:
                     self._execution.close_run(run, step.tenant_by_run[run])
                 self._execution.commit(
                     step, commit.results, commit.record, counted,
-                    commit.crashed, commit.records, commit.usage,
+                    commit.crashed, records, commit.usage,
                     opened=commit.opened, found=commit.found, is_exact=commit.is_exact,
                 )  # fmt: skip
             except PAUSES as pause:
@@ -267,7 +266,7 @@ class WorkerLoop:
                     raise
             else:
                 break
-        failpoint("worker.after_commit", (op.request_id for op in step.ops))
+        failpoint("worker.after_commit", requests)
         self._runs.uncounted.clear()
         for save in commit.saves.values():
             accepted_at = save.accepted_at if save.is_named else None
@@ -292,12 +291,6 @@ class WorkerLoop:
             if not is_out_of_memory(error):
                 raise
             log.warning("prefetch_without_memory")
-
-    def _measure(self, cost: CycleOutput | None, sampling_s: float) -> None:
-        if cost is not None:
-            # The time of sampling counts: a cycle shall not last longer for that.
-            seconds = cost.wave_s + cost.optim_s + sampling_s
-            self._throughput.measure(cost.forwards, cost.tokens, seconds)
 
 
 def _nothing() -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ops import QueuedOp, Step
     from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.messages.results import Result
-    from cotrain_store.messages.saves import SaveRecords
     from cotrain_workers.checkpoints.save_records import DoneSave
     from cotrain_workers.engine.ops import CycleOutput, Output
     from cotrain_workers.worker.step_runner import StepRun
@@ -47,11 +46,6 @@ class StepCommit:
     is_exact: bool
     """As `StepRun` has it."""
 
-    @property
-    def records(self) -> dict[OpId, SaveRecords]:
-        """What the saves leave in the store."""
-        return {at: save.records for at, save in self.saves.items()}
-
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -74,24 +68,25 @@ def commit_of(
     ran: StepRun,
     times: StepTimes,
     record: PoolRecord,
-    device_s: Mapping[OpId, float],
 ) -> StepCommit:
-    """Sum up a step that ran; `device_s` is what passes took in steps before that it went on with.
+    """Sum up a step that ran.
 
     Ops that it did not resolve are in its record, as far as they ran, and nowhere else: what is counted
     for a tenant or a pool is counted once, when an op is resolved.
     """
     outputs, cost = ran.outputs, ran.cost
-    saves = saves_of(resolved(step, outputs), bodies, outputs, record.id, record.base_model)
+    done, saves = resolved(step, outputs), {}
+    if any(op.kind is OpKind.SAVE for op in done.ops):
+        saves = saves_of(done, bodies, outputs, record.id, record.base_model)
     results = {
         (op.run, op.seq): saves[op.run, op.seq].result
         if (op.run, op.seq) in saves
         else result_of(op, outputs[op.run, op.seq], step.cycle)
-        for op in resolved(step, outputs).ops
+        for op in done.ops
     }
     cycle = cycle_record(step, outputs, cost, times)
     compute_s = cost.wave_s + cost.optim_s if cost else times.duration_s
-    taken_s = computing_time(step, outputs, cost, compute_s, device_s if cost else {})
+    taken_s = computing_time(step, outputs, cost, compute_s, ran.earlier_s)
     failed = [op for op in step.ops if isinstance(outputs.get((op.run, op.seq)), Failure)]
     return StepCommit(
         results=results,

@@ -27,7 +27,6 @@ from cotrain_workers.recovery.bisection import (
 )
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.worker.found import found_by
-from cotrain_workers.worker.open_ops import OpenOps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +47,18 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
+class OpenOp:
+    """What a worker keeps of a pass that takes several steps, next to what its engine keeps of it."""
+
+    body: bytes
+    request: Op
+    """So that no body is read and decoded again."""
+    device_s: float = 0.0
+    """What its steps took of computing time so far, which is its tenant's in the commit that resolves it, once:
+    what a crash makes run again was never counted."""
+
+
+@dataclass(frozen=True)
 class StepRun:
     """A step that ran: an answer to each op that is over, and what it took."""
 
@@ -58,6 +69,8 @@ class StepRun:
     """False: memory ran out so that some op has other last bits than this worker's numerics stand for."""
     found: Mapping[OpId, HistoryEntry] = field(default_factory=dict)
     """What ops that are over add to the histories of their runs."""
+    earlier_s: Mapping[OpId, float] = field(default_factory=dict)
+    """What passes took of computing time in steps before that it went on with."""
 
 
 @dataclass
@@ -97,7 +110,7 @@ class StepRunner:
         self._execution = execution
         self._runs = runs
         self._weights = weights
-        self.open_ops = OpenOps(engine.open_passes)
+        self._open_ops: dict[OpId, OpenOp] = {}
         self._crashes: CrashHistory | None = None
 
     def crashes(self, step: Step) -> CrashHistory:
@@ -109,13 +122,15 @@ class StepRunner:
 
     def read(self, step: Step, runs: StepRuns) -> tuple[dict[tuple[str, int], bytes], StepRuns]:
         """Read the step's bodies; a run of which one is missing is stopped as well."""
-        self.open_ops.begin_step()
-        unread = [op for op in step.ops if not self.open_ops.find(op)]
+        # What is not open in the engine any more begins anew, or never runs again.
+        still_open = self._engine.open_passes
+        self._open_ops = {at: kept for at, kept in self._open_ops.items() if at in still_open}
+        unread = [op for op in step.ops if (op.run, op.seq) not in self._open_ops]
         read = dict(zip(unread, self._execution.bodies(unread), strict=True))
         bodies: dict[tuple[str, int], bytes] = {}
         stopped = dict(runs.stopped)
         for op in step.ops:
-            kept = self.open_ops.find(op)
+            kept = self._open_ops.get((op.run, op.seq))
             body = kept.body if kept else read[op]
             if body is None and op.run not in stopped:
                 missing = SpoolCorrupt("A body is gone.")
@@ -144,7 +159,7 @@ class StepRunner:
         runnable: list[Op] = []
         for op in step.ops:
             body = bodies[op.run, op.seq]
-            kept = self.open_ops.find(op)
+            kept = self._open_ops.get((op.run, op.seq))
             request = runs.stopped.get(op.run) or (
                 kept.request
                 if kept
@@ -168,12 +183,13 @@ class StepRunner:
         except Exception:  # the request that broke it is found and fails alone
             log.exception("cycle_failed", cycle=step.cycle)
         else:
+            earlier_s = {op_id: kept.device_s for op_id, kept in self._open_ops.items()}
             for request in runnable:
                 if (op_id := (RunId(request.run), request.seq)) in cost.open_tokens:
-                    self.open_ops.keep(op_id, bodies[op_id], request)
+                    self._open_ops.setdefault(op_id, OpenOp(bodies[op_id], request))
             is_exact = runs.is_exact and cost.is_exact
             found = found_by(runnable, cost.outputs)
-            return StepRun(outputs | dict(cost.outputs), cost, is_exact, found)
+            return StepRun(outputs | dict(cost.outputs), cost, is_exact, found, earlier_s)
         self._engine.check_device()
         # Only here is the exception released, with what its frames kept.
         answers = Answers(outputs, runs.is_exact)
@@ -181,6 +197,11 @@ class StepRunner:
             answers.add(self._alone(runnable, step, None, run))
         found = found_by(runnable, answers.outputs)
         return StepRun(answers.outputs, None, answers.is_exact, found)
+
+    def committed(self, device_s: Mapping[OpId, float]) -> None:
+        """Note the computing time of each open pass after a step."""
+        for op_id, kept in self._open_ops.items():
+            self._open_ops[op_id] = replace(kept, device_s=device_s.get(op_id, kept.device_s))
 
     def _in_groups(self, ops: Sequence[Op], step: Step) -> Answers:
         risks = self.crashes(step).risks

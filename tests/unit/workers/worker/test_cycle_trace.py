@@ -10,7 +10,8 @@ import structlog
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_workers.engine.ops import CycleOutput, CyclePart, Failure, Output, Progress, StepOutput
-from cotrain_workers.worker.cycle_trace import CycleTimes, bound_to_cycle, trace_cycle
+from cotrain_workers.worker.cycle_trace import bound_to_cycle, trace_cycle
+from cotrain_workers.worker.device_time import CycleTimes, DeviceTime
 from cotrain_workers.worker.step_commit import StepCommit
 from cotrain_workers.worker.step_runner import StepRun
 
@@ -64,7 +65,7 @@ def spans_of(
     cost = CycleOutput(outputs, 1, 42, 64, 0.5, 0.25, divided=divided or {}, parts=parts)
     record = {"outcome": "ok", "runs": [], "tokens": 42, "sampling_ms": None}
     commit = replace(NOTHING, record=record)
-    times, spans = CycleTimes(), Spans()
+    times, spans = CycleTimes(DeviceTime()), Spans()
     for name in ("restore", "read_bodies", "run", "commit"):
         times.note(name)
     ran = StepRun(outputs, cost if is_whole else None, is_exact=True)
@@ -115,7 +116,7 @@ def test_ops_that_nothing_traces_leave_no_span() -> None:
 
 
 def test_short_visits_of_the_decoder_are_no_sampling() -> None:
-    times = CycleTimes()
+    times = CycleTimes(DeviceTime())
     times.visited(lambda: None)()
     assert [part.name for part in times.parts(None)] == []
 

@@ -1,4 +1,6 @@
-"""One run's adapter: its arenas, on the device or offloaded to the host, and the copy that the base model computes with."""
+"""One run's adapter: its arenas, on the device or offloaded to the host, the copy that the base model computes with, and
+where gradients are added up.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cotrain_workers.engine.adapters.gradient import Gradient, discard_all
+from cotrain_workers.engine.spec import Sums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,6 +28,83 @@ _VERSIONS = count()
 def arena_dtype(compute_dtype: torch.dtype) -> torch.dtype:
     """Return what weights, gradients and moments are kept in under a base model of `compute_dtype`."""
     return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
+class Gradient:
+    """A gradient arena and every module's matrices in it.
+
+    To zero an arena is to write all of it. On a CPU, where that is dear, it becomes stale instead: products are
+    written over it, and only what has none is zeroed, when the whole is asked for.
+    """
+
+    def __init__(self, arena: torch.Tensor, layout: Layout) -> None:
+        self._arena = arena
+        self._views = {name: Sums(*pair) for name, pair in layout.views(arena).items()}
+        self._may_be_stale = False
+        self._norm: torch.Tensor | None = None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Return the arena `[layout.size]`, to read or to write."""
+        self._norm = None
+        return self._settled()
+
+    @property
+    def views(self) -> dict[str, Sums]:
+        """Return the matrices by module, to add to. Who does not ask for `kept_share` settles them before."""
+        self._norm = None
+        return self._views
+
+    def settle(self) -> None:
+        """Write zeros over what is stale."""
+        self._settled()
+
+    @property
+    def is_cuda(self) -> bool:
+        """Return whether it is on a GPU: there it is never stale."""
+        return self._arena.is_cuda
+
+    def discard(self) -> None:
+        """Have it count as zeros."""
+        if self.is_cuda:
+            self._arena.zero_()
+            return
+        self._norm = None
+        self._may_be_stale = True
+        for sums in self._views.values():
+            sums.is_stale = True
+
+    def discard_unless(self, keep: torch.Tensor) -> None:
+        """Have it count as zeros if the boolean `keep` is false; on CUDA without asking the host."""
+        if self.is_cuda:
+            self._arena.masked_fill_(~keep, 0.0)
+        elif not keep:
+            self.discard()
+
+    def norm(self) -> torch.Tensor:
+        """Return its L2 norm, added up in fp64, a scalar on the device.
+
+        It is kept until someone asks for the arena, who may write to it.
+        """
+        if self._norm is None:
+            self._norm = torch.linalg.vector_norm(self._settled(), dtype=torch.float64)
+        return self._norm
+
+    def is_finite(self) -> torch.Tensor:
+        """Return whether there is no NaN and no infinity, by the norm. Waits for the device."""
+        found = self.norm().isfinite()
+        # Squares of fp64 may be too large where their roots are not.
+        return found if found else self._settled().isfinite().all()
+
+    def _settled(self) -> torch.Tensor:
+        if self._may_be_stale:
+            for sums in self._views.values():
+                if sums.is_stale:
+                    sums.a.zero_()
+                    sums.b.zero_()
+                    sums.is_stale = False
+            self._may_be_stale = False
+        return self._arena
 
 
 @dataclass
@@ -56,11 +135,13 @@ class Adapter:
         init=False, default=False
     )  # ops that run now have added to it, or do
     has_open_gradient: bool = False  # or will have one in the cycle that begins
+    scale: float = field(init=False)  # of what it adds
     version: int = field(init=False)  # of `weights`: holders of a copy compare it
     _compute: ComputeCopy | None = field(init=False, default=None)
     _gradient: Gradient | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.scale = self.spec.scale
         self.weights_changed()
 
     @property
@@ -110,25 +191,56 @@ class Adapter:
         """Make every copy of the weights stale; call after every write to `weights`."""
         self.version = next(_VERSIONS)
 
-    def scratch_gradient(self) -> Gradient:
-        """Return a zeroed gradient arena of this adapter's layout."""
-        return Gradient(torch.zeros_like(self.weights), self.layout)
+    def claim_gradient(self, *, may_stay_open: bool) -> Gradient:
+        """Return where a pass may add its gradient: the adapter's own arena while no other does, else scratch.
 
-    def begin_open_gradient(self) -> Gradient:
-        """Return a zeroed gradient arena for a pass that may stay open."""
-        self.has_open_gradient = True
-        self.arenas[OPEN_GRADIENT] = torch.zeros_like(self.weights)
-        return self.open_gradient
+        A pass that fails is then undone by discarding the sums or dropping the scratch. Both start from zeros,
+        so the bits of the sum do not depend on which it was. One that may stay open leaves the arena alone:
+        the adapter is then, between cycles, as its last complete op left it. One behind an open pass does, too:
+        that pass, which ends first, is added to the arena whole.
+        """
+        if may_stay_open:
+            self.has_open_gradient = True
+            self.arenas[OPEN_GRADIENT] = torch.zeros_like(self.weights)
+            return self.open_gradient
+        if self.grads_pending or self.gradient_in_use or OPEN_GRADIENT in self.arenas:
+            return Gradient(torch.zeros_like(self.weights), self.layout)
+        self.gradient_in_use = True
+        return self.gradient
+
+    def is_finite(self, claimed: Gradient) -> torch.Tensor:
+        """Return, on the device, whether a gradient is finite.
+
+        On a CPU it is read once for this and the norm of a step that follows, if it is the adapter's own.
+        """
+        if claimed.is_cuda or claimed is not self.gradient:
+            return is_all_finite(claimed.flat)
+        return claimed.is_finite()
+
+    def add(self, claimed: Gradient, is_finite: torch.Tensor) -> None:
+        """Add what a complete pass has claimed and filled, if the boolean is true; else leave no trace of it."""
+        claimed.discard_unless(is_finite)
+        if claimed is not self.gradient:
+            self.gradient.flat.add_(claimed.flat)
+            self.gradient_in_use = True  # until the host knows whether anything was added
+            self._let_go(claimed)
+
+    def take_back(self, claimed: Gradient) -> None:
+        """Leave no trace of what an incomplete pass has claimed and filled."""
+        if claimed is self.gradient:
+            claimed.discard()
+            self.gradient_in_use = False
+        else:
+            self._let_go(claimed)
+
+    def _let_go(self, claimed: Gradient) -> None:
+        if claimed.flat is self.arenas.get(OPEN_GRADIENT):
+            self.drop_open_gradient()
 
     @property
     def open_gradient(self) -> Gradient:
         """Return the arena of the pass that is open; raises KeyError where none has begun to add to it."""
         return Gradient(self.arenas[OPEN_GRADIENT], self.layout)
-
-    @property
-    def has_begun_open_gradient(self) -> bool:
-        """Return whether a pass that may stay open has added to its arena, and has not ended."""
-        return OPEN_GRADIENT in self.arenas
 
     def drop_open_gradient(self) -> None:
         """Let go of it; twice is harmless. What is on the host of it does not come back."""
@@ -146,16 +258,30 @@ class Adapter:
         self.arenas = {}
         self._compute = self._gradient = None
 
-    @property
-    def device_bytes(self) -> int:
-        """Return what it takes on the device while it trains: four arenas, five with an open pass, and the compute copy."""
-        wide = arena_dtype(self.compute_dtype)
-        narrow = 0 if self.compute_dtype == wide else self.compute_dtype.itemsize
-        return self.layout.size * ((4 + self.has_open_gradient) * wide.itemsize + narrow)
-
 
 def discard_gradients(adapters: Sequence[Adapter]) -> None:
     """Have the gradients count as zeros."""
     discard_all([adapter.gradient for adapter in adapters])
     for adapter in adapters:
         adapter.grads_pending = False
+
+
+def discard_all(gradients: Sequence[Gradient]) -> None:
+    """Have gradients count as zeros; on CUDA in one launch."""
+    on_cuda = [gradient for gradient in gradients if gradient.is_cuda]
+    if on_cuda:
+        torch._foreach_zero_([gradient.flat for gradient in on_cuda])
+    for gradient in gradients:
+        if not gradient.is_cuda:
+            gradient.discard()
+
+
+def is_all_finite(values: torch.Tensor) -> torch.Tensor:
+    """Return, on the device, whether there is no NaN and no infinity; there is at least one value."""
+    if not values.is_cuda:
+        # A third of the time for an arena. Finite values may have a sum that is not: then it says nothing.
+        has_finite_sum = torch.isfinite(values.sum())
+        if has_finite_sum:
+            return has_finite_sum
+    low, high = values.aminmax()
+    return torch.isfinite(low) & torch.isfinite(high)

@@ -172,7 +172,7 @@ class AdapterBank:
             state.spec, layout, state.step, state.grads_pending, self._compute_dtype, {}
         )
         self.drop(run)
-        sizes = [*self._sizes(), size_of(run, adapter)]
+        sizes = [*self._sizes(), self._size_of(run, adapter)]
         self._make(moves_for(sizes, {run, *self._in_use}, self._adapter_bytes))
         for name in (*ARENAS_AT_REST, *(["grads"] if state.grads_pending else [])):
             arena: torch.Tensor = getattr(state, name)
@@ -182,17 +182,21 @@ class AdapterBank:
 
     def device_groups(self, runs: Sequence[str]) -> list[list[str]]:
         """Cut the runs of a cycle into groups that fit on the device one at a time: mostly one."""
-        sizes = {run: self[run].device_bytes for run in runs if run in self}
+        sizes = {run: self.device_bytes(self[run]) for run in runs if run in self}
         return device_groups(runs, sizes, self._adapter_bytes)
 
-    def bring_in(self, runs: Sequence[str]) -> None:
-        """Have these runs on the device for what is computed next; others are offloaded if need be."""
-        known = [run for run in runs if run in self]
+    def bring_in(self, runs: Sequence[str]) -> dict[str, Adapter]:
+        """Have these runs on the device for what is computed next; others are offloaded if need be.
+
+        Return their adapters; of a run that is not here there is none.
+        """
+        known = {run: self[run] for run in runs if run in self}
         self._make(moves_for(self._sizes(), known, self._adapter_bytes))
-        for run in known:
+        for run, adapter in known.items():
             self._adapter_by_run.move_to_end(run)
-            self[run].hold_compute()
+            adapter.hold_compute()
         self._in_use = frozenset(known)
+        return known
 
     def prefetch(self, runs: Sequence[str]) -> None:
         """Begin to bring in what the next cycle needs, as far as it fits with what this one uses.
@@ -227,7 +231,7 @@ class AdapterBank:
         """Count adapters and their bytes, by where they are: `device` or `host`. Any thread may ask."""
         adapters = list(self._adapter_by_run.values())
         on_host = [copied.bytes for each in adapters if (copied := each.on_host) is not None]
-        on_device = [each.device_bytes for each in adapters if each.on_host is None]
+        on_device = [self.device_bytes(each) for each in adapters if each.on_host is None]
         return {
             "device": (len(on_device), sum(on_device)),
             "host": (len(on_host), sum(on_host)),
@@ -236,10 +240,19 @@ class AdapterBank:
     def _host_bytes_of(self, adapter: Adapter) -> int:
         if adapter.on_host is not None:
             return adapter.on_host.bytes
-        return adapter.device_bytes if self._device.type == "cpu" else 0
+        return self.device_bytes(adapter) if self._device.type == "cpu" else 0
 
     def _sizes(self) -> list[AdapterSize]:
-        return [size_of(run, adapter) for run, adapter in self._adapter_by_run.items()]
+        return [self._size_of(run, adapter) for run, adapter in self._adapter_by_run.items()]
+
+    def _size_of(self, run: str, adapter: Adapter) -> AdapterSize:
+        return AdapterSize(run, self.device_bytes(adapter), is_on_device=adapter.on_host is None)
+
+    def device_bytes(self, adapter: Adapter) -> int:
+        """Return what it takes on the device while it trains: four arenas, five with an open pass, and the compute copy."""
+        wide, narrow = self._arena_dtype, self._compute_dtype
+        copy = 0 if narrow == wide else narrow.itemsize
+        return adapter.layout.size * ((4 + adapter.has_open_gradient) * wide.itemsize + copy)
 
     def _make(self, moves: Moves) -> None:
         for run in moves.offload:
@@ -264,11 +277,6 @@ class AdapterBank:
         if shape not in self._layout_by_shape:
             self._layout_by_shape[shape] = plan_layout(spec, self._targets)
         return self._layout_by_shape[shape]
-
-
-def size_of(run: str, adapter: Adapter) -> AdapterSize:
-    """Return an adapter as the decisions on residency see it."""
-    return AdapterSize(run, adapter.device_bytes, is_on_device=adapter.on_host is None)
 
 
 def initial_weights(spec: AdapterSpec, layout: Layout) -> torch.Tensor:

@@ -18,10 +18,9 @@ from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.ops import Failure, StepOutput, unknown_run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cotrain_workers.engine.adapters.adapter import Adapter
-    from cotrain_workers.engine.adapters.bank import AdapterBank
     from cotrain_workers.engine.ops import OptimStep, Output
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -129,23 +128,25 @@ def launch(parameters: Parameters, adapters: Sequence[Adapter]) -> None:
 
 
 def take_steps(
-    bank: AdapterBank, ops: Sequence[OptimStep], outputs: dict[tuple[str, int], Output]
+    adapters: Mapping[str, Adapter],
+    ops: Sequence[OptimStep],
+    outputs: dict[tuple[str, int], Output],
 ) -> None:
-    """Take optimizer steps, at most one of each run, and write an answer to each.
+    """Take optimizer steps, at most one of each run, and write an answer to each; `adapters` are by run.
 
     A gradient that is not finite is discarded, and its step fails alone.
     """
     asked = []
     for op in ops:
         reason = refuse_step(op)
-        if op.run not in bank:
+        if op.run not in adapters:
             outputs[op.run, op.seq] = unknown_run()
         elif reason:
             outputs[op.run, op.seq] = Failure(reason, "user")
         else:
             asked.append(op)
-    norms = gradient_norms([bank[op.run] for op in asked])
-    due = [Due(bank[op.run], op, norm) for op, norm in zip(asked, norms, strict=True)]
+    norms = gradient_norms([adapters[op.run] for op in asked])
+    due = [Due(adapters[op.run], op, norm) for op, norm in zip(asked, norms, strict=True)]
     finite = [step for step in due if math.isfinite(step.norm)]
     adamw_steps(finite)
     discard_gradients([step.adapter for step in due if not math.isfinite(step.norm)])

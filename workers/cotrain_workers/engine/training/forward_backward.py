@@ -8,13 +8,11 @@ from collections import deque
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from cotrain_workers.engine.device import (
     is_out_of_memory,
     release_memory,
-    to_device,
 )
 from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.model.base_model import UNEMBED
@@ -24,12 +22,9 @@ from cotrain_workers.engine.ops import ReverseKl
 from cotrain_workers.engine.routing import Route, Segment
 from cotrain_workers.engine.sequence_table import SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
-from cotrain_workers.engine.training.losses import LOSSES
 from cotrain_workers.engine.training.micro_batches import OpSlice, fill, of_one_kind
-from cotrain_workers.engine.training.open_passes import after_one
 from cotrain_workers.engine.training.out_of_memory import Fail, Recompute, Split, after_oom
 from cotrain_workers.engine.training.pass_state import (
-    claim_gradient,
     collect,
     finish,
     give_up,
@@ -40,7 +35,6 @@ from cotrain_workers.engine.training.reverse_kl import (
     Question,
     References,
 )
-from cotrain_workers.engine.training.validation import TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,8 +44,6 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.model.activation_checkpointing import Choice
     from cotrain_workers.engine.model.base_model import BaseModel
     from cotrain_workers.engine.model.unembedding import NewSoftmax
-    from cotrain_workers.engine.ops import Datum, Pass
-    from cotrain_workers.engine.routing import Part
     from cotrain_workers.engine.training.micro_batches import MicroBatch, PassesCost
     from cotrain_workers.engine.training.pass_state import PassState
     from cotrain_workers.engine.training.reverse_kl import Referred
@@ -85,8 +77,6 @@ class ForwardBackward:
         self.safe_tokens = micro_batch_tokens
         """Tokens of a micro-batch that ought to fit: what did not has lowered it. No run's bits depend on
         it, as it says only which ops go together."""
-        wide = base.head_weight.dtype == torch.float64
-        self._loss_dtype = torch.float64 if wide else torch.float32
 
     def run(
         self,
@@ -104,19 +94,32 @@ class ForwardBackward:
             state.cut(at, self._micro_batch_tokens)
         whole = [state.slices for state in passes if state.allowance is None]
         yield from self._run_slices([*chain.from_iterable(whole)], passes, cost)
-        divided = sorted(
-            (state for state in passes if state.allowance is not None and state.slices),
-            key=lambda state: state.waits_since,
-        )
-        stops = after_one(is_over)
+        divided = [state for state in passes if state.allowance is not None and state.slices]
+        if divided:
+            yield from self._run_divided(divided, passes, cost, is_over)
+        began = time.perf_counter()
+        finish(passes)
+        cost.seconds += time.perf_counter() - began
+
+    def _run_divided(
+        self,
+        divided: list[PassState],
+        passes: Sequence[PassState],
+        cost: PassesCost,
+        is_over: Callable[[], bool],
+    ) -> Yielding[None]:
+        divided.sort(key=lambda state: state.waits_since)
+        at_first = iter([False])
+
+        def stops() -> bool:
+            """Say at first that time is not over, whether it is or not: each cycle brings some pass forward."""
+            return next(at_first, True) and is_over()
+
         for of_kind in of_one_kind([state.slices[0] for state in divided]):
             yield from self._run_slices(of_kind, passes, cost, stops)
         by_rank = zip_longest(*(state.allowed() for state in divided))
         more = [each for each in chain.from_iterable(by_rank) if each]
         yield from self._run_slices(more, passes, cost, stops)
-        began = time.perf_counter()
-        finish(passes)
-        cost.seconds += time.perf_counter() - began
 
     def _run_slices(
         self,
@@ -126,10 +129,8 @@ class ForwardBackward:
         is_over: Callable[[], bool] = lambda: False,
     ) -> Yielding[None]:
         """Run slices, those of one pass in their order; stop between two micro-batches if time `is_over`."""
-        waiting = deque(
-            batch.ordered(lambda op_slice: self._lora.order(passes[op_slice.owner].adapter))
-            for batch in fill(op_slices, self.safe_tokens, self._lora.align)
-        )
+        order = [self._lora.order(state.adapter) for state in passes]
+        waiting = deque(fill(op_slices, self.safe_tokens, self._lora.align, order))
         while waiting and not is_over():
             began = time.perf_counter()
             batch = waiting.popleft()
@@ -138,7 +139,10 @@ class ForwardBackward:
                 cost.forwards += 1
                 self._requeue(batch, passes, waiting, cost)
             else:
-                cost.add(ran)
+                for each in ran:
+                    cost.forwards += 1
+                    cost.tokens += each.tokens
+                    cost.padded_tokens += each.padded_tokens
             cost.seconds += time.perf_counter() - began
             yield
 
@@ -176,7 +180,7 @@ class ForwardBackward:
         """Put what becomes of a batch that ran out of memory in front of those that wait."""
         op_slice = batch.op_slices[0]
         owner = passes[op_slice.owner]
-        lengths = [len(datum.tokens) for datum in owner.datums(op_slice)]
+        lengths = [len(datum.tokens) for datum in owner.op.datums[op_slice.first : op_slice.last]]
         can_recompute = self._may_recompute and not self.recomputes(batch.padded_tokens)
         match after_oom(batch, lengths, can_recompute=can_recompute):
             case Recompute():
@@ -203,10 +207,9 @@ class ForwardBackward:
 
     def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
         referred, ran = self._ask_references(batch, passes)
+        datums = [passes[p.owner].op.datums[p.first : p.last] for p in batch.op_slices]
         row = token_row(
-            ([datum.tokens for datum in passes[p.owner].datums(p)] for p in batch.op_slices),
-            batch.padded_tokens,
-            batch.align,
+            ([datum.tokens for datum in each] for each in datums), batch.padded_tokens, batch.align
         )
         segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
         route = Route(segments, table, self._lora.of(segments, batch.padded_tokens))
@@ -240,6 +243,8 @@ class ForwardBackward:
             for op_slice in batch.op_slices
             if isinstance(op := passes[op_slice.owner].op, ReverseKl)
         }
+        if not asked:
+            return {}, []
         answers, ran = self._references.ask(list(asked.values()))
         return dict(zip(asked, answers, strict=True)), ran
 
@@ -249,11 +254,12 @@ class ForwardBackward:
             state = passes[op_slice.owner]
             adapter = state.adapter
             if op_slice.needs_grad and state.gradient is None:
-                state.gradient = claim_gradient(state)
+                may_stay_open = state.allowance is not None
+                state.gradient = adapter.claim_gradient(may_stay_open=may_stay_open)
             grads = state.gradient.views if state.gradient else None
             if state.gradient and not self._lora.stores_first:
                 state.gradient.settle()
-            segments.append(Segment(start, stop, adapter, adapter.spec.scale, grads))
+            segments.append(Segment(start, stop, adapter, adapter.scale, grads))
         return segments
 
     def _run_head(
@@ -263,10 +269,10 @@ class ForwardBackward:
         route: Route,
         hidden: torch.Tensor,
         referred: Mapping[OpSlice, Referred],
-    ) -> tuple[list[HeadResult], torch.Tensor]:
+    ) -> tuple[dict[OpSlice, HeadResult], torch.Tensor]:
         hidden_grad = torch.zeros_like(hidden) if batch.needs_grad else hidden.new_empty(0)
         part_by_start = {part.start: part for part in route.lora.parts(UNEMBED)}
-        inputs: list[HeadInput] = []
+        inputs: dict[OpSlice, HeadInput] = {}
         results: dict[OpSlice, HeadResult] = {}
         for op_slice, segment in zip(batch.op_slices, route.segments, strict=True):
             op, part = passes[op_slice.owner].op, part_by_start.get(segment.start)
@@ -277,29 +283,7 @@ class ForwardBackward:
                 given = (datums, op.temperature, part, referred[op_slice])
                 results[op_slice] = self._kl_head.compare(*given, *states)
             else:
-                inputs.append(self._input(op, op_slice, part, segment.start))
-        found = iter(self._head.run(inputs, hidden, hidden_grad))
-        in_order = [
-            results[op_slice] if op_slice in results else next(found)
-            for op_slice in batch.op_slices
-        ]
-        return in_order, hidden_grad
-
-    def _input(self, op: Pass, op_slice: OpSlice, part: Part | None, start: int) -> HeadInput:
-        """Return a slice of a pass as the head wants it."""
-        loss, datums = LOSSES[op.loss_fn], op.datums[op_slice.first : op_slice.last]
-        return HeadInput(
-            start=start,
-            needs_grad=op_slice.needs_grad,
-            targets=self._column(datums, TARGETS, torch.int64),
-            inputs={name: self._column(datums, name, self._loss_dtype) for name in loss.inputs},
-            datum_lengths=[len(datum.tokens) for datum in datums],
-            loss=loss,
-            config={**loss.defaults, **op.loss_config},
-            part=part,
-        )
-
-    def _column(self, datums: Sequence[Datum], name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one input of a slice's datums, `[n, K]`; a 1-D input is one column."""
-        arrays = [datum.inputs[name].reshape(len(datum.tokens), -1) for datum in datums]
-        return to_device(np.concatenate(arrays), self._device, dtype)
+                inputs[op_slice] = self._head.input(op, op_slice, part, segment.start)
+        found = self._head.run(list(inputs.values()), hidden, hidden_grad)
+        results.update(zip(inputs, found, strict=True))
+        return results, hidden_grad

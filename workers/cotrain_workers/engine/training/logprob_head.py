@@ -11,17 +11,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.unembedding import PlainSoftmax, Projection, raw_logits
-from cotrain_workers.engine.training.losses import value, value_and_slope
+from cotrain_workers.engine.training.losses import LOSSES, value, value_and_slope
+from cotrain_workers.engine.training.validation import TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from cotrain_workers.engine.model.unembedding import NewSoftmax
+    from cotrain_workers.engine.ops import Datum, Pass
     from cotrain_workers.engine.routing import Part
     from cotrain_workers.engine.training.losses import LossSpec
+    from cotrain_workers.engine.training.micro_batches import OpSlice
 
 
 # As `sequence_table.FINE_STEP`; measured for products of up to 50,257 columns, on one and two threads.
@@ -97,6 +102,26 @@ class Head:
         self._softcap = softcap
         self._chunk_rows = chunk_rows
         self._new_softmax = new_softmax
+        self._loss_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+    def input(self, op: Pass, op_slice: OpSlice, part: Part | None, start: int) -> HeadInput:
+        """Return a slice of a pass, whose first row is `start`, as `run` takes it."""
+        loss, datums = LOSSES[op.loss_fn], op.datums[op_slice.first : op_slice.last]
+        return HeadInput(
+            start=start,
+            needs_grad=op_slice.needs_grad,
+            targets=self._column(datums, TARGETS, torch.int64),
+            inputs={name: self._column(datums, name, self._loss_dtype) for name in loss.inputs},
+            datum_lengths=[len(datum.tokens) for datum in datums],
+            loss=loss,
+            config={**loss.defaults, **op.loss_config},
+            part=part,
+        )
+
+    def _column(self, datums: Sequence[Datum], name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return one input of a slice's datums, `[n, K]`; a 1-D input is one column."""
+        arrays = [datum.inputs[name].reshape(len(datum.tokens), -1) for datum in datums]
+        return to_device(np.concatenate(arrays), self._weight.device, dtype)
 
     @torch.no_grad()
     def run(

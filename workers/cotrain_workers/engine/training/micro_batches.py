@@ -5,14 +5,14 @@ Where an op is cut depends on the op alone, so its sums do not depend on its nei
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from cotrain_workers.engine.sequence_table import bucket, up_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,23 @@ class MicroBatch:
 
     op_slices: tuple[OpSlice, ...]
     align: int = 1
+    tokens: int = field(init=False)
+    """Rows that carry a tenant's token."""
+    padded_tokens: int = field(init=False)
+    """Rows with the filler sequences."""
+    spans: Sequence[tuple[int, int]] = field(init=False)
+    """The first row of each slice, and the one past its last token."""
+    needs_grad: bool = field(init=False)
+    """Whether anything is to be differentiated."""
 
-    @property
-    def tokens(self) -> int:
-        """Return the number of rows that carry a tenant's token."""
-        return sum(op_slice.tokens for op_slice in self.op_slices)
-
-    @property
-    def padded_tokens(self) -> int:
-        """Return the number of rows with the filler sequences."""
-        return bucket(sum(up_to(op_slice.tokens, self.align) for op_slice in self.op_slices))
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """Return the first row of each slice, and the one past its last token."""
-        ends = accumulate((up_to(p.tokens, self.align) for p in self.op_slices), initial=0)
-        return [(start, start + p.tokens) for start, p in zip(ends, self.op_slices, strict=False)]
-
-    @property
-    def needs_grad(self) -> bool:
-        """Return whether anything is to be differentiated."""
-        return any(op_slice.needs_grad for op_slice in self.op_slices)
+    def __post_init__(self) -> None:
+        *starts, rows = accumulate((up_to(p.tokens, self.align) for p in self.op_slices), initial=0)
+        vars(self).update(
+            tokens=sum(p.tokens for p in self.op_slices),
+            padded_tokens=bucket(rows),
+            spans=[(at, at + p.tokens) for at, p in zip(starts, self.op_slices, strict=True)],
+            needs_grad=any(p.needs_grad for p in self.op_slices),
+        )
 
     def halves(self) -> tuple[MicroBatch, MicroBatch]:
         """Return the two halves, in order; there are at least two slices."""
@@ -80,10 +76,6 @@ class MicroBatch:
         left = tuple(op_slice for op_slice in self.op_slices if op_slice.owner != owner)
         return replace(self, op_slices=left)
 
-    def ordered(self, key: Callable[[OpSlice], Any]) -> MicroBatch:
-        """Return the same with its slices sorted; those of equal keys keep their order."""
-        return replace(self, op_slices=tuple(sorted(self.op_slices, key=key)))
-
 
 @dataclass
 class PassesCost:
@@ -95,12 +87,6 @@ class PassesCost:
     seconds: float = 0.0  # without those at the yield points
     halvings: int = 0  # of micro-batches that did not fit into memory
     cut_slices: int = 0  # of ops, among those; such an op has other last bits than with more memory
-
-    def add(self, batches: Sequence[MicroBatch]) -> None:
-        """Count micro-batches that ran."""
-        self.forwards += len(batches)
-        self.tokens += sum(batch.tokens for batch in batches)
-        self.padded_tokens += sum(batch.padded_tokens for batch in batches)
 
 
 def cut(
@@ -126,19 +112,27 @@ def of_one_kind(op_slices: Sequence[OpSlice]) -> list[list[OpSlice]]:
     return [[each for each in op_slices if each.needs_grad == kind] for kind in kinds]
 
 
-def fill(op_slices: Sequence[OpSlice], limit: int, align: int = 1) -> list[MicroBatch]:
-    """Put slices, in order, into micro-batches of at most `limit` rows; forward-only slices go last."""
+def fill(
+    op_slices: Sequence[OpSlice],
+    limit: int,
+    align: int = 1,
+    order_by_owner: Sequence[Any] | None = None,
+) -> list[MicroBatch]:
+    """Put slices, in order, into micro-batches of at most `limit` rows; forward-only slices go last.
+
+    Within each they are sorted by what their owners have in `order_by_owner`; equals keep their order.
+    """
     in_order = [p for p in op_slices if p.needs_grad] + [p for p in op_slices if not p.needs_grad]
-    batches: list[MicroBatch] = []
-    current: list[OpSlice] = []
+    bins: list[list[OpSlice]] = []
     rows = 0
     for op_slice in in_order:
         more = up_to(op_slice.tokens, align)
-        if current and rows + more > limit:
-            batches.append(MicroBatch(tuple(current), align))
-            current, rows = [], 0
-        current.append(op_slice)
+        if not bins or rows + more > limit:
+            bins.append([])
+            rows = 0
+        bins[-1].append(op_slice)
         rows += more
-    if current:
-        batches.append(MicroBatch(tuple(current), align))
-    return batches
+    if order_by_owner is not None:
+        for each in bins:
+            each.sort(key=lambda op_slice: order_by_owner[op_slice.owner])
+    return [MicroBatch(tuple(each), align) for each in bins]

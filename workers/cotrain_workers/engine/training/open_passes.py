@@ -9,10 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
-    from cotrain_workers.engine.adapters.adapter import Adapter
-    from cotrain_workers.engine.ops import Pass, ReverseKl
     from cotrain_workers.engine.training.pass_state import PassState
 
 
@@ -41,47 +39,18 @@ class OpenPasses:
         if state is not None:
             state.adapter.drop_open_gradient()
 
-    def drop_others(self, run: str, seq: int) -> None:
-        """Forget what a run has open unless it is its op `seq`, which comes next."""
-        if run in self._state_by_run and self._state_by_run[run].op.seq != seq:
-            self.drop(run)
+    def take(self, first_by_run: Mapping[str, int]) -> dict[tuple[str, int], PassState]:
+        """Take out the passes that come next in their runs, by (run, seq), and forget others of these runs."""
+        taken = {}
+        for run, seq in first_by_run.items():
+            state = self._state_by_run.get(run)
+            if state is not None and state.op.seq == seq:
+                taken[run, seq] = self._state_by_run.pop(run)
+            else:
+                self.drop(run)
+        return taken
 
     def keep(self, state: PassState) -> None:
         """Keep a pass of which slices are left; its gradient stays with its adapter, wherever that goes."""
         state.gradient = None
         self._state_by_run[state.op.run] = state
-
-    def resume(
-        self, op: Pass | ReverseKl, adapter: Adapter, allowance: int | None
-    ) -> PassState | None:
-        """Take out a pass that goes on in this cycle; None for one that is not open."""
-        if (op.run, op.seq) not in self:
-            return None
-        state = self._state_by_run.pop(op.run)
-        if state.adapter is not adapter:
-            return None
-        state.resume(allowance)
-        return state
-
-
-def after_one(is_over: Callable[[], bool]) -> Callable[[], bool]:
-    """Say at first that time is not over, whether it is or not: each cycle brings some pass forward."""
-    at_first = iter([False])
-    return lambda: next(at_first, True) and is_over()
-
-
-def next_wave(
-    passes: Sequence[Pass | ReverseKl], allowances: Mapping[tuple[str, int], int]
-) -> tuple[list[Pass | ReverseKl], list[Pass | ReverseKl]]:
-    """Split passes, those of a run in its order, into what may run now and what waits.
-
-    Behind a pass that may stay open its run waits: until it has ended, or for the next cycle.
-    """
-    wave: list[Pass | ReverseKl] = []
-    later: list[Pass | ReverseKl] = []
-    waiting: set[str] = set()
-    for op in passes:
-        (later if op.run in waiting else wave).append(op)
-        if (op.run, op.seq) in allowances:
-            waiting.add(op.run)
-    return wave, later

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT
+from cotrain_workers.engine.adapters.adapter import is_all_finite
 from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
 from cotrain_workers.engine.training.losses import LOSSES
 from cotrain_workers.engine.training.micro_batches import cut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from cotrain_workers.engine.adapters.adapter import Adapter
-    from cotrain_workers.engine.adapters.gradient import Gradient
-    from cotrain_workers.engine.ops import Datum, KlDatum
+    from cotrain_workers.engine.adapters.adapter import Adapter, Gradient
     from cotrain_workers.engine.training.logprob_head import HeadResult
     from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
 
@@ -41,6 +39,7 @@ class PassState:
     waits_since: int = field(default_factory=lambda: next(_TIMES))
     """Which of several that may stay open began, or ran last, the longest ago."""
     slices: deque[OpSlice] = field(default_factory=deque)  # that have not run, in their order
+    shapes: Sequence[tuple[int, ...]] = ()  # of what is found of each datum; set by `cut`
     rows: int = 0  # tokens that have run
     rows_before: int = 0  # of those, in earlier cycles
     gradient: Gradient | None = None  # where its weight gradients go, once a slice has run
@@ -49,13 +48,12 @@ class PassState:
     is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
     output: PassOutput | ReverseKlOutput | Failure | None = None
 
-    def datums(self, op_slice: OpSlice) -> Sequence[Datum] | Sequence[KlDatum]:
-        """Return the datums of one of this pass's slices."""
-        return self.op.datums[op_slice.first : op_slice.last]
-
     def rows_of(self, op_slice: OpSlice) -> int:
-        """Return how many tokens the base model reads for one of this pass's slices."""
-        return sum(datum.rows for datum in self.datums(op_slice))
+        """Return how many tokens the base model reads for one of this pass's slices: those for a reference, too."""
+        if not isinstance(self.op, ReverseKl):
+            return op_slice.tokens
+        asked = self.op.datums[op_slice.first : op_slice.last]
+        return op_slice.tokens + sum(len(datum.reference) for datum in asked)
 
     def resume(self, allowance: int | None) -> None:
         """Go on in another cycle."""
@@ -84,38 +82,24 @@ class PassState:
         if self.rows:  # what an open pass has left was cut when it began
             self.slices = deque(replace(each, owner=at) for each in self.slices)
             return
+        self.shapes = [datum.shape for datum in self.op.datums]
         lengths = [len(datum.tokens) for datum in self.op.datums]
-        columns = [math.prod(datum.shape[1:]) for datum in self.op.datums]
+        columns = [math.prod(shape[1:]) for shape in self.shapes]
         self.slices = deque(cut(at, lengths, columns, limit, needs_grad=self.op.needs_grad))
         if not self.slices:
             self.output = output_of(self.op, [], 0.0)
 
 
-def claim_gradient(state: PassState) -> Gradient:
-    """Return where a pass may add its gradient: the adapter's own arena while no other does, else scratch.
-
-    A pass that fails is then undone by discarding the sums or dropping the scratch. Both start from zeros,
-    so the bits of the sum do not depend on which it was. One that may stay open leaves the arena alone:
-    the adapter is then, between cycles, as its last complete op left it. One behind an open pass does, too:
-    that pass, which ends first, is added to the arena whole.
-    """
-    adapter = state.adapter
-    if state.allowance is not None:
-        return adapter.begin_open_gradient()
-    if adapter.grads_pending or adapter.gradient_in_use or adapter.has_begun_open_gradient:
-        return adapter.scratch_gradient()
-    adapter.gradient_in_use = True
-    return adapter.gradient
-
-
-def collect(batch: MicroBatch, passes: Sequence[PassState], results: Sequence[HeadResult]) -> None:
+def collect(
+    batch: MicroBatch, passes: Sequence[PassState], result_by_slice: Mapping[OpSlice, HeadResult]
+) -> None:
     """Note what was found of each slice, and close the passes that are complete."""
-    for op_slice, result in zip(batch.op_slices, results, strict=True):
+    for op_slice in batch.op_slices:
         state = passes[op_slice.owner]
         ran = state.slices.popleft()
         assert ran == op_slice, "the slices of a pass run in their order"
         state.rows += state.rows_of(ran)
-        state.results.append(result)
+        state.results.append(result_by_slice[op_slice])
     for at in dict.fromkeys(op_slice.owner for op_slice in batch.op_slices):
         if not passes[at].slices:
             close(passes[at])
@@ -129,25 +113,12 @@ def close(done: PassState) -> None:
     verdicts = [torch.isfinite(total_loss(done))]
     verdicts += [is_all_finite(result.found) for result in done.results]
     if done.gradient is not None:
-        verdicts.append(is_finite_gradient(done.gradient, done.adapter))
+        verdicts.append(done.adapter.is_finite(done.gradient))
     done.is_finite = torch.stack(verdicts).all()
-    if done.gradient is None:
-        return
-    done.gradient.discard_unless(done.is_finite)
-    if done.gradient is not done.adapter.gradient:
-        done.adapter.gradient.flat.add_(done.gradient.flat)
-        done.adapter.gradient_in_use = True  # until `finish` knows whether anything was added
-        forget_scratch(done)
-
-
-def forget_scratch(state: PassState) -> None:
-    """Let go of a gradient that is not the adapter's own."""
-    is_open = state.gradient is not None and state.gradient.flat is state.adapter.arenas.get(
-        OPEN_GRADIENT
-    )
-    state.gradient = None
-    if is_open:
-        state.adapter.drop_open_gradient()
+    if done.gradient is not None:
+        done.adapter.add(done.gradient, done.is_finite)
+        if done.gradient is not done.adapter.gradient:
+            done.gradient = None
 
 
 def finish(passes: Sequence[PassState]) -> None:
@@ -181,9 +152,8 @@ def values_on_host(passes: Sequence[PassState]) -> list[np.ndarray]:
 
 def per_datum(done: PassState, found: np.ndarray) -> list[np.ndarray]:
     """Split what a pass found, one value per target, into its datums."""
-    shapes = [datum.shape for datum in done.op.datums]
-    values = np.split(found, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
-    return [each.reshape(shape) for each, shape in zip(values, shapes, strict=True)]
+    values = np.split(found, np.cumsum([math.prod(shape) for shape in done.shapes])[:-1])
+    return [each.reshape(shape) for each, shape in zip(values, done.shapes, strict=True)]
 
 
 def total_loss(done: PassState) -> torch.Tensor:
@@ -196,10 +166,9 @@ def total_loss(done: PassState) -> torch.Tensor:
 
 def give_up(failed: PassState, failure: Failure) -> None:
     """Fail an incomplete pass and leave no trace of it."""
-    if failed.gradient is failed.adapter.gradient:
-        failed.adapter.gradient.discard()
-        failed.adapter.gradient_in_use = False
-    forget_scratch(failed)
+    if failed.gradient is not None:
+        failed.adapter.take_back(failed.gradient)
+        failed.gradient = None
     failed.slices.clear()
     failed.results.clear()
     failed.output = failure
@@ -218,27 +187,6 @@ def output_of(
         kl_sum=float(sum(kl.sum(dtype=np.float64) for kl in found)),
         weighted_tokens=sum(int(np.count_nonzero(w)) for w in weights),
     )
-
-
-def is_finite_gradient(gradient: Gradient, adapter: Adapter) -> torch.Tensor:
-    """Return, on the device, whether a gradient is finite.
-
-    On a CPU it is read once for this and the norm of a step that follows, if it is the adapter's own.
-    """
-    if gradient.is_cuda or gradient is not adapter.gradient:
-        return is_all_finite(gradient.flat)
-    return gradient.is_finite()
-
-
-def is_all_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return, on the device, whether there is no NaN and no infinity; there is at least one value."""
-    if not values.is_cuda:
-        # A third of the time for an arena. Finite values may have a sum that is not: then it says nothing.
-        has_finite_sum = torch.isfinite(values.sum())
-        if has_finite_sum:
-            return has_finite_sum
-    low, high = values.aminmax()
-    return torch.isfinite(low) & torch.isfinite(high)
 
 
 def needs_memory(tokens: int) -> Failure:

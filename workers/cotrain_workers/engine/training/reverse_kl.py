@@ -152,10 +152,8 @@ class References:
             )
         ]
         adapters = self._adapters(questions)
-        batches = [
-            batch.ordered(lambda op_slice: self._lora.order(adapters[op_slice.owner]))
-            for batch in fill(op_slices, limit, self._lora.align)
-        ]
+        order = [self._lora.order(adapter) for adapter in adapters]
+        batches = fill(op_slices, limit, self._lora.align, order)
         hidden: list[list[torch.Tensor]] = [[] for _ in questions]
         for batch in batches:
             for op_slice, found in zip(

@@ -73,7 +73,8 @@ class Side(SideStream):
 
 
 def banked(cuda: Any, runs: str, budget_in_adapters: int) -> AdapterBank:
-    size = AdapterBank(TARGETS, CPU, torch.float32).create("a", AdapterSpec(4, 0)).device_bytes
+    other = AdapterBank(TARGETS, CPU, torch.float32)
+    size = other.device_bytes(other.create("a", AdapterSpec(4, 0)))
     bank = AdapterBank(
         TARGETS,
         CPU,

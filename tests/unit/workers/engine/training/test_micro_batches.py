@@ -60,3 +60,14 @@ def test_what_fits_one_micro_batch_is_one_micro_batch() -> None:
     ]
 
     assert len(fill(op_slices, 256)) == 1
+
+
+def test_slices_of_a_micro_batch_lie_in_the_order_of_their_owners_and_of_the_plan() -> None:
+    op_slices = [p for owner in (0, 1, 2) for p in cut(owner, [8, 8], [1, 1], 8, needs_grad=True)]
+
+    (batch,) = fill(op_slices, 256, 8, [16, 4, 16])
+
+    assert [(p.owner, p.first) for p in batch.op_slices] == [
+        (1, 0), (1, 1), (0, 0), (0, 1), (2, 0), (2, 1),
+    ]  # fmt: skip
+    assert batch.spans == [(start, start + 8) for start in range(0, 48, 8)]

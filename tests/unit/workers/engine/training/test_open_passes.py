@@ -18,8 +18,8 @@ from cotrain_workers.engine.ops import (
     ReverseKl,
     Save,
 )
+from cotrain_workers.engine.running_cycle import next_wave
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training.open_passes import next_wave
 from cotrain_workers.engine.training.pass_state import needs_memory
 from tests.support.kl import kl_datums, random_weights, started
 from tests.support.open_passes import (

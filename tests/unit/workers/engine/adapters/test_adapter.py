@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
-from cotrain_workers.engine.adapters.gradient import Gradient, discard_all
+from cotrain_workers.engine.adapters.adapter import Gradient, discard_all, is_all_finite
 from cotrain_workers.engine.lora.segmented import add_product
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, kept_share, plan_layout
+
+INF, NAN = float("inf"), float("nan")
 
 TARGETS = (Target("q_proj", "attn", 24, 20), Target("v_proj", "attn", 24, 40))
 
@@ -87,3 +89,16 @@ def test_finite_values_of_fp64_may_have_a_norm_that_is_not() -> None:
 
 def test_what_was_no_gradient_keeps_all_it_has() -> None:
     assert kept_share(Pair(torch.ones(1, 1), torch.ones(1, 1))) == 1
+
+
+@pytest.mark.parametrize("bad", [[INF], [-INF], [NAN], [INF, -INF]])
+def test_one_value_that_is_not_finite_is_found(bad: list[float]) -> None:
+    values = torch.ones(1000)
+    values[500 : 500 + len(bad)] = torch.tensor(bad)
+
+    assert not is_all_finite(values)
+
+
+def test_values_whose_sum_is_not_finite_may_be() -> None:
+    assert is_all_finite(torch.full((4,), 3e38))
+    assert is_all_finite(torch.ones(4))
