@@ -84,9 +84,9 @@ def flops(launch: Launch) -> float:
     shapes = [each for each in launch.args if isinstance(each, tuple)]
     match launch.name:
         case "lora_expand":
-            return 2.0 * size(shapes[0]) * sum(weight[0] for weight in launch.args[1])
+            return 2.0 * size(shapes[0]) * sum(int(weight[0]) for weight in launch.args[1])
         case "lora_expand_back":
-            return sum(2.0 * size(g) * w[1] for g, w in zip(*launch.args[:2], strict=True))
+            return sum(2.0 * size(g) * int(w[1]) for g, w in zip(*launch.args[:2], strict=True))
         case "mm" | "_grouped_mm" | "bmm" | "linear":
             left, right = shapes[0], shapes[1]
             if launch.name == "linear":

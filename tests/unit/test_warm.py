@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm.popen import Popen, is_same, read_command, run
+from tests.warm.popen import RUN, Popen, is_same, read_command, run
 from tests.warm.sources import ROOT, SOURCES
 
 PATIENCE_S = 300
@@ -137,6 +137,22 @@ def test_a_command_line_is_read_or_left_to_the_interpreter(
 def test_a_process_of_pytest_xdist_is_forked_from_one_that_has_imported_the_tests() -> None:
     is_forked = "tests.warm.collected" in Path("/proc/self/cmdline").read_text().split("\0")
     assert is_forked == ("PYTEST_XDIST_WORKER" in os.environ)
+
+
+def test_a_test_module_that_cannot_be_imported_is_an_error_in_a_forked_process_too(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "test_broken.py").write_text(
+        "def test_before() -> None: ...\nimport nothing_of_this_name\n"
+    )
+    fresh = {k: v for k, v in os.environ.items() if k != RUN and not k.startswith("PYTEST_")}
+    command = [
+        sys.executable, "-m", "pytest", "-n", "1", "-p", "tests.conftest", "-c", "pyproject.toml",
+        "--rootdir", str(tmp_path), str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=fresh, text=True, capture_output=True, check=False)
+    assert "No module named 'nothing_of_this_name'" in done.stdout
+    assert done.returncode != 0
 
 
 def test_another_program_is_started_as_ever() -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.warm.parent import Parent, build_routes, compile_names_of_weights, re
 from tests.warm.popen import RUN, Popen, reached
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
 
 def fork_processes_of(config: pytest.Config) -> None:
@@ -52,11 +53,32 @@ def fork_processes_of(config: pytest.Config) -> None:
     gateway_io.Popen2IOMaster = Forked  # type: ignore[misc]  # it has no setting for this
 
 
+class Failures:
+    """Forgets what could not be imported: pytest leaves half of it among the modules, and would find it there."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        if report.failed:
+            for name, module in list(sys.modules.items()):
+                if is_of(getattr(module, "__file__", None), str(collector.path)):
+                    del sys.modules[name]
+        return report
+
+
+def is_of(file: str | None, collected: str) -> bool:
+    """Tell whether a module is what was collected, a file or a folder, or is imported for that folder."""
+    return file is not None and collected in (file, str(Path(file).parent))
+
+
 def preload(folder: str, arguments: Sequence[str]) -> None:
     """Import the tests."""
     os.chdir(folder)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads of tests that train a tokenizer
-    pytest.main([*arguments, "--collect-only", "-qqq", "--capture=no", "-n", "0"])
+    options = ["--collect-only", "-qqq", "--capture=no", "-n", "0"]
+    pytest.main([*arguments, *options], plugins=[Failures()])
     del os.environ["TOKENIZERS_PARALLELISM"]
     if "cotrain_server.app" in sys.modules:
         build_routes()
