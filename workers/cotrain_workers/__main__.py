@@ -25,6 +25,7 @@ from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
 from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
 from cotrain_store.settings.worker import FIRST_FREE, WorkerSettings, pool_of
+from cotrain_workers.engine.cores import use_cores
 from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel
@@ -41,7 +42,6 @@ from cotrain_workers.worker.bootstrap import (
     follow_first,
     measured_engine,
     pool_record,
-    use_cores,
 )
 from cotrain_workers.worker.instance_lock import (
     WorkerIdInUse,

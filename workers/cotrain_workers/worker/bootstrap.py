@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -81,21 +80,6 @@ def device_of(settings: WorkerSettings) -> str:
     if settings.device != "auto":
         return settings.device
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def use_cores(threads: int) -> None:
-    """Have this thread compute on `threads` cores, 0: on as many as torch takes, and every later one on a core alone.
-
-    A thread that copies a run or writes a save would else make its first large tensor with a team of its own.
-    OpenMP sees more threads than cores from then on, and has all of them sleep where they waited a moment before:
-    training took half as long again on a CPU, until the worker ended.
-    """
-    if threads:
-        torch.set_num_threads(threads)
-    torch.get_num_threads()  # a thread settles its number when it first asks
-    after = threading.Thread(target=torch.set_num_threads, args=(1,))
-    after.start()
-    after.join()
 
 
 def measured_engine(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from cotrain_workers.engine.ops import Pass
-from cotrain_workers.worker.bootstrap import measure_throughput, use_cores
+from cotrain_workers.worker.bootstrap import measure_throughput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,19 +32,3 @@ def test_the_speed_is_that_of_as_many_tokens_as_are_asked_for_and_leaves_no_run(
     assert measure_throughput(engine, num_tokens) > 0
     assert trained == [0, num_tokens, num_tokens]
     assert "probe" not in engine.adapters
-
-
-@pytest.mark.parametrize(("threads", "cores"), [(2, 2), (3, 3), (0, 1)])
-def test_one_thread_computes_on_the_cores_and_each_later_one_on_a_core_alone(
-    threads: int, cores: int
-) -> None:
-    """A second team of OpenMP has the first one sleep at every turn: training took half as long again."""
-
-    def work() -> tuple[int, int]:
-        use_cores(threads)
-        with ThreadPoolExecutor(1) as writer:
-            return torch.get_num_threads(), writer.submit(torch.get_num_threads).result()
-
-    with ThreadPoolExecutor(1) as worker:
-        assert worker.submit(work).result() == (cores, 1)
-    assert torch.get_num_threads() == 1, "of this test's own process"

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from cotrain_workers.engine.adapters.copy_streams import InLine, SideStream
+from cotrain_workers.engine.cores import StepCores, keeps_bits
 from cotrain_workers.engine.decoding.adapter_slots import (
     PinnedWeights,
     WeightSlots,
@@ -46,6 +48,7 @@ from cotrain_workers.engine.ops import Failure, WeightsMissing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from cotrain_workers.engine.adapters.copy_streams import CopyStream
     from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
@@ -100,6 +103,10 @@ class EngineDecoder:
         self._pinned = PinnedWeights(self.slots)  # of the sequences that run
         self._copies: CopyStream = SideStream(device) if device.type == "cuda" else InLine()
         self.overlaps = device.type == "cuda"  # a CPU would have nothing to do for it
+        chooses_cores = device.type == "cpu" and keeps_bits()
+        self.cores: AbstractContextManager[object] = (
+            StepCores(torch.get_num_threads()) if chooses_cores else nullcontext()
+        )
         self._begun: NextTokens | None = (
             None  # by the row that the device computes between two calls
         )
@@ -157,7 +164,6 @@ class EngineDecoder:
         self.slots.drop(key)
         self._index.drop(key)
 
-    @torch.inference_mode()
     def step(self) -> Progress:
         """Admit who fits, compute one packed row, and choose the next token of everyone who is ready.
 
@@ -165,6 +171,10 @@ class EngineDecoder:
         then the next call has nothing to begin before it reads. What a sequence that ended computed in it
         is thrown away.
         """
+        with self.cores, torch.inference_mode():
+            return self._step()
+
+    def _step(self) -> Progress:
         log = StepLog(finished=list(self._empty))
         self._empty.clear()
         begun, self._begun = self._begun, None
