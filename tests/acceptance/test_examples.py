@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 EXAMPLES = ROOT / "examples"
 KEY = "tml-example_key-of-mine"
-#: Of the demo's base model, which has 3 layers and takes 300 steps over four times the text: enough to have something
-#: to learn from, and less text is learned in fewer steps.
-MODEL_LAYERS, MODEL_CHARACTERS, MODEL_STEPS = 2, 300_000, 90
+#: Of the demo's base model, which has 3 layers and takes 300 steps of rows twice as long over four times the text:
+#: enough to have something to learn from, and less text is learned in fewer steps.
+MODEL_LAYERS, MODEL_CHARACTERS, MODEL_STEPS, MODEL_LENGTH = 2, 300_000, 90, 64
+#: Of the text of a model that nobody waits for.
+FEW_CHARACTERS = 30_000
 PNG = b"\x89PNG\r\n\x1a\n"
 
 Rows = list[dict[str, Any]]
@@ -38,9 +40,9 @@ Rows = list[dict[str, Any]]
 
 
 class Run(Protocol):
-    """Run an example and give its table."""
+    """Run an example and give its table; `sizes` are constants of the example that no option sets."""
 
-    def __call__(self, example: str, *options: str) -> Rows: ...
+    def __call__(self, example: str, *options: str, **sizes: int) -> Rows: ...
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         demo_model = importlib.import_module("demo_model")
         patch.setitem(demo_model.SHAPE, "num_hidden_layers", MODEL_LAYERS)
         patch.setattr(demo_model, "STEPS", MODEL_STEPS)
+        patch.setattr(demo_model, "LENGTH", MODEL_LENGTH)
         patch.setattr("demo_texts.MAX_CHARACTERS", MODEL_CHARACTERS)
         yield demo_model.cached_model(tmp_path_factory.mktemp("demo") / "model", lambda *_: None)
 
@@ -73,12 +76,19 @@ def run_at(
     capsys: pytest.CaptureFixture[str],
     example: str,
     *options: str,
+    **sizes: int,
 ) -> Rows:
     """Run an example in this process, which has loaded torch and transformers already."""
     for name, value in environment_of(client_settings(address)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [example, "--json", *options])
-    runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    if sizes:
+        main = runpy.run_path(str(EXAMPLES / example), run_name="smaller")["main"]
+        assert sizes.keys() <= main.__globals__.keys()
+        main.__globals__.update(sizes)
+        main()
+    else:
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
     rows: Rows = json.loads(capsys.readouterr().out)
     return rows
 
@@ -90,7 +100,14 @@ def client_settings(address: str) -> dict[str, str]:
 def test_what_is_done_is_said_before_it_is_done_and_how_far_it_is_while_it_is(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, str(EXAMPLES / "make_model.py"), str(tmp_path / "model")]
+    # Of a fortieth of the text, which is read, made a tokenizer of and encoded before the first step; and a line is
+    # written every second, of a training that takes this long for nothing else.
+    program = (
+        f"import runpy, sys; sys.path.insert(0, {str(EXAMPLES)!r}); import demo_texts, how_far; "
+        f"demo_texts.MAX_CHARACTERS, how_far.EVERY_S = {FEW_CHARACTERS}, 1.0; "
+        f"runpy.run_path({str(EXAMPLES / 'make_model.py')!r}, run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "model")]
     with Popen(command, env=environment_of({}), stderr=subprocess.PIPE) as making:
         assert making.stderr is not None
         try:
@@ -114,7 +131,7 @@ def test_the_demo_says_what_it_does_before_it_loads_torch() -> None:
         assert demo.stdout is not None
         try:
             for line in demo.stdout:
-                if re.search(r"\| +torch$", line):
+                if re.search(r"\| +torch\.", line):  # a part of it, which is said before the whole
                     break
                 said += "" if line.startswith("import time:") else line
         finally:
@@ -140,7 +157,7 @@ def test_preferences_are_learned_for_pairs_that_were_held_out(run: Run) -> None:
 
 
 def test_a_student_comes_nearer_to_its_teacher(run: Run) -> None:
-    *_, first, last = (row["KL"] for row in run("distill.py", "--steps=6"))
+    *_, first, last = (row["KL"] for row in run("distill.py", "--steps=6", TEACHER_STEPS=16))
     assert last < 0.9 * first
 
 
@@ -173,7 +190,7 @@ def test_a_custom_loss_learns_and_is_the_servers_own_where_it_is_the_same_loss(r
 
 
 def test_an_evaluation_finds_the_trained_adapter_better(run: Run) -> None:
-    base, trained = run("evaluate.py", "--steps=30")
+    base, trained = run("evaluate.py", "--steps=16")
     assert trained["mean score"] > base["mean score"]
     assert trained["best of 8"] >= trained["mean score"]
 
