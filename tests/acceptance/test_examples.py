@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = ROOT / "examples"
 KEY = "tml-example_key-of-mine"
-#: Of the demo's base model, which has 3 layers and takes 300 steps of rows twice as long over four times the text:
+#: Of the demo's base model, which has 3 layers and takes 300 steps over four times the text:
 #: enough to have something to learn from, and less text is learned in fewer steps.
-MODEL_LAYERS, MODEL_CHARACTERS, MODEL_STEPS, MODEL_LENGTH = 2, 300_000, 90, 64
+MODEL_LAYERS, MODEL_CHARACTERS, MODEL_STEPS = 2, 300_000, 90
 #: Of the text of a model that nobody waits for.
 FEW_CHARACTERS = 30_000
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -40,9 +40,9 @@ Rows = list[dict[str, Any]]
 
 
 class Run(Protocol):
-    """Run an example and give its table; `sizes` are constants of the example that no option sets."""
+    """Run an example and give its table."""
 
-    def __call__(self, example: str, *options: str, **sizes: int) -> Rows: ...
+    def __call__(self, example: str, *options: str) -> Rows: ...
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,6 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         demo_model = importlib.import_module("demo_model")
         patch.setitem(demo_model.SHAPE, "num_hidden_layers", MODEL_LAYERS)
         patch.setattr(demo_model, "STEPS", MODEL_STEPS)
-        patch.setattr(demo_model, "LENGTH", MODEL_LENGTH)
         patch.setattr("demo_texts.MAX_CHARACTERS", MODEL_CHARACTERS)
         yield demo_model.cached_model(tmp_path_factory.mktemp("demo") / "model", lambda *_: None)
 
@@ -76,19 +75,12 @@ def run_at(
     capsys: pytest.CaptureFixture[str],
     example: str,
     *options: str,
-    **sizes: int,
 ) -> Rows:
     """Run an example in this process, which has loaded torch and transformers already."""
     for name, value in environment_of(client_settings(address)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [example, "--json", *options])
-    if sizes:
-        main = runpy.run_path(str(EXAMPLES / example), run_name="smaller")["main"]
-        assert sizes.keys() <= main.__globals__.keys()
-        main.__globals__.update(sizes)
-        main()
-    else:
-        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    runpy.run_path(str(EXAMPLES / example), run_name="__main__")
     rows: Rows = json.loads(capsys.readouterr().out)
     return rows
 
@@ -157,7 +149,7 @@ def test_preferences_are_learned_for_pairs_that_were_held_out(run: Run) -> None:
 
 
 def test_a_student_comes_nearer_to_its_teacher(run: Run) -> None:
-    *_, first, last = (row["KL"] for row in run("distill.py", "--steps=6", TEACHER_STEPS=16))
+    *_, first, last = (row["KL"] for row in run("distill.py", "--steps=6"))
     assert last < 0.9 * first
 
 
@@ -190,7 +182,7 @@ def test_a_custom_loss_learns_and_is_the_servers_own_where_it_is_the_same_loss(r
 
 
 def test_an_evaluation_finds_the_trained_adapter_better(run: Run) -> None:
-    base, trained = run("evaluate.py", "--steps=16")
+    base, trained = run("evaluate.py", "--steps=30")
     assert trained["mean score"] > base["mean score"]
     assert trained["best of 8"] >= trained["mean score"]
 
