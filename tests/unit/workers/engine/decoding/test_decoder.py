@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     NewEngine = Callable[..., Engine]
     ModelFolder = Callable[..., Path]
 
+#: Sampled three times and more per test: enough that what is generated, behind 37 or 70 tokens, begins a page of 16.
+MINE_TOKENS = 14
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_are_the_trainers(new_engine: NewEngine, family: str) -> None:
@@ -80,7 +83,7 @@ def test_a_seeded_request_gives_the_same_bits_in_any_batch(
     engine = new_engine(family)
     weights = trained_weights(engine)
     mine = [
-        replace(whole(f"mine-{run}", run), num_samples=num_samples)
+        replace(whole(f"mine-{run}", run), num_samples=num_samples, max_tokens=MINE_TOKENS)
         for run, num_samples in ((None, 3), ("all-8", 1), ("attn-1", 3))
     ]
 
@@ -99,7 +102,10 @@ def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path, threads:
     try:
         engine = Engine.load(str(build_tiny("qwen3", tmp_path, hidden=72, vocab=131)))
         weights = trained_weights(engine)
-        mine = [whole(f"mine-{run}", run, length=70) for run in ("all-8", "all-5", "head-16")]
+        mine = [
+            replace(whole(f"mine-{run}", run, length=70), max_tokens=MINE_TOKENS)
+            for run in ("all-8", "all-5", "head-16")
+        ]
         new_decoder = partial(engine.decoder, weights.__getitem__, kv_tokens=4096, text=text)
         together = finish(new_decoder(), [*neighbours(seed=5), *mine])
         for each in mine:
