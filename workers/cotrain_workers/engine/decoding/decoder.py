@@ -164,6 +164,7 @@ class EngineDecoder:
         self.slots.drop(key)
         self._index.drop(key)
 
+    @torch.inference_mode()
     def step(self) -> Progress:
         """Admit who fits, compute one packed row, and choose the next token of everyone who is ready.
 
@@ -171,7 +172,7 @@ class EngineDecoder:
         then the next call has nothing to begin before it reads. What a sequence that ended computed in it
         is thrown away.
         """
-        with self.cores, torch.inference_mode():
+        with self.cores:
             return self._step()
 
     def _step(self) -> Progress:
