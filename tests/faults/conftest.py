@@ -26,7 +26,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model that is as small as can be, without a tokenizer."""
     from tests.support.tiny_models import build_tiny
 
-    return build_tiny("qwen3", tmp_path_factory.mktemp("small") / "model", hidden=32, layers=1)
+    return build_tiny("qwen3", tmp_path_factory.mktemp("small") / "model")
 
 
 #: Of every nursery.
