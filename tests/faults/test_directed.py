@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 in_one_loop = pytest.mark.asyncio(loop_scope="session")
 
-#: Two tenants, that one dies beside another; each failpoint is reached three times, as is asserted. They have three
-#: bodies that go through the spool, and four checkpoints for elsewhere.
-PROGRAMS = programs(1, runs=2)
+PROGRAMS = programs(1)
 #: Where background work of the worker dies nine times over, a sample beside it would be blamed; a
 #: request is not, since a part that may kill runs beside no write.
 UNSAMPLED = without_samples(PROGRAMS)
