@@ -12,10 +12,12 @@ import torch
 if TYPE_CHECKING:
     from types import TracebackType
 
-#: Of a step's time, in which its thread computed. Below SHORT it waited for cores, above SPARE it had one.
-SHORT, SPARE = 0.7, 0.9
-#: What the last step counts in the mean of what was seen.
-RECENT = 0.25
+#: A thread that computed less than this part of its last steps waited for cores.
+BUSY = 0.7
+#: What the last step counts in a mean of what was seen.
+RECENT = 0.5
+#: Steps between two trials of the other number of cores.
+TRY_EVERY = 32
 #: Of shorter steps the clocks say nothing.
 LEAST_S = 0.001
 
@@ -40,26 +42,38 @@ def keeps_bits() -> bool:
     return torch.backends.mkl.is_available() and os.environ.get("MKL_CBWR", "").endswith(",STRICT")
 
 
-class Contention:
-    """Tells whether a thread waits for cores, by how much of its steps it computed. Pure."""
+class CoreChoice:
+    """Decides whether the next step takes one core or all: whichever took less time of late. Pure.
+
+    One is tried only where the thread waited for cores, so never on an idle host; all are tried again now and then.
+    """
 
     def __init__(self) -> None:
-        self.is_short = False
+        self.is_alone = False
         self._computed = 1.0
+        self._pace_s: dict[bool, float] = {}  # of a step, by whether it was alone
+        self._since_trial = TRY_EVERY
 
     def note(self, wall_s: float, cpu_s: float) -> None:
-        """Count a step that took so long, of which its thread computed so much."""
+        """Count the step that was chosen last: how long it took, and how long its thread computed."""
         if wall_s < LEAST_S:
             return
-        self._computed += RECENT * (min(1.0, cpu_s / wall_s) - self._computed)
-        if self._computed < SHORT:
-            self.is_short = True
-        elif self._computed > SPARE:
-            self.is_short = False
+        before_s = self._pace_s.get(self.is_alone, wall_s)
+        self._pace_s[self.is_alone] = pace_s = before_s + RECENT * (wall_s - before_s)
+        self._since_trial += 1
+        if not self.is_alone:
+            self._computed += RECENT * (min(1.0, cpu_s / wall_s) - self._computed)
+            if self._computed >= BUSY:
+                return
+        if self._since_trial >= TRY_EVERY:
+            self._since_trial = 0
+            self.is_alone = not self.is_alone
+        elif self._pace_s[not self.is_alone] < pace_s:
+            self.is_alone = not self.is_alone
 
 
 class StepCores:
-    """Takes steps of small products on one core while other processes want the cores, else on `threads`.
+    """Takes steps of small products on one core where that is faster, as other processes want the cores, else on `threads`.
 
     The threads of a product wait for each other some sixty times in a step of the decoder, and the one that has no
     core keeps the others waiting for as long as others may compute: eight tokens took 2.5 s on two cores
@@ -67,13 +81,13 @@ class StepCores:
     """
 
     def __init__(self, threads: int) -> None:
-        self.contention = Contention()
+        self.choice = CoreChoice()
         self._threads = threads
         self._is_alone = False
         self._began_s = (0.0, 0.0)
 
     def __enter__(self) -> Self:
-        self._is_alone = self.contention.is_short and self._threads > 1
+        self._is_alone = self.choice.is_alone and self._threads > 1
         if self._is_alone:
             torch.set_num_threads(1)
         self._began_s = time.perf_counter(), time.thread_time()
@@ -86,6 +100,6 @@ class StepCores:
         trace: TracebackType | None,
     ) -> None:
         wall_s, cpu_s = self._began_s
-        self.contention.note(time.perf_counter() - wall_s, time.thread_time() - cpu_s)
+        self.choice.note(time.perf_counter() - wall_s, time.thread_time() - cpu_s)
         if self._is_alone:
             use_cores(self._threads)

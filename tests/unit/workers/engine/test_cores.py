@@ -10,7 +10,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from cotrain_workers.engine.cores import Contention, StepCores, keeps_bits, use_cores
+from cotrain_workers.engine.cores import TRY_EVERY, CoreChoice, StepCores, keeps_bits, use_cores
 from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import assert_same, output, request, text, trained_weights
 from tests.support.tiny_models import build_tiny
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.decoding.requests import SampleOutput
 
 
-class AlwaysShort(Contention):
-    """A host whose cores are always wanted by others."""
+class AlwaysAlone(CoreChoice):
+    """As on a host whose cores are always wanted by others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_short = True
+        self.is_alone = True
 
     @override
     def note(self, wall_s: float, cpu_s: float) -> None:
@@ -58,27 +58,41 @@ def test_one_thread_computes_on_the_cores_and_each_later_one_on_a_core_alone(
     assert torch.get_num_threads() == 1, "of this test's own process"
 
 
-def after(*steps: tuple[int, float, float]) -> list[bool]:
-    """Return what is said after so many steps of so many seconds, of which the thread computed so many."""
-    contention, said = Contention(), []
-    for count, wall_s, cpu_s in steps:
+def chosen(*phases: tuple[int, float, float, float]) -> list[list[bool]]:
+    """Return by phase which of so many steps were alone, where one on all cores takes so many seconds, of which its
+    thread computes such a part, and one on a core alone so many.
+    """
+    choice, seen = CoreChoice(), []
+    for count, all_s, computed, alone_s in phases:
+        steps = []
         for _ in range(count):
-            contention.note(wall_s, cpu_s)
-        said.append(contention.is_short)
-    return said
+            steps.append(choice.is_alone)
+            wall_s, part = (alone_s, 0.5) if choice.is_alone else (all_s, computed)
+            choice.note(wall_s, part * wall_s)
+        seen.append(steps)
+    return seen
 
 
-def test_a_thread_that_computes_all_of_its_time_has_a_core() -> None:
-    assert after((100, 0.010, 0.0098)) == [False]
+def test_a_thread_that_has_its_cores_never_tries_one_even_where_it_would_be_faster() -> None:
+    assert not any(*chosen((1000, 0.010, 0.98, 0.005)))
 
 
-def test_one_late_step_is_no_contention_and_several_are_until_cores_are_there_again() -> None:
-    late, better, free = (0.100, 0.020), (0.020, 0.016), (0.010, 0.0099)
-    assert after((1, *late), (1, *late), (20, *better), (20, *free)) == [False, True, True, False]
+def test_steps_that_wait_for_cores_take_one_if_it_is_faster_and_all_again_when_they_are_free() -> (
+    None
+):
+    busy, free = chosen((330, 0.280, 0.15, 0.060), (200, 0.009, 1.0, 0.0105))
+    assert busy.count(False) <= 3 + 330 / TRY_EVERY
+    assert free[-1] is False
+    assert free.count(True) <= 3 * TRY_EVERY
+
+
+def test_one_core_is_left_at_once_where_it_is_slower_than_all_that_are_waited_for() -> None:
+    (steps,) = chosen((320, 0.060, 0.5, 0.240))
+    assert 1 <= steps.count(True) <= 320 / TRY_EVERY
 
 
 def test_a_step_of_less_than_a_millisecond_says_nothing() -> None:
-    assert after((100, 0.0009, 0.0001)) == [False]
+    assert not any(*chosen((100, 0.0009, 0.1, 0.0001)))
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -86,7 +100,7 @@ def test_a_step_takes_one_core_while_cores_are_short_and_the_rest_has_them_all()
     cores = StepCores(2)
     with cores:
         assert torch.get_num_threads() == 2
-    cores.contention = AlwaysShort()
+    cores.choice = AlwaysAlone()
 
     def step() -> None:
         with cores:
@@ -109,11 +123,11 @@ def test_samples_have_the_same_bits_on_one_core_and_on_all(tmp_path: Path) -> No
     prompt = np.random.default_rng(0).integers(0, 2048, 90)
     seen: set[int] = set()
 
-    def sampled(*, is_short: bool) -> SampleOutput:
+    def sampled(*, is_alone: bool) -> SampleOutput:
         decoder = engine.decoder(weights.__getitem__, kv_tokens=4096, text=text)
         assert isinstance(decoder.cores, StepCores) == keeps_bits()
-        if is_short and isinstance(decoder.cores, StepCores):
-            decoder.cores.contention = AlwaysShort()
+        if is_alone and isinstance(decoder.cores, StepCores):
+            decoder.cores.choice = AlwaysAlone()
         of_step = decoder.runner.forward
 
         def counted(*args: Any) -> Forward | None:
@@ -126,5 +140,5 @@ def test_samples_have_the_same_bits_on_one_core_and_on_all(tmp_path: Path) -> No
         )
         return output(decoder, asked)
 
-    assert_same(sampled(is_short=False), sampled(is_short=True))
+    assert_same(sampled(is_alone=False), sampled(is_alone=True))
     assert seen == ({1, 2} if keeps_bits() else {2})
