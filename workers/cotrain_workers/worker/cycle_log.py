@@ -39,17 +39,24 @@ def log_cycle(
         runs=len(record["runs"]), ops=len(outputs), tokens=record["tokens"],
         forwards=record["forwards"], dur_ms=record["duration_ms"],
     )  # fmt: skip
-    for op, request in zip(step.ops, requests, strict=True):
-        output = outputs.get((op.run, op.seq))
-        if isinstance(output, Failure):
-            tenant = step.tenant_by_run[op.run]
-            # Not what is wrong with what a tenant sent: that would quote it.
-            reason = output.message if output.category == "server" else None
-            log.warning(
-                "request_failed", request=request, run=op.run, seq=op.seq, tenant=tenant,
-                tenant_name=names.of([tenant]).get(tenant, ""), kind=op.kind.value, cycle=step.cycle,
-                category=output.category, reason=reason,
-            )  # fmt: skip
+    failed = [
+        (op, request, output)
+        for op, request in zip(step.ops, requests, strict=True)
+        if isinstance(output := outputs.get((op.run, op.seq)), Failure)
+    ]
+    if not failed:
+        return
+    # At once: one that has no name is asked for each time.
+    name_by_tenant = names.of({step.tenant_by_run[op.run] for op, _, _ in failed})
+    for op, request, output in failed:
+        tenant = step.tenant_by_run[op.run]
+        # Not what is wrong with what a tenant sent: that would quote it.
+        reason = output.message if output.category == "server" else None
+        log.warning(
+            "request_failed", request=request, run=op.run, seq=op.seq, tenant=tenant,
+            tenant_name=name_by_tenant.get(tenant, ""), kind=op.kind.value, cycle=step.cycle,
+            category=output.category, reason=reason,
+        )  # fmt: skip
 
 
 def count_cycle(metrics: WorkerMetrics, step: Step, commit: StepCommit) -> None:

@@ -237,10 +237,10 @@ class WorkerLoop:
             seconds = ran.cost.wave_s + ran.cost.optim_s + sampling_s
             self._throughput.measure(ran.cost.forwards, ran.cost.tokens, seconds)
         count_cycle(self._metrics, step, commit)
-        log_cycle(step, requests, ran.outputs, commit.record, self._execution.tenant_names)
         self._runner.committed(commit.device_s)
         self._residents.committed(step, commit.results, commit.device_s)
         self._time_sharing.training_ends()
+        log_cycle(step, requests, ran.outputs, commit.record, self._execution.tenant_names)
         if traces:
             trace_cycle(traces, step, ran, commit, times, self._runner.crashes(step).count)
 
