@@ -31,7 +31,7 @@ KEY = "tml-example_key-of-mine"
 #: Of the demo's base model, which has 3 layers and takes 300 steps over four times the text:
 #: enough to have something to learn from, and less text is learned in fewer steps.
 MODEL_LAYERS, MODEL_CHARACTERS, MODEL_STEPS = 2, 300_000, 90
-#: Of the text of a model that nobody waits for.
+#: Of the text of a model whose training is stopped.
 FEW_CHARACTERS = 30_000
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -11,10 +11,8 @@ import logging
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU, missing_kernels
-from cotrain_workers.engine.model import gate as gate_op  # noqa: F401  # it registers the op
+from cotrain_workers.engine.model.gate import gated
 from cotrain_workers.engine.model.kept_norm import KeptNorm
 from cotrain_workers.engine.model.kernel_check import example, is_right
 from cotrain_workers.engine.model.layer_functions import (
@@ -29,6 +27,8 @@ from cotrain_workers.engine.model.rotated_norm import RotatedNorm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    import torch
 
     from cotrain_workers.engine.model.base_model import BaseModel
     from cotrain_workers.engine.routing import Router
@@ -118,8 +118,8 @@ def _fuse_gate(mlp: Any, router: Router, checked: Checked, in_products: bool) ->
         return False
     gate, plain = (SILU if pure is silu_gate else GELU), mlp.forward
 
-    def kernel(gated: torch.Tensor, up: torch.Tensor) -> Any:
-        return torch.ops.cotrain.gated(gated.contiguous(), up.contiguous(), gate)
+    def kernel(gated_by: torch.Tensor, up: torch.Tensor) -> Any:
+        return gated(gated_by, up, gate)
 
     def by_kernel(x: torch.Tensor) -> Any:
         return mlp.down_proj(kernel(mlp.gate_proj(x), mlp.up_proj(x)))

@@ -13,7 +13,12 @@ _LIBRARY.define("gated(Tensor gate, Tensor up, int kind) -> Tensor")
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
-    """Return `act(gate) * up` of two that lie in memory without gaps; `kind` is SILU or GELU."""
+    """Return `act(gate) * up`; `kind` is SILU or GELU."""
+    product: torch.Tensor = torch.ops.cotrain.gated(gate.contiguous(), up.contiguous(), kind)
+    return product
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
     from cotrain_workers.engine.model import layer_programs
 
     y = torch.empty_like(gate)
@@ -23,5 +28,5 @@ def gated(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
     return y
 
 
-_LIBRARY.impl("gated", gated, "CompositeExplicitAutograd")
+_LIBRARY.impl("gated", _gated, "CompositeExplicitAutograd")
 torch.library.register_fake("cotrain::gated", lambda gate, *_: torch.empty_like(gate), lib=_LIBRARY)

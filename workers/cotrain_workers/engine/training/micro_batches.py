@@ -56,7 +56,7 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         *starts, rows = accumulate((up_to(p.tokens, self.align) for p in self.op_slices), initial=0)
-        vars(self).update(
+        vars(self).update(  # it is frozen; asked for often, and never otherwise
             tokens=sum(p.tokens for p in self.op_slices),
             padded_tokens=bucket(rows),
             spans=[(at, at + p.tokens) for at, p in zip(starts, self.op_slices, strict=True)],
