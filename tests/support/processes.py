@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from cotrain_store.oplog.dispatch import Dispatch
@@ -19,7 +21,6 @@ from tests.warm.sources import SOURCES
 
 if TYPE_CHECKING:
     import subprocess
-    from pathlib import Path
 
     from cotrain_store.disk.spool import Spool
     from cotrain_store.redis_client.connection import Connection
@@ -66,9 +67,18 @@ class Process:
         assert self._process.wait(PATIENCE_S) == -signal.SIGKILL, self._log.read_text()
 
     def stop(self) -> None:
-        """SIGTERM: it drains."""
+        """SIGTERM: it drains; one that was just started does not hear it before it has a handler, and would die of it."""
+        while self._process.poll() is None and not catches(self._process.pid, signal.SIGTERM):
+            time.sleep(0.01)
         self._process.send_signal(signal.SIGTERM)
         assert self._process.wait(PATIENCE_S) == 0, self._log.read_text()
+
+
+def catches(pid: int, signum: signal.Signals) -> bool:
+    """Tell whether a process has a handler of its own for a signal, as Linux has it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
 
 
 def ended(module: str, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
