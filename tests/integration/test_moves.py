@@ -17,6 +17,7 @@ from tests.support.two_workers import NEW, OLD, STEP, heartbeat
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from cotrain_store.messages.runs import RunRecord
@@ -29,6 +30,16 @@ pytestmark = pytest.mark.usefixtures("heartbeats_are_quick")
 
 def owner(redis: Any, run: RunRecord) -> str:
     return str(redis.hget(run_keys.log(POOL, run.id), "worker").decode())
+
+
+def moves_and_owners(redis: Any, runs: Sequence[RunRecord]) -> tuple[int, list[str]]:
+    """Count the moves so far, and say whose each run is: at one moment, as runs are moved meanwhile."""
+    with redis.pipeline(transaction=True) as asked:
+        asked.hget(fleet_keys.counters(POOL), "moves")
+        for run in runs:
+            asked.hget(run_keys.log(POOL, run.id), "worker")
+        moved, *owners = asked.execute()
+    return int(moved or 0), [owner.decode() for owner in owners]
 
 
 async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothing(
@@ -170,7 +181,7 @@ async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_no
     monkeypatch.setattr("cotrain_scheduler.moving.REST_S", 2.0)
     runs = [await server.create(f"t{number}", f"s{number}", LORA) for number in range(8)]
     with worker(url, tmp_path, engine), ExitStack() as second:
-        moved = 0
+        moved, owners = moves_and_owners(redis, runs)
         for round_ in range(60):
             seq = round_ * STEP
             sent = [await submit(server, run, 1, STEP, place=seq + 1) for run in runs]
@@ -178,9 +189,8 @@ async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_no
                 await results(server, run, requests)
             if round_ == 2:
                 second.enter_context(worker(url, tmp_path, other, worker_id=NEW))
-            moved = int(redis.hget(fleet_keys.counters(POOL), "moves") or 0)
-            owners = {owner(redis, run) for run in runs}
-            if owners == {OLD, NEW}:
+            moved, owners = moves_and_owners(redis, runs)
+            if set(owners) == {OLD, NEW}:
                 break
-        assert {owner(redis, run) for run in runs} == {OLD, NEW}
-        assert moved == sum(owner(redis, run) == NEW for run in runs)
+        assert set(owners) == {OLD, NEW}
+        assert moved == owners.count(NEW)

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -76,13 +77,14 @@ class NoCompiler(RuntimeError):
 
 
 def library() -> Path:
-    """Build the library for this torch, unless that was done. Raises NoCompiler."""
+    """Build the library for the torch of this place, unless that was done. Raises NoCompiler."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise NoCompiler
-    built = Path(tempfile.gettempdir(), f"cotrain-fake-cuda-{os.getuid()}-{torch.__version__}.so")
+    root = Path(torch.__file__).parent
+    it = f"{os.getuid()}-{torch.__version__}-{zlib.crc32(bytes(root)):08x}"
+    built = Path(tempfile.gettempdir(), f"cotrain-fake-cuda-{it}.so")
     if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
-        root = Path(torch.__file__).parent
         paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"]
         new = built.with_suffix(f".{os.getpid()}")
         command = [compiler, "-shared", "-fPIC", "-std=c++20", str(SOURCE), "-o", str(new)]
