@@ -34,10 +34,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-#: The tests of the first file read what those of the second found out in minutes, or share a server that takes
-#: seconds to start: one process runs both.
+#: The tests of the first file read what those of the second found out in minutes, or share a server, or a process that
+#: servers are forked from, that takes seconds to start: one process runs both.
 RUNS_WITH = {
+    "tests/faults/test_host_clock.py": "tests/faults/test_directed.py",
     "tests/faults/test_objects.py": "tests/faults/test_directed.py",
+    "tests/faults/test_random.py": "tests/faults/test_directed.py",
     "tests/unit/store/blobs/test_blobs.py": "tests/unit/store/blobs/test_objects.py",
     "tests/conformance/test_cotrain_extras.py": "tests/conformance/test_official_sdks.py",
     "tests/conformance/test_export_sdks.py": "tests/conformance/test_checkpoint_sdks.py",

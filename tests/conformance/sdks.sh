@@ -16,6 +16,6 @@ for sdk in "${sdks[@]}"; do
   folder=.sdk/${sdk/==/-}
   [ -f "$folder/.fetched" ] && continue
   rm -rf "$folder"
-  "${PYTHON:-python}" -m pip install --quiet --no-deps --target "$folder" "$sdk"
+  "${PYTHON:-python}" -m pip install --quiet --no-compile --no-deps --target "$folder" "$sdk"
   touch "$folder/.fetched"
 done

@@ -12,6 +12,6 @@ folder=.sdk/tinker_cookbook-0.6.1
 
 cmp --quiet "$wanted" "$folder/requirements.txt" && exit
 rm -rf "$folder"
-"${PYTHON:-python}" -m pip install --quiet --no-deps \
+"${PYTHON:-python}" -m pip install --quiet --no-compile --no-deps \
   --target "$folder/site-packages" --requirement "$wanted"
 cp "$wanted" "$folder/"
