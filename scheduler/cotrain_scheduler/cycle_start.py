@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from cotrain_store.messages.ids import RunId
 
 #: How long an eager cycle waits for the runs of the last one to come back, at least.
 GATHER_S = 0.005
 #: Waiting for the others of the last cycle may cost this share of what it took.
 GATHER_SHARE = 0.1
+#: It is waited no longer than so many times what those that came back took of late.
+PATIENCE = 3.0
+#: Of what they took, what is still expected a cycle later.
+RECALL = 0.5
 #: Of the clock period, what an eager cycle may take. A request that comes when one has just begun waits for the rest of it,
 #: for the gather window and for all of the next: 2.1 cycles. The rest of the period is for what a plan does not
 #: know: a micro-batch that goes on when the time is over, and a throughput that was measured otherwise.
@@ -27,17 +33,46 @@ class LastCycle:
     duration_s: float = 0.0
     ended_at: float = 0.0
 
+    @property
+    def most_gather_s(self) -> float:
+        """Return how long its runs may be waited for at most."""
+        return GATHER_SHARE * self.duration_s
 
-def eager_start(last: LastCycle, now: float, gather_s: float, *, are_back: bool) -> float:
+
+@dataclass
+class ReturnTimes:
+    """How long after an answer its run sends more: what is worth waiting for.
+
+    Loops with two steps in flight are back at once, and those that are over, or sample now, not at all: to wait a
+    tenth of each cycle for them would cost all others that tenth.
+    """
+
+    latest_s: float = 0.0
+    """Of those that came within a gather window of full length, the latest of late."""
+
+    def note(self, last: LastCycle, delays_s: Iterable[float]) -> None:
+        """Count the runs of a cycle that came back, with how long after its end each did."""
+        in_time = (delay_s for delay_s in delays_s if delay_s <= last.most_gather_s)
+        self.latest_s = max([self.latest_s, *in_time])
+
+    def fade(self) -> None:
+        """Expect less: a cycle has passed."""
+        self.latest_s *= RECALL
+
+
+def eager_start(
+    last: LastCycle, now: float, gather_s: float, returns: ReturnTimes, *, are_back: bool
+) -> float:
     """Say when an eager cycle starts; `are_back`: all runs of the last cycle wait again.
 
     Then at once, hence always for a run on its own. Otherwise those just answered get a few
-    milliseconds, or a tenth of the last cycle, to send their next request: a cycle without them would
-    make them wait for a whole one.
+    milliseconds, or as long as others needed of late and at most a tenth of the last cycle, to send their next
+    request: a cycle without them would make them wait for a whole one.
     """
     if are_back:
         return now
-    return max(now, last.ended_at + max(gather_s, GATHER_SHARE * last.duration_s))
+    window_s = min(last.most_gather_s, PATIENCE * returns.latest_s)
+    return max(now, last.ended_at + max(gather_s, window_s))
 
 
 def cycle_limit_s(period_s: float, *, begins_at_once: bool) -> float:

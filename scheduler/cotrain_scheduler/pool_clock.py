@@ -32,7 +32,7 @@ from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN
 from cotrain_store.settings.scheduler import ClockMode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cotrain_scheduler.waiting import Waiting
     from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
@@ -62,6 +62,9 @@ class _WorkerClock:
     policy: PlanPolicy = field(default_factory=PlanPolicy)
     """That of the last step that was planned."""
     last: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
+    missed: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
+    """The cycle before, with those of its runs that were not back when the last one was planned."""
+    returns: cycle_start.ReturnTimes = field(default_factory=cycle_start.ReturnTimes)
     last_tokens: int = 0
     """Of the last step that was planned."""
     planned_at: float | None = None
@@ -122,7 +125,7 @@ class PoolClock:
         self._last_period = self._period_number(now)
         self._empty_since = {}
         for clock in self._clocks.values():
-            clock.last = cycle_start.LastCycle()
+            clock.last = clock.missed = cycle_start.LastCycle()
             clock.planned_at = clock.planned_at and now
 
     def is_woken_by(self, wake: Wake) -> bool:
@@ -256,9 +259,25 @@ class PoolClock:
     def _start(self, worker: WorkerHeartbeat, now: float) -> float:
         if self._settings.clock_mode is ClockMode.METRONOME:
             return now
-        last = self._clocks[worker.id].last
-        are_back = self._queue.has_all(worker.id, last.runs)
-        return cycle_start.eager_start(last, now, self._gather_s, are_back=are_back)
+        clock = self._clocks[worker.id]
+        are_back = self._queue.has_all(worker.id, clock.last.runs)
+        return cycle_start.eager_start(
+            clock.last, now, self._gather_s, clock.returns, are_back=are_back
+        )
+
+    def _note_returns(self, worker: WorkerId, clock: _WorkerClock) -> None:
+        """Note how soon those of the last two cycles came back: of the one before, who came while the last ran."""
+        clock.returns.fade()
+        for cycle in (clock.last, clock.missed):
+            clock.returns.note(cycle, self._delays_s(worker, cycle))
+        absent = [run for run in clock.last.runs if not self._queue.has_all(worker, (run,))]
+        clock.missed = replace(clock.last, runs=frozenset(absent))
+
+    def _delays_s(self, worker: WorkerId, cycle: cycle_start.LastCycle) -> Iterator[float]:
+        """Say how long after its end each run of a cycle sent what waits for the worker now, if anything."""
+        for run in cycle.runs:
+            if self._queue.has_all(worker, (run,)):
+                yield max(0.0, self._queue[run].ops[0].accepted_at - cycle.ended_at)
 
     async def _plan(self, worker: WorkerHeartbeat, now: float) -> bool:
         """Write one worker's step; False when the log is not as it was read: it is read again."""
@@ -293,6 +312,7 @@ class PoolClock:
         self._count(chosen.ops, now)
         if span:
             end_plan(span, self.pool, step)
+        self._note_returns(worker.id, clock)
         self._queue.taken(chosen.ops, worker.id, now)
         clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
         clock.last, clock.last_tokens = cycle_start.LastCycle(runs), chosen.tokens

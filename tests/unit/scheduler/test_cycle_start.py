@@ -4,7 +4,10 @@ import pytest
 
 from cotrain_scheduler.cycle_start import (
     GATHER_SHARE,
+    PATIENCE,
+    RECALL,
     LastCycle,
+    ReturnTimes,
     cycle_limit_s,
     eager_start,
     period_number,
@@ -12,23 +15,41 @@ from cotrain_scheduler.cycle_start import (
 from cotrain_store.messages.ids import RunId
 
 A, B = RunId("a"), RunId("b")
+SLOW = ReturnTimes(latest_s=10.0)
+"""As if those that came back had taken longer than any gather window."""
 
 
 def test_a_cycle_starts_at_once_when_everybody_is_back() -> None:
     last = LastCycle(frozenset({A, B}), duration_s=8.0, ended_at=100.0)
-    assert eager_start(last, 100.001, gather_s=5.0, are_back=True) == 100.001
-    assert eager_start(LastCycle(), 3.0, gather_s=5.0, are_back=True) == 3.0
+    assert eager_start(last, 100.001, 5.0, SLOW, are_back=True) == 100.001
+    assert eager_start(LastCycle(), 3.0, 5.0, SLOW, are_back=True) == 3.0
 
 
-def test_those_just_answered_get_a_tenth_of_the_last_cycle_to_come_back() -> None:
+def test_those_just_answered_get_a_tenth_of_the_last_cycle_to_come_back_at_most() -> None:
     last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
-    assert eager_start(last, 100.01, gather_s=0.005, are_back=False) == 100.2
-    assert eager_start(last, 100.3, gather_s=0.005, are_back=False) == 100.3
+    assert eager_start(last, 100.01, 0.005, SLOW, are_back=False) == 100.2
+    assert eager_start(last, 100.3, 0.005, SLOW, are_back=False) == 100.3
+
+
+def test_they_get_no_longer_than_a_few_times_what_others_took_of_late() -> None:
+    last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
+    quick = ReturnTimes(latest_s=0.02)
+    assert eager_start(last, 100.01, 0.005, quick, are_back=False) == 100.0 + PATIENCE * 0.02
+    assert eager_start(last, 100.0, 0.005, ReturnTimes(), are_back=False) == 100.005
 
 
 def test_nobody_waits_for_tenants_that_left() -> None:
     last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
-    assert eager_start(last, 500.0, gather_s=0.005, are_back=False) == 500.0
+    assert eager_start(last, 500.0, 0.005, SLOW, are_back=False) == 500.0
+
+
+def test_what_a_return_takes_is_the_latest_that_a_full_window_would_have_seen_and_fades() -> None:
+    last, returns = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0), ReturnTimes()
+    returns.note(last, [0.0, 0.15, 0.25, 7.0])
+    assert returns.latest_s == 0.15
+    returns.fade()
+    returns.note(last, [0.01])
+    assert returns.latest_s == RECALL * 0.15
 
 
 def test_periods_begin_on_multiples_of_their_length() -> None:
@@ -43,7 +64,7 @@ def test_who_comes_when_an_eager_cycle_has_just_begun_is_answered_within_a_perio
     """Behind the rest of that cycle, the gather window and all of the next: with a tenth of a period to spare."""
     limit_s = cycle_limit_s(period_s, begins_at_once=True)
     next_begins = eager_start(
-        LastCycle(frozenset({A}), limit_s, ended_at=limit_s), limit_s, 0.005, are_back=False
+        LastCycle(frozenset({A}), limit_s, ended_at=limit_s), limit_s, 0.005, SLOW, are_back=False
     )
     assert next_begins == pytest.approx(limit_s * (1 + GATHER_SHARE))
     assert next_begins + limit_s < 0.9 * period_s

@@ -59,6 +59,38 @@ async def test_those_just_answered_are_waited_for_and_then_no_longer(store: InMe
     assert {op.run for op in store.steps[-1].ops} == {"a"}
 
 
+async def test_who_missed_a_cycle_is_waited_for_behind_the_next_and_who_stays_away_is_not(
+    store: InMemory,
+) -> None:
+    clock = pool_on(store, gather_s=0.005)
+    for run in ("a", "b", "c"):  # c waits at every moment
+        store.submit(run)
+    await clock.tick(NOW)
+
+    async def ends(at: float, *returns: tuple[str, float]) -> set[str]:
+        """End the open step; c waits, and others come back later. Say whose ops the next one takes."""
+        store.finish()
+        store.submit("c", at=at - 1)
+        again = await clock.tick(at)
+        for run, delay_s in [*returns, ("", 60.0)]:
+            while not store.open and again < at + delay_s:
+                again = await clock.tick(again)
+            if run:
+                store.submit(run, at=at + delay_s)
+                again = again if store.open else await clock.tick(at + delay_s)
+        return {str(op.run) for op in store.steps[-1].ops}
+
+    came = [("a", 0.1), ("b", 0.2)]
+    assert await ends(NOW + 10.0, *came) == {"c"}  # nothing is known of how soon they come
+    assert await ends(NOW + 20.0) == {"a", "b", "c"}  # both came while that ran
+    assert await ends(NOW + 30.0, *came) == {"a", "b", "c"}
+    assert await ends(NOW + 40.0, *came) == {"a", "b", "c"}
+    assert clock._clocks[WORKER].returns.latest_s == pytest.approx(0.2)
+    for cycle in range(8):  # both have ended
+        assert await ends(NOW + 50.0 + 10 * cycle) == {"c"}
+    assert clock._clocks[WORKER].returns.latest_s < 0.001
+
+
 async def test_a_busy_worker_is_left_alone(store: InMemory) -> None:
     clock = pool_on(store)
     store.submit("a")
