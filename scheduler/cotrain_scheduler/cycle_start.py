@@ -33,11 +33,6 @@ class LastCycle:
     duration_s: float = 0.0
     ended_at: float = 0.0
 
-    @property
-    def most_gather_s(self) -> float:
-        """Return how long its runs may be waited for at most."""
-        return GATHER_SHARE * self.duration_s
-
 
 @dataclass
 class ReturnTimes:
@@ -48,16 +43,15 @@ class ReturnTimes:
     """
 
     latest_s: float = 0.0
-    """Of those that came within a gather window of full length, the latest of late."""
+    """Of those that came within the window of a long cycle, the latest of late."""
 
-    def note(self, last: LastCycle, delays_s: Iterable[float]) -> None:
-        """Count the runs of a cycle that came back, with how long after its end each did."""
-        in_time = (delay_s for delay_s in delays_s if delay_s <= last.most_gather_s)
-        self.latest_s = max([self.latest_s, *in_time])
+    def note(self, delays_s: Iterable[float], limit_s: float) -> None:
+        """Count who came back since the last cycle, with how long after its answer.
 
-    def fade(self) -> None:
-        """Expect less: a cycle has passed."""
-        self.latest_s *= RECALL
+        Who takes longer than the window of a cycle of `limit_s`, the longest there is, is not waited for.
+        """
+        in_time = [delay_s for delay_s in delays_s if delay_s <= GATHER_SHARE * limit_s]
+        self.latest_s = max([RECALL * self.latest_s, *in_time])
 
 
 def eager_start(
@@ -71,7 +65,7 @@ def eager_start(
     """
     if are_back:
         return now
-    window_s = min(last.most_gather_s, PATIENCE * returns.latest_s)
+    window_s = min(GATHER_SHARE * last.duration_s, PATIENCE * returns.latest_s)
     return max(now, last.ended_at + max(gather_s, window_s))
 
 

@@ -32,7 +32,7 @@ from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN
 from cotrain_store.settings.scheduler import ClockMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from cotrain_scheduler.waiting import Waiting
     from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
@@ -265,19 +265,16 @@ class PoolClock:
             clock.last, now, self._gather_s, clock.returns, are_back=are_back
         )
 
-    def _note_returns(self, worker: WorkerId, clock: _WorkerClock) -> None:
+    def _note_returns(self, worker: WorkerId, clock: _WorkerClock, limit_s: float) -> None:
         """Note how soon those of the last two cycles came back: of the one before, who came while the last ran."""
-        clock.returns.fade()
+        absent, delays_s = set(clock.last.runs), []
         for cycle in (clock.last, clock.missed):
-            clock.returns.note(cycle, self._delays_s(worker, cycle))
-        absent = [run for run in clock.last.runs if not self._queue.has_all(worker, (run,))]
+            for run in cycle.runs:
+                if self._queue.has_all(worker, (run,)):
+                    absent.discard(run)
+                    delays_s.append(max(0.0, self._queue[run].ops[0].accepted_at - cycle.ended_at))
+        clock.returns.note(delays_s, limit_s)
         clock.missed = replace(clock.last, runs=frozenset(absent))
-
-    def _delays_s(self, worker: WorkerId, cycle: cycle_start.LastCycle) -> Iterator[float]:
-        """Say how long after its end each run of a cycle sent what waits for the worker now, if anything."""
-        for run in cycle.runs:
-            if self._queue.has_all(worker, (run,)):
-                yield max(0.0, self._queue[run].ops[0].accepted_at - cycle.ended_at)
 
     async def _plan(self, worker: WorkerHeartbeat, now: float) -> bool:
         """Write one worker's step; False when the log is not as it was read: it is read again."""
@@ -312,7 +309,7 @@ class PoolClock:
         self._count(chosen.ops, now)
         if span:
             end_plan(span, self.pool, step)
-        self._note_returns(worker.id, clock)
+        self._note_returns(worker.id, clock, limit_s)
         self._queue.taken(chosen.ops, worker.id, now)
         clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
         clock.last, clock.last_tokens = cycle_start.LastCycle(runs), chosen.tokens

@@ -43,12 +43,13 @@ def test_nobody_waits_for_tenants_that_left() -> None:
     assert eager_start(last, 500.0, 0.005, SLOW, are_back=False) == 500.0
 
 
-def test_what_a_return_takes_is_the_latest_that_a_full_window_would_have_seen_and_fades() -> None:
-    last, returns = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0), ReturnTimes()
-    returns.note(last, [0.0, 0.15, 0.25, 7.0])
+def test_what_a_return_takes_is_the_latest_that_the_longest_window_would_have_seen_and_fades() -> (
+    None
+):
+    returns = ReturnTimes()
+    returns.note([0.0, 0.15, 0.25, 7.0], limit_s=2.0)
     assert returns.latest_s == 0.15
-    returns.fade()
-    returns.note(last, [0.01])
+    returns.note([0.01], limit_s=2.0)
     assert returns.latest_s == RECALL * 0.15
 
 
