@@ -56,6 +56,11 @@ class Turns:
         for tenant, count in tokens.items():
             self.served[tenant] += count
 
+    def forget(self, runs: Iterable[str]) -> None:
+        """Count anew how long these wait."""
+        for run in runs:
+            self._unseen.pop(run, None)
+
     @property
     def farthest_off(self) -> float:
         """By how many quanta the tenant farthest from its equal share is ahead of it or behind; it does not add up."""

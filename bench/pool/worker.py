@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import random
 
     from cotrain_store.disk.spool import Spool
-    from cotrain_store.messages.ids import WorkerId
+    from cotrain_store.messages.ids import RunId, WorkerId
     from cotrain_store.messages.ops import Step
     from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.redis_client.connection import SyncConnection
@@ -87,6 +87,15 @@ class RateWorker:
         self.execution.commit(step, results, {"cycle": step.cycle, "worker": self.id}, {})
         self.busy_s += lasted_s
         return step
+
+    def hand_over(self) -> list[RunId]:
+        """Give the runs that are to go elsewhere to the other worker, without a copy. Returns which went."""
+        if not self.is_alive or self.at_work:
+            return []
+        epoch, moves = self.execution.epoch, self.execution.moves
+        gone = [m.run for m in moves.wanted() if moves.hand_over(m, epoch, in_memory=False)]
+        self._runs -= set(gone)
+        return gone
 
     def close(self) -> None:
         with contextlib.suppress(AttributeError):

@@ -124,7 +124,9 @@ class World:
         began = time.monotonic()
         self._workers["w0"].enter(self.now)
         await self._make_runs()
-        if self._shape.idle_worker:  # it comes when every run has its worker, so that it gets none
+        if (
+            self._shape.idle_worker
+        ):  # it comes when every run has its worker, so that it gets those that are moved
             self._workers["w1"] = self._worker("w1")
         self._scheduler.forget_costs()
         first = self.now
@@ -188,6 +190,7 @@ class World:
         again = await self._scheduler.tick(self.now)
         for worker in self._workers.values():
             self._begin(worker)
+            self._hand_over(worker)
         return again
 
     def _begin(self, worker: RateWorker) -> None:
@@ -202,11 +205,17 @@ class World:
         async def end() -> None:
             if worker.at_work is step:  # else its process died, and another one runs the step
                 worker.commit(lasts_s)
+                self._hand_over(worker)
                 self._scheduler.was_freed = True
                 self._resolve(step)
                 self._begin(worker)
 
         self._later(lasts_s, end)
+
+    def _hand_over(self, worker: RateWorker) -> None:
+        """Have the runs that are moved begin to wait anew: of their tenant's runs there, they are the last."""
+        if self._shape.idle_worker:  # else there is no other that runs could go to
+            self._turns.forget(worker.hand_over())
 
     def _note_cycle(self, worker: str, step: Step) -> None:
         """Count who waited, who was served, and how long that took, of a step planned just now."""
