@@ -17,8 +17,8 @@ GATHER_S = 0.005
 GATHER_SHARE = 0.1
 #: It is waited no longer than so many times what those that came back took of late.
 PATIENCE = 3.0
-#: Of what they took, what is still expected a cycle later.
-RECALL = 0.5
+#: To so much of it what they took fades in a cycle without them.
+FADES = 0.5
 #: Of the clock period, what an eager cycle may take. A request that comes when one has just begun waits for the rest of it,
 #: for the gather window and for all of the next: 2.1 cycles. The rest of the period is for what a plan does not
 #: know: a micro-batch that goes on when the time is over, and a throughput that was measured otherwise.
@@ -51,7 +51,7 @@ class ReturnTimes:
         Who takes longer than the window of a cycle of `limit_s`, the longest there is, is not waited for.
         """
         in_time = [delay_s for delay_s in delays_s if delay_s <= GATHER_SHARE * limit_s]
-        self.latest_s = max([RECALL * self.latest_s, *in_time])
+        self.latest_s = max([FADES * self.latest_s, *in_time])
 
 
 def eager_start(

@@ -5,7 +5,7 @@ import pytest
 from cotrain_scheduler.cycle_start import (
     GATHER_SHARE,
     PATIENCE,
-    RECALL,
+    FADES,
     LastCycle,
     ReturnTimes,
     cycle_limit_s,
@@ -50,7 +50,7 @@ def test_what_a_return_takes_is_the_latest_that_the_longest_window_would_have_se
     returns.note([0.0, 0.15, 0.25, 7.0], limit_s=2.0)
     assert returns.latest_s == 0.15
     returns.note([0.01], limit_s=2.0)
-    assert returns.latest_s == RECALL * 0.15
+    assert returns.latest_s == FADES * 0.15
 
 
 def test_periods_begin_on_multiples_of_their_length() -> None:
