@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from cotrain_scheduler.cycle_start import (
+    FADES,
     GATHER_SHARE,
     PATIENCE,
-    FADES,
     LastCycle,
     ReturnTimes,
     cycle_limit_s,
