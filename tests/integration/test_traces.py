@@ -46,7 +46,10 @@ def traced(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
             runs = [each.create_lora_training_client(str(tiny_model), rank=4) for each in services]
             step_of_both(runs, serving, receiver)
             sampler = services[1].create_sampling_client(base_model=str(tiny_model))
-            prompt, params = ModelInput.from_ints([1, CANARY_TOKEN]), SamplingParams(max_tokens=5, seed=1)
+            prompt, params = (
+                ModelInput.from_ints([1, CANARY_TOKEN]),
+                SamplingParams(max_tokens=5, seed=1),
+            )
             sampler.sample(prompt, 2, params).result(PATIENCE_S)
             while commits(folder / "moments") < KILLED_AT:
                 for run in runs:
