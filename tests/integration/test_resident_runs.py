@@ -30,7 +30,7 @@ from tests.support.program import (
     undisturbed,
 )
 from tests.support.stack import POOL, snapshots, worker
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, files_below, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,7 +175,7 @@ async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
         await until(
             lambda: not redis.exists(run_keys.ops(POOL, run.id)) and loop._residents.runs == 0
         )
-        await until(lambda: not list((tmp_path / "snapshots").rglob("*.safetensors")))
+        await until(lambda: not files_below(tmp_path / "snapshots", ".safetensors"))
     assert run.id not in engine.adapters
     assert redis.hlen(result_keys.spool_segment_refs()) == 0
     assert redis.smembers(fleet_keys.drops(POOL, loop._execution.worker)) == set()

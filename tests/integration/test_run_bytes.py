@@ -20,7 +20,7 @@ from tests.support.limits import always
 from tests.support.log import record_of
 from tests.support.program import results, submit
 from tests.support.stack import POOL, pool_record_for_tests, snapshots, worker
-from tests.support.waiting import until
+from tests.support.waiting import files_below, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -192,4 +192,4 @@ async def test_a_run_writes_the_copies_it_was_weighed_for_and_leaves_none(
         assert int(redis.get(tenant_keys.unwritten_run_bytes())) == 0
         await server.intake.close_run(run)
         await until(lambda: redis.zscore(tenant_keys.run_bytes(), "a") is None)
-        await until(lambda: not list((tmp_path / "snapshots").glob("*/*.safetensors")))
+        await until(lambda: not files_below(tmp_path / "snapshots", ".safetensors"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,3 +26,9 @@ async def until_true(look: Callable[[], Awaitable[bool]], look_every_s: float = 
     async with asyncio.timeout(PATIENCE_S):
         while not await look():  # noqa: ASYNC110  # as above
             await asyncio.sleep(look_every_s)
+
+
+def files_below(folder: Path, ending: str) -> list[Path]:
+    """List the files there are, also while folders are removed: `Path.glob` raises for one that it was about to read."""
+    found = [Path(at, name) for at, _, names in os.walk(folder) for name in names]
+    return [file for file in found if file.name.endswith(ending)]
