@@ -124,9 +124,8 @@ class World:
         began = time.monotonic()
         self._workers["w0"].enter(self.now)
         await self._make_runs()
-        if (
-            self._shape.idle_worker
-        ):  # it comes when every run has its worker, so that it gets those that are moved
+        # It comes when every run has its worker, so that it gets those that are moved.
+        if self._shape.idle_worker:
             self._workers["w1"] = self._worker("w1")
         self._scheduler.forget_costs()
         first = self.now

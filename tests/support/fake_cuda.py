@@ -82,8 +82,8 @@ def library() -> Path:
     if compiler is None:
         raise NoCompiler
     root = Path(torch.__file__).parent
-    it = f"{os.getuid()}-{torch.__version__}-{zlib.crc32(bytes(root)):08x}"
-    built = Path(tempfile.gettempdir(), f"cotrain-fake-cuda-{it}.so")
+    build = f"{os.getuid()}-{torch.__version__}-{zlib.crc32(bytes(root)):08x}"
+    built = Path(tempfile.gettempdir(), f"cotrain-fake-cuda-{build}.so")
     if not built.exists() or built.stat().st_mtime < SOURCE.stat().st_mtime:
         paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"]
         new = built.with_suffix(f".{os.getpid()}")

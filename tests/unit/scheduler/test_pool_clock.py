@@ -11,14 +11,11 @@ from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.pauses import Pause, Pauses, PlanPolicy
 from cotrain_store.settings.scheduler import ClockMode
+from tests.support.pool_in_memory import NOW, TOKENS_PER_S, WORKER, InMemory, pool_on, wake
 
 if TYPE_CHECKING:
     from cotrain_store.messages.fleet import WorkerSlot
     from cotrain_store.messages.queue_changes import QueueChanges
-
-    pass
-
-from tests.support.pool_in_memory import NOW, TOKENS_PER_S, WORKER, InMemory, pool_on, wake
 
 
 @pytest.fixture
