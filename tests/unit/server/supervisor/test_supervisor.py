@@ -42,10 +42,12 @@ def program(folder: Path, name: str, script: str, grace_s: float = 60) -> Progra
     return Program(name, command, {"PATH": os.environ["PATH"]}, grace_s)
 
 
-async def until_up(folder: DataFolder, *names: str) -> None:
-    """Wait until each has set its trap."""
+async def until_up(folder: DataFolder, lines: list[str], *names: str) -> None:
+    """Wait until each has set its trap, and the supervisor knows it: one that it is starting it kills at once."""
     logs = [folder.log_of(name) for name in names]
     await until(lambda: all(log.exists() and log.read_text() for log in logs))
+    said = [f"{name} started" for name in names]
+    await until(lambda: all(any(line.startswith(each) for line in lines) for each in said))
 
 
 async def test_stages_end_in_the_reverse_order_of_their_start_each_before_the_next(
@@ -68,7 +70,7 @@ async def test_stages_end_in_the_reverse_order_of_their_start_each_before_the_ne
     )
     supervisor._add(folder, [program(tmp_path, "scheduler", ORDERLY)])
     supervisor._add(folder, [program(tmp_path, "api", STUBBORN, grace_s=0.2)])
-    await until_up(folder, "redis", "w0", "w1", "scheduler", "api")
+    await until_up(folder, lines, "redis", "w0", "w1", "scheduler", "api")
     await supervisor._drain()
 
     ended = (tmp_path / "order").read_text().split()
@@ -87,7 +89,8 @@ async def test_a_worker_whose_device_is_lost_is_started_again(
     folder, lost = DataFolder(tmp_path), tmp_path / "lost"
     dies_once = f"if ! test -e {lost}; then touch {lost}; exit 70; fi; {ORDERLY}"
     supervisor._add(folder, [program(tmp_path, "w0", dies_once)])
-    await until_up(folder, "w0")
+    await until_up(folder, lines, "w0")
+    await until(lambda: sum("started" in line for line in lines) == 2)  # of the second start, too
     await supervisor._drain()
     assert [line.partition(";")[0] for line in lines if "exited" in line] == [
         "w0 exited with status 70"
