@@ -221,7 +221,6 @@ async def test_files_that_look_old_and_are_not_wanted_yet_stay(
 async def test_a_copy_stays_while_its_worker_may_register_it(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
-    run = await server.create("a", "a", LORA)
     folder = tmp_path / "snapshots" / "ab"
     folder.mkdir(parents=True)
     living, dead = folder / "1-w9-3.tmp", folder / "1-w9-2.tmp"
@@ -233,6 +232,9 @@ async def test_a_copy_stays_while_its_worker_may_register_it(
     )
     redis.set(fleet_keys.worker(POOL, WorkerId("w9")), json.dumps(asdict(beat)))
     with worker(empty_redis.url, tmp_path, engine, orphan_age_s=0):
+        # Before, w9 would be the only one that the run could go to.
+        await until(lambda: redis.exists(fleet_keys.worker(POOL, WorkerId("w0"))))
+        run = await server.create("a", "a", LORA)
         await results(server, run, await submit(server, run, 1, 4))
         await until(lambda: not dead.exists())
     assert living.exists()
