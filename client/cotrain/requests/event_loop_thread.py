@@ -83,7 +83,7 @@ class BackgroundLoop:
                 return
             self._is_closed = True
         try:
-            asyncio.run_coroutine_threadsafe(_cancel_the_rest_and(farewell), self._loop).result()
+            asyncio.run_coroutine_threadsafe(cancel_the_rest_and(farewell), self._loop).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -100,9 +100,13 @@ def _name_of(work: Coroutine[Any, Any, Any]) -> str:
     return getattr(work, "__name__", "the server").lstrip("_")
 
 
-async def _cancel_the_rest_and(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def cancel_the_rest_and(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Cancel all tasks of this loop but the one that calls, wait until they have ended, and do `farewell`."""
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        # A task that is cancelled before it began never awaits what it was made for, and Python warns of that:
+        # those of httpx that connect, for one.
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     await farewell()

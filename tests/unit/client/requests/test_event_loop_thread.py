@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from typing import TYPE_CHECKING
 
+import anyio
 import pytest
 
 from cotrain.errors import ClientClosed
-from cotrain.requests.event_loop_thread import BackgroundLoop
+from cotrain.requests.event_loop_thread import BackgroundLoop, cancel_the_rest_and
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,3 +79,27 @@ def test_closing_raises_in_calls_that_wait(loop: BackgroundLoop) -> None:
     closer.join()
     with pytest.raises(ClientClosed):
         loop.run(nothing())
+
+
+def test_closing_cancels_no_task_before_it_began_so_that_python_has_nothing_to_warn_of() -> None:
+    begun = asyncio.Event()
+
+    async def connect() -> None:
+        begun.set()
+        await asyncio.sleep(FOREVER)
+
+    async def ask() -> None:
+        async with anyio.create_task_group() as connecting:  # as httpx connects
+            connecting.start_soon(connect)
+            await asyncio.sleep(FOREVER)
+
+    async def close() -> None:
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        assert not begun.is_set()
+        await cancel_the_rest_and(nothing)
+        assert asking.cancelled()
+        assert begun.is_set()
+
+    asyncio.run(close())
+    gc.collect()
