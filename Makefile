@@ -7,6 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# What drives a browser is installed where there is one.
+CHROMIUM := $(shell command -v chromium chromium-browser)
+
 # Compose v2 where it is there, else docker-compose 1.29. `make up GPU=1` adds the GPU.
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
@@ -25,12 +28,12 @@ install: $(INSTALLED) ## Make .venv with everything in it
 $(INSTALLED): pyproject.toml constraints.txt pins/hashes.txt
 	@echo "Making $(VENV), some two minutes: 1/4 an empty one, and pip …"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --require-hashes --requirement pins/pip.txt
+	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --requirement pins/pip.txt
 	@echo "Making $(VENV): 2/4 torch, the largest, of some 200 MB …"
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-deps torch
 	@echo "Making $(VENV): 3/4 all else that cotrain needs …"
 	$(BIN)/python pins/requirements_of.py all objects otel >$(VENV)/requirements.txt
-	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --constraint pins/hashes.txt --requirement $(VENV)/requirements.txt --group dev
+	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --constraint pins/hashes.txt --requirement $(VENV)/requirements.txt --group dev $(if $(CHROMIUM),--group browser)
 	@echo "Making $(VENV): 4/4 cotrain …"
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -56,11 +59,15 @@ test-cookbook: $(INSTALLED) ## Run programs of tinker_cookbook, unmodified, agai
 test-compose: $(INSTALLED) ## Build the containers, train through them, kill and restart them
 	$(BIN)/python -m pytest -m compose $(ARGS) tests/acceptance
 
-test-browser: $(INSTALLED) ## Look at the web pages with Chromium (apt-get install chromium)
+test-browser: $(VENV)/.browser-installed ## Look at the web pages with Chromium (apt-get install chromium; 160 MB more)
 	$(BIN)/python -m pytest -m "" $(ARGS) tests/browser
 
-dashboard-pictures: $(INSTALLED) ## Draw the dashboard's pictures in the docs anew, with the same Chromium
+dashboard-pictures: $(VENV)/.browser-installed ## Draw the dashboard's pictures in the docs anew, with the same Chromium
 	PICTURES=docs/pictures $(BIN)/python -m pytest -m browser -k pictures tests/browser
+
+$(VENV)/.browser-installed: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group browser
+	@touch $@
 
 test-chart: $(VENV)/.chart-installed ## Render the Helm chart, and check every object by the schemas of Kubernetes (350 MB more)
 	$(BIN)/python -m pytest -n 0 -m chart $(ARGS) tests/chart

@@ -43,6 +43,7 @@ RUNS_WITH = {
     "tests/unit/store/blobs/test_blobs.py": "tests/unit/store/blobs/test_objects.py",
     "tests/conformance/test_cotrain_extras.py": "tests/conformance/test_official_sdks.py",
     "tests/conformance/test_export_sdks.py": "tests/conformance/test_checkpoint_sdks.py",
+    "tests/cookbook/test_reinforcement.py": "tests/cookbook/test_supervised.py",
 }
 
 #: Begun first: what takes one process minutes would keep the others waiting at the end. Of these some wait

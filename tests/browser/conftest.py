@@ -32,7 +32,7 @@ def chromium() -> Iterator[Browser]:
     if found is None:
         pytest.skip("no Chromium here: `apt-get install chromium`")
     api = pytest.importorskip(
-        "playwright.sync_api", reason="no playwright: `pip install playwright`"
+        "playwright.sync_api", reason="no playwright: `make test-browser` installs it"
     )
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.browser.browsing import Site
 
 expect = pytest.importorskip(
-    "playwright.sync_api", reason="no playwright: `pip install playwright`"
+    "playwright.sync_api", reason="no playwright: `make test-browser` installs it"
 ).expect
 
 pytestmark = pytest.mark.browser

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.browser.browsing import Site
 
 expect = pytest.importorskip(
-    "playwright.sync_api", reason="no playwright: `pip install playwright`"
+    "playwright.sync_api", reason="no playwright: `make test-browser` installs it"
 ).expect
 
 LIVE = [page.path for page in PAGES if page.poll_s and page.in_navigation]

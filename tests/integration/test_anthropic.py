@@ -72,7 +72,8 @@ def ids(text: str) -> list[int]:
 def text_of(message: anthropic.types.Message) -> str:
     (block,) = message.content
     assert block.type == "text"
-    return block.text
+    text: str = block.text
+    return text
 
 
 def test_models_are_those_that_can_be_sampled_from(client: anthropic.Anthropic) -> None:
