@@ -45,7 +45,6 @@ STEP = "WorkerLoop.execute"
 KEY = "tml-walk_secret-of-the-walk"
 KERNELS = re.compile(
     r"engine/(model|lora|routing|sequence_table|device)|keys/|messages/(ids|encoding)|failpoints"
-    r"|cotrain_workers/(attn|flex|route|lora\w*|packs|forward|projection|recompute|transfer)\.py"
 )
 
 
