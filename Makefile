@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # What drives a browser is installed where there is one.
-CHROMIUM := $(shell command -v chromium chromium-browser)
+CHROMIUM := $(shell command -v chromium || command -v chromium-browser)
 
 # Compose v2 where it is there, else docker-compose 1.29. `make up GPU=1` adds the GPU.
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)

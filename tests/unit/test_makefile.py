@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from importlib.util import find_spec
@@ -44,6 +45,16 @@ def test_every_script_and_module_a_target_runs_is_there(target: str) -> None:
 )
 def test_a_target_first_makes_what_it_needs(target: str) -> None:
     assert "install --quiet --no-deps --no-build-isolation --editable ." in commands(target)
+
+
+@pytest.mark.parametrize("name", ["chromium", "chromium-browser"])
+def test_what_drives_a_browser_is_installed_where_there_is_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    browser = tmp_path / name
+    browser.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert "--group dev --group browser" in commands("install")
 
 
 def test_continuous_integration_runs_what_a_developer_types() -> None:
