@@ -198,6 +198,7 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, server: Vllm
 
 async def _abort_all(server: VllmServer) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.sleep(0)  # one of httpx that is cancelled before it began has Python warn of it
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

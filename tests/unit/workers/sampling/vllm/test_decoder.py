@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import anyio
 import numpy as np
 import pytest
 
+from cotrain_workers.sampling.vllm.decoder import _abort_all
 from tests.support.vllm_requests import (
     PROMPT,
     Trained,
@@ -201,3 +206,22 @@ def test_a_decoder_that_is_let_go_aborts_everything_and_ends_its_thread(
     del decoder
     vllm.wait_until(generating=0, aborted=2)
     assert not any(thread.name == "vllm" for thread in threading.enumerate())
+
+
+def test_a_request_that_connects_when_its_decoder_is_let_go_has_python_warn_of_nothing() -> None:
+    async def nothing() -> None: ...
+
+    async def ask() -> None:
+        async with anyio.create_task_group() as connecting:  # as httpx connects
+            connecting.start_soon(asyncio.sleep, 3600)
+            await asyncio.sleep(3600)
+
+    async def let_go() -> None:
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        server: Any = SimpleNamespace(close=nothing)
+        await _abort_all(server)
+        assert asking.cancelled()
+
+    asyncio.run(let_go())
+    gc.collect()
