@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import cotrain.mint as mintx
@@ -295,3 +296,32 @@ def test_an_interpolation_of_one_checkpoint_samples_as_that_checkpoint(
     rest = service.create_rest_client()
     info = rest.get_weights_info_by_tinker_path(halves.path).result()
     assert (info.lora_rank, info.lora_alpha) == (8, ALPHA)
+
+
+def test_a_gradient_too_large_for_adam_fails_its_step_and_the_run_trains_on(
+    service: ServiceClient, server: Server, tmp_path: Path
+) -> None:
+    run = service.create_lora_training_client(server.base_model, rank=4, seed=1)
+    inputs = {"target_tokens": TOKENS[1:], "logprobs": [-60.0] * 24, "advantages": [-1.0] * 24}
+    bad = Datum(model_input=ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
+    run.forward_backward([bad], "ppo").result()
+
+    with pytest.raises(
+        RequestFailed, match=r"too large for Adam.*data\[0\].loss_fn_inputs"
+    ) as failed:
+        run.optim_step(STEP).result()
+
+    assert failed.value.category == "user"
+    with pytest.raises(RequestFailed, match=r"learning_rate=1e\+30.*weights are as before"):
+        run.train([DATUM], learning_rate=1e30).result()
+    for _ in range(3):  # A has its first gradient when B is no longer zero
+        run.train([DATUM], learning_rate=RATE).result()
+    folders = []
+    for number in range(2):
+        run.train([DATUM], learning_rate=RATE).result()
+        path = run.save_state(f"after-{number}").result().path
+        service.download_checkpoint(path, tmp_path / str(number))
+        folders.append(tmp_path / str(number))
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    moved = [bool((first[name] != second[name]).any()) for name in first]
+    assert all(moved)

@@ -202,7 +202,7 @@ class AdamParams(Argument):
     eps: Annotated[float, Field(ge=0)] = 1e-12
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip_norm: Annotated[float, BeforeValidator(_finite_or_none)] = 0.0
-    """L2 norm over the whole adapter that the gradient is scaled down to; 0 or less, and inf, is no limit."""
+    """L2 norm over the whole adapter that the gradient is scaled down to; 0, and inf, is no limit. Negative ones are refused."""
 
 
 class OptimStepRequest(SequencedRequest):

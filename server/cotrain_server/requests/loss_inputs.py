@@ -20,6 +20,8 @@ class LossNeeds:
     """Required loss inputs other than `target_tokens`, one float per target."""
     config: frozenset[str] = field(default_factory=frozenset)
     """Numbers it may set in `loss_fn_config`; all are at least 0."""
+    bounds_surrogate: bool = False
+    """Whether a ratio out of bounds has no gradient, so that the bounds must enclose 1."""
     takes_columns: bool = False
     """Whether targets may be `(N, K)`: K weighted targets per position."""
 
@@ -31,9 +33,9 @@ NEEDS_BY_LOSS: Mapping[str, LossNeeds] = MappingProxyType(
     {
         "cross_entropy": LossNeeds(("weights",), takes_columns=True),
         "importance_sampling": LossNeeds(_POLICY),
-        "ppo": LossNeeds(_POLICY, _CLIP),
+        "ppo": LossNeeds(_POLICY, _CLIP, bounds_surrogate=True),
         "cispo": LossNeeds(_POLICY, _CLIP),
         "dro": LossNeeds(_POLICY, frozenset({"beta"})),
-        "gspo": LossNeeds((*_POLICY, "sequence_ratio_mask"), _CLIP),
+        "gspo": LossNeeds((*_POLICY, "sequence_ratio_mask"), _CLIP, bounds_surrogate=True),
     }
 )

@@ -52,6 +52,8 @@ def check_adam(params: AdamParams) -> None:
     for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
         if abs(getattr(params, name)) > LARGEST:
             raise Invalid(f"adam_params.{name} is larger than a float32 can be.")
+    if params.grad_clip_norm < 0:
+        raise Invalid("adam_params.grad_clip_norm must be 0, which is no limit, or more.")
     # A row that never got a gradient has m = v = 0, and 0 / (0 + 0) is not a number.
     if params.eps <= 0:
         raise Invalid("adam_params.eps must be greater than 0.")
@@ -83,8 +85,16 @@ def _check_config(loss_fn: str, needs: LossNeeds, config: Mapping[str, float | s
             raise Invalid(f"loss_fn_config.{name} must be a finite number, 0 or more.")
         numbers[name] = value
     low = numbers.get("clip_low_threshold", 0.0)
-    if low > numbers.get("clip_high_threshold", low):
+    high = numbers.get("clip_high_threshold", max(low, 1.0))
+    if low > high:
         raise Invalid("loss_fn_config.clip_low_threshold is above clip_high_threshold.")
+    if needs.bounds_surrogate and not low <= 1 <= high:
+        name = "clip_high_threshold" if high < 1 else "clip_low_threshold"
+        raise Invalid(
+            f"loss_fn_config.{name}={numbers[name]:g}: the ratio is 1 before the first step, and {loss_fn} trains"
+            " nothing outside its bounds. They are ratios, not distances: cliprange=0.2 elsewhere is"
+            " clip_low_threshold=0.8 and clip_high_threshold=1.2 here."
+        )
 
 
 def _check_shapes(

@@ -87,7 +87,7 @@ class ReverseKl:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """Take one AdamW step with the run's summed gradient, then zero it; `grad_clip_norm <= 0` is off."""
+    """Take one AdamW step with the run's summed gradient, then zero it; a `grad_clip_norm` of 0 is no limit."""
 
     run: str
     seq: int

@@ -6,8 +6,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cotrain_workers.engine.adapters.bank import DRAWN_AT_ONCE
 from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save
 from cotrain_workers.engine.ops import (
+    CreateOutput,
     CycleOutput,
     CyclePart,
     Failure,
@@ -59,9 +61,15 @@ class RunningCycle:
     def run(self, ops: Sequence[Op]) -> Yielding[CycleOutput]:
         """Run all of it."""
         self.opened = self.open_passes.take({op.run: op.seq for op in reversed(ops)})
+        made = 0
         for op in ops:
             if begins_run(op):
-                self.outputs[op.run, op.seq] = begin(self.adapters, op, self.facts.max_rank)
+                output = yield from begin(self.adapters, op, self.facts.max_rank)
+                self.outputs[op.run, op.seq] = output
+                made += output.trainable_parameters if isinstance(output, CreateOutput) else 0
+                if made >= DRAWN_AT_ONCE:
+                    made = 0
+                    yield
         self._expect_open_gradients(ops)
         try:
             for runs in self.adapters.device_groups(list(dict.fromkeys(op.run for op in ops))):

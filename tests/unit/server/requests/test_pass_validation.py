@@ -136,6 +136,27 @@ def test_clip_thresholds_must_not_cross() -> None:
     assert "clip_low_threshold is above" in refusal(crossed)
 
 
+@pytest.mark.parametrize("loss_fn", ["ppo", "gspo"])
+@pytest.mark.parametrize(
+    ("bounds", "name"),
+    [
+        ({"clip_low_threshold": 0.2, "clip_high_threshold": 0.2}, "clip_high_threshold=0.2"),
+        ({"clip_high_threshold": 0.99}, "clip_high_threshold=0.99"),
+        ({"clip_low_threshold": 1.01}, "clip_low_threshold=1.01"),
+    ],
+)
+def test_bounds_that_could_never_train_are_refused(
+    loss_fn: str, bounds: dict[str, float], name: str
+) -> None:
+    message = refusal(request(loss_fn=loss_fn, **bounds))
+    assert message.startswith(f"loss_fn_config.{name}: the ratio is 1 before the first step")
+    assert "clip_low_threshold=0.8 and clip_high_threshold=1.2" in message
+
+
+def test_bounds_of_cispo_scale_and_need_not_enclose_1() -> None:
+    check_pass(request(loss_fn="cispo", clip_high_threshold=0.5), POOL)
+
+
 ids = st.one_of(st.integers(0, 511), st.integers(-(2**62), 2**62))
 
 
@@ -181,6 +202,11 @@ def test_a_number_of_an_optimizer_fits_a_float32(name: str) -> None:
     check_adam(AdamParams(**{name: 3.4e38}))
     with pytest.raises(Invalid, match=f"{name} is larger than a float32 can be"):
         check_adam(AdamParams(**{name: 3.5e38}))
+
+
+def test_a_negative_clip_norm_is_refused() -> None:
+    with pytest.raises(Invalid, match="grad_clip_norm must be 0, which is no limit, or more"):
+        check_adam(AdamParams(grad_clip_norm=-1.0))
 
 
 def test_an_epsilon_that_is_zero_to_a_worker_is_none() -> None:

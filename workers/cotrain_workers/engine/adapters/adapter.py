@@ -9,6 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
 from cotrain_workers.engine.spec import Sums
 
@@ -107,6 +108,27 @@ class Gradient:
         return self._arena
 
 
+@dataclass(frozen=True)
+class Steepest:
+    """The target of a pass with the steepest loss, for the message of a step that its gradient makes fail."""
+
+    seq: int  # of the pass
+    datum: int
+    target: str  # its index, or indices
+    slope: float  # of the loss, by the target's log-probability
+    logprob: float
+    recorded: float | None  # the log-probability that the request brought, if the loss has one
+
+    @override
+    def __str__(self) -> str:
+        recorded = "" if self.recorded is None else f" (recorded: {self.recorded:.6g})"
+        return (
+            f"Steepest target of the passes behind it: data[{self.datum}].loss_fn_inputs.target_tokens[{self.target}]"
+            f" of seq {self.seq}, where the loss has the slope {self.slope:.3g} by a log-probability of"
+            f" {self.logprob:.6g}{recorded}."
+        )
+
+
 @dataclass
 class ComputeCopy:
     """The weights in the base model's dtype, as of a version."""
@@ -137,6 +159,8 @@ class Adapter:
     has_open_gradient: bool = False  # or will have one in the cycle that begins
     scale: float = field(init=False)  # of what it adds
     version: int = field(init=False)  # of `weights`: holders of a copy compare it
+    steepest: Steepest | None = field(init=False, default=None)
+    """The target with the steepest loss among the passes of the pending gradient, if one is suspiciously steep."""
     _compute: ComputeCopy | None = field(init=False, default=None)
     _gradient: Gradient | None = field(init=False, default=None)
 
@@ -264,6 +288,7 @@ def discard_gradients(adapters: Sequence[Adapter]) -> None:
     discard_all([adapter.gradient for adapter in adapters])
     for adapter in adapters:
         adapter.grads_pending = False
+        adapter.steepest = None
 
 
 def discard_all(gradients: Sequence[Gradient]) -> None:

@@ -22,16 +22,19 @@ from cotrain_workers.engine.adapters.residency import (
     over_budget,
     prefetch_moves,
 )
+from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas
     from cotrain_workers.engine.adapters.residency import Moves
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.spec import Target
 
 ARENAS_AT_REST = ("weights", "m", "v")  # and "grads", while a gradient is pending
+DRAWN_AT_ONCE = 1_000_000  # some 20 ms
 
 
 @dataclass(frozen=True)
@@ -121,13 +124,17 @@ class AdapterBank:
         """Return the runs whose adapters are here."""
         return frozenset(self._adapter_by_run)
 
-    def create(self, run: str, spec: AdapterSpec) -> Adapter:
-        """Add a fresh adapter: A random from the spec's seed, B zero, so that it starts as the base."""
+    def create(self, run: str, spec: AdapterSpec, weights: torch.Tensor | None = None) -> Adapter:
+        """Add an adapter that has taken no step: with a copy of `weights` `[layout.size]`, or with fresh ones.
+
+        Raises ValueError if the weights were made for other modules than this base model has.
+        """
         layout = self.layout_of(spec)
-        weights = initial_weights(spec, layout).to(self._arena_dtype)
-        zeros = torch.zeros_like(weights)
-        state = AdapterState(spec, weights, zeros, zeros, zeros, step=0, grads_pending=False)
-        return self.restore(run, state)
+        if weights is None:
+            weights = initial_weights(spec, layout)
+        return self._place(
+            run, Adapter(spec, layout, 0, False, self._compute_dtype, {}), {"weights": weights}
+        )
 
     def drop(self, run: str) -> None:
         """Forget a run's adapter; twice is harmless."""
@@ -166,17 +173,27 @@ class AdapterBank:
         Raises ValueError if the state was made for other modules than this base model has.
         """
         layout = self.layout_of(state.spec)
-        if state.weights.shape != (layout.size,):
-            raise ValueError(f"The state holds {state.weights.numel()} values, not {layout.size}.")
         adapter = Adapter(
             state.spec, layout, state.step, state.grads_pending, self._compute_dtype, {}
         )
+        names = (*ARENAS_AT_REST, *(["grads"] if state.grads_pending else []))
+        return self._place(run, adapter, {name: getattr(state, name) for name in names})
+
+    def _place(self, run: str, adapter: Adapter, arenas: Mapping[str, torch.Tensor]) -> Adapter:
+        """Put an adapter in place of whatever this run held, with copies of `arenas`; moments not among them are zero."""
+        size = adapter.layout.size
+        if arenas["weights"].shape != (size,):
+            raise ValueError(f"The state holds {arenas['weights'].numel()} values, not {size}.")
         self.drop(run)
         sizes = [*self._sizes(), self._size_of(run, adapter)]
         self._make(moves_for(sizes, {run, *self._in_use}, self._adapter_bytes))
-        for name in (*ARENAS_AT_REST, *(["grads"] if state.grads_pending else [])):
-            arena: torch.Tensor = getattr(state, name)
-            adapter.arenas[name] = arena.to(self._device, self._arena_dtype, copy=True)
+        for name in dict.fromkeys((*ARENAS_AT_REST, *arenas)):
+            # Zeros are made on the device: to copy them there costs as long as the weights.
+            adapter.arenas[name] = (
+                arenas[name].to(self._device, self._arena_dtype, copy=True)
+                if name in arenas
+                else torch.zeros(size, dtype=self._arena_dtype, device=self._device)
+            )
         self._adapter_by_run[run] = adapter
         return adapter
 
@@ -285,12 +302,22 @@ def initial_weights(spec: AdapterSpec, layout: Layout) -> torch.Tensor:
     A is Kaiming-uniform with `a = sqrt(5)`, as PEFT has it: uniform in +-1/sqrt(inputs). Each module draws
     from its own generator, so its A depends on the seed, its name and the rank, and on no other module.
     """
+    return run_to_end(draw_weights(spec, layout))
+
+
+def draw_weights(spec: AdapterSpec, layout: Layout) -> Yielding[torch.Tensor]:
+    """Return `initial_weights`, with a yield point after every DRAWN_AT_ONCE values."""
     arena = torch.zeros(layout.size)
     views = layout.views(arena)
+    drawn = 0
     for target in layout.targets:
         bound = 1.0 / math.sqrt(target.inputs)
         generator = torch.Generator().manual_seed(module_seed(spec.seed, target.name))
-        views[target.name].a.uniform_(-bound, bound, generator=generator)
+        a = views[target.name].a.uniform_(-bound, bound, generator=generator)
+        drawn += a.numel()
+        if drawn >= DRAWN_AT_ONCE:
+            drawn = 0
+            yield
     return arena
 
 

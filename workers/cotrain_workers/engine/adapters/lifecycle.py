@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from cotrain_workers.engine.adapters.adapter import discard_gradients
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.adapter import discard_gradients, is_all_finite
+from cotrain_workers.engine.adapters.bank import AdapterState, draw_weights
 from cotrain_workers.engine.adapters.peft_import import ImportRefused, read_import
 from cotrain_workers.engine.adapters.saved import SavedWeights
 from cotrain_workers.engine.ops import (
@@ -25,10 +25,14 @@ from cotrain_workers.engine.ops import (
 
 if TYPE_CHECKING:
     from cotrain_workers.engine.adapters.bank import AdapterBank
+    from cotrain_workers.engine.cycle import Yielding
     from cotrain_workers.engine.ops import Op, Save
     from cotrain_workers.engine.spec import AdapterSpec, Layout
 
     Beginning = Create | Import | Load
+
+#: Of a first moment: a mean of gradients, each of which a step admitted (`adamw.largest_norm`).
+LARGEST_MOMENT = 1e19
 
 
 def begins_run(op: Op) -> TypeGuard[Beginning]:
@@ -36,7 +40,9 @@ def begins_run(op: Op) -> TypeGuard[Beginning]:
     return isinstance(op, Create | Import) or (isinstance(op, Load) and op.creates)
 
 
-def begin(bank: AdapterBank, op: Beginning, max_rank: int) -> CreateOutput | LoadOutput | Failure:
+def begin(
+    bank: AdapterBank, op: Beginning, max_rank: int
+) -> Yielding[CreateOutput | LoadOutput | Failure]:
     """Make a run's adapter: fresh, from a checkpoint, or from an upload."""
     if op.run in bank:
         return Failure("The run exists already.", "server")
@@ -47,9 +53,12 @@ def begin(bank: AdapterBank, op: Beginning, max_rank: int) -> CreateOutput | Loa
     if reason:
         return Failure(reason, "user")
     if isinstance(op, Load):
+        if refusal := refuse_state(op):
+            return refusal
         _begin_with(bank, op.run, op.weights, op.optimizer)
         return LoadOutput(op.path)
-    return CreateOutput(bank.create(op.run, spec).layout.trainable_parameters)
+    weights = yield from draw_weights(spec, bank.layout_of(spec))
+    return CreateOutput(bank.create(op.run, spec, weights).layout.trainable_parameters)
 
 
 def save(bank: AdapterBank, op: Save) -> SaveOutput | Failure:
@@ -73,6 +82,8 @@ def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
     if op.run not in bank:
         return unknown_run()
     adapter = bank[op.run]
+    if refusal := refuse_state(op):
+        return refusal
     if shape_of(op.weights.spec) != shape_of(adapter.spec):
         theirs, ours = describe(op.weights.spec), describe(adapter.spec)
         return Failure(f"Checkpoint {op.path} has {theirs}; this run has {ours}.", "user")
@@ -96,6 +107,24 @@ def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
         adapter.v.zero_()
         adapter.step = 0
     return LoadOutput(op.path)
+
+
+def refuse_state(op: Load) -> Failure | None:
+    """Return the failure of a load whose weights or moments no step could go on from, or None."""
+    if not is_all_finite(op.weights.flat):
+        return Failure(
+            f"Checkpoint {op.path} holds weights that are not finite. Load an earlier one.", "user"
+        )
+    moments = op.optimizer
+    if moments is None or (
+        is_all_finite(moments.v) and float(moments.m.abs().max()) <= LARGEST_MOMENT
+    ):
+        return None
+    return Failure(
+        f"Checkpoint {op.path} holds an optimizer state that is not finite, with which weights would never move"
+        " again. Load it without the optimizer (load_state, create_training_client_from_state).",
+        "user",
+    )
 
 
 def refuse_spec(spec: AdapterSpec, max_rank: int) -> str | None:
@@ -140,14 +169,16 @@ def _import(bank: AdapterBank, op: Import, max_rank: int) -> CreateOutput | Fail
 def _begin_with(
     bank: AdapterBank, run: str, weights: HostWeights, optimizer: HostOptimizer | None
 ) -> None:
-    zeros = torch.zeros_like(weights.flat)
+    if optimizer is None:
+        bank.create(run, weights.spec, weights.flat)
+        return
     state = AdapterState(
         weights.spec,
         weights.flat,
-        grads=zeros,
-        m=optimizer.m if optimizer else zeros,
-        v=optimizer.v if optimizer else zeros,
-        step=optimizer.step if optimizer else 0,
+        grads=torch.zeros_like(weights.flat),
+        m=optimizer.m,
+        v=optimizer.v,
+        step=optimizer.step,
         grads_pending=False,
     )
     bank.restore(run, state)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from cotrain_workers.engine.ops import OptimStep, Output
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+#: An Adam step moves a weight by about its learning rate. Above this one the weights are checked after the step, which
+#: costs a copy of the adapter.
+SAFE_LEARNING_RATE = 1e3
 
 
 class Parameters(NamedTuple):
@@ -44,7 +47,7 @@ def refuse_step(op: OptimStep) -> str | None:
         "beta2": 0 <= op.beta2 < 1,
         "eps": op.eps > 0,  # 0 / 0 would be NaN wherever a gradient has always been zero
         "weight_decay": op.weight_decay >= 0,
-        "grad_clip_norm": True,
+        "grad_clip_norm": op.grad_clip_norm >= 0,
     }
     for name, is_in_range in checks.items():
         if not (is_in_range and math.isfinite(getattr(op, name))):
@@ -54,11 +57,32 @@ def refuse_step(op: OptimStep) -> str | None:
 
 @dataclass(frozen=True)
 class Due:
-    """A step that can be taken: its parameters are in range and its gradient is finite."""
+    """A step that can be taken: its parameters are in range, and Adam can hold its gradient."""
 
     adapter: Adapter
     op: OptimStep
     norm: float  # of the gradient
+
+    @property
+    def clipped_norm(self) -> float:
+        """Return the L2 norm of the gradient after clipping."""
+        limit = self.op.grad_clip_norm
+        return min(self.norm, limit) if limit > 0 else self.norm
+
+    @property
+    def is_risky(self) -> bool:
+        """Return True if one step with these parameters may make weights too large."""
+        op = self.op
+        return op.learning_rate > SAFE_LEARNING_RATE or op.learning_rate * op.weight_decay > 2
+
+
+def largest_norm(adapter: Adapter) -> float:
+    """Return the largest norm of a gradient that Adam can hold.
+
+    The second moment is a mean of squares, so it stays finite if every square is. An infinite one never
+    becomes finite again, and its weight would never move again.
+    """
+    return math.sqrt(torch.finfo(adapter.weights.dtype).max) / 2
 
 
 def gradient_norms(adapters: Sequence[Adapter]) -> list[float]:
@@ -134,7 +158,8 @@ def take_steps(
 ) -> None:
     """Take optimizer steps, at most one of each run, and write an answer to each; `adapters` are by run.
 
-    A gradient that is not finite is discarded, and its step fails alone.
+    A gradient that is not finite, or too large for Adam, is discarded, and its step fails alone. The same
+    holds for a step that would make weights too large for products: it leaves the adapter as it was.
     """
     asked = []
     for op in ops:
@@ -146,19 +171,58 @@ def take_steps(
         else:
             asked.append(op)
     norms = gradient_norms([adapters[op.run] for op in asked])
-    due = [Due(adapters[op.run], op, norm) for op, norm in zip(asked, norms, strict=True)]
-    finite = [step for step in due if math.isfinite(step.norm)]
-    adamw_steps(finite)
-    discard_gradients([step.adapter for step in due if not math.isfinite(step.norm)])
-    for step in due:
-        op = step.op
-        outputs[op.run, op.seq] = (
-            StepOutput(step.norm) if math.isfinite(step.norm) else not_finite(op)
+    due: list[Due] = []
+    refused: list[Adapter] = []
+    for op, norm in zip(asked, norms, strict=True):
+        step = Due(adapters[op.run], op, norm)
+        failure = refuse_gradient(step)
+        if failure:
+            outputs[op.run, op.seq] = failure
+            refused.append(step.adapter)
+        else:
+            outputs[op.run, op.seq] = StepOutput(norm)
+            due.append(step)
+    before = [(step, _copy_of(step.adapter)) for step in due if step.is_risky]
+    adamw_steps(due)
+    for step, (weights, m, v, count) in before:
+        adapter = step.adapter
+        if not float(adapter.weights.abs().max()) <= largest_norm(adapter):
+            adapter.weights.copy_(weights)
+            adapter.m.copy_(m)
+            adapter.v.copy_(v)
+            adapter.step = count
+            adapter.weights_changed()
+            outputs[step.op.run, step.op.seq] = too_long(step.op)
+    discard_gradients(refused)
+
+
+def _copy_of(adapter: Adapter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    return adapter.weights.clone(), adapter.m.clone(), adapter.v.clone(), adapter.step
+
+
+def refuse_gradient(step: Due) -> Failure | None:
+    """Return the failure of a step whose gradient is not finite or too large for Adam, or None."""
+    seq, limit = step.op.seq, largest_norm(step.adapter)
+    if not math.isfinite(step.norm):
+        message = f"Gradient is not finite (seq {seq}); it was discarded."
+    elif step.clipped_norm > limit:
+        message = (
+            f"Gradient is too large for Adam (seq {seq}): its norm is {step.norm:.3g}, and the square must fit"
+            f" {str(step.adapter.weights.dtype).removeprefix('torch.')}, so the limit is {limit:.3g}. It was"
+            " discarded. Set grad_clip_norm, or correct the data."
         )
+    else:
+        return None
+    steepest = step.adapter.steepest
+    return Failure(f"{message} {steepest}" if steepest else message, "user", "not_finite")
 
 
-def not_finite(op: OptimStep) -> Failure:
-    """Return the answer to a step whose gradient is not finite."""
+def too_long(op: OptimStep) -> Failure:
+    """Return the failure of a step after which products of weights would not be finite."""
     return Failure(
-        f"Gradient is not finite (seq {op.seq}); it was discarded.", "user", "not_finite"
+        f"Step would make weights infinite or nearly so (seq {op.seq}, learning_rate={op.learning_rate:g}, "
+        f"weight_decay={op.weight_decay:g}, eps={op.eps:g}). It was discarded with its gradient; the weights "
+        "are as before. Use a smaller learning_rate.",
+        "user",
+        "not_finite",
     )

@@ -134,6 +134,20 @@ def value_and_slope(
     return total.detach(), slope
 
 
+def steepest_target(
+    loss: LossSpec, logprobs: torch.Tensor, inputs: Inputs, config: Config
+) -> tuple[float, int]:
+    """Return the largest absolute slope of the loss by a log-probability of one datum, and its flat index.
+
+    In float64, so that a slope is found that float32 cannot hold.
+    """
+    wide = {name: tensor.double() for name, tensor in inputs.items()}
+    _, slope = value_and_slope(loss, logprobs.double(), wide, config)
+    size = slope.abs().nan_to_num(nan=math.inf, posinf=math.inf).flatten()
+    index = int(size.argmax())
+    return float(size[index]), index
+
+
 def value(loss: LossSpec, logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """Return the summed loss (float64 scalar)."""
     return loss.compute(logprobs, inputs, config).sum(dtype=torch.float64)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cotrain_workers.engine.adapters.adapter import is_all_finite
+from cotrain_workers.engine.adapters.adapter import Steepest, is_all_finite
 from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
-from cotrain_workers.engine.training.losses import LOSSES
+from cotrain_workers.engine.training.losses import LOSSES, steepest_target
 from cotrain_workers.engine.training.micro_batches import cut
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 #: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0
+#: A pass with a larger loss has its steepest target looked up, in case its gradient is too large for a step.
+STEEP_LOSS = 1e9
+#: Weights above this lie behind a loss that is not finite, rather than the data.
+LARGE_WEIGHT = 1e6
 _TIMES = count()
 
 
@@ -127,11 +131,15 @@ def finish(passes: Sequence[PassState]) -> None:
     for done, values in zip(left, values_on_host(left), strict=True):
         loss_sum, is_finite = float(values[0]), bool(values[1])
         done.adapter.gradient_in_use = False
+        found = per_datum(done, values[2:].astype(np.float32))
         if is_finite and done.op.needs_grad and done.results:
             done.adapter.grads_pending = True
-        found = per_datum(done, values[2:].astype(np.float32))
+            if isinstance(done.op, Pass) and abs(loss_sum) > STEEP_LOSS:
+                record_steepest(done.adapter, done.op, found)
         done.output = (
-            output_of(done.op, found, loss_sum) if is_finite else not_finite(done.op, found)
+            output_of(done.op, found, loss_sum)
+            if is_finite
+            else not_finite(done.op, found, done.adapter)
         )
 
 
@@ -194,11 +202,39 @@ def needs_memory(tokens: int) -> Failure:
     return Failure(f"Request needs more memory than the worker has ({tokens} tokens).", "server")
 
 
-def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray]) -> Failure:
+def record_steepest(adapter: Adapter, op: Pass, found: Sequence[np.ndarray]) -> None:
+    """Keep the steepest target of a pass with the adapter, unless an earlier pass has a steeper one."""
+    loss = LOSSES[op.loss_fn]
+    config = {**loss.defaults, **op.loss_config}
+    for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
+        inputs = {name: torch.from_numpy(datum.inputs[name]) for name in loss.inputs}
+        slope, at = steepest_target(loss, torch.from_numpy(now), inputs, config)
+        if adapter.steepest is None or slope > adapter.steepest.slope:
+            index = ", ".join(str(axis) for axis in np.unravel_index(at, now.shape))
+            recorded = datum.inputs["logprobs"].flat[at] if "logprobs" in loss.inputs else None
+            adapter.steepest = Steepest(op.seq, number, index, slope, float(now.flat[at]), recorded)
+
+
+def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray], adapter: Adapter) -> Failure:
     """Return the answer to a pass whose loss, log-probabilities or gradient are not finite."""
     kept = "; the gradient was discarded" if op.needs_grad else ""
-    why = too_far_apart(op, found) if isinstance(op, Pass) else ""
+    why = broken_weights(adapter)
+    if not why and isinstance(op, Pass):
+        why = too_far_apart(op, found)
     return Failure(f"Loss is not finite (seq {op.seq}){kept}.{why}", "user", "not_finite")
+
+
+def broken_weights(adapter: Adapter) -> str:
+    """Return a sentence on weights that are not finite or far too large, and the remedy; "" for others."""
+    low, high = adapter.weights.aminmax()
+    largest = max(-float(low), float(high))
+    if largest <= LARGE_WEIGHT:
+        return ""
+    state = f"reach {largest:.3g}" if math.isfinite(largest) else "are not finite"
+    return (
+        f" The run's own weights {state}, so every pass fails: load an earlier checkpoint (load_state), or make"
+        " a new run, and step with a smaller learning_rate."
+    )
 
 
 def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:

@@ -333,3 +333,34 @@ def test_an_alpha_that_would_overflow_is_refused(new_engine: Callable[..., Engin
     assert isinstance(failure, Failure)
     assert "too large an alpha" in failure.message
     assert same_bits(engine.adapters.state(TENANT.run), before)
+
+
+@pytest.mark.parametrize("creates", [True, False])
+@pytest.mark.parametrize("ruined", ["weights", "m", "v"])
+def test_a_checkpoint_that_no_step_could_go_on_from_is_refused(
+    new_engine: Callable[..., Engine], ruined: str, creates: bool
+) -> None:
+    engine = new_engine()
+    engine.run(TENANT.ops(0))
+    save = saved(engine)
+    assert save.optimizer
+    weights = HostWeights(save.weights.spec, save.weights.flat.clone())
+    optimizer = replace(save.optimizer, m=save.optimizer.m.clone(), v=save.optimizer.v.clone())
+    arena = weights.flat if ruined == "weights" else getattr(optimizer, ruined)
+    arena[5] = float("inf")
+    load = replace(
+        load_of(save, optimizer=True, creates=creates), weights=weights, optimizer=optimizer
+    )
+    load = replace(load, run="new" if creates else TENANT.run)
+    before = engine.adapters.state(TENANT.run)
+
+    failure = engine.run([load]).outputs[load.run, 98]
+
+    assert isinstance(failure, Failure)
+    what = "weights that are" if ruined == "weights" else "an optimizer state that is"
+    assert failure.message.startswith(f"Checkpoint tinker://r/weights/x holds {what} not finite")
+    assert same_bits(engine.adapters.state(TENANT.run), before)
+    assert ("new" in engine.adapters) is False
+    if ruined != "weights":
+        loaded = engine.run([replace(load, optimizer=None)]).outputs[load.run, 98]
+        assert loaded == LoadOutput("tinker://r/weights/x")

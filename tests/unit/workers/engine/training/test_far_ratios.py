@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.ops import Create, Failure, Pass, PassOutput
+from cotrain_workers.engine.ops import Create, Failure, OptimStep, Pass, PassOutput, StepOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.training import random_datum
 
@@ -63,3 +64,72 @@ def test_an_impossible_sample_that_is_rewarded_trains_like_one_just_out_of_bound
         grads.append(engine.adapters.state("a").grads)
     assert torch.equal(*grads)
     assert grads[0].any()
+
+
+@pytest.mark.parametrize(("then", "fails"), [(-5.0, False), (-40.0, False), (-60.0, True)])
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo"])
+def test_after_a_huge_ratio_every_weight_still_moves(
+    new_engine: NewEngine, loss_fn: str, then: float, fails: bool
+) -> None:
+    engine = new_engine()
+    engine.run([Create("a", 0, SPEC)])
+    adam = OptimStep("a", 2, 1e-3, 0.9, 0.95, 1e-12, 0.0, grad_clip_norm=0.0)
+    assert isinstance(engine.run([policy_pass(loss_fn, then, -1.0)]).outputs["a", 1], PassOutput)
+
+    step = engine.run([adam]).outputs["a", 2]
+
+    if fails:
+        assert isinstance(step, Failure)
+        assert step.code == "not_finite"
+        assert (
+            "data[1].loss_fn_inputs.target_tokens[2] of seq 1, where the loss has the slope"
+            in step.message
+        )
+        assert "(recorded: -60)" in step.message
+    else:
+        assert isinstance(step, StepOutput)
+    good = Pass("a", 3, policy_pass(loss_fn, -5.0, -1.0).datums, loss_fn, {}, needs_grad=True)
+    for seq in (3, 5):
+        engine.run([replace(good, seq=seq), replace(adam, seq=seq + 1)])
+    before = engine.adapters.state("a")
+    engine.run([replace(good, seq=7), replace(adam, seq=8)])
+    after = engine.adapters.state("a")
+    moved = (after.weights != before.weights).float().mean()
+    assert float(moved) > 0.99  # rows of A that have no gradient yet stay
+
+
+def test_a_huge_weight_of_cross_entropy_is_named_by_the_step_as_well(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    engine.run([Create("a", 0, SPEC)])
+    datum = random_datum(np.random.default_rng(4), "cross_entropy", 5)
+    datum.inputs["weights"][:] = 1.0
+    datum.inputs["weights"][3] = 1e25
+    step = OptimStep("a", 2, 1e-3, 0.9, 0.95, 1e-12, 0.0, grad_clip_norm=0.0)
+
+    failure = engine.run(
+        [Pass("a", 1, [datum], "cross_entropy", {}, needs_grad=True), step]
+    ).outputs["a", 2]
+
+    assert isinstance(failure, Failure)
+    assert "data[0].loss_fn_inputs.target_tokens[3] of seq 1" in failure.message
+
+
+def test_a_step_that_clips_takes_a_huge_ratio(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    engine.run([Create("a", 0, SPEC), policy_pass("ppo", -60.0, -1.0)])
+    step = OptimStep("a", 2, 1e-3, 0.9, 0.95, 1e-12, 0.0, grad_clip_norm=1.0)
+    assert isinstance(engine.run([step]).outputs["a", 2], StepOutput)
+
+
+def test_a_pass_of_infinite_weights_names_the_way_back(new_engine: NewEngine) -> None:
+    engine = new_engine()
+    engine.run([Create("a", 0, SPEC)])
+    state = engine.adapters.state("a")
+    state.weights.fill_(np.inf)
+    engine.adapters.restore("a", state)
+
+    failure = engine.run([policy_pass("ppo", -5.0, 1.0)]).outputs["a", 1]
+
+    assert isinstance(failure, Failure)
+    assert "The run's own weights are not finite" in failure.message
+    assert "load an earlier checkpoint (load_state)" in failure.message
