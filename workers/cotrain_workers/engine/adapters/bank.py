@@ -132,7 +132,7 @@ class AdapterBank:
         layout = self.layout_of(spec)
         if weights is None:
             weights = initial_weights(spec, layout)
-        return self._place(
+        return self._insert(
             run, Adapter(spec, layout, 0, False, self._compute_dtype, {}), {"weights": weights}
         )
 
@@ -177,9 +177,9 @@ class AdapterBank:
             state.spec, layout, state.step, state.grads_pending, self._compute_dtype, {}
         )
         names = (*ARENAS_AT_REST, *(["grads"] if state.grads_pending else []))
-        return self._place(run, adapter, {name: getattr(state, name) for name in names})
+        return self._insert(run, adapter, {name: getattr(state, name) for name in names})
 
-    def _place(self, run: str, adapter: Adapter, arenas: Mapping[str, torch.Tensor]) -> Adapter:
+    def _insert(self, run: str, adapter: Adapter, arenas: Mapping[str, torch.Tensor]) -> Adapter:
         """Put an adapter in place of whatever this run held, with copies of `arenas`; moments not among them are zero."""
         size = adapter.layout.size
         if arenas["weights"].shape != (size,):
