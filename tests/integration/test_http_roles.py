@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from tests.support.redis_server import EmbeddedRedis
 
 SECRET, URL = "only-for-alice", "https://hooks.invalid/of-alice"
-#: What requests may change whatever their role: uses of keys, the audit log, who delivers webhooks, logouts.
+#: What changes whatever the role of a key: its last use, the audit log, leases of processes, logouts.
 NOT_OF_TENANTS = re.compile(
-    f"{tenant_keys.key_uses()}|cotrain:audit.*|cotrain:webhooks:(lease|epoch)"
+    f"{tenant_keys.key_uses()}|cotrain:audit.*|cotrain:webhooks:(lease|epoch)|cotrain:scheduler:lease"
     f"|{tenant_keys.ended_session('.*')}"
 )
 #: What pages draw of a cycle, which the worker of these tests leaves out.
@@ -84,6 +84,11 @@ REFUSED_TO_MEMBERS = {
 }
 #: Paths with a route that only explains what is wrong with them, for any method.
 EXPLAINED = {"/api/v1/training_runs/{run_id}/checkpoints/{name}": 400}
+
+
+@pytest.fixture(autouse=True)
+def no_upload_waits_for_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotrain_server.routes.uploads.PATIENCE_S", 0.0)
 
 
 @dataclass(frozen=True)
@@ -272,10 +277,9 @@ async def test_other_keys_and_none_change_nothing_and_are_told_nothing(
 
 @pytest.mark.parametrize("is_operator", [False, True])
 async def test_every_request_here_is_served_to_who_may_send_it(
-    empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, is_operator: bool
+    empty_redis: EmbeddedRedis, is_operator: bool
 ) -> None:
     """Or a refusal would prove nothing about roles."""
-    monkeypatch.setattr("cotrain_server.routes.uploads.PATIENCE_S", 0.0)
     async with fresh_api(empty_redis.url) as api:
         things = await make_things(api)
         tenant = TenantId(things.ids["tenant_id"])

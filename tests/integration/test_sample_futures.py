@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,14 +14,14 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound, SampleExpired
 from cotrain_store.keys import age_keys, fleet_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.ids import RequestId, TenantId, sampler_id
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.sample_ids import parse_sample
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from cotrain_store.results.futures import NO_WORKER, Pending
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
-from tests.support.samples import BODY, RESULT
+from tests.support.samples import BODY, RESULT, sampler_record
 from tests.support.stack import POOL
 from tests.support.waiting import until
 
@@ -162,6 +162,27 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
     assert lives_ms()[0] <= result_keys.READ_RESULT_TTL_MS < lives_ms()[1]
     told = [samples.log.redis.exists(f"cotrain:completions:{name}:0") for name in (first, second)]
     assert told == [0, 1]
+
+
+async def test_a_result_sent_to_another_key_is_kept_for_the_one_that_opened_the_session(
+    samples: Samples,
+) -> None:
+    session = await samples.records.create_session(A, key_id="own")
+    sampler = await samples.records.create_sampler(
+        replace(sampler_record("a"), id=sampler_id(session.id, 0), session=session.id)
+    )
+    (request,) = await samples.submit(sampler, 0)
+    samples.resolve(*samples.claim())
+    name, deliveries = parse_sample(request), DeliveryLog(samples.log.connection)
+    assert name
+    left_ms = []
+    for key_id in ("other", "own"):
+        deliveries.sent(A, request, name, NOW, key_id)
+        await deliveries.expire_read(LATER)
+        told = samples.log.redis.zcard(sample_keys.completions(sampler.id, 0))
+        left_ms.append((life_ms(samples.log.redis, result_keys.result(request)), told))
+    assert left_ms[0] > (result_keys.READ_RESULT_TTL_MS, 1)
+    assert left_ms[1] <= (result_keys.READ_RESULT_TTL_MS, 0)
 
 
 async def test_waiting_for_a_result_notes_that_it_was_sent(

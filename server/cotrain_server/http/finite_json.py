@@ -16,11 +16,11 @@ class FiniteJSONResponse(JSONResponse):
     @override
     def render(self, content: Any) -> bytes:
         """Write the content."""
-        return finite_json(content).encode("utf-8", "replace")
+        return finite_json(content).encode()
 
 
 def finite_json(value: Any) -> str:
-    """Write a value as compact JSON; where it holds NaN or an infinity, these become null."""
+    """Write a value as compact JSON in ASCII, which also holds half a surrogate pair. NaN and infinities become null."""
     try:
         return _written(value)
     except ValueError:
@@ -37,7 +37,7 @@ def finite(value: Any) -> Any:
 
 
 def _written(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def is_double(value: Any) -> bool:
