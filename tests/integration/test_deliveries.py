@@ -43,7 +43,7 @@ async def test_only_the_key_that_opened_the_session_ends_its_results_sooner(log:
     run = await log.new_run("a", session.id)
     await log.run_all()
     deliveries = DeliveryLog(log.connection)
-    left_ms = []
+    left_ms: list[float] = []
     for key_id in ("other", "own"):
         deliveries.sent(run.tenant, request_id(run.id, 0), POOL, NOW, key_id)
         await deliveries.expire_read(NOW + 5)

@@ -93,7 +93,7 @@ def operations() -> list[Operation]:
         Operation(method, context.path or "")
         for context in iter_route_contexts(ROUTES.routes)
         if isinstance(context.original_route, APIRoute)
-        for method in context.original_route.methods
+        for method in context.original_route.methods or ()
     }
     places = {name: place for place, name in enumerate(ENDS, 1)}
     return sorted(found, key=lambda found: (places.get(found.name, 0), found.name))
