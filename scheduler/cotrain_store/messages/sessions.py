@@ -25,7 +25,7 @@ class Tenant:
 
     @property
     def may_change(self) -> bool:
-        """Tell whether the key may do more than read."""
+        """Return whether the key may do more than read."""
         return self.role == "member"
 
 

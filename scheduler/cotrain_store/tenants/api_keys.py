@@ -177,7 +177,7 @@ class Tenants:
         await self._redis.set(tenant_keys.ended_session(nonce), "1", px=left_ms)
 
     async def has_logged_out(self, nonce: str) -> bool:
-        """Tell whether a browser's session was ended by a logout."""
+        """Return whether a logout ended a browser's session."""
         return bool(await self._redis.exists(tenant_keys.ended_session(nonce)))
 
     async def list_keys(self) -> list[KeyRecord]:

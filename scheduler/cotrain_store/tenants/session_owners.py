@@ -29,7 +29,7 @@ async def session_owners(
 
 
 def is_owner(key_id: str, owner: str) -> bool:
-    """Tell whether a client of a key may end the results of a session that `owner` opened.
+    """Return whether a client of a key may end the results of a session that `owner` opened.
 
     Sessions of earlier versions have no owner: any key of their tenant may.
     """

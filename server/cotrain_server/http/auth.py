@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 READS = ("GET", "HEAD")
 #: What begins the id of a viewer's session. No record of such a session is kept.
 UNKEPT_SESSION = "viewer-"
-#: POSTs that a viewer may send: they read, or end what only its own browser or SDK has.
-#: Routes of the session keep nothing for a viewer; SDKs call them before and after each read.
+#: POSTs that a viewer may send. They read, or end a browser's session.
+#: SDKs open, keep and finish a session around each read: these routes keep nothing for a viewer.
 READING_POSTS = re.compile(
     rf"/api/v1/(auth/token|client/config|client/dynamic_config|create_session|session_heartbeat"
     rf"|sessions/{UNKEPT_SESSION}[^/]+/finish|telemetry|get_info|weights_info|sessions/search"

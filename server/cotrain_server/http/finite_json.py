@@ -41,7 +41,7 @@ def _written(value: Any) -> str:
 
 
 def is_double(value: Any) -> bool:
-    """Tell whether a value is no number, or one within the range of a double."""
+    """Return whether a value is no number, or one within the range of a double."""
     if not isinstance(value, int | float):
         return True
     try:
