@@ -329,6 +329,15 @@ def two_tenants(bench: Bench) -> Facts:
     return {"alone": alone, "together": together}
 
 
+def only_reads(bench: Bench) -> Facts:
+    """Read with a viewer's key, try to train, and take leave."""
+    runs = bench.service.create_rest_client().list_training_runs(limit=1).result()
+    refused = error_of(bench.run)
+    if hasattr(bench.service, "close"):
+        bench.service.close("success").result()
+    return {"total": runs.cursor.total_count, "refused": refused}
+
+
 def undisturbed(bench: Bench) -> Facts:
     """Train a few steps, and say where the run got to."""
     return {"logprobs": _final_logprobs(bench, seed=0)}

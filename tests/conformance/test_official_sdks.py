@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
+
+from tests.conformance.running import KEYS, SDKS, run_scenarios
 
 if TYPE_CHECKING:
     from tests.conformance.running import Report, Server
@@ -136,6 +139,23 @@ def test_a_run_that_cannot_be_is_refused_at_once(report: Report, what: str, name
 def test_two_tenants_at_once_train_bit_for_bit_as_if_alone(report: Report) -> None:
     facts = report.facts["two_tenants"]
     assert facts["together"] == facts["alone"]
+
+
+@pytest.mark.parametrize("sdk", SDKS)
+def test_a_viewers_key_reads_and_is_told_that_it_may_not_train(server: Server, sdk: str) -> None:
+    with httpx.Client(base_url=f"{server.address}/api/v1") as http:
+        mine = http.get("auth/apikey/me", headers={"X-API-Key": KEYS[0]}).json()
+        tenant = mine["details"]["org_details"]["name"]
+        made = http.post(
+            f"admin/tenants/{tenant}/keys",
+            json={"name": "guest", "role": "viewer"},
+            headers={"X-API-Key": (server.data_dir / "admin-key").read_text().strip()},
+        )
+    names, key = ["only_reads"], made.json()["key"]
+    facts = run_scenarios(sdk, server.address, server.base_model, names, TINKER_API_KEY=key)
+    assert facts["only_reads"]["total"] >= 0
+    assert facts["only_reads"]["refused"]["error"] == "PermissionDeniedError"
+    assert "it may only read" in facts["only_reads"]["refused"]["message"]
 
 
 def test_a_lost_answer_changes_no_bit(report: Report) -> None:

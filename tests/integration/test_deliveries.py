@@ -7,8 +7,9 @@ import time
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import result_keys
-from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ids import TenantId, request_id
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
+from cotrain_store.tenants.records import Records
 from tests.support import lives
 from tests.support.stack import POOL
 
@@ -35,6 +36,21 @@ async def test_a_result_whose_client_went_on_is_not_kept_for_a_day(log: Log) -> 
     await log.submit(run, 1)
     await deliveries.expire_read(LATER)
     assert 0 < life_ms(log, run) <= result_keys.READ_RESULT_TTL_MS
+
+
+async def test_only_the_key_that_opened_the_session_ends_its_results_sooner(log: Log) -> None:
+    session = await Records(log.connection).create_session(TenantId("a"), key_id="own")
+    run = await log.new_run("a", session.id)
+    await log.run_all()
+    deliveries = DeliveryLog(log.connection)
+    left_ms: list[float] = []
+    for key_id in ("other", "own"):
+        deliveries.sent(run.tenant, request_id(run.id, 0), POOL, NOW, key_id)
+        await deliveries.expire_read(NOW + 5)
+        await log.submit(run, len(left_ms) + 1)
+        await deliveries.expire_read(LATER)
+        left_ms.append(life_ms(log, run))
+    assert left_ms[1] <= result_keys.READ_RESULT_TTL_MS < left_ms[0]
 
 
 async def test_a_client_that_fell_asleep_finds_its_result_in_the_morning(log: Log) -> None:

@@ -11,12 +11,13 @@ from cotrain.wire.sampling import MAX_RETRIEVED
 from cotrain_store.keys import age_keys, result_keys
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.redis_client.store_clock import clock_ms
-from tests.support.http_api import BOB, SOON_S, running_api, sample_body
+from tests.support.http_api import ALICE, BOB, SOON_S, running_api, sample_body
 from tests.support.stand_in import StandIn, stand_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from cotrain_store.messages.sessions import Role
     from tests.support.http_api import Api
     from tests.support.redis_server import EmbeddedRedis
 
@@ -40,14 +41,16 @@ async def sampler(api: Api) -> str:
     return await api.new_sampler()
 
 
-async def poll(api: Api, sampler: str, cursor: int = 0, clone: int = 0, **fields: Any) -> Any:
+async def poll(
+    api: Api, sampler: str, cursor: int = 0, clone: int = 0, key: str = ALICE, **fields: Any
+) -> Any:
     target = {
         "type": "sampling_session",
         "sampling_session_id": sampler,
         "cloned_sampler_id": clone,
     }
     body = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": [], **fields}
-    return await api.post("retrieve_futures", body)
+    return await api.post("retrieve_futures", body, key)
 
 
 def ended(answer: Any) -> list[str]:
@@ -148,6 +151,63 @@ async def test_nobody_acknowledges_what_is_anothers(
     await poll(api, sampler, timeout=0.0, retrieved_request_ids=[f"{bobs}:0", "x"])
     left_ms = await ends_in_ms(api, f"{bobs}:0")
     assert left_ms > result_keys.READ_RESULT_TTL_MS
+
+
+async def other_key(api: Api, role: Role) -> str:
+    """Make another key of Alice's tenant."""
+    tenant = (await api.services.tenants.authenticate(ALICE)).id
+    return await api.services.tenants.issue("other", tenant=tenant, role=role)
+
+
+@pytest.mark.parametrize("role", ["viewer", "member"])
+async def test_another_key_of_the_tenant_takes_no_end_and_no_result_away(
+    api: Api, worker: StandIn, sampler: str, role: Role
+) -> None:
+    key = await other_key(api, role)
+    await sample(api, worker, sampler, 0, 1)
+    worker.finish(RequestId(f"{sampler}:0"), [1])
+    held = asyncio.create_task(
+        poll(api, sampler, cursor=(await poll(api, sampler)).json()["cursor"])
+    )
+    await api.until_batch_held(held)
+    worker.finish(RequestId(f"{sampler}:1"), [2])
+    told = (await held).json()
+    everything = [f"{sampler}:0", f"{sampler}:1"]
+    for cursor in (
+        told["cursor"],
+        2**53,
+        2**63 - 1,
+    ):  # one that another was given, and ones that nobody was
+        hostile = await poll(
+            api, sampler, cursor, timeout=0.0, retrieved_request_ids=everything, key=key
+        )
+        assert ended(hostile) == []
+    assert ended(await poll(api, sampler, timeout=0.0, key=key)) == everything
+    fetched = await api.post("retrieve_future", {"request_id": everything[0]}, key)
+    assert fetched.status_code == 200
+    assert ended(await poll(api, sampler, timeout=0.0)) == everything
+    assert await ends_in_ms(api, everything[0]) > result_keys.READ_RESULT_TTL_MS
+
+
+async def test_a_cursor_beyond_what_was_told_takes_nothing_away(
+    api: Api, worker: StandIn, sampler: str
+) -> None:
+    await sample(api, worker, sampler, 0)
+    worker.finish(RequestId(f"{sampler}:0"), [1])
+    assert ended(await poll(api, sampler, 2**53, timeout=0.0)) == []
+    assert ended(await poll(api, sampler, timeout=0.0)) == [f"{sampler}:0"]
+
+
+async def test_an_end_whose_result_has_arrived_is_told_no_more(
+    api: Api, worker: StandIn, sampler: str
+) -> None:
+    seqs = (0, 1, 7 * CLONE, 7 * CLONE + 1)
+    await sample(api, worker, sampler, *seqs)
+    for seq in seqs:
+        worker.finish(RequestId(f"{sampler}:{seq}"), [1])
+    read = [f"{sampler}:0", f"{sampler}:{7 * CLONE}"]
+    assert ended(await poll(api, sampler, retrieved_request_ids=read)) == [f"{sampler}:1"]
+    assert ended(await poll(api, sampler, clone=7)) == [f"{sampler}:{7 * CLONE + 1}"]
 
 
 async def test_a_batch_poll_counts_as_a_poll_of_its_tenant(empty_redis: EmbeddedRedis) -> None:

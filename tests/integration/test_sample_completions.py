@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_store.keys import result_keys, sample_keys
+from cotrain_store.keys import age_keys, result_keys, sample_keys
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.sample_ids import CLONE_SIZE, OWN_SEQS
@@ -89,6 +89,20 @@ async def test_many_ends_within_one_millisecond_are_all_told(
                 ended, cursor = await completions.wait(sampler, 0, cursor, 0.0)
                 told += names(ended)
     assert told == requests
+
+
+async def test_an_end_right_after_all_others_were_acknowledged_is_told(samples: Samples) -> None:
+    """Numbers run ahead of the clock where several ends come within a millisecond."""
+    samples.log.redis.set(age_keys.clock(), 1_000_000)
+    sampler = await samples.sampler()
+    requests = await samples.submit(sampler, *range(4))
+    samples.claim()
+    samples.resolve(*requests[:3])
+    async with samples.completions() as completions:
+        told, cursor = await completions.wait(sampler, 0, 0, 0.0)
+        await completions.acknowledge(sampler, names(told))
+        samples.resolve(requests[3])
+        assert names((await completions.wait(sampler, 0, cursor, 0.0))[0]) == requests[3:]
 
 
 async def test_so_many_are_told_by_one_answer(

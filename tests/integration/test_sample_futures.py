@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,14 +14,14 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound, SampleExpired
 from cotrain_store.keys import age_keys, fleet_keys, result_keys, sample_keys, tenant_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.ids import RequestId, TenantId, sampler_id
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.sample_ids import parse_sample
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from cotrain_store.results.futures import NO_WORKER, Pending
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
-from tests.support.samples import BODY, RESULT
+from tests.support.samples import BODY, RESULT, sampler_record
 from tests.support.stack import POOL
 from tests.support.waiting import until
 
@@ -150,7 +150,7 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
         ends = time.time() * 1000 + result_keys.SMALL_RESULT_TTL_MS
         samples.log.redis.zadd(age_keys.ends(), {result_keys.result(request): ends})
         samples.log.redis.hset(sample_keys.sample(request), "state", "done")
-        samples.log.redis.zadd(sample_keys.completions(name.sampler, 0), {"0": 1})
+        samples.log.redis.zadd(sample_keys.completions(name.sampler, 0), {"0": 1, "1": 2})
         deliveries.sent(A, request, name, NOW)
 
     def lives_ms() -> list[float]:
@@ -160,8 +160,31 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
     assert min(lives_ms()) > result_keys.READ_RESULT_TTL_MS
     await deliveries.expire_read(LATER)
     assert lives_ms()[0] <= result_keys.READ_RESULT_TTL_MS < lives_ms()[1]
-    told = [samples.log.redis.exists(f"cotrain:completions:{name}:0") for name in (first, second)]
-    assert told == [0, 1]
+    told = [samples.log.redis.zcard(f"cotrain:completions:{name}:0") for name in (first, second)]
+    assert told == [1, 2]
+
+
+async def test_a_result_sent_to_another_key_is_kept_for_the_one_that_opened_the_session(
+    samples: Samples,
+) -> None:
+    session = await samples.records.create_session(A, key_id="own")
+    sampler = await samples.records.create_sampler(
+        replace(sampler_record("a"), id=sampler_id(session.id, 0), session=session.id)
+    )
+    request, last = await samples.submit(sampler, 0, 1)
+    samples.claim()
+    samples.resolve(request)
+    samples.resolve(last)
+    name, deliveries = parse_sample(request), DeliveryLog(samples.log.connection)
+    assert name
+    left_ms = []
+    for key_id in ("other", "own"):
+        deliveries.sent(A, request, name, NOW, key_id)
+        await deliveries.expire_read(LATER)
+        told = samples.log.redis.zcard(sample_keys.completions(sampler.id, 0))
+        left_ms.append((life_ms(samples.log.redis, result_keys.result(request)), told))
+    assert left_ms[0] > (result_keys.READ_RESULT_TTL_MS, 2)
+    assert left_ms[1] <= (result_keys.READ_RESULT_TTL_MS, 1)
 
 
 async def test_waiting_for_a_result_notes_that_it_was_sent(

@@ -77,6 +77,19 @@ async def test_a_key_stops_at_its_time(log: Log) -> None:
     await tenants.authenticate(await tenants.issue("alice", not_after=time.time() + 99))
 
 
+async def test_a_key_that_is_cached_stops_at_its_time(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants, now = Tenants(log.connection), time.time()
+    key = await tenants.issue("alice", not_after=now + 1)
+    record = await tenants.key(key)
+    assert await tenants.live_key(record.id)
+    monkeypatch.setattr("cotrain_store.tenants.api_keys.time.time", lambda: now + 2)
+    with pytest.raises(ExpiredKey):
+        await tenants.authenticate(key)
+    assert not await tenants.live_key(record.id)
+
+
 async def test_a_revoked_key_stops_within_the_cache_time(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from cotrain_server.ui.access.session import COOKIE, LOGIN_COOKIE
 from cotrain_server.ui.navigation import PAGES
+from cotrain_store.keys import tenant_keys
+from cotrain_store.tenants.api_keys import Tenants
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, Api, running_api
-from tests.support.ui import csrf_of, log_in, log_out
+from tests.support.ui import csrf_of, log_in, log_out, send
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -44,6 +48,26 @@ async def test_a_key_opens_a_session_that_a_logout_ends(api: Api) -> None:
     assert (await api.http.get("/ui")).status_code == 200
     assert (await log_out(api.http)).status_code == 303
     assert (await api.http.get("/ui")).status_code == 303
+
+
+@pytest.mark.parametrize("key", [ALICE, ADMIN_KEY])
+async def test_a_copy_of_a_cookie_opens_nothing_after_the_logout(
+    empty_redis: EmbeddedRedis, key: str
+) -> None:
+    async with running_api(empty_redis.url) as api, running_api(empty_redis.url) as other:
+        await log_in(api.http, key)
+        copy = {"Cookie": f"{COOKIE}={api.http.cookies[COOKIE]}"}
+        csrf = csrf_of((await api.http.get("/ui")).text)
+        await log_in(other.http, key)
+        assert (await log_out(api.http)).status_code == 303
+        for each in (api, other):  # every process refuses it
+            jar, each.http.cookies = each.http.cookies, httpx.Cookies()
+            assert (await each.http.get("/ui", headers=copy)).status_code == 303
+            assert (await each.http.get("/ui/overview.json", headers=copy)).status_code == 401
+            sent = await each.http.post("/ui/tenants", data={"csrf": csrf}, headers=copy)
+            assert sent.status_code == 401
+            each.http.cookies = jar
+        assert (await other.http.get("/ui")).status_code == 200  # another login of the same key
 
 
 async def test_over_https_only_https_carries_the_cookie(empty_redis: EmbeddedRedis) -> None:
@@ -88,12 +112,27 @@ async def test_a_made_up_cookie_is_none(api: Api, cookie: str) -> None:
     assert (await api.http.get("/ui", headers=header)).status_code == 303  # type: ignore[arg-type]
 
 
-async def test_a_session_ends_with_its_key(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.tenants.api_keys.CACHE_S", 0.0)
-    key = await api.services.tenants.issue("carol")
-    assert (await log_in(api.http, key)).status_code == 303
+async def test_a_session_ends_at_once_with_its_key_and_has_its_role(api: Api) -> None:
+    """Another process revokes a key: no cache of this one keeps the session open."""
+    tenants, elsewhere = api.services.tenants, Tenants(api.services.connection)
+
+    async def open_session() -> str:
+        key = await tenants.issue("carol", not_after=time.time() + 3600)
+        assert (await log_in(api.http, key)).status_code == 303
+        assert (await api.http.get("/ui")).status_code == 200
+        return key.split("_")[0].removeprefix("tml-")
+
+    async def change(key_id: str, field: str, value: str) -> None:
+        await api.services.connection.hset(tenant_keys.api_key(key_id), field, value)
+
+    key_id = await open_session()
+    assert (await send(api.http, "/ui/playground", {})).status_code == 200
+    await change(key_id, "role", "viewer")
+    assert (await send(api.http, "/ui/playground", {})).status_code == 403
     assert (await api.http.get("/ui")).status_code == 200
-    await api.services.tenants.revoke(key.split("_")[0].removeprefix("tml-"))
+    await elsewhere.revoke(key_id)
+    assert (await api.http.get("/ui")).status_code == 303
+    await change(await open_session(), "not_after", "1.0")
     assert (await api.http.get("/ui")).status_code == 303
 
 

@@ -72,6 +72,11 @@ def signing_secret() -> str:
     return "cotrain:secret:signing"
 
 
+def ended_session(nonce: str) -> str:
+    """Name the mark of a browser's session that a logout ended; expires when the session would have ended."""
+    return f"cotrain:ui:ended:{nonce}"
+
+
 def session(session_id: SessionId) -> str:
     """Name a session's record; kept with its runs."""
     return f"cotrain:session:{session_id}"

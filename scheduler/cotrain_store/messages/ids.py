@@ -37,6 +37,11 @@ def run_id(session: SessionId, model_seq_id: int) -> RunId:
     return RunId(f"{session}:train:{model_seq_id}")
 
 
+def session_of(run: RunId) -> SessionId:
+    """Name the session of a run; the inverse of `run_id`."""
+    return SessionId(run.partition(":")[0])
+
+
 def sampler_id(session: SessionId, sampling_seq_id: int) -> SamplerId:
     """Name the sampler that a client made as its n-th."""
     return SamplerId(f"{session}:sample:{sampling_seq_id}")

@@ -23,6 +23,11 @@ class Tenant:
     key_id: str = ""
     role: Role = "member"
 
+    @property
+    def may_change(self) -> bool:
+        """Return whether the key may do more than read."""
+        return self.role == "member"
+
 
 @dataclass(frozen=True)
 class SessionRecord:

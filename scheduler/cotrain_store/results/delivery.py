@@ -4,6 +4,9 @@ A result that was sent is not one that was read: the answer may be lost, and a l
 night with its poll open. But a client that afterwards sends its run another request is awake, and it
 asks again within seconds for what it missed. Sample requests have no order to tell that from: there
 the session's heartbeat tells it.
+
+Only the key that opened a session shortens the lives of its results. Another member of the tenant may read
+them, and takes none away from the client that waits.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import result_keys, run_keys, sample_keys, tenant_keys
-from cotrain_store.messages.ids import TenantId, run_of, sample_id
+from cotrain_store.messages.ids import TenantId, run_of, sample_id, session_of
 from cotrain_store.messages.sample_ids import SampleName
 from cotrain_store.redis_client.connection import ANY_TROUBLE
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.subscription import note_trouble
+from cotrain_store.tenants.session_owners import THIS_SERVER, is_owner, session_owners
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,18 +55,26 @@ class DeliveryLog:
         self._results_read = async_script(connection, "results_read")
         self._sample_read = async_script(connection, "sample_read")
         self._unflushed: list[tuple[TenantId, RequestId]] = []
-        self._ops: dict[RequestId, _Sent] = {}
-        self._samples: dict[SampleName, float] = {}
+        self._ops: dict[tuple[RequestId, str], _Sent] = {}
+        self._samples: dict[tuple[SampleName, str], float] = {}
 
     def sent(
-        self, tenant: TenantId, request: RequestId, origin: PoolId | SampleName, now: float
+        self,
+        tenant: TenantId,
+        request: RequestId,
+        origin: PoolId | SampleName,
+        now: float,
+        key_id: str = THIS_SERVER,
     ) -> None:
-        """Remember that a result was sent; `origin` is a run's pool, or a sample request's own name."""
+        """Remember that a result was sent to the client of an API key.
+
+        `origin` is a run's pool, or a sample request's own name.
+        """
         self._unflushed.append((tenant, request))
         if isinstance(origin, SampleName):
-            self._samples[origin] = now
+            self._samples[origin, key_id] = now
         else:
-            self._ops[request] = _Sent(origin, run_of(request), now)
+            self._ops[request, key_id] = _Sent(origin, run_of(request), now)
 
     async def flush(self) -> None:
         """Strike what was sent off the unread results. What Redis does not take now it gets later."""
@@ -83,18 +95,20 @@ class DeliveryLog:
 
     async def _expire_ops(self, now: float) -> None:
         newest = await self._newest_seqs()
-        read = []
-        for request, sent in list(self._ops.items()):
+        read: list[tuple[RequestId, str, SessionId]] = []
+        for (request, key_id), sent in list(self._ops.items()):
             last_seq = newest.get(sent.run)
             if last_seq is None or now - sent.at > _FORGET_AFTER_S:
-                del self._ops[request]
+                del self._ops[request, key_id]
             elif sent.last_seq is None:
                 sent.last_seq = last_seq
             elif last_seq > sent.last_seq and now - sent.at > READ_AFTER_S:
-                read.append(request)
-                del self._ops[request]
-        if read:
-            args = {"requests": read, "ttl_ms": result_keys.READ_RESULT_TTL_MS}
+                read.append((request, key_id, session_of(sent.run)))
+                del self._ops[request, key_id]
+        owners = await session_owners(self._redis, {session for _, _, session in read})
+        own = [name for name, key_id, session in read if is_owner(key_id, owners[session])]
+        if own:
+            args = {"requests": own, "ttl_ms": result_keys.READ_RESULT_TTL_MS}
             await self._results_read([], args)
 
     async def _newest_seqs(self) -> dict[RunId, int | None]:
@@ -106,11 +120,17 @@ class DeliveryLog:
         return {run: None if row is None else int(row) for run, row in zip(runs, rows, strict=True)}
 
     async def _expire_samples(self, now: float) -> None:
-        old = [name for name, at in self._samples.items() if now - at > READ_AFTER_S]
+        old = [sent for sent, at in self._samples.items() if now - at > READ_AFTER_S]
         if not old:
             return
-        alive = await self._alive({name.session for name in old})
-        read = [name for name in old if name.session in alive]
+        sessions = {name.session for name, _ in old}
+        alive = await self._alive(sessions)
+        owners = await session_owners(self._redis, alive)
+        read = [
+            name
+            for name, key_id in old
+            if name.session in alive and is_owner(key_id, owners[name.session])
+        ]
         if read:
             args = {
                 "requests": [sample_id(*name) for name in read],
@@ -118,13 +138,9 @@ class DeliveryLog:
                 "record_ms": sample_keys.SAMPLE_RECORD_EXTRA_MS,
             }
             await self._sample_read([], args)
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for name in read:  # nor is it published any longer that it ended
-                pipeline.zrem(sample_keys.completions(name.sampler, name.clone), name.seq)
-            await pipeline.execute()
-        for name in old:
-            if name.session in alive or now - self._samples[name] > _FORGET_AFTER_S:
-                del self._samples[name]
+        for sent in old:
+            if sent[0].session in alive or now - self._samples[sent] > _FORGET_AFTER_S:
+                del self._samples[sent]
 
     async def _alive(self, sessions: set[SessionId]) -> set[SessionId]:
         asked = sorted(sessions)

@@ -33,6 +33,7 @@ from cotrain_store.redis_client.subscription import RETRY_S, ChannelSubscriber, 
 from cotrain_store.results.delivery import FLUSH_EVERY_S, DeliveryLog
 from cotrain_store.results.queue_notice import Backlogs, sample_notice, training_notice
 from cotrain_store.tenants.records import Records
+from cotrain_store.tenants.session_owners import THIS_SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -104,10 +105,15 @@ class Futures:
                     waiter.set_result(None)
 
     async def wait(
-        self, tenant: TenantId, request: RequestId, timeout_s: float
+        self,
+        tenant: TenantId,
+        request: RequestId,
+        timeout_s: float,
+        key_id: str | None = THIS_SERVER,
     ) -> Result | Pending:
         """Hold until the result is there or `timeout_s` is over.
 
+        The result counts as sent to the client of the API key `key_id`. With None the call changes nothing.
         A Redis that does not answer, or a disk, is a pause for the client: it gives Pending, no error.
 
         Raises:
@@ -117,7 +123,7 @@ class Futures:
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             try:
-                return await self._outcome(tenant, request, left_s)
+                return await self._outcome(tenant, request, left_s, key_id)
             except (*CONNECTION_LOST, OSError):  # the latter for a file that cannot be read now
                 if self._released or left_s == 0.0:
                     return Pending("paused_capacity", "the server's store is restarting")
@@ -134,22 +140,33 @@ class Futures:
         return QueuedOp.parse(RunId(run), int(seq), envelope.decode()).trace if envelope else ""
 
     async def _outcome(
-        self, tenant: TenantId, request: RequestId, timeout_s: float
+        self, tenant: TenantId, request: RequestId, timeout_s: float, key_id: str | None
     ) -> Result | Pending:
         name = parse_sample(request)
         if name:
-            return await self._sample_outcome(tenant, request, name, timeout_s)
+            return await self._sample_outcome(tenant, request, name, timeout_s, key_id)
         pool = await self._pool_of_own(tenant, request)
         value = await self._awaited(request, timeout_s)
         if value is None and self._released:
             return Pending()  # thousands leave at once, and the next process looks anyway
         if value is None:
             return await self._pending(tenant, pool, request)
-        self._deliveries.sent(tenant, request, pool, time.monotonic())
+        self._note_sent(tenant, request, pool, key_id)
         return await self._whole(value, RequestNotFound("The result has expired."))
 
+    def _note_sent(
+        self, tenant: TenantId, request: RequestId, origin: PoolId | SampleName, key_id: str | None
+    ) -> None:
+        if key_id is not None:
+            self._deliveries.sent(tenant, request, origin, time.monotonic(), key_id)
+
     async def _sample_outcome(
-        self, tenant: TenantId, request: RequestId, name: SampleName, timeout_s: float
+        self,
+        tenant: TenantId,
+        request: RequestId,
+        name: SampleName,
+        timeout_s: float,
+        key_id: str | None,
     ) -> Result | Pending:
         is_done = await self._is_sample_done(tenant, request, name)
         value = await self._awaited(request, 0.0 if is_done else timeout_s)
@@ -161,7 +178,7 @@ class Futures:
         value = value or await self._redis.get(result_keys.result(request))
         if value is None:
             raise SampleExpired
-        self._deliveries.sent(tenant, request, name, time.monotonic())
+        self._note_sent(tenant, request, name, key_id)
         return await self._whole(value, SampleExpired())
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:

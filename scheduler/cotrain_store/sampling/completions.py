@@ -1,7 +1,8 @@
 """Tell a client which of its sample requests have ended: one poll for all of them.
 
 Each client (a sampler and the number of its copy) has a list of its own. A cursor names a position in
-it; what lies before a cursor that came back is forgotten.
+it, from which one caller reads on; it removes nothing, since other callers may read the same list. An end
+goes when the session's own key acknowledges its result (`acknowledge`, `DeliveryLog`), or after a day.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cotrain_store.messages.sample_ids import parse_sample
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.subscription import ChannelSubscriber
+from cotrain_store.tenants.session_owners import THIS_SERVER, is_owner, session_owners
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -86,8 +88,8 @@ class Completions:
     ) -> tuple[list[Completion], int]:
         """Hold until something ended after the cursor `after`, or `timeout_s` (HOLD_S) is over.
 
-        Returns what ended, oldest first, and the cursor behind it. The same is answered again until a
-        later call names that cursor. A Redis that does not answer is a pause, never an error.
+        Returns what ended, oldest first, and the cursor behind it. A call changes nothing.
+        A Redis that does not answer is a pause, never an error.
         """
         deadline = time.monotonic() + (HOLD_S if timeout_s is None else timeout_s)
         while True:
@@ -102,8 +104,16 @@ class Completions:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(woken.wait(), min(left_s, SWEEP_S))
 
-    async def acknowledge(self, sampler: SamplerRecord, requests: Iterable[str]) -> None:
-        """Shorten the lives of results that their client holds; ids of others are left alone."""
+    async def acknowledge(
+        self, sampler: SamplerRecord, requests: Iterable[str], key_id: str = THIS_SERVER
+    ) -> None:
+        """Shorten the lives of results that the client of an API key holds.
+
+        Ids of other samplers are left alone, and all of them where another key opened the session.
+        """
+        owners = await session_owners(self._redis, [sampler.session])
+        if not is_owner(key_id, owners[sampler.session]):
+            return
         named = {request: parse_sample(request) for request in requests}
         own = [request for request, name in named.items() if name and name.sampler == sampler.id]
         for start in range(0, len(own), ACKNOWLEDGED_AT_ONCE):
@@ -119,11 +129,9 @@ class Completions:
         self, sampler: SamplerId, clone: int, after: int
     ) -> tuple[list[Completion], int]:
         name, read = sample_keys.completions(sampler, clone), min(after, _LARGEST)
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            # The last one stays: the next number grows from it.
-            pipeline.zremrangebyscore(name, "-inf", f"({read}")
-            pipeline.zrangebyscore(name, f"({read}", "+inf", start=0, num=MOST, withscores=True)
-            rows = (await pipeline.execute())[1]
+        rows = await self._redis.zrangebyscore(
+            name, f"({read}", "+inf", start=0, num=MOST, withscores=True
+        )
         requests = [sample_id(sampler, int(seq)) for seq, _ in rows]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for request in requests:

@@ -12,7 +12,7 @@ if redis.call('EXISTS', session) == 0 then
     return 'RECORDS'
   end
   count_record(args.tenant, args.record)
-  redis.call('HSET', session, 'record', args.record)
+  redis.call('HSET', session, 'record', args.record, 'key', args.key)
   redis.call('ZADD', of_tenant, args.created_at, args.session)
   redis.call('ZADD', living, string.format('%.0f', args.now_ms + args.heartbeat_ttl_ms), args.session)
 end

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import time
 from contextlib import suppress
@@ -66,6 +67,8 @@ class Tenants:
             return self._chosen[digest]
         cached = self._known.get(digest)
         if cached and time.monotonic() - cached[0] < CACHE_S:
+            if cached[1].has_expired(time.time()):
+                raise ExpiredKey
             return cached[1]
         row = await self._row(key_id or "")
         # The same comparison for an unknown id, so that time tells nothing.
@@ -78,21 +81,21 @@ class Tenants:
         await self._note_use(record)
         return record
 
-    async def live_key(self, key_id: str) -> KeyRecord | None:
-        """Find a key by its id; None where it was revoked or has expired. The answer may be CACHE_S old."""
+    async def live_key(self, key_id: str, cache_s: float | None = None) -> KeyRecord | None:
+        """Find a key by its id; None where it was revoked or has expired.
+
+        The answer may be `cache_s` old; without it CACHE_S.
+        """
         for chosen in self._chosen.values():
             if chosen.id == key_id:
                 return chosen
-        cached = self._live.get(key_id)
-        if cached and time.monotonic() - cached[0] < CACHE_S:
-            return cached[1]
-        record = await self.issued_key(key_id)
-        if record and record.has_expired(time.time()):
-            record = None
-        _remember(self._live, key_id, record)
-        if record:
-            await self._note_use(record)
-        return record
+        at, record = self._live.get(key_id, (-math.inf, None))
+        if time.monotonic() - at >= (CACHE_S if cache_s is None else cache_s):
+            record = await self.issued_key(key_id)
+            _remember(self._live, key_id, record)
+            if record and not record.has_expired(time.time()):
+                await self._note_use(record)
+        return None if record is None or record.has_expired(time.time()) else record
 
     async def issued_key(self, key_id: str) -> KeyRecord | None:
         """Find an issued key by its id, also one that has expired; None where it was revoked."""
@@ -167,6 +170,15 @@ class Tenants:
         self._known.clear()
         self._live.clear()
         return bool(removed)
+
+    async def log_out(self, nonce: str, ends_at: float) -> None:
+        """End a browser's session in every API process; `ends_at` is when it would have ended, in s."""
+        left_ms = max(1, math.ceil((ends_at - time.time()) * 1000))
+        await self._redis.set(tenant_keys.ended_session(nonce), "1", px=left_ms)
+
+    async def has_logged_out(self, nonce: str) -> bool:
+        """Return whether a logout ended a browser's session."""
+        return bool(await self._redis.exists(tenant_keys.ended_session(nonce)))
 
     async def list_keys(self) -> list[KeyRecord]:
         """List all keys, oldest first: those issued, and those of the API process that started last."""

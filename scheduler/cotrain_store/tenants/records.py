@@ -95,9 +95,11 @@ class Records:
         project_id: str | None = None,
         display_name: str | None = None,
         session_id: SessionId | None = None,
+        key_id: str = "",
     ) -> SessionRecord:
         """Open a session. Its id is 128 random bits: it is part of every run and request id.
 
+        Only the API key `key_id` may acknowledge results of the session; without one any key of the tenant may.
         With a `session_id` that only this tenant's requests can lead to, twice is one session.
 
         Raises:
@@ -120,7 +122,7 @@ class Records:
             tenant_keys.living_sessions(tenant),
         ]  # fmt: skip
         args = {
-            "session": session.id, "tenant": tenant, "record": encode(session),
+            "session": session.id, "tenant": tenant, "record": encode(session), "key": key_id,
             "created_at": session.created_at, "now_ms": int(session.created_at * 1000),
             "heartbeat_ttl_ms": tenant_keys.SESSION_HEARTBEAT_TTL_MS,
             "max_sessions": limits.sessions, "max_record_bytes": limits.record_bytes,

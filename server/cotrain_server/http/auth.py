@@ -4,6 +4,7 @@ the operator."""
 from __future__ import annotations
 
 import hmac
+import re
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
@@ -20,24 +21,31 @@ if TYPE_CHECKING:
     from cotrain_server.settings import ServerSettings
 
 READS = ("GET", "HEAD")
-#: Of a viewer: what only asks, and what an SDK sends before it can.
-READING_POSTS = frozenset(
-    f"/api/v1/{path}"
-    for path in (
-        "auth/token", "client/config", "client/dynamic_config", "create_session", "session_heartbeat",
-        "telemetry", "get_info", "weights_info", "sessions/search", "retrieve_future", "retrieve_futures",
-    )
-)  # fmt: skip
+#: What begins the id of a viewer's session. No record of such a session is kept.
+UNKEPT_SESSION = "viewer-"
+#: POSTs that a viewer may send. They read, or end a browser's session.
+#: SDKs open, keep and finish a session around each read: these routes keep nothing for a viewer.
+READING_POSTS = re.compile(
+    rf"/api/v1/(auth/token|client/config|client/dynamic_config|create_session|session_heartbeat"
+    rf"|sessions/{UNKEPT_SESSION}[^/]+/finish|telemetry|get_info|weights_info|sessions/search"
+    r"|retrieve_future|retrieve_futures)|/ui/login|/ui/logout"
+)
 
 
 async def authenticate(request: Request, services: Services) -> Tenant:
-    """Find the tenant of a request's `X-API-Key`, or of its `Authorization: Bearer`.
+    """Find the tenant of a request's `X-API-Key`, or of its `Authorization: Bearer`, and check its role.
+
+    The tenant is `request.state.tenant` from then on.
 
     Raises:
         InvalidKey, ExpiredKey, InvalidToken: no key and no token, or not a good one.
         TooManyFailures: and this address has shown too many of those.
+        ReadOnlyKey: the key is a viewer's, and the request changes something.
     """
-    return await identify(request, services, shown_key(request))
+    tenant = await identify(request, services, shown_key(request))
+    request.state.tenant = tenant
+    check_role(request, tenant)
+    return tenant
 
 
 async def identify(request: Request, services: Services, credential: str) -> Tenant:
@@ -86,10 +94,15 @@ def exchanges_key(request: Request, settings: ServerSettings) -> bool:
 
 
 def check_role(request: Request, tenant: Tenant) -> None:
-    """Return where the shown key may do what the request asks for; raises ReadOnlyKey."""
-    if tenant.role == "member" or request.method in READS or request.url.path in READING_POSTS:
-        return
-    raise ReadOnlyKey
+    """Check that the role of a key allows a request; raises ReadOnlyKey.
+
+    The one place that decides it, for keys, tokens and cookies. The path is the one that routes are found by.
+    """
+    is_read = request.method in READS or (
+        request.method == "POST" and READING_POSTS.fullmatch(request.scope["path"])
+    )
+    if not (tenant.may_change or is_read):
+        raise ReadOnlyKey
 
 
 def check_operator(request: Request, services: Services) -> None:

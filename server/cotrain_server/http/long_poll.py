@@ -25,7 +25,7 @@ from cotrain_server.errors import (
     refusal,
     schema_refusal,
 )
-from cotrain_server.http.auth import authenticate, check_role
+from cotrain_server.http.auth import authenticate
 from cotrain_server.http.disconnect import while_connected
 from cotrain_server.http.json_size import FEW
 from cotrain_server.http.request_body import BodyReader, is_json
@@ -109,8 +109,7 @@ def try_again(request_id: str, queue_state: str, reason: str | None) -> JSONResp
 async def _prepare(poll: Poll, request: Request) -> Response | Wait:
     # The key first: an unknown caller must not make us read anything.
     services: Services = request.app.state.services
-    request.state.tenant = tenant = await authenticate(request, services)
-    check_role(request, tenant)
+    tenant = await authenticate(request, services)
     try:
         asked = await _read(poll, request, services, tenant.id)
     except ValidationError as error:

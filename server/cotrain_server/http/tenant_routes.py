@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from typing_extensions import override
 
-from cotrain_server.http.auth import authenticate, check_role
+from cotrain_server.http.auth import authenticate
 from cotrain_server.http.json_size import FEW, MANY
 from cotrain_server.http.request_body import BodyReader, is_json
 
@@ -59,8 +59,7 @@ class TenantRoute(APIRoute):
 
         async def guarded(request: Request) -> Response:
             services: Services = request.app.state.services
-            request.state.tenant = tenant = await authenticate(request, services)
-            check_role(request, tenant)
+            tenant = await authenticate(request, services)
             limit_bytes = self.body_limit(request, services.settings)
             with (
                 services.tenant_connections.of(tenant.id),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyrage
 
 from cotrain_server.errors import Invalid
+from cotrain_server.http.finite_json import finite
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,17 +41,21 @@ def check_ttl(ttl_seconds: int | None) -> None:
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """Check the size of what a tenant notes about a checkpoint or a run. Raises Invalid."""
-    _check_size("user_metadata", metadata)
+    """Check what a tenant notes about a checkpoint or a run: its size and its numbers. Raises Invalid."""
+    _check_notes("user_metadata", metadata)
 
 
 def check_notes(metadata: Mapping[str, Any] | None, tags: Sequence[str]) -> None:
-    """Check the size of what a tenant notes about a session. Raises Invalid."""
-    _check_size("user_metadata", metadata)
-    _check_size("tags", tags)
+    """Check what a tenant notes about a session: its size and its numbers. Raises Invalid."""
+    _check_notes("user_metadata", metadata)
+    _check_notes("tags", tags)
 
 
-def _check_size(name: str, notes: Mapping[str, Any] | Sequence[str] | None) -> None:
+def _check_notes(name: str, notes: Mapping[str, Any] | Sequence[str] | None) -> None:
+    if notes and finite(notes) != notes:
+        raise Invalid(
+            f"{name} holds NaN, an infinity, or a number beyond ±1.8e308. Send that number as text."
+        )
     if notes and len(json.dumps(notes)) > MAX_METADATA_BYTES:
         raise Invalid(f"{name} may have at most {MAX_METADATA_BYTES} bytes as JSON.")
 

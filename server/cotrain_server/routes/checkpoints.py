@@ -154,7 +154,9 @@ async def copy_weights(
     source = await find_source(services, reader, wanted.source_path)
     if wanted.session_id is None:
         project = wanted.destination_project_id
-        await services.records.create_session(tenant.id, session_id=session, project_id=project)
+        await services.records.create_session(
+            tenant.id, session_id=session, project_id=project, key_id=tenant.key_id
+        )
     run = _closed_run(name, tenant.id, session, source)
     details = {"tinker_path": _moved(wanted.source_path, name)}
     async with services.audit.act(tenant, AuditEvent.CHECKPOINT_COPY, details):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cotrain_store.messages.ids import TenantId
     from cotrain_store.messages.results import Result
     from cotrain_store.messages.samples import SamplerRecord
+    from cotrain_store.messages.sessions import Tenant
     from cotrain_store.sampling.completions import Completion
 
 log = structlog.get_logger()
@@ -63,10 +64,13 @@ _NUMBER_BYTES = 4
 async def retrieve_future(
     poll: FutureRetrieveRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> Wait:
-    """Answer with the result, or after a while with 408. A result can be fetched more than once."""
+    """Answer with the result, or after a while with 408. A result can be fetched more than once.
+
+    A viewer's fetch leaves it as it is: the tenant's own clients have not read it.
+    """
     name, hold_s = RequestId(poll.request_id), services.long_poll_s
     accept = request.headers.get("accept", "")
-    return partial(_result, services, tenant.id, name, hold_s, accept)
+    return partial(_result, services, tenant, name, hold_s, accept)
 
 
 @router.post(
@@ -77,13 +81,18 @@ async def retrieve_future(
 async def retrieve_futures(
     poll: RetrieveFuturesRequest, _: Request, services: ServicesDep, tenant: TenantDep
 ) -> Wait:
-    """Say which requests of a sampler have ended since `prev_cursor`: one poll waits for all."""
+    """Say which requests of a sampler have ended since `prev_cursor`: one poll waits for all.
+
+    A cursor removes nothing. Results named as retrieved end sooner where the key opened their session.
+    """
     target, longest_s = poll.target, services.long_poll_s
     hold_s = longest_s if poll.timeout is None else min(poll.timeout, longest_s)
     sampler = await services.records.sampler(tenant.id, target.sampling_session_id)
-    if poll.retrieved_request_ids:
+    if poll.retrieved_request_ids and tenant.may_change:
         async with services.walks.of(tenant.id):
-            await services.completions.acknowledge(sampler, poll.retrieved_request_ids)
+            await services.completions.acknowledge(
+                sampler, poll.retrieved_request_ids, tenant.key_id
+            )
     clone, cursor = target.cloned_sampler_id, poll.prev_cursor
     return partial(_ended, services, sampler, clone, cursor, hold_s)
 
@@ -105,11 +114,12 @@ POLLS = (
 
 
 async def _result(
-    services: Services, tenant: TenantId, request: RequestId, hold_s: float, accept: str
+    services: Services, reader: Tenant, request: RequestId, hold_s: float, accept: str
 ) -> Response:
-    began = time.time()
+    began, tenant = time.time(), reader.id
+    key_id = reader.key_id if reader.may_change else None
     with services.counted_poll(tenant, await services.quotas.of(tenant)):
-        outcome = await services.futures.wait(tenant, request, hold_s)
+        outcome = await services.futures.wait(tenant, request, hold_s, key_id)
     if isinstance(outcome, Pending):
         return try_again(request, outcome.queue_state, outcome.reason)
     failpoint("api.before_answer", request)

@@ -119,7 +119,9 @@ async def _open_run(
         check_rank(lora.rank, pool.max_rank)
     except Invalid as error:
         raise Invalid(f"The ranks of the sources add up to {lora.rank}: {error}") from error
-    session = await services.records.create_session(tenant.id, tags=("interpolation",))
+    session = await services.records.create_session(
+        tenant.id, tags=("interpolation",), key_id=tenant.key_id
+    )
     return RunRecord(
         id=run_id(session.id, 0),
         tenant=tenant.id,

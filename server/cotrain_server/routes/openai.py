@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from typing_extensions import override
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.finite_json import FiniteJSONResponse
 from cotrain_server.http.openapi import body_of
 from cotrain_server.http.request_body import body_weight
 from cotrain_server.requests.sample_validation import is_sampleable
@@ -152,4 +152,4 @@ async def _generate(
     complete = await finished(request, generation)
     if complete is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(await asyncio.to_thread(answer, reply, complete))
+    return FiniteJSONResponse(await asyncio.to_thread(answer, reply, complete))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,7 +21,7 @@ from cotrain.wire.sessions import (
     SupportedModel,
     TelemetryResponse,
 )
-from cotrain_server.http.auth import exchanges_key, is_local
+from cotrain_server.http.auth import UNKEPT_SESSION, exchanges_key, is_local
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.requests.checkpoint_validation import check_notes
@@ -34,6 +35,7 @@ router = APIRouter(
 #: SDK 0.38 cuts larger calls of forward_backward into requests of MAX_DATUMS, and of so many bytes, as it
 #: counts them: arrays alone, before compression.
 CHUNK_BYTES = 32_000_000
+READS_ONLY = "This API key is a viewer's: it reads what its tenant has. The server keeps no record of this session."
 MAX_SAMPLES_AT_ONCE = 2_000
 """Requests one sampling client has on their way, as the hosted service has it."""
 
@@ -73,8 +75,11 @@ async def dynamic_config(body: ClientConfigRequest) -> ClientDynamicConfigRespon
 async def create_session(
     request: CreateSessionRequest, services: ServicesDep, tenant: TenantDep
 ) -> CreateSessionResponse:
-    """Open a session."""
+    """Open a session. A viewer's is not kept: SDKs need the id of one before they can read."""
     check_notes(request.user_metadata, request.tags)
+    if not tenant.may_change:
+        session_id = UNKEPT_SESSION + secrets.token_hex(16)
+        return CreateSessionResponse(session_id=session_id, info_message=READS_ONLY)
     await services.intake.check_capacity()
     session = await services.records.create_session(
         tenant.id,
@@ -83,6 +88,7 @@ async def create_session(
         user_metadata=request.user_metadata,
         project_id=request.project_id,
         display_name=request.display_name,
+        key_id=tenant.key_id,
     )
     return CreateSessionResponse(session_id=session.id)
 
@@ -91,8 +97,9 @@ async def create_session(
 async def session_heartbeat(
     request: SessionHeartbeatRequest, services: ServicesDep, tenant: TenantDep
 ) -> SessionHeartbeatResponse:
-    """Keep a session alive."""
-    await services.records.heartbeat(tenant.id, request.session_id)
+    """Keep a session alive; a viewer keeps none."""
+    if tenant.may_change:
+        await services.records.heartbeat(tenant.id, request.session_id)
     return SessionHeartbeatResponse()
 
 
@@ -100,7 +107,9 @@ async def session_heartbeat(
 async def finish_session(
     session_id: str, request: FinishSessionRequest, services: ServicesDep, tenant: TenantDep
 ) -> dict[str, str]:
-    """End a session and its runs."""
+    """End a session and its runs; a viewer's was never kept."""
+    if not tenant.may_change:
+        return {"type": "finish_session"}
     for name in await services.records.finish(tenant.id, session_id, request.reason.type):
         run = await services.records.run(tenant.id, name)
         await services.intake.close_run(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from cotrain.wire.rest import TraceExportResponse
 from cotrain_server.errors import BadLink
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
+from cotrain_server.http.finite_json import finite_json
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
 from cotrain_server.views.perfetto_trace import trace_of
@@ -65,7 +65,7 @@ async def download_trace(token: str, services: ServicesDep) -> Response:
     session = await services.records.session(link.tenant, link.path.removeprefix(_TRACE_OF))
     trace = trace_of(session.id, await _cycles(services, link.tenant, session.id))
     name = {"Content-Disposition": f'attachment; filename="{session.id}.json"'}
-    return Response(json.dumps(trace), media_type="application/json", headers=name)
+    return Response(finite_json(trace), media_type="application/json", headers=name)
 
 
 async def _cycles(services: Services, tenant: TenantId, session: SessionId) -> list[dict[str, Any]]:

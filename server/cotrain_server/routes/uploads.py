@@ -106,7 +106,7 @@ class UploadRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
-            request.state.tenant = await authenticate(request, request.app.state.services)
+            await authenticate(request, request.app.state.services)
             return await handle(request)
 
         return guarded
@@ -257,7 +257,7 @@ async def _queue(services: Services, wanted: _Wanted, adapter: PeftAdapter) -> R
 
 async def _new_run(services: Services, wanted: _Wanted, lora: LoraSpec, digest: str) -> RunRecord:
     session = wanted.session or await services.records.create_session(
-        wanted.owner.id, sdk_version="upload"
+        wanted.owner.id, sdk_version="upload", key_id=wanted.owner.key_id
     )
     return RunRecord(
         id=run_id(session.id, wanted.model_seq_id),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from typing_extensions import override
@@ -14,6 +13,7 @@ from typing_extensions import override
 from cotrain_server import errors
 from cotrain_server.errors import Invalid, RequestError, sentence
 from cotrain_server.http.disconnect import while_connected
+from cotrain_server.http.finite_json import FiniteJSONResponse, finite_json
 from cotrain_server.http.json_size import CHATS
 from cotrain_server.http.request_body import body_weight, json_body
 from cotrain_server.http.tenant_routes import DataRoute
@@ -68,7 +68,7 @@ class InferenceRoute(DataRoute):
                 refusal = refusal_of(error)
                 metrics.REQUESTS_REJECTED.labels(refusal.code).inc()
                 body = self.error_body(refusal, request.state.request_id)
-                return JSONResponse(body.model_dump(), refusal.status, _headers(refusal))
+                return FiniteJSONResponse(body.model_dump(), refusal.status, _headers(refusal))
 
         return answer
 
@@ -133,7 +133,7 @@ STREAMS: dict[int | str, dict[str, Any]] = {
 
 def event(data: dict[str, Any] | str, name: str | None = None) -> str:
     """Write one server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+    text = data if isinstance(data, str) else finite_json(data)
     return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
 
 

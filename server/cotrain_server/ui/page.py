@@ -10,9 +10,10 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 from fastapi.encoders import jsonable_encoder
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import RedirectResponse
 
 from cotrain_server.errors import NotLoggedIn
+from cotrain_server.http.finite_json import FiniteJSONResponse
 from cotrain_server.ui.access.login import LOGIN
 from cotrain_server.ui.access.visitors import check_operator, visitor_of
 from cotrain_server.ui.rendering import HEADERS, guarded, html
@@ -101,7 +102,7 @@ def page_context(page: Page, pages: Sequence[Page], visitor: Visitor, now: float
 def _twin_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
     async def twin(request: Request) -> Response:
         look = await _look(request, page)
-        return JSONResponse(jsonable_encoder(await _data(page, look)), headers=HEADERS)
+        return FiniteJSONResponse(jsonable_encoder(await _data(page, look)), headers=HEADERS)
 
     return twin
 

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cotrain.version import __version__
 from cotrain_server.errors import RequestError, status_of
+from cotrain_server.http.finite_json import finite_json
 from cotrain_server.ui import number_format
 from cotrain_server.ui.static_files import static_url
 from cotrain_store.errors import StoreError, StoreUnavailable
@@ -42,6 +43,7 @@ _environment = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+_environment.policies["json.dumps_function"] = lambda value, **_: finite_json(value)
 _environment.globals.update(static=static_url, version=__version__)
 _environment.filters.update(number_format.FILTERS)
 

@@ -15,6 +15,7 @@ from cotrain_server.ui.access.session import (
     CSRF_FIELD,
     LOGIN_COOKIE,
     drop_session,
+    end_session,
     is_csrf_token,
     keep_session,
     session_of_key,
@@ -68,9 +69,10 @@ async def login(request: Request, services: ServicesDep) -> Response:
 @router.post("/ui/logout")
 @guarded
 async def logout(request: Request, services: ServicesDep) -> Response:
-    """End the browser's session."""
+    """End the browser's session: no copy of its cookie opens a page from then on."""
     if await visitor_of_cookie(request, services):
-        await form_of(request, services, changes=False)
+        await form_of(request, services)
+        await end_session(request, services)
     elif request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
         raise MissingFormToken
     response = RedirectResponse(LOGIN, 303)

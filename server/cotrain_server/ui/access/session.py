@@ -1,6 +1,7 @@
 """What a browser keeps after a login: a signed cookie that stands for the key which was shown.
 
-It holds no key. A tenant's ends with its key, the operator's with a change of the admin key.
+It holds no key. A logout ends it. A tenant's ends with its key, and has the role that the key has now.
+The operator's ends with a change of the admin key.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cotrain_server.http.auth import check_role
 from cotrain_server.signed_tokens import UiSession
 from cotrain_store.messages.sessions import Tenant
 
@@ -60,16 +62,31 @@ async def session_of_key(services: Services, key: str) -> UiSession:
 
 
 async def visitor_of_cookie(request: Request, services: Services) -> Visitor | None:
-    """Read who a browser logged in as; None without a session that still holds."""
-    session = services.signer.read_session(request.cookies.get(COOKIE, ""), time.time())
-    if session is None:
+    """Return the visitor that a browser logged in as; None without a session that is still valid.
+
+    Raises:
+        ReadOnlyKey: the session is a viewer's, and the request changes something.
+    """
+    session = _session_of(request, services)
+    if session is None or await services.tenants.has_logged_out(session.nonce):
         return None
     csrf = services.signer.csrf(session.nonce)
     if not session.tenant:
         is_same = hmac.compare_digest(session.key_id, _fingerprint(services.admin_key))
         return Visitor(None, csrf) if is_same else None
-    key = await services.tenants.live_key(session.key_id)
-    return Visitor(Tenant(key.tenant, session.name, key.id, key.role), csrf) if key else None
+    key = await services.tenants.live_key(session.key_id, cache_s=0.0)
+    if key is None:
+        return None
+    tenant = Tenant(key.tenant, session.name, key.id, key.role)
+    check_role(request, tenant)
+    return Visitor(tenant, csrf)
+
+
+async def end_session(request: Request, services: Services) -> None:
+    """End the session of a request's cookie in all API processes."""
+    session = _session_of(request, services)
+    if session is not None:
+        await services.tenants.log_out(session.nonce, session.ends_at)
 
 
 def keep_session(
@@ -107,6 +124,10 @@ def drop_session(response: Response) -> None:
 def is_csrf_token(expected: str, shown: str) -> bool:
     """Tell whether a request carries its session's token."""
     return bool(expected) and hmac.compare_digest(expected.encode(), shown.encode())
+
+
+def _session_of(request: Request, services: Services) -> UiSession | None:
+    return services.signer.read_session(request.cookies.get(COOKIE, ""), time.time())
 
 
 def _fingerprint(admin_key: str) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from cotrain_server.errors import BodyTooLarge, MissingFormToken, NotLoggedIn, OperatorsOnly
-from cotrain_server.http.auth import authenticate, check_role, is_operator, shown_key
+from cotrain_server.http.auth import authenticate, is_operator, shown_key
 from cotrain_server.ui.access.session import (
     CSRF_FIELD,
     CSRF_HEADER,
@@ -41,9 +41,7 @@ async def visitor_of(request: Request, services: Services) -> Visitor:
     return visitor
 
 
-async def form_of(
-    request: Request, services: Services, *, changes: bool = True
-) -> tuple[Visitor, dict[str, str]]:
+async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[str, str]]:
     """Read a form of a visitor with a cookie; the fields, the last of each name.
 
     Raises:
@@ -55,8 +53,6 @@ async def form_of(
     visitor = await visitor_of_cookie(request, services)
     if visitor is None:
         raise NotLoggedIn
-    if changes and visitor.tenant:
-        check_role(request, visitor.tenant)
     fields = await read_form(request)
     if not is_csrf_token(visitor.csrf, _shown_token(request, fields)):
         raise MissingFormToken

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.encoders import jsonable_encoder
-from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from cotrain_server.errors import (
@@ -19,6 +18,7 @@ from cotrain_server.errors import (
     sentence,
 )
 from cotrain_server.http.dependencies import ServicesDep
+from cotrain_server.http.finite_json import FiniteJSONResponse
 from cotrain_server.text_apis.generation import Generation
 from cotrain_server.text_apis.model_names import find_target
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
@@ -89,7 +89,7 @@ async def ask(request: Request, services: ServicesDep) -> Response:
     if any(answer is None for answer in answers):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if "application/json" in request.headers.get("accept", ""):
-        return JSONResponse(jsonable_encoder({"answers": answers}), headers=HEADERS)
+        return FiniteJSONResponse(jsonable_encoder({"answers": answers}), headers=HEADERS)
     return html("answers.html", {"answers": answers})
 
 

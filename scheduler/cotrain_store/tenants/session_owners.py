@@ -1,0 +1,36 @@
+"""Owners of sessions: the API key that opened one, whose client alone says which results were read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cotrain_store.keys import tenant_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cotrain_store.messages.ids import SessionId
+    from cotrain_store.redis_client.connection import Connection
+
+#: In place of the id of a key: the server takes a result itself, for a client that waits.
+THIS_SERVER = ""
+
+
+async def session_owners(
+    connection: Connection, sessions: Iterable[SessionId]
+) -> dict[SessionId, str]:
+    """Return the id of the key that opened each session; "" where none is noted."""
+    asked = sorted(sessions)
+    async with connection.pipeline(transaction=False) as pipeline:
+        for session in asked:
+            pipeline.hget(tenant_keys.session(session), "key")
+        rows = await pipeline.execute()
+    return {session: (row or b"").decode() for session, row in zip(asked, rows, strict=True)}
+
+
+def is_owner(key_id: str, owner: str) -> bool:
+    """Return whether a client of a key may end the results of a session that `owner` opened.
+
+    Sessions of earlier versions have no owner: any key of their tenant may.
+    """
+    return key_id in {THIS_SERVER, owner} or not owner

@@ -1,0 +1,50 @@
+"""JSON of values that may hold tenants' data: no NaN and no infinity, which JSON does not have."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from typing_extensions import override
+
+
+class FiniteJSONResponse(JSONResponse):
+    """An answer in JSON, whatever numbers and texts its content holds."""
+
+    @override
+    def render(self, content: Any) -> bytes:
+        """Write the content."""
+        return finite_json(content).encode()
+
+
+def finite_json(value: Any) -> str:
+    """Write a value as compact JSON in ASCII, which also holds half a surrogate pair. NaN and infinities become null."""
+    try:
+        return _written(value)
+    except ValueError:
+        return _written(finite(value))
+
+
+def finite(value: Any) -> Any:
+    """Return a JSON value with None in place of each number that `is_double` refuses."""
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return value if is_double(value) else None
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def is_double(value: Any) -> bool:
+    """Return whether a value is no number, or one within the range of a double."""
+    if not isinstance(value, int | float):
+        return True
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

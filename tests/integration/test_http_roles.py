@@ -1,0 +1,291 @@
+"""No key changes or reads what its role does not allow: every operation, asked by every kind of caller.
+
+A new route without a request in `tests/support/operations.py` fails these tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_server.http.auth import READING_POSTS
+from cotrain_server.limits.failures import FailureCounter
+from cotrain_server.ui.access.session import COOKIE
+from cotrain_store.keys import fleet_keys, tenant_keys
+from cotrain_store.messages.ids import RequestId, TenantId
+from tests.support.http_api import (
+    ADMIN_KEY,
+    ALICE,
+    BOB,
+    POOL,
+    Api,
+    pass_body,
+    running_api,
+    sample_body,
+)
+from tests.support.operations import ADMIN, CHECKPOINT, Things, operations, path_of, send
+from tests.support.stand_in import stand_in
+from tests.support.ui import log_in
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    import httpx
+
+    from cotrain_store.redis_client.connection import SyncConnection
+    from tests.support.operations import Operation
+    from tests.support.redis_server import EmbeddedRedis
+
+SECRET, URL = "only-for-alice", "https://hooks.invalid/of-alice"
+#: What changes whatever the role of a key: its last use, the audit log, leases of processes, logouts.
+NOT_OF_TENANTS = re.compile(
+    f"{tenant_keys.key_uses()}|cotrain:audit.*|cotrain:webhooks:(lease|epoch)|cotrain:scheduler:lease"
+    f"|{tenant_keys.ended_session('.*')}"
+)
+#: What pages draw of a cycle, which the worker of these tests leaves out.
+CYCLE = {
+    "cycle": 1, "worker": "w0", "planned_at": 1.0, "started_at": 2.0, "duration_ms": 10.0, "tokens": 3,
+    "padded_tokens": 4, "forwards": 1, "wave_ms": 5.0, "sampling_ms": 0.0, "optim_ms": 1.0,
+    "outcome": "ok",
+}  # fmt: skip
+#: Answered without a key, and the same to everybody.
+PUBLIC = {
+    "GET /", "GET /ui/static/{name:path}", "GET /ui/login", "POST /ui/login", "POST /ui/logout",
+    "GET /healthz", "GET /api/v1/healthz", "GET /readyz",
+}  # fmt: skip
+#: By a link that was given to its tenant; the others show a forged one.
+LINKED = {"GET /api/v1/files/{token}/{file}", "GET /api/v1/traces/{token}"}
+#: Names nothing of Alice's: a stranger's makes a run of its own, in the queue that all share.
+OF_ONES_OWN = "POST /api/v1/checkpoints/upload"
+#: Valid requests about things that a worker without an engine does not leave, and why they are refused.
+REFUSED_TO_MEMBERS = {
+    "GET /readyz": 503,  # no scheduler
+    "GET /ui/static/{name:path}": 404,  # none of this name
+    "GET /api/v1/files/{token}/{file}": 404,  # no files
+    "GET /api/v1/traces/{token}": 403,  # the link is one to an archive
+    "GET /api/v1/tokenizers": 400,  # no tokenizer
+    "POST /oai/api/v1/completions": 400,
+    "POST /oai/api/v1/chat/completions": 400,
+    "POST /anthropic/api/v1/messages": 400,
+    OF_ONES_OWN: 503,  # queued, and no engine to wait for
+    f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/move": 404,  # no other worker
+    "POST /ui/tenants/{tenant_id}/runs/{run_id}/move": 404,
+    "POST /ui/workers/{pool_id}/{worker_id}/move": 404,
+    "POST /ui/tenants/{tenant_id}/keys/{key_id}/revoke": 404,  # revoked just before
+    **{f"{method} {CHECKPOINT}": 405 for method in ("GET", "POST", "PUT")},
+    "POST /ui/login": 403,  # a wrong key, without the cookie of the form
+}
+#: Paths with a route that only explains what is wrong with them, for any method.
+EXPLAINED = {"/api/v1/training_runs/{run_id}/checkpoints/{name}": 400}
+
+
+@pytest.fixture(autouse=True)
+def no_upload_waits_for_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotrain_server.routes.uploads.PATIENCE_S", 0.0)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Somebody who asks: by a key or token at the API, by a cookie at the pages."""
+
+    headers: Mapping[str, str]
+    cookie: str = ""
+    csrf: str = ""
+
+    async def ask(self, api: Api, operation: Operation, things: Things) -> httpx.Response:
+        """Send the request of an operation."""
+        api.http.cookies.clear()
+        headers = {"Cookie": f"{COOKIE}={self.cookie}"} if operation.is_page else self.headers
+        return await send(api.http, operation, things, headers, self.csrf)
+
+
+def test_every_operation_of_the_openapi_is_asked() -> None:
+    from fastapi.openapi.utils import get_openapi
+
+    from cotrain_server.app import ROUTES
+
+    documented = {
+        f"{method.upper()} {path}"
+        for path, methods in get_openapi(title="", version="", routes=ROUTES.routes)[
+            "paths"
+        ].items()
+        for method in methods
+    }
+    asked = {operation.name.replace(":path}", "}") for operation in operations()}
+    assert documented <= asked
+    assert len(asked) > len(documented) > 70
+
+
+async def make_things(api: Api) -> Things:
+    """Give Alice a run with a checkpoint, a sampler with results and requests, and a webhook."""
+    tenant = await api.services.tenants.authenticate(ALICE)
+    opened = await api.post("create_session", {"user_metadata": {"note": SECRET}})
+    session = opened.json()["session_id"]
+    body = {"session_id": session, "base_model": POOL.base_model}
+    made = {**body, "model_seq_id": 0, "lora_config": {"rank": 4}, "note": SECRET}
+    run = (await api.post("create_model", made)).json()["model_id"]
+    answer = await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 0})
+    sampler = answer.json()["sampling_session_id"]
+    with stand_in(api.services) as worker:
+        saved = {"model_id": run, "seq_id": 1, "path": "a", "user_metadata": {"note": SECRET}}
+        await api.post("save_weights", saved)
+        await worker.run_log()
+        for seq in range(3):
+            await api.post("asample", sample_body(sampler, seq))
+        worker.claim()
+        worker.finish(RequestId(f"{sampler}:0"), [1, 2])
+        worker.finish(RequestId(f"{sampler}:1"), [3])
+        await api.post("asample", sample_body(sampler, 3))
+        await api.post("forward_backward", pass_body(run, 2))
+    cycle = CYCLE | {
+        "runs": [{"run": run, "tenant": tenant.id, "tokens": 3, "ops": {}, "failed": 0}]
+    }
+    await api.services.connection.lset(fleet_keys.cycles(POOL.id), 0, json.dumps(cycle))
+    headers = {"X-API-Key": ALICE}
+    await api.http.put("/api/v1/webhook", json={"url": URL}, headers=headers)
+    archive = f"/api/v1/training_runs/{run}/checkpoints/weights/a/archive"
+    link = (await api.http.get(archive, headers=headers)).headers["location"]
+    mate = await api.services.tenants.issue("mate", tenant=tenant.id)
+    ids = {
+        "tenant_id": tenant.id, "run_id": run, "session_id": session, "sampling_session_id": sampler,
+        "kind": "weights", "name": "a", "key_id": (await api.services.tenants.key(mate)).id,
+        "pool_id": POOL.id, "worker_id": "w0", "pool": POOL.id, "cycle": "1",
+        "token": link.split("/")[-2], "file": link.split("/")[-1],
+    }  # fmt: skip
+    return Things(
+        ids, run, session, sampler, f"tinker://{run}/weights/a", (SECRET, URL, tenant.key_id)
+    )
+
+
+async def caller_of(api: Api, key: str) -> Caller:
+    """Log in with a key."""
+    api.http.cookies.clear()
+    assert (await log_in(api.http, key)).status_code == 303
+    cookie = api.http.cookies[COOKIE]
+    session = api.services.signer.read_session(cookie, time.time())
+    assert session
+    return Caller({"X-API-Key": key}, cookie, api.services.signer.csrf(session.nonce))
+
+
+@asynccontextmanager
+async def fresh_api(url: str) -> AsyncIterator[Api]:
+    """Run the API as another process would; no wrong key slows the next."""
+    async with running_api(url, long_poll_s=0.0) as api:
+        api.services.failures = FailureCounter(itertools.count(0, 61).__next__)
+        yield api
+
+
+def state_of(redis: SyncConnection) -> dict[str, bytes]:
+    """Read every key with its value, without NOT_OF_TENANTS."""
+    names = sorted(name.decode() for name in redis.scan_iter(count=10_000))
+    kept = [name for name in names if not NOT_OF_TENANTS.fullmatch(name)]
+    pipeline = redis.pipeline(transaction=False)
+    for name in kept:
+        pipeline.dump(name)
+    return dict(zip(kept, pipeline.execute(), strict=True))
+
+
+def changed(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def sessions_of(redis: SyncConnection, tenant: TenantId) -> set[str]:
+    return {name.decode() for name in redis.zrange(tenant_keys.tenant_sessions(tenant), 0, -1)}
+
+
+def is_served(operation: Operation, answer: httpx.Response) -> bool:
+    """Tell whether an answer is what a member, or the operator, is given."""
+    refused = REFUSED_TO_MEMBERS.get(operation.name, EXPLAINED.get(operation.path))
+    return answer.status_code == refused if refused else answer.status_code < 400
+
+
+def is_read(operation: Operation, things: Things) -> bool:
+    return operation.method == "GET" or bool(READING_POSTS.fullmatch(path_of(operation, things)))
+
+
+async def test_a_viewer_reads_all_and_changes_nothing(
+    empty_redis: EmbeddedRedis, redis: SyncConnection
+) -> None:
+    async with fresh_api(empty_redis.url) as api:
+        things = await make_things(api)
+        tenant = TenantId(things.ids["tenant_id"])
+        key = await api.services.tenants.issue("guest", tenant=tenant, role="viewer")
+        viewer = await caller_of(api, key)
+    async with fresh_api(empty_redis.url) as api:
+        before = state_of(redis)
+        jwt = (await api.post("auth/token", {}, key)).json()["jwt"]
+        token = replace(viewer, headers={"Authorization": f"Bearer {jwt}"})
+        for operation in operations():
+            answer = await viewer.ask(api, operation, things)
+            if is_read(operation, things) and not operation.is_of_operator:
+                assert is_served(operation, answer), (operation.name, answer.text)
+            else:
+                refusal = 404 if is_hidden(operation, things) else 403
+                for refused in (answer, await token.ask(api, operation, things)):
+                    assert refused.status_code == refusal, (operation.name, refused.text)
+            assert changed(before, state_of(redis)) == set(), operation.name
+    assert (
+        changed(before, state_of(redis)) == set()
+    )  # nor is anything written when the process ends
+
+
+def is_hidden(operation: Operation, things: Things) -> bool:
+    """Tell whether an operation does not exist to a tenant; forms look at the role first."""
+    return operation.is_of_operator and (not operation.is_page or is_read(operation, things))
+
+
+async def test_other_keys_and_none_change_nothing_and_are_told_nothing(
+    empty_redis: EmbeddedRedis, redis: SyncConnection
+) -> None:
+    async with fresh_api(empty_redis.url) as api:
+        things = await make_things(api)
+        tenants, tenant = api.services.tenants, TenantId(things.ids["tenant_id"])
+        stranger = await tenants.authenticate(BOB)
+        key = await tenants.issue("old", tenant=tenant, not_after=time.time() + 3600)
+        callers = {
+            "foreign": await caller_of(api, BOB),
+            "expired": await caller_of(api, key),
+            "none": Caller({}),
+        }
+        row = tenant_keys.api_key((await tenants.key(key)).id)
+        await api.services.connection.hset(row, "not_after", "1.0")
+    forged = replace(things, ids={**things.ids, "token": things.ids["token"] + "x"})
+    async with fresh_api(empty_redis.url) as api:
+        before = state_of(redis)
+        for name, caller in callers.items():
+            for operation in operations():
+                if name == "foreign" and operation.name == OF_ONES_OWN:
+                    continue
+                answer = await caller.ask(api, operation, forged)
+                told = answer.text + str(answer.headers)
+                assert not any(text in told for text in things.texts), (name, operation.name)
+                if name != "foreign" and operation.name not in PUBLIC:
+                    closed = (303,) if operation.is_page else (401, 403, 404)
+                    closed = (*closed, 401, 403, 404)
+                    assert answer.status_code in closed, (name, operation.name, answer.text)
+    own = {stranger.id, *sessions_of(redis, stranger.id)}
+    names = changed(before, state_of(redis))
+    assert {name for name in names if not any(each in name for each in own)} == set()
+
+
+@pytest.mark.parametrize("is_operator", [False, True])
+async def test_every_request_here_is_served_to_who_may_send_it(
+    empty_redis: EmbeddedRedis, is_operator: bool
+) -> None:
+    """Or a refusal would prove nothing about roles."""
+    async with fresh_api(empty_redis.url) as api:
+        things = await make_things(api)
+        tenant = TenantId(things.ids["tenant_id"])
+        mate = await api.services.tenants.issue("mate", tenant=tenant)
+        caller = await caller_of(api, ADMIN_KEY if is_operator else mate)
+        for operation in operations():
+            if operation.is_of_operator is is_operator:
+                answer = await caller.ask(api, operation, things)
+                assert is_served(operation, answer), (operation.name, answer.text)

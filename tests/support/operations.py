@@ -1,0 +1,297 @@
+"""Every operation of the API and of the pages, each with a request that is valid about a tenant's things."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from fastapi.routing import APIRoute, iter_route_contexts
+
+from cotrain_server.app import ROUTES
+from tests.support.http_api import POOL, pass_body, sample_body
+from tests.support.kl_bodies import kl_datum_body
+from tests.support.uploads import adapter, tar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import httpx
+
+API = "/api/v1/"
+ADMIN = f"{API}admin/"
+#: Answer the admin key alone; to other keys they do not exist.
+OF_THE_OPERATOR = (ADMIN, f"{API}fleet", "/metrics")
+CHECKPOINT = f"{API}training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}"
+CHAT = {"model": POOL.base_model, "max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
+MULTIPART = "multipart/form-data; boundary=x"
+#: What ends something that others ask for comes last, in this order.
+ENDS = (
+    f"DELETE {API}webhook", f"DELETE {CHECKPOINT}", f"POST {API}unload_model",
+    f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/close",
+    "POST /ui/tenants/{tenant_id}/runs/{run_id}/close", f"POST {API}sessions/{{session_id}}/finish",
+    f"DELETE {ADMIN}tenants/{{tenant_id}}/keys/{{key_id}}",
+    "POST /ui/tenants/{tenant_id}/keys/{key_id}/revoke",
+    "POST /ui/logout", f"DELETE {API}auth/apikey/me",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A method of a route."""
+
+    method: str
+    path: str
+    """As the router has it."""
+
+    @property
+    def name(self) -> str:
+        """Its key in REQUESTS, and what a failed test says."""
+        return f"{self.method} {self.path}"
+
+    @property
+    def is_page(self) -> bool:
+        """Tell whether browsers ask for it."""
+        return self.path == "/" or self.path.startswith("/ui")
+
+    @property
+    def is_of_operator(self) -> bool:
+        """Tell whether it answers the operator alone."""
+        pages = ("/ui/tenants", "/ui/workers", "/ui/audit", "/ui/settings")
+        return self.path.startswith(OF_THE_OPERATOR + pages)
+
+
+@dataclass(frozen=True)
+class Things:
+    """What a tenant has; `ids` fill the paths."""
+
+    ids: Mapping[str, str]
+    run: str
+    session: str
+    sampler: str
+    path: str
+    """Of its checkpoint."""
+    texts: tuple[str, ...] = ()
+    """That nobody else must read, and that no request holds."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request without its path: one of the bodies, and what goes with it."""
+
+    json: Any = None
+    form: Mapping[str, str] | None = None
+    content: bytes | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def operations() -> list[Operation]:
+    """List every operation that the application has, what ends something last."""
+    found = {
+        Operation(method, context.path or "")
+        for context in iter_route_contexts(ROUTES.routes)
+        if isinstance(context.original_route, APIRoute)
+        for method in context.original_route.methods or ()
+    }
+    places = {name: place for place, name in enumerate(ENDS, 1)}
+    return sorted(found, key=lambda found: (places.get(found.name, 0), found.name))
+
+
+def request_of(operation: Operation, things: Things) -> Sent:
+    """Make the request of an operation; raises KeyError for one that changes something and has none here."""
+    if operation.method in {"GET", "DELETE"}:
+        make = REQUESTS.get(operation.name, _bare)
+    else:
+        make = REQUESTS[operation.name]
+    return make(things)
+
+
+def path_of(operation: Operation, things: Things) -> str:
+    """Fill the path of an operation; raises KeyError for a parameter that `Things.ids` does not have."""
+    return re.sub(r"\{(\w+)(:\w+)?\}", lambda found: things.ids[found[1]], operation.path)
+
+
+async def send(
+    http: httpx.AsyncClient,
+    operation: Operation,
+    things: Things,
+    headers: Mapping[str, str],
+    csrf: str = "",
+) -> httpx.Response:
+    """Send the request of an operation; a form carries the token `csrf`."""
+    sent = request_of(operation, things)
+    if sent.form is not None:
+        sent = replace(sent, form={**sent.form, "csrf": csrf})
+    return await http.request(
+        operation.method, path_of(operation, things), params=sent.query, json=sent.json,
+        data=sent.form, content=sent.content, headers={**sent.headers, **headers},
+    )  # fmt: skip
+
+
+def _bare(_: Things) -> Sent:
+    return Sent()
+
+
+def _json(**fields: Any) -> Callable[[Things], Sent]:
+    return lambda _: Sent(json=fields)
+
+
+def _form(**fields: str) -> Callable[[Things], Sent]:
+    return lambda _: Sent(form=fields)
+
+
+def _of_run(seq: int, **fields: Any) -> Callable[[Things], Sent]:
+    return lambda own: Sent(json={"model_id": own.run, "seq_id": seq, **fields})
+
+
+def _today(_: Things) -> Sent:
+    now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    days = {"starting_on": now - timedelta(days=1), "ending_before": now}
+    return Sent(query={name: at.isoformat() for name, at in days.items()})
+
+
+def _upload(own: Things) -> Sent:
+    query = {"base_model": POOL.base_model, "name": "up", "session_id": own.session}
+    return Sent(content=tar(adapter()), query={**query, "model_seq_id": "12"})
+
+
+def _upload_form(_: Things) -> Sent:
+    head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.tar"\r\n\r\n'
+    return Sent(
+        content=head + tar(adapter()) + b"\r\n--x--\r\n", headers={"Content-Type": MULTIPART}
+    )
+
+
+def _poll(own: Things) -> Sent:
+    """Make the poll that would remove all: a cursor beyond every end, and each result named as read."""
+    target = {"type": "sampling_session", "sampling_session_id": own.sampler}
+    read = [f"{own.sampler}:{seq}" for seq in range(4)]
+    return Sent(
+        json={
+            "target": {**target, "cloned_sampler_id": 0},
+            "prev_cursor": 2**53,
+            "timeout": 0,
+            "retrieved_request_ids": read,
+        }
+    )
+
+
+#: A GET or DELETE without an entry has no body; every other operation has one here.
+REQUESTS: Mapping[str, Callable[[Things], Sent]] = {
+    f"POST {API}retrieve_future": lambda own: Sent(json={"request_id": f"{own.sampler}:0"}),
+    f"POST {API}retrieve_futures": _poll,
+    f"POST {API}cancel_future": lambda own: Sent(json={"request_id": f"{own.sampler}:1"}),
+    f"POST {API}forward_backward": lambda own: Sent(json=pass_body(own.run, 20)),
+    f"POST {API}forward": lambda own: Sent(
+        json={
+            "model_id": own.run,
+            "seq_id": 21,
+            "forward_input": pass_body(own.run, 1)["forward_backward_input"],
+        }
+    ),
+    f"POST {API}optim_step": _of_run(22, adam_params={}),
+    f"POST {API}asample": lambda own: Sent(json=sample_body(own.sampler, 9)),
+    f"POST {API}auth/token": _json(),
+    f"POST {API}client/config": _json(sdk_version="0.38.0"),
+    f"POST {API}client/dynamic_config": _json(sdk_version="0.38.0"),
+    f"POST {API}create_session": _json(user_metadata={"many": "bytes" * 1000}, tags=["t"]),
+    f"POST {API}session_heartbeat": lambda own: Sent(json={"session_id": own.session}),
+    f"POST {API}sessions/{{session_id}}/finish": _json(reason={"type": "success"}),
+    f"POST {API}telemetry": lambda own: Sent(json={"events": [], "session_id": own.session}),
+    f"POST {API}create_model": lambda own: Sent(
+        json={
+            "session_id": own.session,
+            "model_seq_id": 7,
+            "base_model": POOL.base_model,
+            "lora_config": {"rank": 4},
+            "note": "n",
+        }
+    ),
+    f"POST {API}get_info": lambda own: Sent(json={"model_id": own.run}),
+    f"POST {API}unload_model": lambda own: Sent(json={"model_id": own.run}),
+    f"POST {API}save_weights": _of_run(23, path="b"),
+    f"POST {API}save_weights_for_sampler": _of_run(24, path="b"),
+    f"POST {API}save_weights_external": _of_run(25, path="b"),
+    f"POST {API}weights_info": lambda own: Sent(json={"tinker_path": own.path}),
+    f"POST {API}load_weights": lambda own: Sent(
+        json={"model_id": own.run, "seq_id": 26, "path": own.path}
+    ),
+    f"POST {API}mint/forward_backward_reverse_kl": _of_run(
+        27, reference_model_path=POOL.base_model, data=[kl_datum_body()]
+    ),
+    f"POST {API}mint/checkpoints/interpolate": lambda own: Sent(
+        json={"source_paths": [own.path] * 2, "coefficients": [0.5, 0.5], "output_path": "mixed"}
+    ),
+    f"POST {CHECKPOINT}/publish": _bare,
+    f"PUT {CHECKPOINT}/ttl": _json(ttl_seconds=7200),
+    f"POST {CHECKPOINT}": _bare,
+    f"PUT {CHECKPOINT}": _bare,
+    f"POST {API}training_runs/{{run_id}}/checkpoints/{{name}}": _bare,
+    f"PUT {API}training_runs/{{run_id}}/checkpoints/{{name}}": _bare,
+    f"POST {API}copy_weights": lambda own: Sent(
+        json={"source_path": own.path, "destination_project_id": "p"}
+    ),
+    f"POST {API}training_runs/upload": _upload,
+    f"POST {API}checkpoints/upload": _upload_form,
+    f"PATCH {API}training_runs/{{run_id}}": _json(note="another", tags=["x"]),
+    f"PUT {API}sessions/{{session_id}}/project": _json(project_id="p"),
+    f"POST {API}sessions/search": lambda own: Sent(json={"session_id": own.session}),
+    f"PUT {API}webhook": _json(url="https://elsewhere.invalid/hook"),
+    f"POST {API}webhook/test": _bare,
+    f"POST {API}create_sampling_session": lambda own: Sent(
+        json={
+            "session_id": own.session,
+            "sampling_session_seq_id": 7,
+            "base_model": POOL.base_model,
+        }
+    ),
+    f"GET {API}billing/usage/events": _today,
+    f"GET {API}tokenizers": lambda _: Sent(query={"base_model": POOL.base_model}),
+    "POST /oai/api/v1/completions": _json(model=POOL.base_model, max_tokens=4, prompt="a"),
+    "POST /oai/api/v1/chat/completions": _json(**CHAT),
+    "POST /anthropic/api/v1/messages": _json(**CHAT),
+    # ---- The operator's ------------------------------------------------------------------------------
+    f"POST {ADMIN}tenants": _json(name="new"),
+    f"PATCH {ADMIN}tenants/{{tenant_id}}": _json(weight=2.0, limits={"runs": 3}),
+    f"POST {ADMIN}tenants/{{tenant_id}}/pause": _json(reason="r"),
+    f"POST {ADMIN}tenants/{{tenant_id}}/resume": _bare,
+    f"POST {ADMIN}tenants/{{tenant_id}}/keys": _json(name="k"),
+    f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/pause": _json(reason="r"),
+    f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/resume": _bare,
+    f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/move": _json(worker="w1"),
+    f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/close": _bare,
+    f"POST {ADMIN}pools/{{pool_id}}/workers/{{worker_id}}/drain": _bare,
+    f"POST {ADMIN}pools/{{pool_id}}/workers/{{worker_id}}/undrain": _bare,
+    # ---- Pages ---------------------------------------------------------------------------------------
+    "POST /ui/login": _form(key="tml-nobody_x", next="/ui"),
+    "POST /ui/logout": _form(),
+    "POST /ui/checkpoints": lambda own: Sent(form={"path": own.path, "do": "publish"}),
+    "POST /ui/checkpoints/download": lambda own: Sent(form={"path": own.path}),
+    "POST /ui/playground": lambda _: Sent(
+        form={
+            "model-0": POOL.base_model,
+            "prompt": "a",
+            "max_tokens": "4",
+            "temperature": "1",
+            "seed": "0",
+        }
+    ),
+    "POST /ui/tenants": _form(name="new"),
+    "POST /ui/tenants/{tenant_id}/limits": _form(runs="3"),
+    "POST /ui/tenants/{tenant_id}/weight": _form(weight="2"),
+    "POST /ui/tenants/{tenant_id}/pause": _form(reason="r"),
+    "POST /ui/tenants/{tenant_id}/resume": _form(),
+    "POST /ui/tenants/{tenant_id}/keys": _form(name="k", role="member", days=""),
+    "POST /ui/tenants/{tenant_id}/keys/{key_id}/revoke": _form(),
+    "POST /ui/tenants/{tenant_id}/runs/{run_id}/pause": _form(reason="r"),
+    "POST /ui/tenants/{tenant_id}/runs/{run_id}/resume": _form(),
+    "POST /ui/tenants/{tenant_id}/runs/{run_id}/move": _form(worker="w1"),
+    "POST /ui/tenants/{tenant_id}/runs/{run_id}/close": _form(),
+    "POST /ui/workers/{pool_id}/{worker_id}/drain": _form(),
+    "POST /ui/workers/{pool_id}/{worker_id}/undrain": _form(),
+    "POST /ui/workers/{pool_id}/{worker_id}/move": lambda own: Sent(
+        form={"tenant": own.ids["tenant_id"], "run": own.run, "worker": "w1"}
+    ),
+}
