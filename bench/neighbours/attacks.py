@@ -65,9 +65,10 @@ def tiny_datums_body(run: str, datums: int = 65_536) -> bytes:
     made = wire_pb2.ForwardBackwardRequest()
     datum = made.data.add()
     datum.model_input.add().encoded_text.tokens = bytes(4)
-    for name, dtype in (("target_tokens", "DTYPE_INT32"), ("weights", "DTYPE_FLOAT32")):
+    types = {"target_tokens": wire_pb2.DTYPE_INT32, "weights": wire_pb2.DTYPE_FLOAT32}
+    for name, dtype in types.items():
         tensor = datum.loss_fn_inputs[name]
-        tensor.dtype, tensor.dense = wire_pb2.DType.Value(dtype), bytes(4)
+        tensor.dtype, tensor.dense = dtype, bytes(4)
         tensor.shape.append(1)
     head = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=1)
     tail = wire_pb2.ForwardBackwardRequest(loss_fn="cross_entropy")

@@ -1,7 +1,7 @@
 """Where the work on a request's body is done: small ones here and now, large ones elsewhere.
 
-Each tenant has one large piece at a time. More tenants than two have theirs beside one another, so that two
-hostile ones leave room.
+Each tenant has one large piece at a time, and AT_ONCE tenants have theirs at the same time. Two hostile ones
+leave room.
 """
 
 from __future__ import annotations

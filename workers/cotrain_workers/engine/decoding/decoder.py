@@ -221,9 +221,9 @@ class EngineDecoder:
             except OSError:  # they are there and cannot be read now: it keeps its place
                 blocked.add(group.request.tenant)
             except WeightsMissing as missing:
-                reason = f"The weights cannot be read on the server: {missing.reason}"
-                gone = reason if missing.reason else "The weights are gone."
-                self._fail(group, gone, "user", log)
+                unreadable = f"The weights cannot be read on the server: {missing.reason}"
+                reason = unreadable if missing.reason else "The weights are gone."
+                self._fail(group, reason, "user", log)
             except WeightsNotFinite:
                 self._fail(group, "The weights hold values that are not finite.", "user", log)
             except WeightsUnfit:
