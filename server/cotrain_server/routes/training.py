@@ -116,4 +116,4 @@ async def _pass_op(
             return await parser.parse_json(tenant.id, weight, pass_op, addressed, pool)
         return await parser.run(tenant.id, weight, pass_op, addressed, pool)
     except BodyTooLarge as refused:
-        return Op.rejected(str(refused), addressed.content)
+        return await parser.run(tenant.id, weight, Op.rejected, str(refused), addressed.content)
