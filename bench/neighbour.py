@@ -1,4 +1,4 @@
-"""What a neighbour costs: an ordinary tenant's waits beside each of 21 bad ones, and alone.
+"""What a neighbour costs: an ordinary tenant's waits beside each of 24 bad ones, and alone.
 
     python -m bench.neighbour [long_pass,heavy_sampler,…] [--seconds 45] [--out bench/results]
 

@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 
 import zstandard
 
+from cotrain.wire.proto import wire_pb2
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
@@ -53,6 +55,33 @@ def empty_datums_body(plain_bytes: int = 8_000_000) -> bytes:
     return zstandard.compress(b"\x0a\x01a\x10\x01" + b"\x1a\x00" * (plain_bytes // 2))
 
 
+def empty_fields_body(plain_bytes: int = 66_000_000) -> bytes:
+    """Make zstd of a pass that names its run 33 million times and never: 6 KB."""
+    return zstandard.compress(b"\x0a\x00" * (plain_bytes // 2))
+
+
+def tiny_datums_body(run: str, datums: int = 65_536) -> bytes:
+    """Make zstd of a pass of as many datums of one token as a request may hold: 4 s to check, in 2 KB."""
+    made = wire_pb2.ForwardBackwardRequest()
+    datum = made.data.add()
+    datum.model_input.add().encoded_text.tokens = bytes(4)
+    types = {"target_tokens": wire_pb2.DTYPE_INT32, "weights": wire_pb2.DTYPE_FLOAT32}
+    for name, dtype in types.items():
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dtype, tensor.dense = dtype, bytes(4)
+        tensor.shape.append(1)
+    head = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=1)
+    tail = wire_pb2.ForwardBackwardRequest(loss_fn="cross_entropy")
+    many = made.SerializeToString() * datums
+    return zstandard.compress(head.SerializeToString() + many + tail.SerializeToString())
+
+
+def wrong_numbers_body(count: int = 4_000_000) -> bytes:
+    """Make zstd of prompts that are wrong four million times, each in four ways."""
+    prompt = b"1.5," * (count - 1) + b"1.5"
+    return zstandard.compress(b'{"model": "m", "prompt": [' + prompt + b"]}")
+
+
 async def deflated_json(address: str, key: str) -> None:
     """Send passes of 3 KB that become ten million lists, four at once."""
     body = deflated_json_body()
@@ -64,6 +93,24 @@ async def empty_datums(address: str, key: str) -> None:
     body = empty_datums_body()
     path = "/api/v1/forward_backward"
     await _at_once(AT_ONCE, lambda: _post(address, key, path, body, PROTOBUF | ZSTD))
+
+
+async def empty_fields(address: str, key: str) -> None:
+    """Send passes of 6 KB that are 33 million fields, four at once."""
+    body, path = empty_fields_body(), "/api/v1/forward_backward"
+    await _at_once(AT_ONCE, lambda: _post(address, key, path, body, PROTOBUF | ZSTD))
+
+
+async def tiny_datums(address: str, key: str) -> None:
+    """Send passes of as many datums as a request may hold, four at once, each to a place of a run."""
+    body, path = tiny_datums_body(await _run_of(address, key)), "/api/v1/forward_backward"
+    await _at_once(AT_ONCE, lambda: _post(address, key, path, body, PROTOBUF | ZSTD))
+
+
+async def wrong_numbers(address: str, key: str) -> None:
+    """Send four million numbers that are no tokens to `/oai`, four at once."""
+    body, path = wrong_numbers_body(), "/oai/api/v1/completions"
+    await _at_once(AT_ONCE, lambda: _post(address, key, path, body, JSON | ZSTD))
 
 
 # ---- Much work for one request ----------------------------------------------------------------------
@@ -120,7 +167,7 @@ async def slow_bodies(address: str, key: str) -> None:
 ATTACKS: Mapping[str, Attack] = {
     attack.__name__: attack
     for attack in (
-        deflated_json, empty_datums, long_text, big_retrieves,
+        deflated_json, empty_datums, empty_fields, tiny_datums, wrong_numbers, long_text, big_retrieves,
         descriptor_flood, slow_heads, many_connections, slow_bodies,
     )
 }  # fmt: skip
@@ -210,6 +257,19 @@ async def _ask(
         return content
     finally:
         writer.close()
+
+
+async def _run_of(address: str, key: str) -> str:
+    """Open a session and a run of the server's first base model; returns its id."""
+    model = (await _get(address, key, "/oai/api/v1/models"))["data"][0]["id"]
+    made = json.loads(await _post(address, key, "/api/v1/create_session", b"{}", JSON))
+    wanted = {
+        "session_id": made["session_id"], "model_seq_id": 0, "base_model": model,
+        "lora_config": {"rank": 8},
+    }  # fmt: skip
+    body = json.dumps(wanted).encode()
+    run: str = json.loads(await _post(address, key, "/api/v1/create_model", body, JSON))["model_id"]
+    return run
 
 
 async def _sampler(address: str, key: str) -> str:

@@ -9,6 +9,7 @@ StoreError
 │   ├── SamplerNotFound
 │   ├── CheckpointNotFound
 │   ├── WeightsDeleted
+│   ├── CheckpointDamaged
 │   └── BaseModelNotServed
 ├── AuthenticationFailed
 │   ├── InvalidKey
@@ -101,6 +102,10 @@ class WebhookNotFound(NotFound):
 
 class WeightsDeleted(NotFound):
     """The weights of this checkpoint no longer exist: it was deleted."""
+
+
+class CheckpointDamaged(NotFound):
+    """The files of this checkpoint are damaged, or cannot be checked."""
 
 
 class BaseModelNotServed(NotFound):

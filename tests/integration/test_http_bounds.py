@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import deque
 from typing import TYPE_CHECKING
 
 import pytest
 import zstandard
 
-from bench.neighbours.attacks import JSON, PROTOBUF, ZSTD, deflated_json_body, empty_datums_body
+from bench.neighbours.attacks import (
+    JSON,
+    PROTOBUF,
+    ZSTD,
+    deflated_json_body,
+    empty_datums_body,
+    empty_fields_body,
+    tiny_datums_body,
+    wrong_numbers_body,
+)
 from cotrain.wire.proto import wire_pb2
 from cotrain.wire.sampling import MAX_RETRIEVED
 from cotrain_server.limits.tenant_connections import TenantConnections
+from cotrain_server.parsing.child import ChildProcess
+from cotrain_store.keys import run_keys
 from cotrain_store.redis_client.batching import BatchingRedis
 from cotrain_store.sampling.completions import ACKNOWLEDGED_AT_ONCE
 from tests.support.checkpoint_requests import tenant_of
-from tests.support.http_api import ALICE, BOB, Api, pass_body, running_api
+from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, running_api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -133,3 +146,53 @@ async def test_a_tenant_has_turns_of_its_own_once_its_key_has_opened_it(api: Api
     assert (await api.post("telemetry", {}, ALICE)).is_success
     assert (await api.post("telemetry", {}, wrong)).status_code == 401
     assert [find(head) for head in heads] == [(await tenant_of(api)).id, None]
+
+
+async def test_thirty_three_million_fields_that_name_no_run_are_refused(api: Api) -> None:
+    """6 KB held one of two threads for half a minute."""
+    body = empty_fields_body()
+    assert len(body) < 8_000
+    answer = await api.post("forward_backward", content=body, headers=PROTOBUF | ZSTD)
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith("model_id: a request of more than 32768 fields")
+
+
+async def test_a_pass_that_takes_too_long_to_read_takes_its_place_and_fails(api: Api) -> None:
+    run = await api.new_run()
+    parser = api.services.parser
+    parser._idle = deque([ChildProcess(max_cpu_s=0.05)])
+    try:
+        body = tiny_datums_body(run)
+        answer = await api.post("forward_backward", content=body, headers=PROTOBUF | ZSTD)
+    finally:
+        parser._idle.pop().stop()
+        parser._idle.extend(parser._children)
+    assert answer.status_code == 200, answer.text
+    assert (await api.post("forward_backward", pass_body(run, 2))).status_code == 200
+    queued = await api.services.connection.hgetall(run_keys.ops(POOL.id, run))
+    kinds = [queued[seq].partition(b"|")[0] for seq in (b"1", b"2")]
+    assert kinds == [b"rejected", b"forward_backward"]
+
+
+async def test_a_pass_of_many_datums_is_read_in_a_process_and_accepted(api: Api) -> None:
+    run = await api.new_run()
+    body = tiny_datums_body(run, 2_500)
+    answer = await api.post("forward_backward", content=body, headers=PROTOBUF | ZSTD)
+    assert answer.status_code == 200, answer.text
+    assert any(child.pid for child in api.services.parser._children)
+
+
+async def test_numbers_that_are_wrong_in_millions_of_ways_are_refused_at_the_first(
+    api: Api,
+) -> None:
+    """Each was described: 14 GB and two minutes."""
+    chunks = zstandard.compress(b'{"prompt": {"chunks": [' + b"1," * 100_000 + b"1]}}")
+    for path, body in (
+        ("/oai/api/v1/completions", wrong_numbers_body(100_000)),
+        ("/api/v1/asample", chunks),
+    ):
+        headers = {"x-api-key": ALICE} | JSON | ZSTD
+        answer = await api.http.post(path, content=body, headers=headers)
+        assert answer.status_code == 400
+        more = re.search(r"and (\d+) more", answer.text)
+        assert more is None or int(more[1]) < 10

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pyrage
 import pytest
+from structlog.testing import capture_logs
 
 from cotrain.transport.http import Transport
 from cotrain_server.limits.tenant_slots import TenantSlots
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link, Signer
 from cotrain_store.disk.checksums import SUMS, sums_of
-from cotrain_store.errors import WeightsDeleted
 from cotrain_store.messages.ids import TenantId, WeightsRef
 from cotrain_store.messages.weights import external_folder
 from tests.support.http_api import ALICE, BOB, running_api
@@ -143,7 +143,9 @@ async def test_a_damaged_file_is_not_sent_alone_nor_in_an_archive(
     for content in (bytes(damaged), CONTENTS[name][:-1], b""):
         (folder / name).write_bytes(content)
         for url in (urls[name], archive):
-            assert said(await fetch(api, url)) == (404, str(WeightsDeleted()))
+            status, detail = said(await fetch(api, url))
+            assert status == 404
+            assert f"/weights/a: {name} is damaged. Save the checkpoint again" in detail
             assert said(await fetch(api, url, Range="bytes=0-0"))[0] == 404
     (other,) = CONTENTS.keys() - {name}
     assert (await fetch(api, urls[other])).content == CONTENTS[other]
@@ -151,13 +153,29 @@ async def test_a_damaged_file_is_not_sent_alone_nor_in_an_archive(
     assert (await fetch(api, urls[name])).content == CONTENTS[name]
 
 
-async def test_files_of_a_version_that_noted_no_sums_are_sent(
-    api: Api, worker: StandIn, folder: Path
+@pytest.mark.parametrize("left", [None, "", "adapter_model.safetensors"])
+async def test_files_that_cannot_be_checked_are_not_sent_and_their_sums_are_named(
+    api: Api, worker: StandIn, folder: Path, left: str | None
 ) -> None:
-    (folder / SUMS).unlink()
     checkpoint, _ = await save(api, worker, "weights")
-    for name, url in (await urls_of(api, checkpoint)).items():
-        assert (await fetch(api, url)).content == CONTENTS[name]
+    urls = await urls_of(api, checkpoint)
+    archive = (await api.get(f"{checkpoint}/archive")).headers["location"]
+    if left is None:
+        (folder / SUMS).unlink()
+        fault = "SHA256SUMS is missing"
+    else:
+        (folder / SUMS).write_text(sums_of({left: CONTENTS[left]} if left else {}))
+        fault = "SHA256SUMS has no line for adapter_config.json"
+    with capture_logs() as logs:
+        for url in (urls["adapter_config.json"], archive):
+            status, detail = said(await fetch(api, url))
+            assert status == 404
+            assert f"/weights/a: {fault}. Save the checkpoint again" in detail
+    assert [(line["event"], line["reason"]) for line in logs if line["log_level"] == "error"] == [
+        ("file_damaged", fault)
+    ] * 2
+    (folder / SUMS).write_text(sums_of(CONTENTS))
+    assert (await fetch(api, archive)).status_code == 200
 
 
 async def test_an_interrupted_download_goes_on(api: Api, worker: StandIn, folder: Path) -> None:
@@ -202,10 +220,15 @@ async def test_an_encrypted_checkpoint_gives_encrypted_files_only(
     encrypted.mkdir(parents=True)
     for name in CONTENTS:
         (encrypted / f"{name}.age").write_bytes(b"encrypted")
+    sums = sums_of({f"{name}.age": b"encrypted" for name in CONTENTS})
+    (encrypted / SUMS).write_text(sums)
     urls = await urls_of(api, checkpoint)
     assert urls.keys() == {f"{name}.age" for name in CONTENTS}
     for url in urls.values():
         assert (await fetch(api, url)).content == b"encrypted"
+    (encrypted / SUMS).unlink()
+    assert "SHA256SUMS is missing" in said(await fetch(api, url))[1]
+    (encrypted / SUMS).write_text(sums)
     location = (await api.get(f"{checkpoint}/archive")).headers["location"]
     assert set(unpack(await fetch(api, location))) == {*urls, "checkpoint_complete"}
     read_in_run = {"model_id": ref.rpartition(":")[0], "seq_id": 2, "optimizer": False}

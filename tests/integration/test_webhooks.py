@@ -186,7 +186,7 @@ async def test_a_redirect_is_not_followed_and_an_endless_answer_is_not_read() ->
         with pytest.raises(Undelivered, match="answered with status 302"):
             await sender.send(event, 0)
         assert await sender.send(event, 0) == "200"
-        for said in ("status 500", "illegal status line"):
+        for said in ("status 500", "the answer is not HTTP"):
             with pytest.raises(Undelivered, match=said):
                 await sender.send(event, 0)
         assert other.requests == []
@@ -214,6 +214,36 @@ async def test_an_event_goes_over_tls_to_a_receiver_whose_certificate_holds(tmp_
             await doubting.send(event, 0)
         doubting.close()
         assert len(receiver.requests) == 1
+
+
+async def test_of_a_receiver_that_speaks_another_protocol_no_byte_is_shown() -> None:
+    """`b'SSH-2.0-OpenSSH'` named the service, and its version, behind a port."""
+    secret = b"SECRET-2.0 of a service\r\n"
+    answers = {
+        secret: "the answer is not HTTP",
+        b"HTTP/1.1 200 OK\r\n" + secret + b"\r\n": "the answer is not HTTP",
+        b"HTTP/1.1 " + secret + b"\r\n": "the answer is not HTTP",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 90\r\n\r\n" + secret: "the answer is not HTTP",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + secret: "the answer is not HTTP",
+        b"": "the answer is not HTTP",
+    }
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        writer.write(answers_left.pop(0))
+        writer.close()
+
+    answers_left, sender = list(answers), Sender(LOCAL)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        event = event_for(f"http://127.0.0.1:{port}/")
+        for said in answers.values():
+            with pytest.raises(Undelivered, match=f"^{said}$") as refused:
+                await sender.send(event, 1)
+            assert "SECRET" not in str(refused.value)
+    with pytest.raises(Undelivered, match=r"^no connection could be made$"):
+        await sender.send(event, 1)
+    sender.close()
 
 
 async def test_what_fails_is_tried_again_and_given_up_after_a_day(

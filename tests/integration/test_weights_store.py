@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cotrain_store.blobs.folder import Folder
+from cotrain_store.disk.checksums import REMEDY, SUMS
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_workers.checkpoints.files import CheckpointFiles
@@ -171,6 +172,19 @@ async def test_weights_that_were_saved_for_sampling_have_no_optimizer_state(
     assert store.optimizer(record.ref) is None
     with pytest.raises(WeightsMissing):
         store.optimizer(WeightsRef("other:train:0:9"))
+
+
+async def test_a_folder_without_its_sums_fails_with_a_sentence_for_its_tenant(
+    samples: Samples, store_of: Callable[..., WeightsStore], tmp_path: Path
+) -> None:
+    run = await samples.log.new_run()
+    store, record = store_of(memory_bytes=0), await saved(samples, run, 1, sampler=0)
+    store.put(record, weights_of(1.0))
+    written(store)
+    (folders(tmp_path)[0] / SUMS).unlink()
+    with pytest.raises(WeightsMissing) as missing:
+        store.host(record.ref)
+    assert missing.value.reason == f"SHA256SUMS is missing. {REMEDY}"
 
 
 async def test_a_damaged_optimizer_state_fails_whoever_asks_for_it(

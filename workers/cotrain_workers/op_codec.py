@@ -123,8 +123,9 @@ def load_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failu
     try:
         weights = _weights(request, checkpoints)
         optimizer = _optimizer(request, checkpoints)
-    except WeightsMissing:
-        return Failure(f"Checkpoint {request.path} cannot be read on the server.", "server")
+    except WeightsMissing as missing:
+        why = f": {missing.reason}" if missing.reason else "."
+        return Failure(f"Checkpoint {request.path} cannot be read on the server{why}", "server")
     if request.optimizer and optimizer is None:
         return Failure(f"Checkpoint {request.path} has no optimizer state.", "user")
     creates = request.lora is not None
@@ -167,8 +168,9 @@ def reverse_kl_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Revers
         reference = None if request.reference is None else checkpoints.host(request.reference)
     except MalformedBody as malformed:
         return Failure(str(malformed), "user")
-    except WeightsMissing:
-        return Failure("The weights of the reference cannot be read on the server.", "server")
+    except WeightsMissing as missing:
+        why = f": {missing.reason}" if missing.reason else "."
+        return Failure(f"The weights of the reference cannot be read on the server{why}", "server")
     datums = [
         KlDatum(datum.student_tokens, datum.reference_tokens, datum.weights)
         for datum in request.datums

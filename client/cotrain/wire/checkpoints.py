@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from cotrain.wire.futures import UntypedAPIFuture
-from cotrain.wire.model import ModelSeqId, Name, SequencedRequest, WireModel
+from cotrain.wire.model import Listed, ModelSeqId, Name, SequencedRequest, WireModel
 
 #: `tinker://<run>/<kind>/<name>`.
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -82,7 +82,7 @@ class SaveWeightsExternalRequest(SequencedRequest):
     path: Name
     ttl_seconds: Seconds | None = None
     user_metadata: UserMetadata | None = None
-    age_encryption_recipients: list[Annotated[str, Field(max_length=4096)]] | None = None
+    age_encryption_recipients: Listed[Annotated[str, Field(max_length=4096)]] | None = None
     """`age1…` recipients: every file is encrypted to all of them and ends in `.age`."""
     type: Literal["save_weights_external"] = "save_weights_external"
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.model import in_a_sentence
+from cotrain.wire.model import Listed, in_a_sentence
 from cotrain.wire.tensors import DType, TensorData, read_numbers
 
 Token = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
@@ -33,7 +33,7 @@ class EncodedTextChunk(BaseModel):
     Raises UnsupportedInput, naming the first that is no token id.
     """
 
-    tokens: list[Token]
+    tokens: Listed[Token]
     type: Literal["encoded_text"] = "encoded_text"
 
     def __init__(self, tokens: Any, type: Literal["encoded_text"] = "encoded_text") -> None:
@@ -78,7 +78,7 @@ ModelInputChunk = Annotated[
 class ModelInput(BaseModel):
     """What the base model reads, in order."""
 
-    chunks: list[ModelInputChunk]
+    chunks: Listed[ModelInputChunk]
 
     @classmethod
     def from_ints(cls, tokens: Any) -> ModelInput:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cotrain.wire.datums import ModelInput, as_tensor
-from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
+from cotrain.wire.model import Listed, Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.tensors import TensorData
 
 Path = Annotated[str, Field(min_length=1, max_length=1_024)]
@@ -41,7 +41,7 @@ class ReverseKlRequest(WireModel):
 
     model_id: Name
     reference_model_path: Path
-    data: list[ReverseKlDatum]
+    data: Listed[ReverseKlDatum]
     temperature: float = 1.0
     seq_id: SeqId | None = None
     """None: behind all that the run was sent so far."""
@@ -77,8 +77,8 @@ class ReverseKlResponse(WireModel):
 class InterpolateRequest(WireModel):
     """POST mint/checkpoints/interpolate: make a checkpoint that is a linear combination of others."""
 
-    source_paths: list[Path]
-    coefficients: list[Coefficient]
+    source_paths: Listed[Path]
+    coefficients: Listed[Coefficient]
     output_path: str | None = None
     """The name of the new checkpoint, without a `/`; None: the server names it."""
     output_checkpoint_type: Literal["sampler"] = "sampler"

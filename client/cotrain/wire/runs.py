@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from cotrain.wire.datums import Datum
-from cotrain.wire.model import Argument, ModelSeqId, Name, SequencedRequest, WireModel
+from cotrain.wire.model import Argument, Listed, ModelSeqId, Name, SequencedRequest, WireModel
 from cotrain.wire.rest import Note, Tags
 from cotrain.wire.tensors import TensorData
 
@@ -142,7 +142,7 @@ class UnloadModelResponse(WireModel):
 class ForwardBackwardInput(WireModel):
     """The datums of one pass and the loss to take of them."""
 
-    data: list[Datum]
+    data: Listed[Datum]
     loss_fn: Name
     """cross_entropy, importance_sampling, ppo, cispo, dro or gspo."""
     loss_fn_config: dict[str, float | str] | None = None

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from cotrain.wire.datums import ModelInput, Token
-from cotrain.wire.model import Argument, Name, SequencedRequest, WireModel
+from cotrain.wire.model import Argument, Listed, Name, SequencedRequest, WireModel
 from cotrain.wire.tensors import TensorData, read_numbers
 
 MAX_RETRIEVED = 10_000
@@ -108,7 +108,7 @@ class SamplingParams(Argument):
     """None: until a stop, or until the context is full."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     """The same seed gives the same tokens, alone and among any neighbours."""
-    stop: Annotated[str | list[str] | list[Token] | None, BeforeValidator(_listed)] = None
+    stop: Annotated[str | Listed[str] | Listed[Token] | None, BeforeValidator(_listed)] = None
     """None: at the end-of-sequence token. `[]`: nowhere. Else: there, and at end of sequence.
 
     What completes the stop stays in the output.
@@ -187,7 +187,7 @@ class RetrieveFuturesRequest(WireModel):
     """What ended up to here has been read and may be forgotten."""
     timeout: Annotated[float, Field(ge=0)] | None = None
     """Seconds to wait where nothing has ended; None is as long as the server likes."""
-    retrieved_request_ids: list[Name] = Field(default=[], max_length=MAX_RETRIEVED)
+    retrieved_request_ids: Listed[Name] = Field(default=[], max_length=MAX_RETRIEVED)
     """Their results have arrived and need not be kept."""
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.wire.model import in_a_sentence
+from cotrain.wire.model import Listed, in_a_sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,11 +46,11 @@ class TensorData(BaseModel):
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
-    data: list[Int64] | list[float]
+    data: Listed[Int64] | Listed[float]
     dtype: DType
-    shape: list[Size] | None = None
-    sparse_crow_indices: list[Size] | None = None
-    sparse_col_indices: list[Size] | None = None
+    shape: Listed[Size] | None = None
+    sparse_crow_indices: Listed[Size] | None = None
+    sparse_col_indices: Listed[Size] | None = None
 
     def __init__(
         self,

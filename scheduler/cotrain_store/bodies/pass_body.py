@@ -6,6 +6,7 @@ The API reads a body once to check it, the worker once to run it; the scheduler 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -131,7 +132,7 @@ def _tensor(where: str, tensor: wire_pb2.Tensor) -> np.ndarray:
     if dtype is None:
         raise MalformedBody(f"{where} has an unknown dtype; use int64 or float32.")
     shape = tuple(tensor.shape)
-    if any(side < 0 for side in shape) or np.prod(shape, dtype=object) > MAX_ELEMENTS:
+    if any(side < 0 for side in shape) or prod(shape) > MAX_ELEMENTS:
         raise MalformedBody(f"{where} has an impossible shape {list(shape)}.")
     encoding = tensor.WhichOneof("encoding")
     if encoding == "sparse_csr":
@@ -139,7 +140,7 @@ def _tensor(where: str, tensor: wire_pb2.Tensor) -> np.ndarray:
     values = _flat(where, tensor.dense, dtype)
     if not shape:
         return values
-    if int(np.prod(shape, dtype=object)) != values.size:
+    if prod(shape) != values.size:
         raise MalformedBody(f"{where} has {values.size} values for shape {list(shape)}.")
     return values.reshape(shape)
 

@@ -21,8 +21,8 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from typing_extensions import override
 
 from cotrain_store.blobs.protocol import BlobsUnavailable
-from cotrain_store.disk.checksums import SUMS, read_sums
-from cotrain_store.errors import CheckpointNotFound, StoreUnavailable, WeightsDeleted
+from cotrain_store.disk.checksums import REMEDY, SUMS, fault_of, read_sums
+from cotrain_store.errors import CheckpointDamaged, CheckpointNotFound, StoreUnavailable
 from cotrain_store.messages.weights import external_folder
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE})
 
 #: Files that were found whole: which they are, when they were last written, what they hold.
-_WHOLE: set[tuple[str, str | None]] = set()
+_WHOLE: set[tuple[str, str]] = set()
 _WHOLE_KEPT = 10_000
 
 
@@ -86,22 +86,23 @@ def files_of(blobs: Blobs, checkpoint: CheckpointRecord, weights: WeightsRecord)
     return blobs.below(f"weights/{weights.digest[:2]}/{weights.digest}")
 
 
-async def open_files(blobs: Blobs, names: Sequence[str]) -> list[OpenFile]:
-    """Open files for reading, and see that they hold what was written. A store of objects sees to that itself.
+async def open_files(blobs: Blobs, names: Sequence[str], path: str) -> list[OpenFile]:
+    """Open files of the checkpoint of this path for reading, and check that they hold what was written.
+
+    The bytes of objects are checked by their store.
 
     Raises:
         CheckpointNotFound: one is not there any more.
-        WeightsDeleted: one is damaged.
+        CheckpointDamaged: one is damaged, or its digest is not in SUMS.
         StoreUnavailable: one cannot be read now.
     """
-    return await asyncio.to_thread(_open_files, blobs, names)
+    return await asyncio.to_thread(_open_files, blobs, names, path)
 
 
-def _open_files(blobs: Blobs, names: Sequence[str]) -> list[OpenFile]:
+def _open_files(blobs: Blobs, names: Sequence[str], path: str) -> list[OpenFile]:
     with ExitStack() as opened:
         files = [_open(blobs, name, opened) for name in names]
-        if blobs.folder:
-            _check(blobs, files)
+        _check(blobs, files, path)
         opened.pop_all()  # all of them: the response closes them
         return files
 
@@ -117,28 +118,32 @@ def _open(blobs: Blobs, name: str, opened: ExitStack) -> OpenFile:
     return OpenFile(name, opened.enter_context(content), blob)
 
 
-def _check(blobs: Blobs, files: Sequence[OpenFile]) -> None:
+def _check(blobs: Blobs, files: Sequence[OpenFile], path: str) -> None:
     try:
-        sums = read_sums(blobs.get(SUMS))
-    except FileNotFoundError:  # of an earlier version, or encrypted
-        return
-    except OSError as error:
-        log.error("file_unreadable", file=SUMS, reason=error.strerror)
-        raise StoreUnavailable("The file cannot be read now.") from error
-    try:
-        damaged = [file.blob.key for file in files if not _is_whole(file, sums.get(file.name))]
+        sums = _read_sums(blobs)
+        fault = fault_of(sums, [file.name for file in files])
+        if sums and not fault and blobs.folder:
+            damaged = [file.name for file in files if not _is_whole(file, sums[file.name])]
+            fault = f"{damaged[0]} is damaged" if damaged else None
     except OSError as error:
         log.error("file_unreadable", file=files[0].name, reason=error.strerror)
         raise StoreUnavailable("The file cannot be read now.") from error
-    if damaged:
-        log.error("file_damaged", files=damaged)
-        raise WeightsDeleted
+    if fault:
+        log.error("file_damaged", checkpoint=path, files=files[0].blob.key, reason=fault)
+        raise CheckpointDamaged(f"Checkpoint {path}: {fault}. {REMEDY}")
 
 
-def _is_whole(file: OpenFile, expected: str | None) -> bool:
-    """Tell whether a file is what was written, as far as that was noted; each is hashed once."""
+def _read_sums(blobs: Blobs) -> dict[str, str] | None:
+    try:
+        return read_sums(blobs.get(SUMS))
+    except FileNotFoundError:
+        return None
+
+
+def _is_whole(file: OpenFile, expected: str) -> bool:
+    """Tell whether a file is what was written; each is hashed once."""
     this = (file.blob.mark, expected)
-    if expected is None or this in _WHOLE:
+    if this in _WHOLE:
         return True
     found = hashlib.file_digest(cast("io.BufferedReader", file.content), "sha256").hexdigest()
     file.content.seek(0)

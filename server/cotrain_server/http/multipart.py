@@ -15,10 +15,12 @@ from cotrain_server.errors import Unreadable, UnsupportedMediaType
 #: Forms that hold an upload have one part, or a few.
 MAX_PARTS = 16
 MAX_HEADER_BYTES = 16 * 1024
+#: `mmap.find` holds the interpreter's lock. Other threads wait for a stretch of this length.
+_SEARCHED_BYTES = 1024**2
 
 
 def file_in_form(body: IO[bytes], content_type: str, name: str) -> IO[bytes]:
-    """Give the content of the part of this name, to be read while `body` is open.
+    """Give the content of the part of this name, to be read while `body` is open. Searches all of it.
 
     Raises:
         UnsupportedMediaType: it is no form.
@@ -39,10 +41,10 @@ def file_in_form(body: IO[bytes], content_type: str, name: str) -> IO[bytes]:
 
 def _span_of(content: mmap.mmap, delimiter: bytes, name: str) -> tuple[int, int]:
     """Find where a part's content begins and ends."""
-    at = content.find(delimiter)
+    at = _find(content, delimiter, 0)
     for _ in range(MAX_PARTS):
         begin = content.find(b"\r\n\r\n", at, at + MAX_HEADER_BYTES) + 4
-        end = content.find(b"\r\n" + delimiter, begin - 2)
+        end = _find(content, b"\r\n" + delimiter, begin - 2)
         if at < 0 or begin < 4 or end < 0:
             break
         headers = BytesHeaderParser().parsebytes(content[at + len(delimiter) + 2 : begin])
@@ -50,6 +52,15 @@ def _span_of(content: mmap.mmap, delimiter: bytes, name: str) -> tuple[int, int]
             return begin, max(begin, end)
         at = end + 2
     raise Unreadable(f"The form has no whole part named {name!r} among its first {MAX_PARTS}.")
+
+
+def _find(content: mmap.mmap, wanted: bytes, start: int) -> int:
+    """Return where something begins; -1 where it is nowhere."""
+    for at in range(max(start, 0), len(content), _SEARCHED_BYTES):
+        found = content.find(wanted, at, at + _SEARCHED_BYTES + len(wanted) - 1)
+        if found >= 0:
+            return found
+    return -1
 
 
 class _Slice(io.RawIOBase):

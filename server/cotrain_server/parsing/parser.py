@@ -1,8 +1,13 @@
-"""Where the work on a request's body is done: small ones here and now, large ones elsewhere, one after the other."""
+"""Where the work on a request's body is done: small ones here and now, large ones elsewhere.
+
+Each tenant has one large piece at a time, and AT_ONCE tenants have theirs at the same time. Two hostile ones
+leave room.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -21,13 +26,16 @@ Answer = TypeVar("Answer")
 
 #: Above this weight, work leaves the event loop: other tenants' requests wait for it otherwise.
 THREAD_ABOVE = 256 * 1024
-#: And above this one, JSON leaves the process.
-CHILD_ABOVE = 16 * 1024**2
+#: And above this one, JSON leaves the process: 32,768 values, of which a third of a second of errors can come.
+CHILD_ABOVE = 2 * 1024**2
 #: As bytes of Python objects: one value of JSON, and one byte of a message that becomes many objects.
 JSON_VALUE_WEIGHT = 64
 BINARY_BYTE_WEIGHT = 16
-#: More threads would only wait for one another, and the event loop for all of them.
-_THREADS = 2
+#: As many tenants at once, in threads and in processes. Most of the work lets other threads run: decompression,
+#: arrays, digests, tokens.
+AT_ONCE = 4
+#: Above this weight, what was freed is worth giving back.
+_TRIM_ABOVE = 16 * 1024**2
 #: What was freed goes back to the host this long after a large body, when its request is over.
 _TRIM_AFTER_S = 1.0
 #: A process without work costs memory, and one that starts a second.
@@ -39,20 +47,26 @@ class Parser:
 
     def __init__(self) -> None:
         self._locks = TenantSlots()
-        self._threads = ThreadPoolExecutor(_THREADS, "parse")
-        self._child_thread = ThreadPoolExecutor(1, "parse-child")
-        self._child = ChildProcess()
+        self._threads = ThreadPoolExecutor(AT_ONCE, "parse")
+        self._child_threads = ThreadPoolExecutor(AT_ONCE, "parse-child")
+        self._children = [ChildProcess() for _ in range(AT_ONCE)]
+        #: Without a call; the one that had the last one is at the end.
+        self._idle = deque(self._children)
         self._trim: asyncio.TimerHandle | None = None
-        self._end_of_child: asyncio.TimerHandle | None = None
+        self._end_of_idle: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
         """End the threads and the process."""
-        for timer in (self._trim, self._end_of_child):
+        for timer in (self._trim, self._end_of_idle):
             if timer is not None:
                 timer.cancel()
         self._threads.shutdown(cancel_futures=True)
-        self._child_thread.submit(self._child.stop)
-        self._child_thread.shutdown()
+        self._child_threads.shutdown(wait=False, cancel_futures=True)
+        for child in self._children:
+            child.kill()
+        self._child_threads.shutdown()
+        for child in self._children:
+            child.stop()
 
     async def run(
         self,
@@ -77,8 +91,17 @@ class Parser:
         """
         if weight <= CHILD_ABOVE:
             return await self.run(tenant, weight, work, *args)
-        call = partial(self._child.run, work, *args)
-        return await self._alone(tenant, partial(self._in_child, weight, call))
+        return await self.run_in_child(tenant, work, *args)
+
+    async def run_in_child(
+        self, tenant: TenantId, work: Callable[..., Answer], *args: Any
+    ) -> Answer:
+        """Do some work in a process of its own, as `parse_json` takes it.
+
+        Raises:
+            BodyTooLarge: it takes more memory or processor time than one call may.
+        """
+        return await self._alone(tenant, partial(self._in_child, work, args))
 
     async def _alone(
         self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]
@@ -96,22 +119,46 @@ class Parser:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         finally:
-            self._trim_soon(weight)
+            if weight > _TRIM_ABOVE:
+                self._trim_soon()
 
-    async def _in_child(self, weight: int, call: Callable[[], Answer]) -> Answer:
+    async def _in_child(self, work: Callable[..., Answer], args: tuple[Any, ...]) -> Answer:
         loop = asyncio.get_running_loop()
-        if self._end_of_child is not None:
-            self._end_of_child.cancel()
         try:
-            return await loop.run_in_executor(self._child_thread, call)
+            return await loop.run_in_executor(self._child_threads, self._with_child, work, args)
         finally:
-            self._end_of_child = loop.call_later(
-                _CHILD_IDLE_S, self._child_thread.submit, self._child.stop
-            )
-            self._trim_soon(weight)
+            self._end_idle_soon()
+            self._trim_soon()
 
-    def _trim_soon(self, weight: int) -> None:
-        if weight > CHILD_ABOVE and self._trim is None:
+    def _with_child(self, work: Callable[..., Answer], args: tuple[Any, ...]) -> Answer:
+        child = self._idle.pop()  # there are as many as threads
+        try:
+            return child.run(work, *args)
+        finally:
+            self._idle.append(child)
+
+    def _end_idle_soon(self) -> None:
+        if self._end_of_idle is None:
+            loop = asyncio.get_running_loop()
+            self._end_of_idle = loop.call_later(_CHILD_IDLE_S, self._end_idle_now)
+
+    def _end_idle_now(self) -> None:
+        self._end_of_idle = None
+        if any(child.pid for child in self._children):
+            self._child_threads.submit(self._stop_idle)
+            self._end_idle_soon()
+
+    def _stop_idle(self) -> None:
+        for _ in self._children:
+            try:
+                child = self._idle.popleft()
+            except IndexError:  # all others are busy
+                return
+            child.stop(_CHILD_IDLE_S)
+            self._idle.append(child)
+
+    def _trim_soon(self) -> None:
+        if self._trim is None:
             self._trim = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim_now)
 
     def _trim_now(self) -> None:

@@ -2,12 +2,13 @@
 
 A datum is two bytes on the wire and a hundred once it is an object, and an unknown field is kept by the
 library that parses it. So the lengths of all fields are walked here, at half a microsecond each, and no
-value is read.
+value is read. A walk ends at the limit. Nothing is read behind it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -39,20 +40,22 @@ _UNITS = {
     "field": "fields",
 }
 
+#: Where a pass must say whose it is, if it holds more than is read at once. SDKs need 2 fields and 40 bytes.
+HEAD_BYTES = 4096
+HEAD_FIELDS = 64
+
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MALFORMED = "The request is not a ForwardBackwardRequest message."
 
 
 class TooManyObjects(Invalid):
-    """A pass holds more of something than MOST says."""
+    """A pass holds more of something than it may."""
 
-    def __init__(self, field: str, head: bytes) -> None:
+    def __init__(self, field: str) -> None:
         super().__init__(
             f"{field}: one request holds at most {MOST[field]} {_UNITS[field]}. Send it in several "
             "calls."
         )
-        self.head = head
-        """What stands before the first datum: whose pass it is, as every SDK writes it."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +104,18 @@ _PASS = {
 }
 
 
-def lean_pass(body: bytes) -> bytes:
+def lean_pass(body: bytes, most_fields: int | None = None) -> bytes:
     """Give a pass without the fields that nothing here reads; the same bytes where there are none.
 
     Raises:
-        TooManyObjects: it holds more than MOST of something.
+        TooManyObjects: it holds more than MOST of something, or more than `most_fields` fields.
         MalformedBody: it is no message.
     """
+    left = dict(MOST)
+    if most_fields is not None:
+        left["field"] = most_fields
     try:
-        lean = _lean(body, 0, len(body), _PASS, dict(MOST))
+        lean = _lean(body, 0, len(body), _PASS, left)
     except IndexError as cut:
         raise MalformedBody(_MALFORMED) from cut
     return body if lean is None else lean
@@ -125,11 +131,11 @@ def _lean(
         field = known.get(tag, _UNKNOWN)
         left["field"] -= 1
         if left["field"] < 0:
-            raise TooManyObjects("field", _head(body))
+            raise TooManyObjects("field")
         if field.counts_as:
             left[field.counts_as] -= stop - value if field is _SHAPE else 1
             if left[field.counts_as] < 0:
-                raise TooManyObjects(field.counts_as, _head(body))
+                raise TooManyObjects(field.counts_as)
         if field is _VALUE or field is _SHAPE:
             continue
         lean = b""
@@ -145,11 +151,23 @@ def _lean(
     return b"".join((*kept, body[kept_to:end]))
 
 
-def _head(body: bytes) -> bytes:
-    for tag, begin, _, _ in _fields(body, 0, len(body)):
-        if tag not in _PASS or tag == _DATA:
-            return body[:begin]
-    return body
+def head_of(body: bytes) -> bytes:
+    """Return what stands before the first datum: whose pass it is, as every SDK writes it.
+
+    It ends after HEAD_BYTES or HEAD_FIELDS, however long the body is.
+
+    Raises:
+        MalformedBody: it is no message.
+    """
+    end = 0
+    try:
+        for tag, _, _, stop in islice(_fields(body, 0, len(body)), HEAD_FIELDS):
+            if tag not in _PASS or tag == _DATA or stop > HEAD_BYTES:
+                break
+            end = stop
+    except IndexError as cut:
+        raise MalformedBody(_MALFORMED) from cut
+    return body[:end]
 
 
 def _fields(body: bytes, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -20,7 +20,8 @@ from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.pass_codec import encode_pass_request
 from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepRequest
 from cotrain_server.errors import Invalid, Unreadable, sentence
-from cotrain_server.requests.pass_scan import TooManyObjects, lean_pass
+from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
+from cotrain_server.requests.pass_scan import HEAD_BYTES, TooManyObjects, head_of, lean_pass
 from cotrain_server.requests.pass_validation import check_adam, check_pass
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
 from cotrain_store.errors import MalformedBody
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 MAX_SPARSE_ELEMENTS = 1 << 24
 #: A loss takes one or two; a product of millions of them takes minutes.
 MAX_AXES = 8
+#: A field takes the time of a JSON value: 1,500 datums with three inputs. More of them take a process.
+FEW_FIELDS = CHILD_ABOVE // JSON_VALUE_WEIGHT
 
 
 class PlacedRequest(WireModel):
@@ -101,6 +104,10 @@ class AddressedPass:
     refusal: str
     content: bytes
     """The same bytes for the same request, however it was sent: what its digest is of."""
+    forward_only: bool = False
+    """Of one that is still to be read."""
+    is_read: bool = True
+    """False: more than FEW_FIELDS; `content` is as it was sent, and `pass_op` reads it."""
 
 
 @dataclass(frozen=True)
@@ -125,24 +132,41 @@ class AddressedFields:
 def read_binary_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
     """Read a pass as SDK 0.38 sends it; `forward_only` for an endpoint that is never anything else.
 
+    Of one with more than FEW_FIELDS only the head is read here: `pass_op` reads the rest.
+
     Raises:
         Unreadable: not the message, or without a run.
     """
-    refusal = ""
     try:
-        try:
-            lean = lean_pass(body)
-        except TooManyObjects as many:
-            lean, refusal = many.head, str(many)
-        message = parse_pass(lean)
+        message = parse_pass(lean_pass(body, FEW_FIELDS))
+    except TooManyObjects:
+        return _read_head(body, forward_only=forward_only)
     except MalformedBody as error:
         raise Unreadable(str(error)) from error
-    seq = message.seq_id or None  # the wire has no other way to leave it out
-    address = address_of(PlacedRequest, {"model_id": message.model_id, "seq_id": seq})
-    if refusal:
-        return AddressedPass(address.model_id, address.seq_id, None, refusal, body)
+    address = _address_in(message)
     message.forward_only |= forward_only
     return AddressedPass(address.model_id, address.seq_id, message, "", _canonical(message))
+
+
+def _read_head(body: bytes, *, forward_only: bool) -> AddressedPass:
+    try:
+        message = parse_pass(head_of(body))
+    except MalformedBody as error:
+        raise Unreadable(str(error)) from error
+    if not message.model_id:
+        raise Unreadable(
+            f"model_id: a request of more than {FEW_FIELDS} fields names its run before its first "
+            f"datum, within its first {HEAD_BYTES} bytes."
+        )
+    address = _address_in(message)
+    return AddressedPass(
+        address.model_id, address.seq_id, None, "", body, forward_only, is_read=False
+    )
+
+
+def _address_in(message: PassMessage) -> PlacedRequest:
+    seq = message.seq_id or None  # the wire has no other way to leave it out
+    return address_of(PlacedRequest, {"model_id": message.model_id, "seq_id": seq})
 
 
 def read_json_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
@@ -179,7 +203,9 @@ def read_step(body: bytes) -> AddressedStep:
 
 
 def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
-    """Check a pass against its run's base model and make its op."""
+    """Check a pass against its run's base model and make its op; read it first where that is still to do."""
+    if not request.is_read:
+        request = _read_all(request)
     if request.message is None:
         return Op.rejected(request.refusal, request.content)
     try:
@@ -190,6 +216,18 @@ def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
         return Op.rejected(str(error), request.content)
     kind = OpKind.FORWARD if decoded.forward_only else OpKind.FORWARD_BACKWARD
     return Op(kind, request.content, decoded.num_tokens, digest_of(request.content))
+
+
+def _read_all(request: AddressedPass) -> AddressedPass:
+    """Read a pass whose head is known. Where that fails, it is one that says why."""
+    try:
+        message = parse_pass(lean_pass(request.content))
+    except (TooManyObjects, MalformedBody) as error:
+        return replace(request, refusal=str(error), is_read=True)
+    if (message.model_id, message.seq_id) != (request.model_id, request.seq or 0):
+        return replace(request, refusal="model_id and seq_id: given twice.", is_read=True)
+    message.forward_only |= request.forward_only
+    return replace(request, message=message, content=_canonical(message), is_read=True)
 
 
 def step_op(request: AddressedStep) -> Op:

@@ -49,16 +49,19 @@ async def download(token: str, file: str, request: Request, services: ServicesDe
         source = await find_source(services, link.tenant, link.path)
         if source.weights.ref != link.weights:
             raise CheckpointNotFound
-        return SlotDownload(await _answer(services, source, file, request), slot.pop_all())
+        answer = await _answer(services, source, file, link.path, request)
+        return SlotDownload(answer, slot.pop_all())
 
 
-async def _answer(services: Services, source: Source, file: str, request: Request) -> Response:
+async def _answer(
+    services: Services, source: Source, file: str, path: str, request: Request
+) -> Response:
     checkpoint = source.checkpoint
     files_there = files_of(services.settings.blob_store, checkpoint, source.weights)
     if file != ARCHIVE:
         return file_download(
-            (await open_files(files_there, [file]))[0], request.headers.get("range")
+            (await open_files(files_there, [file], path))[0], request.headers.get("range")
         )
-    files = await open_files(files_there, names_of(checkpoint, source.weights))
+    files = await open_files(files_there, names_of(checkpoint, source.weights), path)
     name = f"{checkpoint.run}_{checkpoint.kind}_{checkpoint.name}.tar".replace(":", "_")
     return TarDownload(files, name, checkpoint.created_at)

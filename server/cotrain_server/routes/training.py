@@ -14,12 +14,13 @@ from fastapi import APIRouter, Request
 from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepRequest
-from cotrain_server.errors import UnsupportedMediaType
+from cotrain_server.errors import BodyTooLarge, UnsupportedMediaType
 from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.openapi import body_of
 from cotrain_server.http.request_body import body_weight, is_json, is_protobuf, json_body
 from cotrain_server.http.tenant_routes import DataRoute
 from cotrain_server.requests.passes import (
+    Op,
     pass_op,
     read_binary_pass,
     read_json_pass,
@@ -30,7 +31,9 @@ from cotrain_server.requests.submission import idempotency_key, submit
 from cotrain_store.errors import BaseModelNotServed
 
 if TYPE_CHECKING:
+    from cotrain_server.requests.passes import AddressedPass
     from cotrain_server.services import Services
+    from cotrain_store.messages.pools import PoolRecord
     from cotrain_store.messages.sessions import Tenant
 
 router = APIRouter(
@@ -91,5 +94,26 @@ async def _queue_pass(
     pool = await services.records.pool(run.pool)
     if pool is None:
         raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
-    op = await services.parser.run(tenant.id, weight, pass_op, addressed, pool)
+    op = await _pass_op(services, tenant, weight, addressed, pool, is_json=not is_protobuf(request))
     return await submit(services, run, addressed.seq, op, idempotency_key(request))
+
+
+async def _pass_op(
+    services: Services,
+    tenant: Tenant,
+    weight: int,
+    addressed: AddressedPass,
+    pool: PoolRecord,
+    *,
+    is_json: bool,
+) -> Op:
+    """Make the op of a pass; of one that cannot be read within the limits, one that fails in its place."""
+    parser = services.parser
+    try:
+        if not addressed.is_read:
+            return await parser.run_in_child(tenant.id, pass_op, addressed, pool)
+        if is_json:
+            return await parser.parse_json(tenant.id, weight, pass_op, addressed, pool)
+        return await parser.run(tenant.id, weight, pass_op, addressed, pool)
+    except BodyTooLarge as refused:
+        return await parser.run(tenant.id, weight, Op.rejected, str(refused), addressed.content)

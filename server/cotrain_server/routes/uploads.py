@@ -158,7 +158,8 @@ async def upload_form(
             received(request, folder, limit, settings.disk_reserve_bytes) as body,
             services.uploads.unpacking,
         ):
-            archive = file_in_form(body, request.headers.get("content-type", ""), "file")
+            form = request.headers.get("content-type", "")
+            archive = await asyncio.to_thread(file_in_form, body, form, "file")
             files = await asyncio.to_thread(unpack, archive, limit)
             adapter = await asyncio.to_thread(read_adapter, files.config, files.tensors, SEED)
             pool = await _pool_of(services, files.config)

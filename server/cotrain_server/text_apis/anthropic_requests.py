@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cotrain.wire.model import Listed
 from cotrain_server.text_apis.unsupported_fields import refuse_unsupported, text_of
 from cotrain_store.bodies.sample_body import SampleBody
 
@@ -41,7 +42,7 @@ class ChatMessage(_Fields):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Listed[dict[str, Any]]
 
 
 class MessageRequest(_Fields):
@@ -50,9 +51,9 @@ class MessageRequest(_Fields):
     model: Annotated[str, Field(min_length=1, max_length=2048)]
     """A base model, a `tinker://` path, or `<base model>;<path>`."""
     max_tokens: int
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
+    system: str | Listed[dict[str, Any]] | None = None
+    stop_sequences: Listed[str] | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None

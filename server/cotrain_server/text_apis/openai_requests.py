@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
+from cotrain.wire.model import Listed
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis.unsupported_fields import refuse_unsupported, text_of
 from cotrain_store.bodies.sample_body import SampleBody
@@ -46,7 +47,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
-Tokens = list[StrictInt]
+Tokens = Listed[StrictInt]
 
 
 class _Fields(BaseModel):
@@ -73,7 +74,7 @@ class GenerationRequest(_Fields):
     """Not OpenAI's own: only the k likeliest tokens may come."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -117,7 +118,7 @@ class GenerationRequest(_Fields):
 class CompletionRequest(GenerationRequest):
     """POST completions: go on with a text."""
 
-    prompt: str | Tokens | list[str | Tokens]
+    prompt: str | Tokens | Listed[str | Tokens]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
     """How many of the likeliest tokens to name per token; 0 for the log-probs alone."""
     echo: bool | None = None
@@ -151,13 +152,13 @@ class ChatMessage(_Fields):
     """One message of a chat."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Listed[dict[str, Any]] | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
     """POST chat/completions: write the next message of a chat."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     """The newer name of `max_tokens`."""
     logprobs: bool | None = None

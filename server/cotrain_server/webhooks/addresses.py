@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from socket import SOCK_STREAM, getaddrinfo
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,17 @@ if TYPE_CHECKING:
     Address = IPv4Address | IPv6Address
     Network = IPv4Network | IPv6Network
 
+#: Of IPv4, beyond what Python 3.11 counts as not global: protocol assignments (with the metadata of Oracle's cloud
+#: at 192.0.0.192), relays of 6to4, and the host agent of Azure.
+_SPECIAL_V4 = tuple(map(IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
+#: All that is assigned of IPv6 for hosts on the Internet.
+_UNICAST_V6 = IPv6Network("2000::/3")
+#: Of those, not for hosts: protocol assignments (with Teredo), 6to4, examples.
+_SPECIAL_V6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
 #: Addresses of IPv6 that stand for one of IPv4, behind a gateway: its last 32 bits.
-_NAT64 = ip_network("64:ff9b::/96")
+_NAT64 = IPv6Network("64:ff9b::/96")
+#: The same within a tunnel (ISATAP), by the 32 bits before it: the universal bit is set or not.
+_ISATAP = (0x00005EFE, 0x02005EFE)
 #: Names are looked up in threads of their own, so that a slow one waits for no other work of the process.
 _LOOKUPS = 32
 
@@ -31,13 +40,27 @@ class AddressRefused(Exception):
     """No webhook may be sent to this address."""
 
 
+class NameUnknown(httpcore.ConnectError):
+    """No address is known of this name."""
+
+
 def is_allowed(address: Address, networks: Iterable[Network], *, encrypted: bool) -> bool:
     """Tell whether a webhook may go there; without encryption it may go to the named networks only."""
     really = _behind(address)
     if any(each.version == really.version and really in each for each in networks):
         return True
-    is_odd = really.is_multicast or really.is_reserved or getattr(really, "is_site_local", False)
-    return encrypted and really.is_global and not is_odd
+    return encrypted and _is_public(really)
+
+
+def _is_public(address: Address) -> bool:
+    if isinstance(address, IPv4Address):
+        is_odd = address.is_multicast or address.is_reserved
+        return address.is_global and not is_odd and not any(address in net for net in _SPECIAL_V4)
+    if address not in _UNICAST_V6 or any(address in net for net in _SPECIAL_V6):
+        return False
+    if int(address) >> 32 & 0xFFFFFFFF in _ISATAP:
+        return _is_public(IPv4Address(int(address) & 0xFFFFFFFF))
+    return True
 
 
 def _behind(address: Address) -> Address:
@@ -46,9 +69,7 @@ def _behind(address: Address) -> Address:
         return address
     if address in _NAT64:
         return IPv4Address(int(address) & 0xFFFFFFFF)
-    return (
-        address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1] or address
-    )
+    return address.ipv4_mapped or address
 
 
 class CheckedNetwork(AsyncNetworkBackend):
@@ -77,7 +98,7 @@ class CheckedNetwork(AsyncNetworkBackend):
                 self._threads, lambda: getaddrinfo(host, port, type=SOCK_STREAM)
             )
         except (OSError, UnicodeError) as unknown:
-            raise httpcore.ConnectError(f"{host} is not known") from unknown
+            raise NameUnknown(f"{host} is not known") from unknown
         for address in dict.fromkeys(str(row[4][0]) for row in found):
             if is_allowed(ip_address(address), self._networks, encrypted=encrypted):
                 return await self._inner.connect_tcp(address, port, **how)

@@ -18,17 +18,23 @@ from typing import TYPE_CHECKING
 import httpcore
 
 from cotrain.version import __version__
-from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork
+from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork, NameUnknown
 from cotrain_store.tenants.webhooks import SECRET_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from cotrain_store.messages.webhooks import DueEvent
 
 #: Of a whole attempt, names looked up and the answer read.
 TIMEOUT_S = 10.0
 MOST_READ = 16 * 1024
+
+
+#: What an attempt can end with, besides an answer.
+_FAILURES = (
+    httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError, ValueError,
+)  # fmt: skip
 
 
 class Undelivered(Exception):
@@ -65,10 +71,8 @@ class Sender:
                 status = await self._post(event, timestamp)
         except TimeoutError:
             raise Undelivered(f"no answer within {TIMEOUT_S:.0f} s") from None
-        except (AddressRefused, httpcore.NetworkError, httpcore.ProtocolError) as failed:
-            raise Undelivered(_sentence(failed)) from failed
-        except (httpcore.TimeoutException, OSError, ValueError) as failed:
-            raise Undelivered(_sentence(failed)) from failed
+        except (AddressRefused, *_FAILURES) as failed:
+            raise Undelivered(failure_of(failed)) from failed
         if not 200 <= status < 300:
             raise Undelivered(f"answered with status {status}")
         return str(status)
@@ -94,5 +98,27 @@ class Sender:
             return answer.status
 
 
-def _sentence(failed: Exception) -> str:
-    return (str(failed) or type(failed).__name__)[:200]
+def failure_of(failed: Exception) -> str:
+    """Return the kind of a failure, for the tenant: no byte that a receiver sent is part of it."""
+    if isinstance(failed, AddressRefused | NameUnknown):
+        return str(failed)[:200]
+    causes = list(_causes(failed))
+    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes):
+        return "the receiver's TLS certificate is not valid for its name, or not trusted here"
+    if any(isinstance(cause, ssl.SSLError) for cause in causes):
+        return "no TLS connection could be made"
+    if isinstance(failed, httpcore.TimeoutException):
+        return f"no answer within {TIMEOUT_S:.0f} s"
+    if isinstance(failed, httpcore.ConnectError):
+        return "no connection could be made"
+    if isinstance(failed, httpcore.ProtocolError):
+        return "the answer is not HTTP"
+    if isinstance(failed, httpcore.NetworkError | OSError):
+        return "the connection broke"
+    return "the request could not be sent"
+
+
+def _causes(failed: BaseException | None) -> Iterator[BaseException]:
+    while failed is not None:
+        yield failed
+        failed = failed.__cause__ or failed.__context__

@@ -1,8 +1,8 @@
 """Adapter files encrypted to whom a tenant named (age, https://age-encryption.org/v1).
 
-A folder is `<external_folder(ref)>/` with the adapter's config and tensors as `<name>.age`, and OWNER next
-to them, written last: a folder without is not whole. Encrypting twice never gives the same bytes, so these
-belong to one save alone.
+A folder is `<external_folder(ref)>/` with the adapter's config and tensors as `<name>.age` and their SHA256SUMS.
+OWNER is next to them, written last: a folder without is not whole. Encrypting twice never gives the same bytes, so
+these belong to one save alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pyrage
 
 from cotrain_store.blobs.protocol import BlobsUnavailable
+from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.weights import external_folder
 
@@ -52,12 +53,13 @@ def write_external(
     folder = external_folder(ref)
     if not blobs.touch(f"{folder}/{OWNER}"):
         keys = [_recipient(recipient) for recipient in recipients]
-        for (
-            name,
-            content,
-        ) in contents.items():  # no digests: age is authenticated, a torn file shows
-            blobs.put(f"{folder}/{name}{SUFFIX}", _encrypted(content, keys))
+        encrypted = {
+            f"{name}{SUFFIX}": _encrypted(content, keys) for name, content in contents.items()
+        }
+        for name, content in encrypted.items():
+            blobs.put(f"{folder}/{name}", content)
             failpoint("external.half_written")
+        blobs.put(f"{folder}/{SUMS}", sums_of(encrypted).encode())
         owner = {"base_model": base_model, "weights": ref}
         failpoint("external.before_rename")
         blobs.put(f"{folder}/{OWNER}", json.dumps(owner).encode())

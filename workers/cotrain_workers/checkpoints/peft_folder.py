@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from cotrain_store.blobs.durable_files import passes
-from cotrain_store.disk.checksums import SUMS, sums_of
+from cotrain_store.disk.checksums import REMEDY, SUMS, fault_of, read_sums, sums_of
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec
@@ -43,6 +43,10 @@ _DECISIVE = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "us
 
 class FolderUnreadable(Exception):
     """An adapter's folder is missing, torn, or holds something other than its name says."""
+
+
+class SumsUnusable(FolderUnreadable):
+    """An adapter's SHA256SUMS is missing, or names not all files; the text may be shown to the tenant."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +98,18 @@ def read_folder(root: Blobs, name: str, layout_of: LayoutOf) -> HostWeights:
     Raises:
         FolderUnreadable: a file is missing or torn, or its tensors are not those that the folder's
             name and its spec on this base model stand for.
+        SumsUnusable: its SHA256SUMS is missing, or names not all files.
         OSError: this process cannot read anything now.
     """
     try:
-        config = json.loads(root.get(f"{key_of(name)}/{CONFIG}"))
+        config_content = root.get(f"{key_of(name)}/{CONFIG}")
+        config = json.loads(config_content)
         content = root.get(f"{key_of(name)}/{TENSORS}")
         header = _metadata(content)
         spec, base_model = AdapterSpec(**json.loads(header["spec"])), header["base_model"]
         layout = layout_of(spec)
         flat = _arena(load(content), layout)
+        sums = _sums(root, name)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as broken:
         if passes(broken):
             raise
@@ -112,6 +119,11 @@ def read_folder(root: Blobs, name: str, layout_of: LayoutOf) -> HostWeights:
     expected = adapter_config(spec, layout, base_model)
     if any(config.get(key) != expected[key] for key in _DECISIVE):
         raise FolderUnreadable(f"Adapter {name} has another {CONFIG} than was written.")
+    if fault := fault_of(sums, (CONFIG, TENSORS)):
+        raise SumsUnusable(f"{fault}. {REMEDY}")
+    # The tensors are checked by the name: hashing them again would double the time of a load.
+    if sums and sums[CONFIG] != hashlib.sha256(config_content).hexdigest():
+        raise SumsUnusable(f"{CONFIG} is not the one of {SUMS}. {REMEDY}")
     return HostWeights(spec, flat)
 
 
@@ -162,9 +174,32 @@ def _contents(weights: HostWeights, layout: Layout, base_model: str, name: str) 
         name_a, name_b = tensor_names(module)
         tensors[name_a], tensors[name_b] = pair.a.contiguous(), pair.b.contiguous()
     config = json.dumps(adapter_config(weights.spec, layout, base_model), indent=2)
-    contents = {TENSORS: save(tensors, header), CONFIG: f"{config}\n".encode()}
+    contents = {TENSORS: _sorted(save(tensors, header)), CONFIG: f"{config}\n".encode()}
     # For the API, which sends the files and cannot compute their digest.
     return contents | {SUMS: sums_of(contents).encode()}
+
+
+def _sorted(content: bytes) -> bytes:
+    """Give a safetensors file with its metadata in order.
+
+    Its writer gives them any order. Two processes that write one adapter at once leave one's tensors and
+    maybe the other's SHA256SUMS.
+    """
+    start = 8 + int.from_bytes(content[:8], "little")
+    fields = json.loads(content[8:start])
+    metadata = dict(sorted(fields.pop("__metadata__").items()))
+    header = json.dumps(
+        {"__metadata__": metadata, **fields}, separators=(",", ":"), ensure_ascii=False
+    ).encode()
+    # As long as before, so that the tensors stay where they are aligned.
+    return b"".join((content[:8], header.ljust(start - 8), content[start:]))
+
+
+def _sums(root: Blobs, name: str) -> dict[str, str] | None:
+    try:
+        return read_sums(root.get(f"{key_of(name)}/{SUMS}"))
+    except FileNotFoundError:
+        return None
 
 
 def _is_whole(root: Blobs, name: str, layout: Layout) -> bool:

@@ -19,7 +19,7 @@ from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.checkpoints.file_sweep import FileSweep
 from cotrain_workers.checkpoints.optimizer_file import OptimizerUnreadable
-from cotrain_workers.checkpoints.peft_folder import FolderUnreadable
+from cotrain_workers.checkpoints.peft_folder import FolderUnreadable, SumsUnusable
 from cotrain_workers.checkpoints.weights_cache import WeightsCache
 from cotrain_workers.engine.ops import WeightsMissing
 
@@ -216,7 +216,8 @@ class WeightsStore:
             return self._files.read_adapter(self._digests[ref], self.layout_of)
         except FolderUnreadable as unreadable:
             log.error("weights_unreadable", weights=ref, reason=str(unreadable))
-            raise WeightsMissing(ref) from unreadable
+            reason = str(unreadable) if isinstance(unreadable, SumsUnusable) else ""
+            raise WeightsMissing(ref, reason) from unreadable
 
     def maintain(self) -> list[WeightsRef]:
         """Note what has become durable, try again what could not be written, and now and then sweep.

@@ -272,7 +272,12 @@ def unknown_run() -> Failure:
 
 
 class WeightsMissing(KeyError):
-    """Nothing holds the weights of this key any more."""
+    """Nothing holds the weights of this key any more, or what holds them cannot be used."""
+
+    def __init__(self, key: str, reason: str = "") -> None:
+        super().__init__(key)
+        self.reason = reason
+        """Why, for whom they belong to; empty where that is not known."""
 
 
 @dataclass(frozen=True)

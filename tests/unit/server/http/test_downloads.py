@@ -21,11 +21,13 @@ from cotrain_server.http.downloads import (
     tar_size,
 )
 from cotrain_store.blobs.folder import Folder
+from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.errors import CheckpointNotFound, StoreUnavailable
 
 if TYPE_CHECKING:
     from starlette.responses import Response
 
+PATH = "tinker://s:train:0/weights/a"
 CONTENTS = {"small.json": b"{}", "empty": b"", "large.bin": os.urandom(CHUNK_BYTES + 77)}
 
 
@@ -33,6 +35,7 @@ CONTENTS = {"small.json": b"{}", "empty": b"", "large.bin": os.urandom(CHUNK_BYT
 def folder(tmp_path: Path) -> Path:
     for name, content in CONTENTS.items():
         (tmp_path / name).write_bytes(content)
+    (tmp_path / SUMS).write_text(sums_of(CONTENTS))
     return tmp_path
 
 
@@ -44,7 +47,7 @@ async def sent(response: Response, **headers: str) -> httpx.Response:
 
 @pytest.mark.parametrize("name", CONTENTS)
 async def test_a_file_is_sent_whole_with_its_length_and_name(folder: Path, name: str) -> None:
-    [file] = await open_files(Folder(folder), [name])
+    [file] = await open_files(Folder(folder), [name], PATH)
     answer = await sent(FileDownload(file))
     assert answer.content == CONTENTS[name]
     assert answer.headers["content-length"] == str(len(CONTENTS[name]))
@@ -60,11 +63,11 @@ async def test_a_file_that_cannot_be_opened_now_is_not_reported_as_deleted(
 
     monkeypatch.setattr("cotrain_store.blobs.folder.os.open", no_descriptor)
     with pytest.raises(StoreUnavailable, match="cannot be read now"):
-        await open_files(Folder(folder), ["empty"])
+        await open_files(Folder(folder), ["empty"], PATH)
 
 
 async def test_a_broken_download_goes_on_where_it_stopped(folder: Path) -> None:
-    [file] = await open_files(Folder(folder), ["large.bin"])
+    [file] = await open_files(Folder(folder), ["large.bin"], PATH)
     answer = await sent(FileDownload(file), range="bytes=1000-")
     assert answer.status_code == 206
     assert answer.content == CONTENTS["large.bin"][1000:]
@@ -72,14 +75,14 @@ async def test_a_broken_download_goes_on_where_it_stopped(folder: Path) -> None:
 
 
 async def test_an_open_file_outlives_its_name(folder: Path) -> None:
-    [file] = await open_files(Folder(folder), ["small.json"])
+    [file] = await open_files(Folder(folder), ["small.json"], PATH)
     (folder / "small.json").unlink()
     (folder / "small.json").write_bytes(b"another")
     assert (await sent(FileDownload(file))).content == b"{}"
 
 
 async def test_a_tar_holds_every_file_and_the_mark_that_it_is_whole(folder: Path) -> None:
-    files = await open_files(Folder(folder), list(CONTENTS))
+    files = await open_files(Folder(folder), list(CONTENTS), PATH)
     answer = await sent(TarDownload(files, "a.tar", 1_000.5))
     assert int(answer.headers["content-length"]) == len(answer.content)
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
@@ -101,21 +104,21 @@ async def test_a_link_is_not_followed(folder: Path) -> None:
     (folder / "folder").mkdir()
     for name in ("link", "folder", "missing"):
         with pytest.raises(CheckpointNotFound):
-            await open_files(Folder(folder), [name])
+            await open_files(Folder(folder), [name], PATH)
 
 
 async def test_a_pipe_is_refused_without_waiting_for_its_writer(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(CheckpointNotFound):
-        await open_files(Folder(folder), ["pipe"])
+        await open_files(Folder(folder), ["pipe"], PATH)
 
 
 async def test_one_missing_file_leaves_none_open(folder: Path) -> None:
     before = open_now()
     with pytest.raises(CheckpointNotFound):
-        await open_files(Folder(folder), ["small.json", "missing"])
+        await open_files(Folder(folder), ["small.json", "missing"], PATH)
     with pytest.raises(CheckpointNotFound):
-        await open_files(Folder(folder), ["small.json", "."])
+        await open_files(Folder(folder), ["small.json", "."], PATH)
     assert open_now() == before
 
 

@@ -8,9 +8,16 @@ import pytest
 import zstandard
 from starlette.requests import Request
 
+from cotrain.wire.pass_codec import PROTOBUF
 from cotrain_server.errors import BodyTooLarge, Unreadable, UnsupportedMediaType
 from cotrain_server.http.json_size import FEW
-from cotrain_server.http.request_body import BodyReader, decompress
+from cotrain_server.http.request_body import (
+    MAX_FRAMES,
+    SMALL_BYTES,
+    BodyReader,
+    decompress,
+    decompress_small,
+)
 from cotrain_server.parsing.parser import Parser
 from cotrain_store.messages.ids import TenantId
 
@@ -110,3 +117,32 @@ async def test_deep_json_inside_zstd_is_found() -> None:
 async def test_other_encodings_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedMediaType, match="'gzip'"):
         await read([b""], content_encoding="gzip")
+
+
+def test_a_body_of_more_frames_than_any_tool_writes_is_refused() -> None:
+    """64 MB of empty frames took 12 s."""
+    empty = compressed(b"")
+    assert decompress(empty * MAX_FRAMES, LIMIT) == b""
+    with pytest.raises(Unreadable, match=f"more than {MAX_FRAMES} frames"):
+        decompress(empty * (MAX_FRAMES + 1), LIMIT)
+    with pytest.raises(Unreadable, match="frames"):
+        decompress(b"\x50\x2a\x4d\x18\0\0\0\0" * (MAX_FRAMES + 1), LIMIT)  # skippable ones
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_what_is_small_is_decompressed_at_once_and_nothing_else(declared: bool) -> None:
+    small = os.urandom(SMALL_BYTES - 100)
+    assert decompress_small(compressed(small, declared=declared)) == small
+    for large in (bytes(SMALL_BYTES + 1), bytes(64 * LIMIT), os.urandom(SMALL_BYTES)):
+        assert decompress_small(compressed(large, declared=declared)) == b""
+    assert decompress_small(compressed(b"one") + compressed(b"two")) == b""
+    assert decompress_small(b"no frame") == b""
+
+
+async def test_a_small_body_waits_for_no_thread() -> None:
+    """A pass of three tokens waited for the bombs of other tenants."""
+    parser = Parser()
+    parser._threads.shutdown()
+    request = request_of([compressed(b"hello")], content_encoding="zstd", content_type=PROTOBUF)
+    assert await BodyReader(parser, TenantId("t"), LIMIT, FEW).read(request) == b"hello"
+    parser.close()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
+from cotrain_server.parsing.child import ChildProcess
 from cotrain_server.parsing.heap import trim_heap
 from cotrain_server.parsing.parser import CHILD_ABOVE, THREAD_ABOVE, Parser
 from cotrain_server.requests.passes import json_object
@@ -162,3 +163,45 @@ def _crash() -> None:
 
 def _refuse(why: str) -> None:
     raise Invalid(why)
+
+
+async def test_two_tenants_in_threads_leave_room_for_a_third(parser: Parser) -> None:
+    gate = Gate()
+    tenants = [ALICE, BOB, TenantId("carol")]
+    work = [asyncio.create_task(parser.run(tenant, HEAVY, gate.work)) for tenant in tenants]
+    for _ in tenants:
+        await gate.until_entered()
+    assert gate.inside == 3
+    gate.open.set()
+    assert await asyncio.gather(*work) == [1, 1, 1]
+
+
+async def test_two_tenants_in_processes_leave_room_for_a_third(
+    parser: Parser, tmp_path: Path
+) -> None:
+    gates = [tmp_path / name for name in ("alice", "bob")]
+    for gate in gates:
+        os.mkfifo(gate)
+    hostile = [
+        asyncio.create_task(parser.run_in_child(tenant, Path.read_text, gate))
+        for tenant, gate in zip((ALICE, BOB), gates, strict=True)
+    ]
+    assert await parser.run_in_child(TenantId("carol"), os.getpid) != os.getpid()
+    for gate in gates:
+        await asyncio.to_thread(gate.write_text, "done")
+    assert await asyncio.gather(*hostile) == ["done", "done"]
+
+
+def test_a_call_of_much_processor_time_is_ended_and_the_next_has_another_process() -> None:
+    child = ChildProcess(max_cpu_s=0.1)
+    try:
+        with pytest.raises(BodyTooLarge, match=r"more than 0\.1 s of processor time to read"):
+            child.run(_spin)
+        assert child.run(max, 1, 2) == 2
+    finally:
+        child.stop()
+
+
+def _spin() -> None:
+    while True:
+        pass

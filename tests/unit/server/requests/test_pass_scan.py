@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import zstandard
 
-from bench.neighbours.attacks import empty_datums_body
+from bench.neighbours.attacks import empty_datums_body, tiny_datums_body
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain_server.errors import Unreadable
 from cotrain_server.requests import pass_scan
-from cotrain_server.requests.pass_scan import MAX_DATUMS, MOST, TooManyObjects, lean_pass
-from cotrain_server.requests.passes import pass_op, read_binary_pass
+from cotrain_server.requests.pass_scan import (
+    HEAD_BYTES,
+    HEAD_FIELDS,
+    MAX_DATUMS,
+    MOST,
+    TooManyObjects,
+    head_of,
+    lean_pass,
+)
+from cotrain_server.requests.passes import FEW_FIELDS, pass_op, read_binary_pass
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ops import OpKind
 from tests.support.http_api import POOL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MIB = 1024**2
 
@@ -185,3 +197,64 @@ def test_bytes_that_are_no_message_are_never_taken_for_one() -> None:
 def test_groups_and_lengths_without_end_are_unreadable(body: bytes) -> None:
     with pytest.raises(Unreadable):
         read_binary_pass(body, forward_only=False)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x0a\x00" * 200_000,
+        b"\x30\x01" * 200_000,
+        b"\x48\x01" * 200_000,
+        b"\x2a\x00" * 200_000,
+    ],
+    ids=["without a run", "known", "unknown", "settings"],
+)
+def test_of_a_pass_of_millions_of_fields_few_are_walked_here(
+    monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    walked, fields = 0, pass_scan._fields
+
+    def counted(*args: Any) -> Iterator[tuple[int, int, int, int]]:
+        nonlocal walked
+        for field in fields(*args):
+            walked += 1
+            yield field
+
+    monkeypatch.setattr(pass_scan, "_fields", counted)
+    with pytest.raises(Unreadable, match="model_id: a request of more than 32768 fields names its"):
+        read_binary_pass(body, forward_only=False)
+    assert walked <= FEW_FIELDS + HEAD_FIELDS + 2
+
+
+def test_a_pass_of_millions_of_fields_says_before_them_whose_it_is() -> None:
+    head = message(0).SerializeToString()
+    for field in (b"\x30\x01", b"\x48\x01", b"\x1a\x00", b"\x2a\x00"):
+        read = read_binary_pass(head + field * 100_000, forward_only=False)
+        assert (read.model_id, read.seq, read.is_read) == ("s:train:0", 300, False)
+
+
+def test_a_head_behind_its_bounds_is_none() -> None:
+    named = wire.ForwardBackwardRequest(model_id="r", seq_id=1).SerializeToString()
+    assert head_of(named + b"\x1a\x00") == named
+    assert head_of(b"\x30\x01" * HEAD_FIELDS + named) == b"\x30\x01" * HEAD_FIELDS
+    assert head_of(inside(0x22, content=bytes(HEAD_BYTES)) + named) == b""
+
+
+def test_a_pass_of_many_fields_is_read_when_its_base_model_is_known() -> None:
+    body = zstandard.decompress(tiny_datums_body("r", 4_000))
+    asked = read_binary_pass(body, forward_only=True)
+    assert (asked.is_read, asked.message, asked.model_id, asked.seq) == (False, None, "r", 1)
+    op = pass_op(asked, POOL)
+    assert (op.kind, op.tokens) == (OpKind.FORWARD, 4_000)
+    few = read_binary_pass(zstandard.decompress(tiny_datums_body("r", 10)), forward_only=True)
+    assert few.is_read
+    assert pass_op(few, POOL).tokens == 10
+
+
+def test_a_pass_of_many_fields_names_its_run_once() -> None:
+    body = zstandard.decompress(tiny_datums_body("r", 4_000))
+    other = wire.ForwardBackwardRequest(model_id="other").SerializeToString()
+    op = pass_op(read_binary_pass(body + other, forward_only=False), POOL)
+    assert b"model_id and seq_id: given twice." in op.body
+    cut = pass_op(read_binary_pass(body[:-1], forward_only=False), POOL)
+    assert b"not a ForwardBackwardRequest message" in cut.body

@@ -22,9 +22,16 @@ from cotrain_store.blobs.durable_files import passes
 from cotrain_store.blobs.failures import FAILURES
 from cotrain_store.blobs.opening import check_url, open_blobs
 from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
+from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import SpoolRef
-from cotrain_store.errors import CheckpointNotFound, SpoolCorrupt, StoreUnavailable, UnusableBlobs
+from cotrain_store.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    SpoolCorrupt,
+    StoreUnavailable,
+    UnusableBlobs,
+)
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_workers.worker.tokenizer import publish_tokenizer
 from tests.support.http_api import POOL
@@ -39,6 +46,8 @@ if TYPE_CHECKING:
     from tests.support.redis_server import EmbeddedRedis
 
     Open = Callable[..., Blobs]
+
+PATH = "tinker://s:train:0/weights/a"
 
 
 @pytest.fixture
@@ -201,11 +210,15 @@ async def test_an_object_is_sent_whole_in_part_and_in_a_tar(opened: Open) -> Non
     blobs.put(MARK, b"a Redis")
     large = bytes(range(256)) * 20_000
     adapter = blobs.below("weights/ab/abc")
-    for name, content in (("small.json", b"{}"), ("large.bin", large)):
+    contents = {"small.json": b"{}", "large.bin": large}
+    for name, content in contents.items():
         adapter.put(name, content)
+    with pytest.raises(CheckpointDamaged, match="SHA256SUMS is missing"):
+        await open_files(adapter, ["large.bin"], PATH)
+    adapter.put(SUMS, sums_of(contents).encode())
 
     async def sent(range_: str | None) -> httpx.Response:
-        [file] = await open_files(adapter, ["large.bin"])
+        [file] = await open_files(adapter, ["large.bin"], PATH)
         transport = httpx.ASGITransport(file_download(file, range_))
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             return await http.get("/")
@@ -217,7 +230,7 @@ async def test_an_object_is_sent_whole_in_part_and_in_a_tar(opened: Open) -> Non
     assert (part.status_code, part.content) == (206, large[5:10])
     assert part.headers["content-range"] == f"bytes 5-9/{len(large)}"
     assert (rest.status_code, rest.content) == (206, large[5_000_000:])
-    files = await open_files(adapter, ["small.json", "large.bin"])
+    files = await open_files(adapter, ["small.json", "large.bin"], PATH)
     transport = httpx.ASGITransport(TarDownload(files, "a.tar", 0.0))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         answer = await http.get("/")
@@ -226,7 +239,7 @@ async def test_an_object_is_sent_whole_in_part_and_in_a_tar(opened: Open) -> Non
         assert member
         assert member.read() == large
     with pytest.raises(CheckpointNotFound):
-        await open_files(adapter, ["missing"])
+        await open_files(adapter, ["missing"], PATH)
 
 
 async def test_a_download_from_a_store_that_fails_is_not_reported_as_deleted(
@@ -234,7 +247,7 @@ async def test_a_download_from_a_store_that_fails_is_not_reported_as_deleted(
 ) -> None:
     blobs = opened(network.endpoint)
     with network.failing("refuse"), pytest.raises(StoreUnavailable, match="cannot be read now"):
-        await open_files(blobs, ["x"])
+        await open_files(blobs, ["x"], PATH)
 
 
 async def test_a_tokenizer_is_read_from_the_store_once(

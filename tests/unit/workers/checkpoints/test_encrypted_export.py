@@ -9,6 +9,7 @@ import pyrage
 import pytest
 
 from cotrain_store.blobs.folder import Folder
+from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.weights import external_folder
 from cotrain_workers.checkpoints.encrypted_export import (
@@ -33,6 +34,7 @@ def test_each_recipient_reads_every_file_and_nobody_else_does(tmp_path: Path) ->
     files = sorted(folder.glob("*.age"))
     assert [file.name for file in files] == [f"{name}.age" for name in CONTENT]
     assert size == sum(file.stat().st_size for file in files)
+    assert (folder / SUMS).read_text() == sums_of({file.name: file.read_bytes() for file in files})
     for file in files:
         for identity in (alice, bob):
             plain = pyrage.decrypt(file.read_bytes(), [identity])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import threading
 import warnings
 from dataclasses import replace
@@ -16,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.checksums import SUMS, read_sums
+from cotrain_store.disk.checksums import SUMS, read_sums, sums_of
 from cotrain_workers.checkpoints import peft_folder
 from cotrain_workers.checkpoints.peft_folder import (
     CONFIG,
     TENSORS,
     FolderUnreadable,
+    SumsUnusable,
     WrittenFolder,
     digest,
     key_of,
@@ -165,6 +167,15 @@ def test_equal_content_is_written_once(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / first.key).parent.iterdir()] == [first.digest]
 
 
+def test_one_adapter_has_the_same_bytes_whoever_writes_it(tmp_path: Path) -> None:
+    files = [written(tmp_path / str(number)) for number in range(8)]
+    contents = {
+        (tmp_path / str(number) / folder.key / TENSORS).read_bytes()
+        for number, folder in enumerate(files)
+    }
+    assert len(contents) == 1
+
+
 def test_many_writers_of_one_adapter_leave_one_whole_folder(tmp_path: Path) -> None:
     weights, together = some_weights(), threading.Barrier(8)
     folders: list[WrittenFolder] = []
@@ -240,6 +251,46 @@ def test_a_config_that_says_another_scale_is_refused(tmp_path: Path) -> None:
     (path / CONFIG).write_text(json.dumps({**config, "lora_alpha": 64}))
     with pytest.raises(FolderUnreadable, match=CONFIG):
         read(tmp_path, path.name)
+
+
+SUMS_FAULTS: Mapping[str, tuple[Callable[[str], str | None], str]] = {
+    "gone": (lambda _: None, "SHA256SUMS is missing"),
+    "empty": (lambda _: "", f"SHA256SUMS has no line for {CONFIG}"),
+    "one line": (lambda text: text.splitlines()[0], f"SHA256SUMS has no line for {CONFIG}"),
+    "no sums": (lambda _: f"x  {CONFIG}\ny  {TENSORS}\n", f"SHA256SUMS has no line for {CONFIG}"),
+    "of others": (
+        lambda _: sums_of({CONFIG: b"other", TENSORS: b"other"}),
+        f"{CONFIG} is not the one of SHA256SUMS",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SUMS_FAULTS)
+def test_an_adapter_without_its_sums_is_refused_with_a_remedy_and_writing_repairs_it(
+    tmp_path: Path, fault: str
+) -> None:
+    change, said = SUMS_FAULTS[fault]
+    folder = written(tmp_path)
+    sums = tmp_path / folder.key / SUMS
+    whole = sums.read_text()
+    changed = change(whole)
+    sums.unlink() if changed is None else sums.write_text(changed)
+    with pytest.raises(SumsUnusable, match=said) as refused:
+        read(tmp_path, folder.digest)
+    assert "Save the checkpoint again" in str(refused.value)
+    assert written(tmp_path) == folder
+    assert sums.read_text() == whole
+    read(tmp_path, folder.digest)
+
+
+def test_sums_that_the_operator_wrote_anew_serve_and_a_file_more_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / written(tmp_path).key
+    (folder / "more").write_bytes(b"no file of an adapter")
+    sums = subprocess.check_output(["sha256sum", "--binary", CONFIG, TENSORS], cwd=folder)
+    (folder / SUMS).write_bytes(sums)
+    assert read(tmp_path, folder.name).spec == some_weights().spec
 
 
 def test_an_adapter_under_anothers_name_is_refused(tmp_path: Path) -> None:

@@ -220,8 +220,10 @@ class EngineDecoder:
                     continue
             except OSError:  # they are there and cannot be read now: it keeps its place
                 blocked.add(group.request.tenant)
-            except WeightsMissing:
-                self._fail(group, "The weights are gone.", "user", log)
+            except WeightsMissing as missing:
+                unreadable = f"The weights cannot be read on the server: {missing.reason}"
+                reason = unreadable if missing.reason else "The weights are gone."
+                self._fail(group, reason, "user", log)
             except WeightsNotFinite:
                 self._fail(group, "The weights hold values that are not finite.", "user", log)
             except WeightsUnfit:

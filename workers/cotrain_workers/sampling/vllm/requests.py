@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_workers.checkpoints.peft_folder import CONFIG, FolderUnreadable
+from cotrain_workers.checkpoints.peft_folder import CONFIG, FolderUnreadable, SumsUnusable
 from cotrain_workers.engine.ops import Failure
 from cotrain_workers.sampling.vllm.adapters import VllmAdapters
 from cotrain_workers.sampling.vllm.client import (
@@ -136,7 +136,7 @@ class VllmSampler:
                 await self.adapters.copy(folder.name)
                 config = json.loads((folder / CONFIG).read_bytes())
             except (FileNotFoundError, FolderUnreadable) as missing:
-                raise _Failed(WEIGHTS_DELETED) from missing
+                raise _Failed(_unreadable(missing)) from missing
             except OSError:
                 await asyncio.sleep(PAUSE_S[1])
             else:
@@ -181,8 +181,15 @@ class VllmSampler:
             log.error("vllm_refuses_adapter", folder=str(folder), reason=str(refused))
             raise _Failed(NOT_LOADED) from refused
         except FolderUnreadable as unreadable:
-            raise _Failed(WEIGHTS_DELETED) from unreadable
+            raise _Failed(_unreadable(unreadable)) from unreadable
         except VllmRefused as refused:
             if refused.status in (401, 403):  # the key is wrong by now, and no request's fault
                 raise VllmUnavailable(str(refused), is_reached=False) from refused
             raise _Failed(Failure(f"The sampler refused this: {refused}", "user")) from refused
+
+
+def _unreadable(error: Exception) -> Failure:
+    log.error("weights_unreadable", reason=str(error))
+    if isinstance(error, SumsUnusable):
+        return Failure(f"The sampler's weights cannot be read: {error}", "server")
+    return WEIGHTS_DELETED
