@@ -26,6 +26,12 @@ async def long_pass(address: str, key: str) -> None:
     await keep_training(run, data(70, 2_000), in_flight=2)
 
 
+async def long_datum(address: str, key: str) -> None:
+    """One run, two passes of a single datum of 8,192 tokens in flight."""
+    (run,) = runs(address, key, count=1)
+    await keep_training(run, data(1, 8_192), in_flight=2)
+
+
 async def many_runs(address: str, key: str) -> None:
     """64 runs, each three steps of 1,024 tokens in flight."""
     batch = data(8, 128)
@@ -167,6 +173,7 @@ TRAINERS = {
     run.__name__: run
     for run in (
         long_pass,
+        long_datum,
         many_runs,
         burst,
         reinforcement,

@@ -63,7 +63,7 @@ def build(
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head,
         vocab_size=shape.vocab,
-        max_position_embeddings=4096,
+        max_position_embeddings=32_768,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)

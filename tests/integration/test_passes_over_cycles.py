@@ -276,3 +276,84 @@ async def test_a_pass_that_is_open_when_its_run_is_moved_runs_from_its_beginning
     assert other.adapters.state(run.id).digest() == digest
     assert counted(redis, "moves") == 1
     assert counted(redis, "replayed_ops") == 0
+
+
+LONG_TOKENS = 500
+"""Of one datum, which a micro-batch of 64 tokens does not hold: it stops between two layers."""
+LONG = sequences(3, 1, LONG_TOKENS)
+
+
+async def submit_long(server: Stack, run: RunRecord) -> list[RequestId]:
+    requests = [await server.forward_backward(run, 1, LONG), await server.optim_step(run, 2, LR)]
+    requests.append(await server.forward_backward(run, 3, LONG, OpKind.FORWARD))
+    return requests
+
+
+@pytest.fixture
+def long_answers(engine: Engine) -> tuple[list[Any], str]:
+    """Return the answers to the ops of `submit_long`, each run in one cycle, and the digest of the state."""
+    run, answers = "whole-long:train:0", []
+    engine.run([Create(run, 0, AdapterSpec(rank=LORA.rank, seed=LORA.seed))])
+    for seq, kind in enumerate((OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.FORWARD), 1):
+        op = QueuedOp(RunId(run), seq, kind, 0, "inline", 0, 0.0)
+        request = (
+            OptimStep(run, seq, LR, 0.9, 0.95, 1e-8, 0.0, 0.0)
+            if kind is OpKind.OPTIM_STEP
+            else decode_op_pass(op, pass_body(run, seq, LONG, forward_only=kind is OpKind.FORWARD))
+        )
+        output = engine.run([request]).outputs[run, seq]  # type: ignore[list-item]  # no Failure
+        answers.append(without_cycle(result_of(op, output, cycle=0)))
+    digest = engine.adapters.state(run).digest()
+    engine.adapters.drop(run)
+    return answers, digest
+
+
+async def test_passes_of_a_neighbour_run_between_the_layers_of_one_long_datum(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    long_answers: tuple[list[Any], str],
+) -> None:
+    expected, digest = long_answers
+    large = await server.create("large", "large", LORA)
+    requests = await submit_long(server, large)
+    small = await server.create("small", "small", LORA)
+    with worker(empty_redis.url, tmp_path, engine):
+        await until(lambda: begun(redis, large) is not None)
+        passed = await server.result(small, await server.forward_backward(small, 1, DATA[:1]))
+        results = await answers_of(server, large, requests)
+    assert cycle_of(passed) < cycle_of(results[0]), "it waited for the long datum"
+    assert [without_cycle(result) for result in results] == expected
+    assert engine.adapters.state(large.id).digest() == digest
+    assert counted(redis, "tokens") == 2 * LONG_TOKENS + SLICE
+
+
+LONG_KILLS = [
+    Failpoint(method, call, after=after)
+    for call in (2, 4, 6)
+    for method, after in (("starts", False), ("commit", True))
+]
+
+
+@pytest.mark.parametrize("failpoint", LONG_KILLS, ids=str)
+async def test_a_worker_killed_between_the_layers_of_a_long_datum_leaves_no_trace(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    failpoint: Failpoint,
+    long_answers: tuple[list[Any], str],
+) -> None:
+    expected, digest = long_answers
+    run = await server.create("a", "a", LORA)
+    requests = await submit_long(server, run)
+    async with dying_worker(empty_redis.url, tmp_path, engine, failpoint):
+        pass
+    with worker(empty_redis.url, tmp_path, engine):
+        results = await answers_of(server, run, requests)
+    assert [without_cycle(result) for result in results] == expected
+    assert engine.adapters.state(run.id).digest() == digest
+    assert used(redis, "a")["training_tokens"] == counted(redis, "tokens") == 2 * LONG_TOKENS

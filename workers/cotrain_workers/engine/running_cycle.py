@@ -180,7 +180,7 @@ class RunningCycle:
             self.outputs[op_id] = state.output
             self.is_exact = self.is_exact and state.is_exact
         if state.output is None or state.rows_before:
-            self.divided[op_id] = Progress(state.rows_now, state.rows)
+            self.divided[op_id] = Progress(state.rows_now, state.done_rows)
 
 
 def next_wave(

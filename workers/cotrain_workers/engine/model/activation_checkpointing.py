@@ -6,17 +6,26 @@ gradient depends on the choice: it is one of memory against time, and may be mad
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import nn
 
     Choice = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a decoder layer: its input `[1, T, d]`, and the layer as a function of it."""
+
+    hidden: torch.Tensor
+    forward: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Recompute:
@@ -24,6 +33,30 @@ class Recompute:
 
     def __init__(self) -> None:
         self.is_on = False
+        self._instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+
+    def record(self, run: Callable[[], Any]) -> list[LayerCall]:
+        """Run the model without its layers, and return their calls; the input of all is that of the first."""
+        calls: list[LayerCall] = []
+
+        def note(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden, *others = args
+            calls.append(LayerCall(hidden, lambda x: forward(x, *others, **kwargs)))
+            return hidden
+
+        self._replace_layers(run, note)
+        return calls
+
+    def bypass(self, hidden: torch.Tensor, run: Callable[[], Any]) -> Any:
+        """Run the model with `hidden` `[1, T, d]` as the output of each layer, so of the last."""
+        return self._replace_layers(run, lambda forward, args, kwargs: hidden)
+
+    def _replace_layers(self, run: Callable[[], Any], instead: Any) -> Any:
+        self._instead = instead
+        try:
+            return run()
+        finally:
+            self._instead = None
 
     def attach(self, layers: Iterable[nn.Module]) -> None:
         """Let every layer ask this switch each time it is run with gradients."""
@@ -34,6 +67,8 @@ class Recompute:
         """Return a layer's `forward` that asks this switch."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if self._instead is not None:
+                return self._instead(forward, args, kwargs)
             if not (self.is_on and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
             # Not reentrant: the LoRA matrices are no autograd leaves and the input of the first layer

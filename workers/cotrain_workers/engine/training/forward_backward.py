@@ -16,12 +16,13 @@ from cotrain_workers.engine.device import (
 )
 from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.model.base_model import UNEMBED
-from cotrain_workers.engine.model.forward import hidden_states, token_row
+from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import PlainSoftmax
-from cotrain_workers.engine.ops import ReverseKl
+from cotrain_workers.engine.ops import Pass, ReverseKl
 from cotrain_workers.engine.routing import Route, Segment
 from cotrain_workers.engine.sequence_table import SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
+from cotrain_workers.engine.training.long_slices import LongSlice
 from cotrain_workers.engine.training.micro_batches import OpSlice, fill, of_one_kind
 from cotrain_workers.engine.training.out_of_memory import Fail, Recompute, Split, after_oom
 from cotrain_workers.engine.training.pass_state import (
@@ -134,6 +135,9 @@ class ForwardBackward:
         while waiting and not is_over():
             began = time.perf_counter()
             batch = waiting.popleft()
+            if self._is_long(batch, passes):
+                yield from self._run_long(batch, passes, waiting, cost, is_over)
+                continue
             ran = self._try(batch, passes)
             if ran is None:
                 cost.forwards += 1
@@ -145,6 +149,91 @@ class ForwardBackward:
                     cost.padded_tokens += each.padded_tokens
             cost.seconds += time.perf_counter() - began
             yield
+
+    def _is_long(self, batch: MicroBatch, passes: Sequence[PassState]) -> bool:
+        """Return True for one datum that is longer than a micro-batch, which would block all other work."""
+        if len(batch.op_slices) > 1 or self._base.lock_step.sharding:
+            return False
+        op = passes[batch.op_slices[0].owner].op
+        return batch.tokens > self._micro_batch_tokens and not isinstance(op, ReverseKl)
+
+    def _run_long(
+        self,
+        batch: MicroBatch,
+        passes: Sequence[PassState],
+        waiting: deque[MicroBatch],
+        cost: PassesCost,
+        is_over: Callable[[], bool],
+    ) -> Yielding[None]:
+        """Run a long datum, or continue with it; suspend it after a layer if time `is_over`."""
+        owner = passes[batch.op_slices[0].owner]
+        # On CUDA layers take milliseconds, and inputs that stay would not be in the memory model.
+        may_suspend = owner.allowance is not None and self._device.type == "cpu"
+        cost.forwards += 1
+        long = owner.long
+        if long is None:
+            long = owner.long = self._begin_long(batch, passes)
+        else:
+            long.route, _ = self._route(batch, passes)
+        while True:
+            began, before = time.perf_counter(), long.done_tokens
+            try:
+                next(long.work)
+            except StopIteration as end:
+                owner.long = None
+                cost.tokens += batch.tokens - before
+                cost.padded_tokens += batch.padded_tokens
+                collect(batch, passes, {batch.op_slices[0]: end.value})
+                cost.seconds += time.perf_counter() - began
+                return
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                ran_out = True
+            else:
+                ran_out = False
+            cost.tokens += long.done_tokens - before
+            if ran_out:  # here the exception is gone, and with it the tensors that its frames held
+                cost.tokens -= long.done_tokens
+                self._undo_long(owner)
+                self._requeue(batch, passes, waiting, cost)
+                cost.seconds += time.perf_counter() - began
+                yield
+                return
+            if may_suspend and long.may_stop and is_over():
+                long.suspend()
+                cost.seconds += time.perf_counter() - began
+                return
+            cost.seconds += time.perf_counter() - began
+            yield
+
+    def _begin_long(self, batch: MicroBatch, passes: Sequence[PassState]) -> LongSlice:
+        route, row = self._route(batch, passes)
+        owner, op_slice = passes[batch.op_slices[0].owner], batch.op_slices[0]
+
+        def head(hidden: torch.Tensor) -> Yielding[tuple[HeadResult, torch.Tensor]]:
+            assert owner.long is not None
+            part = next(iter(owner.long.route.lora.parts(UNEMBED)), None)
+            assert isinstance(owner.op, Pass)
+            given = self._head.input(owner.op, op_slice, part, 0)
+            grad = torch.zeros_like(hidden) if op_slice.needs_grad else hidden.new_empty(0)
+            (result,) = yield from self._head.visits([given], hidden, grad)
+            return result, grad
+
+        if owner.gradient is not None and owner.results:
+            owner.gradient_before = owner.gradient.flat.clone()
+        kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
+        self._base.recompute.is_on = False
+        return LongSlice(self._base, row, kind, batch.tokens, route, head)
+
+    def _undo_long(self, owner: PassState) -> None:
+        """Leave no trace of a long datum that ran out of memory."""
+        owner.long = None
+        if owner.gradient is not None:
+            owner.gradient.discard()
+            if owner.gradient_before is not None:
+                owner.gradient.flat.copy_(owner.gradient_before)
+        release_memory(self._device)
 
     def _try(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch] | None:
         """Run a micro-batch and return it, after those that its references took.
@@ -207,12 +296,7 @@ class ForwardBackward:
 
     def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
         referred, ran = self._ask_references(batch, passes)
-        datums = [passes[p.owner].op.datums[p.first : p.last] for p in batch.op_slices]
-        row = token_row(
-            ([datum.tokens for datum in each] for each in datums), batch.padded_tokens, batch.align
-        )
-        segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
-        route = Route(segments, table, self._lora.of(segments, batch.padded_tokens))
+        route, row = self._route(batch, passes)
         kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
         self._base.recompute.is_on = kind is Forward.RECOMPUTED
         with self._base.router.use(route):
@@ -225,6 +309,14 @@ class ForwardBackward:
                 hidden.backward(hidden_grad[None])
         collect(batch, passes, results)
         return [*ran, batch]
+
+    def _route(self, batch: MicroBatch, passes: Sequence[PassState]) -> tuple[Route, TokenRow]:
+        datums = [passes[p.owner].op.datums[p.first : p.last] for p in batch.op_slices]
+        row = token_row(
+            ([datum.tokens for datum in each] for each in datums), batch.padded_tokens, batch.align
+        )
+        segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
+        return Route(segments, table, self._lora.of(segments, batch.padded_tokens)), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]

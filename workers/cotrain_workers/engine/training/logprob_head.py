@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.unembedding import PlainSoftmax, Projection, raw_logits
 from cotrain_workers.engine.training.losses import LOSSES, value, value_and_slope
@@ -123,24 +124,33 @@ class Head:
         arrays = [datum.inputs[name].reshape(len(datum.tokens), -1) for datum in datums]
         return to_device(np.concatenate(arrays), self._weight.device, dtype)
 
-    @torch.no_grad()
     def run(
         self, given: Sequence[HeadInput], hidden: torch.Tensor, hidden_grad: torch.Tensor
     ) -> list[HeadResult]:
+        """Run `visits` to its end."""
+        return run_to_end(self.visits(given, hidden, hidden_grad))
+
+    @torch.no_grad()
+    def visits(
+        self, given: Sequence[HeadInput], hidden: torch.Tensor, hidden_grad: torch.Tensor
+    ) -> Yielding[list[HeadResult]]:
         """Evaluate the losses of some slices, in the order of their rows in `hidden` `[T, d]`.
 
-        Where they need a gradient, fill their rows of `hidden_grad` `[T, d]` and add the LoRA's.
+        Where they need a gradient, fill their rows of `hidden_grad` `[T, d]` and add the LoRA's. Yields after each
+        chunk of rows.
         """
         by_slice = [list(self._chunks(each)) for each in given]
         chunks = [chunk for of_slice in by_slice for chunk in of_slice]
         for together in self._visits(chunks):
             self._visit(together, hidden, hidden_grad)
+            yield
         late = [chunk for chunk in chunks if not chunk.is_ready]
         for of_slice in by_slice:
             if not of_slice[0].is_ready:
                 judge_by_datum(of_slice)
         for together in self._visits([chunk for chunk in late if chunk.goes_back]):
             self._visit(together, hidden, hidden_grad)
+            yield
         return [result_of(of_slice) for of_slice in by_slice]
 
     def _chunks(self, given: HeadInput) -> Iterator[HeadChunk]:

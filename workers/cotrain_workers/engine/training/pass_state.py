@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from cotrain_workers.engine.adapters.adapter import Adapter, Gradient
     from cotrain_workers.engine.training.logprob_head import HeadResult
+    from cotrain_workers.engine.training.long_slices import LongSlice
     from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
 
 #: exp of more is infinite in float32, or leaves a gradient no range.
@@ -46,7 +47,11 @@ class PassState:
     shapes: Sequence[tuple[int, ...]] = ()  # of what is found of each datum; set by `cut`
     rows: int = 0  # tokens that have run
     rows_before: int = 0  # of those, in earlier cycles
+    long: LongSlice | None = None  # the first of `slices`, part of which ran
     gradient: Gradient | None = None  # where its weight gradients go, once a slice has run
+    gradient_before: torch.Tensor | None = (
+        None  # a copy, before the long datum in work, behind other slices
+    )
     results: list[HeadResult] = field(default_factory=list)  # of its slices, on the device
     is_exact: bool = True  # False: a slice was cut, which moves the last bits of the sums
     is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
@@ -63,8 +68,8 @@ class PassState:
         """Go on in another cycle."""
         if self.rows_now:
             self.waits_since = next(_TIMES)
-        self.allowance, self.rows_before = allowance, self.rows
-        if self.rows and self.op.needs_grad:
+        self.allowance, self.rows_before = allowance, self.done_rows
+        if self.done_rows and self.op.needs_grad:
             self.gradient = self.adapter.open_gradient
 
     def allowed(self) -> Iterator[OpSlice]:
@@ -77,13 +82,18 @@ class PassState:
             yield op_slice
 
     @property
+    def done_rows(self) -> int:
+        """Return how many tokens have run, with the part of a long datum that is in work."""
+        return self.rows + (self.long.done_tokens if self.long else 0)
+
+    @property
     def rows_now(self) -> int:
         """Return how many tokens have run in this cycle."""
-        return self.rows - self.rows_before
+        return self.done_rows - self.rows_before
 
     def cut(self, at: int, limit: int) -> None:
         """Have the slices of at most `limit` tokens, of a pass that is the `at`-th of those that run."""
-        if self.rows:  # what an open pass has left was cut when it began
+        if self.rows or self.long:  # what an open pass has left was cut when it began
             self.slices = deque(replace(each, owner=at) for each in self.slices)
             return
         self.shapes = [datum.shape for datum in self.op.datums]
@@ -177,6 +187,7 @@ def give_up(failed: PassState, failure: Failure) -> None:
     if failed.gradient is not None:
         failed.adapter.take_back(failed.gradient)
         failed.gradient = None
+    failed.long = None
     failed.slices.clear()
     failed.results.clear()
     failed.output = failure

@@ -1,0 +1,176 @@
+"""A datum above the limit of micro-batches: other work runs between its layers, and no bit depends on that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cotrain_workers.engine.cycle import drive
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, Op, OptimStep, Pass, PassOutput
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training.forward_backward import ForwardBackward
+from tests.support.training import MIX, random_datum, same_bits
+
+NewEngine = Callable[..., Engine]
+LIMIT = 16
+LAYERS = 2
+SPEC = AdapterSpec(4, seed=3)
+STEP = OptimStep("long", 2, 1e-2, 0.9, 0.95, 1e-8, 0.01, grad_clip_norm=1.0)
+
+
+def long_pass(loss_fn: str = "cross_entropy", *lengths: int, needs_grad: bool = True) -> Pass:
+    rng = np.random.default_rng(7)
+    datums = [random_datum(rng, loss_fn, length) for length in lengths or (50,)]
+    return Pass("long", 1, datums, loss_fn, {}, needs_grad=needs_grad)
+
+
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have long datums run in one piece."""
+    monkeypatch.setattr(ForwardBackward, "_is_long", lambda *args: False)
+
+
+def begun(new_engine: NewEngine, spec: AdapterSpec = SPEC, **settings: Any) -> Engine:
+    """Make an engine in which B is no longer zero."""
+    engine = new_engine(micro_batch_tokens=LIMIT, **settings)
+    short = replace(long_pass("cross_entropy", 8), seq=1)
+    engine.run([Create("long", 0, spec), short, STEP])
+    return engine
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "llama", "gemma2"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_layer_by_layer_gives_the_bits_of_one_piece(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, family: str, recompute: str
+) -> None:
+    ops = [long_pass("cross_entropy", 50, 4, 33), STEP]
+    layered = begun(new_engine, family=family, recompute=recompute)
+    outputs = layered.run(ops).outputs
+    whole(monkeypatch)
+    at_once = begun(new_engine, family=family, recompute=recompute)
+    expected = at_once.run(ops).outputs
+
+    assert same_bits(layered.adapters.state("long"), at_once.adapters.state("long"))
+    ours, theirs = outputs["long", 1], expected["long", 1]
+    assert isinstance(ours, PassOutput)
+    assert isinstance(theirs, PassOutput)
+    assert ours.loss_sum == theirs.loss_sum
+    assert all(map(np.array_equal, ours.logprobs, theirs.logprobs))
+
+
+@pytest.mark.parametrize("loss_fn", ["ppo", "gspo", "cross_entropy"])
+@pytest.mark.parametrize(
+    "spec", [SPEC, replace(SPEC, train_attn=False, train_mlp=False), replace(SPEC, train_mlp=False)]
+)
+def test_every_loss_and_every_choice_of_targets_keeps_its_bits(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, loss_fn: str, spec: AdapterSpec
+) -> None:
+    layered = begun(new_engine, spec)
+    layered.run([long_pass(loss_fn), STEP])
+    whole(monkeypatch)
+    at_once = begun(new_engine, spec)
+    at_once.run([long_pass(loss_fn), STEP])
+    assert same_bits(layered.adapters.state("long"), at_once.adapters.state("long"))
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_there_is_a_yield_point_behind_each_layer_forward_and_backward(
+    new_engine: NewEngine, needs_grad: bool
+) -> None:
+    engine, yields = begun(new_engine), []
+    drive(engine.cycle([long_pass(needs_grad=needs_grad)]), lambda: yields.append(1))
+    # The head is one chunk here, with one yield point behind it and one behind the norm.
+    assert len(yields) >= (2 * LAYERS if needs_grad else LAYERS)
+    assert len(yields) <= (2 * LAYERS + 3 if needs_grad else LAYERS + 2)
+
+
+def others(cycle: int) -> list[Op]:
+    return [op for tenant in MIX[:4] for op in tenant.ops(cycle)]
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize("adapter_bytes", [None, 1])
+def test_a_long_datum_that_stops_behind_every_layer_has_the_bits_of_one_that_does_not(
+    new_engine: NewEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    recompute: str,
+    needs_grad: bool,
+    adapter_bytes: int | None,
+) -> None:
+    """Whole cycles of others run in between, with their steps, and adapters are offloaded and come back."""
+    settings: dict[str, Any] = {"recompute": recompute, "adapter_bytes": adapter_bytes}
+    stopped = begun(new_engine, **settings)
+    op = long_pass("cross_entropy", 50, 4, 33, needs_grad=needs_grad)
+    rows: list[int] = []
+    cycles = iter(range(40))
+    while ("long", 1) not in (output := _cycle(stopped, [op])).outputs:
+        cycle = next(cycles)
+        rows.append(output.divided["long", 1].in_all)
+        _cycle(stopped, others(cycle), allowances=False)
+    assert len(rows) > 2 * LAYERS
+    assert rows == sorted(rows)
+    assert len(set(rows)) == len(rows), "each cycle takes it further"
+    stopped.run([STEP])
+
+    whole(monkeypatch)
+    alone = begun(new_engine, **settings)
+    expected = alone.run([op, STEP]).outputs["long", 1]
+    ours = output.outputs["long", 1]
+    assert isinstance(ours, PassOutput)
+    assert isinstance(expected, PassOutput)
+    assert ours.loss_sum == expected.loss_sum
+    assert all(map(np.array_equal, ours.logprobs, expected.logprobs))
+    assert same_bits(stopped.adapters.state("long"), alone.adapters.state("long"))
+
+
+def _cycle(engine: Engine, ops: list[Op], *, allowances: bool = True) -> Any:
+    limits = {(op.run, op.seq): 1 for op in ops if isinstance(op, Pass)} if allowances else {}
+    return drive(engine.cycle(ops, limits, lambda: allowances), lambda: None)[0]
+
+
+def test_two_long_datums_that_stop_take_turns(new_engine: NewEngine) -> None:
+    engine, alone = begun(new_engine), begun(new_engine)
+    for each in (engine, alone):
+        each.run([Create("other", 0, replace(SPEC, seed=9))])
+    first, second = long_pass(), replace(long_pass(), run="other")
+    open_ops: list[Op] = [first, second]
+    finished = []
+    for _ in range(60):
+        output = _cycle(engine, open_ops)
+        finished += [op.run for op in open_ops if (op.run, op.seq) in output.outputs]
+        open_ops = [op for op in open_ops if (op.run, op.seq) not in output.outputs]
+        if not open_ops:
+            break
+    assert sorted(finished) == ["long", "other"]
+    alone.run([first, second])
+    for run in finished:
+        assert same_bits(engine.adapters.state(run), alone.adapters.state(run))
+
+
+def test_a_poisoned_long_datum_fails_alone(new_engine: NewEngine) -> None:
+    engine = begun(new_engine)
+    before = engine.adapters.state("long")
+    bad = long_pass()
+    bad.datums[0].inputs["weights"][40] = np.nan
+    output = engine.run([bad]).outputs["long", 1]
+    assert not isinstance(output, PassOutput)
+    after = engine.adapters.state("long")
+    assert torch.equal(before.weights, after.weights)
+    assert not after.grads_pending
+
+
+def test_a_run_that_is_dropped_takes_its_long_datum_along(new_engine: NewEngine) -> None:
+    engine, alone = begun(new_engine), begun(new_engine)
+    state = engine.adapters.state("long")
+    for _ in range(3):
+        _cycle(engine, [long_pass()])
+    engine.adapters.restore("long", state)
+    for each in (engine, alone):
+        each.run([long_pass(), STEP])
+    assert same_bits(engine.adapters.state("long"), alone.adapters.state("long"))

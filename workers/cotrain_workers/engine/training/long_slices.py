@@ -1,0 +1,104 @@
+"""A datum longer than a micro-batch, computed layer by layer with a yield point after each layer.
+
+Each layer is one piece of work with an autograd graph of its own, so other work can run between two of them: decoder steps,
+and whole cycles. The inputs of all layers stay in memory until their backward. The bits are those of one backward through the
+whole model: each gradient of a hidden state has the same two summands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.lock_step import Forward
+from cotrain_workers.engine.model.forward import TokenRow, hidden_states
+from cotrain_workers.engine.training.logprob_head import HeadResult
+
+if TYPE_CHECKING:
+    from cotrain_workers.engine.model.base_model import BaseModel
+    from cotrain_workers.engine.routing import Route
+
+#: Return the result of the head, and the gradient `[T, d]` of the hidden states `[T, d]` that it is given.
+HeadWork = Callable[[torch.Tensor], Yielding[tuple[HeadResult, torch.Tensor]]]
+
+
+@dataclass
+class LongSlice:
+    """The computation of one long datum, which may be suspended between two layers."""
+
+    base: BaseModel
+    row: TokenRow
+    kind: Forward
+    tokens: int
+    route: Route  # replaced by each cycle that continues: its adapter may have moved in memory
+    head: HeadWork
+    done: int = 0  # layers that ran, forward or backward, and the head
+    may_stop: bool = True  # False inside the head, which holds matrices of the current route
+    keeps_graphs: bool = field(init=False)
+    work: Yielding[HeadResult] = field(init=False)
+    _inputs: list[torch.Tensor] = field(default_factory=list)
+    _outputs: list[torch.Tensor | None] = field(default_factory=list)  # None: to be recomputed
+
+    def __post_init__(self) -> None:
+        self.keeps_graphs = self.kind is Forward.BACKWARD
+        self.work = self._run()
+
+    @property
+    def done_tokens(self) -> int:
+        """Return the part of the datum that ran, as a number of tokens below its length."""
+        layers = self.base.kv.layers
+        total = (2 if self.kind.goes_back else 1) * layers + 1
+        return min(self.tokens - 1, self.tokens * self.done // total)
+
+    def suspend(self) -> None:
+        """Drop what belongs to the current route: kept layers are computed again in their backward."""
+        self.keeps_graphs = False
+        self._outputs = [None] * len(self._outputs)
+
+    def _run(self) -> Yielding[HeadResult]:
+        with torch.no_grad(), self.base.router.use(self.route):
+            calls = self.base.recompute.record(lambda: hidden_states(self.base, self.row))
+        hidden = calls[0].hidden
+        for number, call in enumerate(calls):
+            x = hidden.detach()
+            if self.kind.goes_back:
+                # As in one graph over all layers, where the embedding needs no gradient.
+                x.requires_grad_(number > 0)
+                self._inputs.append(x)
+            keeps = self.kind.goes_back and self.keeps_graphs
+            with self.base.router.use(self.route), torch.set_grad_enabled(keeps):
+                output = call.forward(x)
+            hidden = output.detach()
+            if self.kind.goes_back:
+                self._outputs.append(output if keeps else None)
+            self.done += 1
+            yield
+        top = hidden.requires_grad_(self.kind.goes_back)
+        with torch.set_grad_enabled(self.kind.goes_back), self.base.router.use(self.route):
+            last = self.base.recompute.bypass(top, lambda: hidden_states(self.base, self.row))
+        self.may_stop = False
+        result, hidden_grad = yield from self.head(last.detach()[0])
+        self.may_stop = True
+        self.done += 1
+        if not self.kind.goes_back:
+            return result
+        last.backward(hidden_grad[None])
+        grad = top.grad
+        del last, top, hidden
+        yield
+        for call in reversed(calls):
+            x, kept = self._inputs.pop(), self._outputs.pop()
+            with self.base.router.use(self.route):
+                if kept is None:
+                    with torch.enable_grad():
+                        kept = call.forward(x)
+                if kept.requires_grad:
+                    kept.backward(grad)
+            grad = x.grad
+            self.done += 1
+            yield
+        return result
