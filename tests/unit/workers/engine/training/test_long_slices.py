@@ -48,7 +48,7 @@ def begun(new_engine: NewEngine, spec: AdapterSpec = SPEC, **settings: Any) -> E
 def test_layer_by_layer_gives_the_bits_of_one_piece(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, family: str, recompute: str
 ) -> None:
-    ops = [long_pass("cross_entropy", 50, 4, 33), STEP]
+    ops: list[Op] = [long_pass("cross_entropy", 50, 4, 33), STEP]
     layered = begun(new_engine, family=family, recompute=recompute)
     outputs = layered.run(ops).outputs
     whole(monkeypatch)
