@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from cotrain.errors import APIError, RateLimitError
 from cotrain.requests.chunks import chunks_of, combine
+from cotrain.requests.event_loop_thread import check_not_forked
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
 from cotrain.transport.http import is_transient, reader
@@ -62,6 +64,7 @@ class RunRequests:
         self._queue = connection.send_queue()
         self._model_id = model_id
         self._ordering = threading.Lock()
+        self._pid = os.getpid()
         self._next_seq_id = 1
         self._lost = set[int]()
         self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
@@ -155,6 +158,7 @@ class RunRequests:
         Of more `seq_id`s than requests the first are used. Blocks at the in-flight limit
         (`flow_control.py`).
         """
+        check_not_forked(self._pid)
         size_bytes = sum(map(_size, requests))
         self._in_flight.acquire(size_bytes, len(requests))
         with self._ordering:

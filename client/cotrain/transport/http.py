@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from cotrain.errors import APIError, APIStatusError, ForeignAnswer, RateLimitError
 from cotrain.transport.connection_pools import ConnectionPools
 from cotrain.transport.download import Download, size_of
+from cotrain.transport.environment import proxy_of, through_proxy, trusted
 from cotrain.transport.responses import (
     acknowledged,
     is_page,
@@ -35,7 +36,6 @@ from cotrain.version import __version__
 from cotrain.wire.pass_codec import PROTOBUF
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
 
@@ -65,12 +65,6 @@ def can_compress() -> bool:
     return find_spec("zstandard") is not None
 
 
-@cache
-def trusted() -> ssl.SSLContext:
-    """Say whom TLS believes, once for all clients: it reads every certificate there is, for 20 ms."""
-    return httpx.create_ssl_context()
-
-
 class Transport:
     """Calls of one server with one key."""
 
@@ -88,6 +82,7 @@ class Transport:
         self.compresses = False
         """Whether passes are compressed, which the server says and this machine must be able to."""
         self._contact = Contact(base_url)
+        proxy = None if network else proxy_of(base_url)
         self._pools = ConnectionPools(
             lambda: httpx.AsyncClient(
                 base_url=f"{base_url.rstrip('/')}/api/v1/",
@@ -96,6 +91,8 @@ class Transport:
                 limits=LIMITS,
                 transport=network,
                 verify=trusted(),
+                proxy=proxy,
+                trust_env=False,
             )
         )
         self._http = self._pools.first
@@ -277,7 +274,8 @@ class Transport:
         try:
             response = await self._pools.send(request)
         except httpx.TransportError as error:
-            raise unreached(error, request.url, is_known=self.is_known) from error
+            through = through_proxy(str(request.url))
+            raise unreached(error, request.url, through, is_known=self.is_known) from error
         except httpx.DecodingError as error:
             raise ForeignAnswer(f"{request.url} sent what cannot be unpacked: {error}") from error
         if response.is_error:

@@ -28,6 +28,7 @@ LONGEST_DETAIL = 1_000
 LONGEST_EXCERPT = 80
 LONGEST_ID = 64
 NO_CONTENT, BAD_REQUEST, UNAUTHORIZED, TOO_LARGE = 204, 400, 401, 413
+UNBELIEVED = "CERTIFICATE_VERIFY_FAILED"
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 """What OpenSSL, older and newer, says of an answer that is plain text."""
 
@@ -99,16 +100,22 @@ def refusal(response: httpx.Response, *, is_known: bool = False) -> APIStatusErr
 
 
 def unreached(
-    error: httpx.TransportError, url: httpx.URL, *, is_known: bool = False
+    error: httpx.TransportError, url: httpx.URL, through: str = "", *, is_known: bool = False
 ) -> CotrainError:
-    """Make an error of no answer; `is_known` where this server has answered before.
+    """Make an error of no answer, `through` a proxy; `is_known` where this server has answered before.
 
-    One that has not, and sounds as if it spoke plain HTTP where TLS was tried, is no matter of waiting:
-    SettingsMissing.
+    One that has not, and speaks plain HTTP where TLS was tried, or shows a certificate that is not
+    believed, is no matter of waiting: SettingsMissing.
     """
-    message = f"cannot reach {url}: {error}"
+    message = f"cannot reach {url}{through}: {error}"
+    if UNBELIEVED in str(error):
+        message += (
+            ". Where a certificate authority of your own signs it, SSL_CERT_FILE names the file"
+            " of its certificate"
+        )
+        return APIConnectionError(message) if is_known else SettingsMissing(message)
     if isinstance(error, httpx.TimeoutException):
-        return APITimeoutError(f"{url} did not answer in time")
+        return APITimeoutError(f"{url}{through} did not answer in time")
     if is_known:
         return APIConnectionError(message)
     if url.scheme == "https" and any(sign in str(error) for sign in NO_TLS):

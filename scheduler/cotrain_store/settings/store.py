@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cotrain_store.blobs.protocol import Blobs
 
 PREFIX = "COTRAIN_"
+GAP_LIMIT_S = 900.0
 
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error", "critical"],
@@ -83,6 +84,9 @@ class StoreSettings(BaseSettings):
     """Where this process shows its metrics to all who can reach it, without a key; 0: nowhere."""
     disk_reserve_bytes: Annotated[int, Field(ge=0)] = 2 * 1024**3
     """Below this much free disk new work is refused, so that accepted work can always finish."""
+
+    gap_limit_s: Annotated[float, Field(gt=0)] = GAP_LIMIT_S
+    """After this long behind a missing seq_id, waiting requests fail; the API says so to those who wait."""
 
     @model_validator(mode="before")
     @classmethod
