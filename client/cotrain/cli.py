@@ -7,8 +7,8 @@ command, a `typer.Typer` for several. The client imports none of those by name.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
-from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -42,8 +42,8 @@ def main() -> None:
 def replace_what_cannot_be_encoded() -> None:
     """Have stdout and stderr write `?` for a character that their encoding does not have."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")
+        with suppress(AttributeError, OSError, ValueError):  # no text, or closed
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def command_line(commands: Iterable[EntryPoint]) -> typer.Typer:

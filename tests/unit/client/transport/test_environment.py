@@ -105,5 +105,5 @@ def test_a_file_that_holds_no_certificates_is_named(
 ) -> None:
     (tmp_path / "no.pem").write_text("hello")
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "no.pem"))
-    with pytest.raises(SettingsMissing, match="SSL_CERT_FILE names .*no.pem"):
+    with pytest.raises(SettingsMissing, match=r"SSL_CERT_FILE names .*no.pem"):
         ServiceClient("http://train.example", "k")

@@ -25,9 +25,18 @@ from cotrain.errors import (
 from cotrain.requests.event_loop_thread import BackgroundLoop
 from cotrain.transport.http import RetryPolicy, Transport, read, reader
 from cotrain.transport.responses import understood
-from cotrain.types import Datum, GetInfoRequest, GetServerCapabilitiesResponse, ModelInput
+from cotrain.types import (
+    AdamParams,
+    Datum,
+    GetInfoRequest,
+    GetServerCapabilitiesResponse,
+    ModelInput,
+    OptimStepRequest,
+    UntypedAPIFuture,
+)
 from cotrain.wire.pass_codec import encode_pass_request
 from tests.support.fake_api import FakeApi, refusal
+from tests.support.swapping_proxy import FOREIGN
 
 if TYPE_CHECKING:
     from tests.support.fake_api import Answer
@@ -288,3 +297,25 @@ def test_a_span_of_the_callers_thread_is_that_of_what_the_clients_thread_sends()
         loop.run(transport.post("get_info", REQUEST, as_it_is))
     loop.close(transport.close)
     assert [call.headers["traceparent"] for call in api.calls] == [f"00-{0xAB:032x}-{0xCD:016x}-00"]
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_answer_is_asked_again_once_the_server_is_known(kind: str) -> None:
+    swapped = FOREIGN[kind]
+    foreign = httpx.Response(swapped.status, content=swapped.content, headers=swapped.headers)
+    api, naps = FakeApi(answers={"optim_step": [foreign]}), Naps()
+
+    async def ask() -> UntypedAPIFuture:
+        transport = Transport("http://server", "k", network=api.network, sleep=naps)
+        try:
+            with pytest.raises(ForeignAnswer):  # the address may be wrong
+                api.answers["optim_step"] *= 2
+                await transport.post("optim_step", step, reader(UntypedAPIFuture))
+            await transport.get("get_server_capabilities", reader(GetServerCapabilitiesResponse))
+            return await transport.post("optim_step", step, reader(UntypedAPIFuture))
+        finally:
+            await transport.close()
+
+    step = OptimStepRequest(model_id="m", seq_id=1, adam_params=AdamParams())
+    assert asyncio.run(ask()).request_id == "step:1"
+    assert len(naps.seconds) == 1
