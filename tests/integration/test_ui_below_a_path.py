@@ -65,7 +65,7 @@ async def test_every_page_is_reached_by_its_links_and_forms(browser: httpx.Async
         assert page.status_code in (200, 405), path  # the latter: a form's target
         assert '"/ui' not in page.text or "json" in page.headers["content-type"], path
         if "html" in page.headers["content-type"]:
-            left += {found for found in LINK.findall(page.text)} - seen - set(left)
+            left += set(LINK.findall(page.text)) - seen - set(left)
     assert f"{PREFIX}/ui/runs.json" in seen
     assert any(f"{PREFIX}/ui/static/app.js" in each for each in seen)
     token = csrf_of((await browser.get(f"{PREFIX}/ui")).text)

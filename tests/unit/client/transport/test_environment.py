@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import ssl
+import subprocess
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 import pytest
@@ -107,3 +111,38 @@ def test_a_file_that_holds_no_certificates_is_named(
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "no.pem"))
     with pytest.raises(SettingsMissing, match=r"SSL_CERT_FILE names .*no.pem"):
         ServiceClient("http://train.example", "k")
+
+
+def test_a_certificate_of_an_unknown_authority_is_refused_at_once(tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-nodes",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-days",
+        "1",
+    ]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run(
+        [*command, *names, "-keyout", key, "-out", cert], check=True, capture_output=True
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    server = ThreadingHTTPServer(("localhost", 0), SimpleHTTPRequestHandler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"https://localhost:{server.server_port}"
+    try:
+        with (
+            ServiceClient(url, "k") as service,
+            pytest.raises(SettingsMissing, match="SSL_CERT_FILE"),
+        ):
+            service.get_server_capabilities()
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -308,8 +308,8 @@ def test_a_foreign_answer_is_asked_again_once_the_server_is_known(kind: str) -> 
     async def ask() -> UntypedAPIFuture:
         transport = Transport("http://server", "k", network=api.network, sleep=naps)
         try:
+            api.answers["optim_step"] *= 2
             with pytest.raises(ForeignAnswer):  # the address may be wrong
-                api.answers["optim_step"] *= 2
                 await transport.post("optim_step", step, reader(UntypedAPIFuture))
             await transport.get("get_server_capabilities", reader(GetServerCapabilitiesResponse))
             return await transport.post("optim_step", step, reader(UntypedAPIFuture))
