@@ -90,10 +90,12 @@ def _handler(proxy: SwappingProxy, upstream: str) -> type[BaseHTTPRequestHandler
         def _answer(self, body: bytes) -> None:
             path = self.path.removeprefix(proxy.prefix) or "/"
             swap = proxy.next_swap(urlsplit(path).path.removeprefix("/api/v1/"))
-            if swap is None or swap.is_passed_on:
+            if swap is None:
                 answer = self._passed_on(path, body)
-            if swap is not None:
+            else:
                 answer = swap
+                if swap.is_passed_on:
+                    self._passed_on(path, body)
             self.send_response(answer.status)
             for name, value in answer.headers.items():
                 self.send_header(name, value)

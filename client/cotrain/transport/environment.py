@@ -62,13 +62,6 @@ def proxy_of(url: str) -> str | None:
     name = _name_of(parts.scheme, proxies)
     try:
         httpx.Proxy(proxy)
-        if proxy.startswith("socks"):
-            import socksio  # noqa: F401  # httpx needs it for such a proxy
-    except ImportError as error:
-        raise SettingsMissing(
-            f"{name} names {_shown(proxy)}: for such a proxy install httpx[socks], "
-            "or put the server's host into NO_PROXY"
-        ) from error
     except (ValueError, httpx.InvalidURL) as error:
         raise SettingsMissing(f"{name} is no address of a proxy: {error}") from error
     if proxy.startswith("socks") and find_spec("socksio") is None:

@@ -32,7 +32,6 @@ from cotrain_store.redis_client.store_clock import clock_ms
 from cotrain_store.redis_client.subscription import RETRY_S, ChannelSubscriber, repeat
 from cotrain_store.results.delivery import FLUSH_EVERY_S, DeliveryLog
 from cotrain_store.results.queue_notice import Backlogs, sample_notice, training_notice
-from cotrain_store.settings.store import GAP_LIMIT_S
 from cotrain_store.tenants.records import Records
 
 if TYPE_CHECKING:
@@ -66,9 +65,7 @@ NO_WORKER = Pending("paused_capacity", "no worker serves this base model at the 
 class Futures:
     """Resolve request ids to results for the tenants that own them."""
 
-    def __init__(
-        self, connection: Connection, spool: Spool, gap_limit_s: float = GAP_LIMIT_S
-    ) -> None:
+    def __init__(self, connection: Connection, spool: Spool, gap_limit_s: float = 900.0) -> None:
         self._gap_limit_s = gap_limit_s
         self._redis = connection
         self._spool = spool

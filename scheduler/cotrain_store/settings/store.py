@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from cotrain_store.blobs.protocol import Blobs
 
 PREFIX = "COTRAIN_"
-GAP_LIMIT_S = 900.0
 
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error", "critical"],
@@ -85,7 +84,7 @@ class StoreSettings(BaseSettings):
     disk_reserve_bytes: Annotated[int, Field(ge=0)] = 2 * 1024**3
     """Below this much free disk new work is refused, so that accepted work can always finish."""
 
-    gap_limit_s: Annotated[float, Field(gt=0)] = GAP_LIMIT_S
+    gap_limit_s: Annotated[float, Field(gt=0)] = 900.0
     """After this long behind a missing seq_id, waiting requests fail; the API says so to those who wait."""
 
     @model_validator(mode="before")

@@ -39,18 +39,18 @@ class PathPrefix:
         if not _is_page(scope["path"]):
             await self.app(scope, receive, send)
             return
-        held: list[Message] = []
+        start: list[Message] = []
 
         async def send_below(message: Message) -> None:
             if message["type"] == "http.response.start":
-                held.append({**message, "headers": self._headers(message["headers"])})
-            elif held and _is_html(held[0]) and not message.get("more_body"):
+                start.append({**message, "headers": self._headers(message["headers"])})
+            elif start and _is_html(start[0]) and not message.get("more_body"):
                 body = message["body"].replace(_LINK, b'="' + self._prefix.encode() + b"/ui")
-                await send(_of_length(held.pop(), len(body)))
+                await send(_of_length(start.pop(), len(body)))
                 await send({**message, "body": body})
             else:
-                if held:
-                    await send(held.pop())
+                if start:
+                    await send(start.pop())
                 await send(message)
 
         await self.app(scope, receive, send_below)
