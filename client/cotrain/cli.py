@@ -6,6 +6,8 @@ command, a `typer.Typer` for several. The client imports none of those by name.
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +35,15 @@ PATH = "tinker://1f2e3d4c:train:0/weights/final"
 
 def main() -> None:
     """Run the command line of this process."""
+    replace_what_cannot_be_encoded()
     command_line(entry_points(group=COMMANDS))()
+
+
+def replace_what_cannot_be_encoded() -> None:
+    """Have stdout and stderr write `?` for a character that their encoding does not have."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # no text, or closed
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def command_line(commands: Iterable[EntryPoint]) -> typer.Typer:

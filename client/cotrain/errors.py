@@ -12,7 +12,8 @@ CotrainError
 │   └── CheckpointNotFound          (also a NotFoundError: what it was to load is not there)
 └── APIError
     ├── APIConnectionError          (no answer)
-    │   └── APITimeoutError
+    │   ├── APITimeoutError
+    │   └── ForeignAnswer           (something else answered; also a MalformedMessage)
     └── APIStatusError              (an answer that says no: `status_code`, `body`)
         ├── BadRequestError             400
         ├── AuthenticationError         401
@@ -41,6 +42,7 @@ __all__ = [
     "ClientClosed",
     "ConflictError",
     "CotrainError",
+    "ForeignAnswer",
     "InternalServerError",
     "MalformedMessage",
     "NotFoundError",
@@ -111,6 +113,10 @@ class APIConnectionError(APIError):
 
 class APITimeoutError(APIConnectionError):
     """The server gave no answer in time."""
+
+
+class ForeignAnswer(APIConnectionError, MalformedMessage):
+    """Something other than the server answered: a login page, a redirect, a maintenance notice."""
 
 
 class APIStatusError(APIError):

@@ -11,6 +11,7 @@ from cotrain.version import __version__
 from cotrain_server import errors
 from cotrain_server.http.long_poll import LongPolls
 from cotrain_server.http.middleware import RequestMiddleware
+from cotrain_server.http.path_prefix import PathPrefix, path_prefix
 from cotrain_server.routes import (
     anthropic,
     audit,
@@ -129,5 +130,7 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
     # The last one added is the first to see a request.
     app.add_middleware(LongPolls, polls=futures.POLLS)
     app.add_middleware(RequestMiddleware, access_log=settings.access_log)
+    if prefix := path_prefix(settings.public_url):
+        app.add_middleware(PathPrefix, prefix=prefix)
     errors.install(app)
     return app

@@ -164,7 +164,7 @@ async def open_services(
         records = Records(connection, quotas.record_limits, settings.base_models)
         checkpoints = Checkpoints(connection)
         async with (
-            Futures(connection, spool) as futures,
+            Futures(connection, spool, settings.gap_limit_s) as futures,
             Completions(connection) as completions,
             TokenStream(connection) as token_stream,
         ):

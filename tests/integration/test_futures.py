@@ -14,7 +14,7 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.gaps import still_waiting
+from cotrain_store.messages.gaps import not_yet_here, still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId, request_id
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.results.futures import GAP_NOTICE_S, NO_WORKER, Pending
@@ -246,15 +246,19 @@ async def test_a_process_without_descriptors_does_not_take_a_result_for_expired(
         assert await futures.wait(A, request_id(run.id, 0), 0.01) == large
 
 
-async def test_a_gap_is_named_once_it_is_more_than_a_client_still_sending(log: Log) -> None:
+async def test_a_gap_is_named_at_once_and_is_a_warning_after_two_minutes(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     await log.submit(run, 4)
     async with log.futures() as futures:
-        assert await futures.wait(A, request_id(run.id, 4), 0.01) == NO_WORKER
+        young = await futures.wait(A, request_id(run.id, 4), 0.01)
+        assert young == Pending("active", not_yet_here(1, 900.0))
         log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - GAP_NOTICE_S - 1) * 1000})
         answer = await futures.wait(A, request_id(run.id, 4), 0.01)
-        assert answer == Pending("paused_capacity", still_waiting(1))
+        assert answer == Pending("paused_capacity", still_waiting(1, 900 - GAP_NOTICE_S - 1))
+        assert await futures.gap_notice(POOL, run.id) == answer.reason
+        await log.submit(run, 1)
+        assert await futures.wait(A, request_id(run.id, 1), 0.01) == NO_WORKER
 
 
 async def test_a_poll_says_where_its_request_stands(log: Log) -> None:

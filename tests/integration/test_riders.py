@@ -172,7 +172,7 @@ async def test_a_gap_behind_a_rider_is_named_as_the_client_counts(
     async with log.futures() as futures:
         pending = await futures.wait(A, RequestId(f"{run.id}:{waiting}"), 0.0)
     assert isinstance(pending, Pending)
-    assert pending.reason == still_waiting(1)
+    assert pending.reason == still_waiting(1, 0.0)
     await log.dispatch.expire_gap(POOL, run.id, A)
     assert log.result(run, waiting)
     assert await send(log, run, 1) == 2  # should it come after all, it runs

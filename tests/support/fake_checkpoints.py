@@ -39,6 +39,8 @@ class FakeCheckpoints(FakeApi):
             "save_weights": lambda _: {"request_id": "save"},
             "load_weights": lambda _: {"request_id": "load"},
         }
+        if request.method in ("DELETE", "PUT"):
+            return httpx.Response(204)
         if endpoint in handlers:
             return httpx.Response(200, json=handlers[endpoint](request))
         if endpoint == "retrieve_future":
@@ -56,8 +58,6 @@ class FakeCheckpoints(FakeApi):
                 "model_id": run,
                 "path": f"tinker://{run}/weights/{query['name']}",
             }
-        if request.method == "DELETE":
-            return None
         urls = {name: f"{LINKS}/{name}" for name in self.files}
         return {"urls": urls, "expires": "2030-01-01T00:00:00Z"}
 
@@ -79,6 +79,13 @@ class FakeCheckpoints(FakeApi):
         }
         if request_id in results:
             return httpx.Response(200, json=results[request_id])
+        if request_id.endswith((":0", ":1")):  # of an upload: the import, and the save
+            done = (
+                {"model_id": request_id[:-2]}
+                if request_id.endswith(":0")
+                else {"path": "tinker://"}
+            )
+            return httpx.Response(200, json=done)
         return super()._behave("retrieve_future", request)
 
 

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cotrain.clients.rest_calls import RestCalls, checkpoint_url
+from cotrain.clients.run_factory import Made
 from cotrain.errors import MalformedMessage
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json
-from cotrain.transport.http import read
+from cotrain.transport.http import reader
 from cotrain.transport.upload_archive import archive_of
 from cotrain.wire.checkpoints import (
     CopyWeightsRequest,
     CopyWeightsResponse,
     ExternalWeightsUrlsResponse,
+    SaveWeightsResponse,
     UploadQuery,
     UploadResponse,
 )
@@ -78,12 +80,15 @@ class Checkpoints:
             ttl_seconds=adapter.ttl_seconds,
             user_metadata=json.dumps(dict(metadata)) if metadata else None,
         )
-        sent = await self._transport.post_stream(
-            "training_runs/upload", query, archive.size, lambda: archive.chunks(progress)
+        answer = await self._transport.post_stream(
+            "training_runs/upload",
+            query,
+            archive.size,
+            lambda: archive.chunks(progress),
+            reader(UploadResponse),
         )
-        answer = read(sent, UploadResponse)
-        for request_id in (answer.import_request_id, answer.request_id):
-            await wait_for_json(self._transport, request_id)
+        await wait_for_json(self._transport, answer.import_request_id, Made)
+        await wait_for_json(self._transport, answer.request_id, SaveWeightsResponse)
         return answer.path
 
     async def list_all(self) -> list[Checkpoint]:
@@ -91,7 +96,7 @@ class Checkpoints:
         checkpoints: list[Checkpoint] = []
         while True:
             query = f"checkpoints?limit={PAGE}&offset={len(checkpoints)}"
-            page = read(await self._transport.get(query), CheckpointsListResponse)
+            page = await self._transport.get(query, reader(CheckpointsListResponse))
             checkpoints += page.checkpoints
             if not page.checkpoints or not page.cursor:
                 return checkpoints
@@ -108,8 +113,8 @@ class Checkpoints:
             ttl_seconds=ttl_seconds,
             weights_access_token=token,
         )
-        answer = await self._transport.post("copy_weights", wanted)
-        return read(answer, CopyWeightsResponse).tinker_path
+        copy = await self._transport.post("copy_weights", wanted, reader(CopyWeightsResponse))
+        return copy.tinker_path
 
     async def download(
         self, path: str, folder: Path, progress: Progress | None = None
@@ -118,8 +123,8 @@ class Checkpoints:
 
         Raises OSError or APIError.
         """
-        answer = await self._transport.get(f"{checkpoint_url(path)}/external_weights_urls")
-        urls = read(answer, ExternalWeightsUrlsResponse).urls
+        where = f"{checkpoint_url(path)}/external_weights_urls"
+        urls = (await self._transport.get(where, reader(ExternalWeightsUrlsResponse))).urls
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
         names = sorted(urls)  # the small configuration first: links do not live long
         for name in names:
@@ -146,14 +151,14 @@ def interpolate(
     """POST it at once; the future is accepted when the server has queued it."""
 
     async def submit() -> str:
-        answer = await transport.post("mint/checkpoints/interpolate", wanted)
-        return read(answer, UntypedAPIFuture).request_id
+        path = "mint/checkpoints/interpolate"
+        return (await transport.post(path, wanted, reader(UntypedAPIFuture))).request_id
 
     accepted = loop.start(submit())
 
     async def finish() -> InterpolateResponse:
         request_id = await asyncio.shield(asyncio.wrap_future(accepted))
-        return InterpolateResponse.model_validate(await wait_for_json(transport, request_id))
+        return await wait_for_json(transport, request_id, InterpolateResponse)
 
     return Future(accepted, loop.start(finish()), what="an interpolation of checkpoints")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from base64 import urlsafe_b64decode
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -12,7 +13,7 @@ from urllib.parse import quote, urlencode
 from pydantic import BaseModel
 
 from cotrain.errors import MalformedMessage, RequestFailed
-from cotrain.transport.http import read
+from cotrain.transport.http import acknowledged, reader
 from cotrain.wire.checkpoints import (
     CheckpointArchiveUrlResponse,
     CopyWeightsResponse,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import date
 
+    import httpx
+
     from cotrain.transport.http import Transport
     from cotrain.wire.checkpoints import CopyWeightsRequest
 
@@ -34,6 +37,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 #: A server that is still drawing a timeline is asked again after this.
 TRACE_POLL_S = 5.0
+#: A link that expired longer ago is none: a login page is never to be kept. The clocks may differ by less.
+CLOCKS_DIFFER = timedelta(days=1)
 
 
 class Nothing(WireModel):
@@ -51,7 +56,7 @@ class RestCalls:
     ) -> Model:
         """GET an answer; what is None is not asked for."""
         asked = {name: _text(value) for name, value in query.items() if value is not None}
-        return read(await self._transport.get(f"{path}?{urlencode(asked, doseq=True)}"), model)
+        return await self._transport.get(f"{path}?{urlencode(asked, doseq=True)}", reader(model))
 
     async def post(
         self,
@@ -61,23 +66,23 @@ class RestCalls:
         headers: Mapping[str, str] | None = None,
     ) -> Model:
         """POST a question and read its answer."""
-        return read(await self._transport.post(path, message, headers), model)
+        return await self._transport.post(path, message, reader(model), headers)
 
     async def post_empty(self, path: str) -> None:
         """POST to a URL that says it all."""
-        await self._transport.post(path, Nothing())
+        await self._transport.post(path, Nothing(), acknowledged)
 
     async def put(self, path: str, message: BaseModel) -> None:
         """PUT."""
-        await self._transport.put(path, message)
+        await self._transport.put(path, message, acknowledged)
 
     async def put_for(self, path: str, message: BaseModel, model: type[Model]) -> Model:
         """PUT something and read what it gives."""
-        return read(await self._transport.put(path, message), model)
+        return await self._transport.put(path, message, reader(model))
 
     async def patch(self, path: str, message: BaseModel, model: type[Model]) -> Model:
         """PATCH something and read what it is now."""
-        return read(await self._transport.patch(path, message), model)
+        return await self._transport.patch(path, message, reader(model))
 
     async def delete(self, path: str) -> None:
         """DELETE."""
@@ -95,12 +100,7 @@ class RestCalls:
 
     async def archive_url(self, checkpoint: str) -> CheckpointArchiveUrlResponse:
         """Ask where the tar of a checkpoint is: the server answers by sending us there."""
-        answer = await self._transport.get(f"{checkpoint}/archive")
-        try:
-            expires = parsedate_to_datetime(answer.headers["Expires"])
-            return CheckpointArchiveUrlResponse(url=answer.headers["Location"], expires=expires)
-        except (KeyError, ValueError) as error:
-            raise MalformedMessage(f"{answer.url} did not answer where the archive is") from error
+        return await self._transport.get(f"{checkpoint}/archive", _archive_link)
 
     async def trace_url(self, session_id: str) -> str:
         """Wait for a session's timeline. Raises RequestFailed where there is none to draw."""
@@ -133,6 +133,18 @@ def checkpoint_url(tinker_path: str) -> str:
     return url_of(
         "training_runs", parsed.training_run_id, "checkpoints", *parsed.checkpoint_id.split("/")
     )
+
+
+def _archive_link(response: httpx.Response) -> CheckpointArchiveUrlResponse:
+    """Read where the server sends us. Raises MalformedMessage for where a login page would."""
+    try:
+        expires = parsedate_to_datetime(response.headers["Expires"])
+        link = CheckpointArchiveUrlResponse(url=response.headers["Location"], expires=expires)
+    except (KeyError, ValueError) as error:
+        raise MalformedMessage(f"{response.url} did not answer where the archive is") from error
+    if expires < datetime.now(UTC) - CLOCKS_DIFFER:
+        raise MalformedMessage(f"{response.url} did not answer where the archive is")
+    return link
 
 
 def _text(value: str | int | date | list[str]) -> str | list[str]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from cotrain.clients.training import TrainingClient
 from cotrain.errors import MalformedMessage
 from cotrain.requests.polling import wait_for_json
-from cotrain.transport.http import read
+from cotrain.transport.http import reader
 from cotrain.wire.checkpoints import CreateFromWeightsRequest
 from cotrain.wire.futures import UntypedAPIFuture
+from cotrain.wire.model import WireModel
 from cotrain.wire.runs import CreateModelRequest, GetInfoRequest, GetInfoResponse
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from cotrain.clients.session import Session
     from cotrain.requests.connection import Connection
     from cotrain.wire.runs import LoraConfig
+
+
+class Made(WireModel):
+    """The result of what makes a run."""
+
+    model_id: str
 
 
 @dataclass(frozen=True)
@@ -92,19 +99,17 @@ class Runs:
             weights_access_token=start.weights_access_token,
         )
         model_id = await self._made("load_weights", request)
-        asked = await self._transport.post("get_info", GetInfoRequest(model_id=model_id))
-        base_model = read(asked, GetInfoResponse).model_data.model_name
+        found = await self._transport.post(
+            "get_info", GetInfoRequest(model_id=model_id), reader(GetInfoResponse)
+        )
+        base_model = found.model_data.model_name
         if base_model is None:
             raise MalformedMessage("get_info did not name a base model")
         return self._client(model_id, base_model)
 
     async def _made(self, endpoint: str, request: BaseModel) -> str:
-        future = read(await self._transport.post(endpoint, request), UntypedAPIFuture)
-        made = await wait_for_json(self._transport, future.request_id)
-        match made.get("model_id"):
-            case str() as model_id:
-                return model_id
-        raise MalformedMessage(f"{endpoint} did not answer a model_id")
+        future = await self._transport.post(endpoint, request, reader(UntypedAPIFuture))
+        return (await wait_for_json(self._transport, future.request_id, Made)).model_id
 
     def _client(self, model_id: str, base_model: str) -> TrainingClient:
         return TrainingClient(self._connection, self._samplers, model_id, base_model)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from cotrain.clients.sampling import SamplingClient
-from cotrain.transport.http import read
+from cotrain.transport.http import reader
 from cotrain.wire.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -41,8 +41,10 @@ class Samplers:
             base_model=base_model,
             model_path=model_path,
         )
-        answer = await self._connection.transport.post("create_sampling_session", request)
-        sampler_id = read(answer, CreateSamplingSessionResponse).sampling_session_id
+        made = await self._connection.transport.post(
+            "create_sampling_session", request, reader(CreateSamplingSessionResponse)
+        )
+        sampler_id = made.sampling_session_id
         if model_path is not None or base_model is None:
             base_model = await self._base_model_of(sampler_id)
         return await self.client(sampler_id, base_model)
@@ -58,5 +60,6 @@ class Samplers:
         )
 
     async def _base_model_of(self, sampler_id: str) -> str:
-        answer = await self._connection.transport.get(f"samplers/{quote(sampler_id)}")
-        return read(answer, GetSamplerResponse).base_model
+        path = f"samplers/{quote(sampler_id)}"
+        found = await self._connection.transport.get(path, reader(GetSamplerResponse))
+        return found.base_model

@@ -20,7 +20,7 @@ from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future
 from cotrain.requests.sync_async import both_ways, submitted
 from cotrain.settings import client_settings
-from cotrain.transport.http import read
+from cotrain.transport.http import reader
 from cotrain.wire.mint import InterpolateRequest
 from cotrain.wire.runs import LoraConfig
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
@@ -164,8 +164,9 @@ class ServiceClient:
 
     async def _get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         """Ask which base models the server holds."""
-        response = await self._transport.get("get_server_capabilities")
-        return read(response, GetServerCapabilitiesResponse)
+        return await self._transport.get(
+            "get_server_capabilities", reader(GetServerCapabilitiesResponse)
+        )
 
     get_server_capabilities, get_server_capabilities_async = both_ways(_get_server_capabilities)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from cotrain.errors import APIError, APIStatusError
-from cotrain.transport.http import read
+from cotrain.transport.http import acknowledged, reader
 from cotrain.version import __version__
 from cotrain.wire.sessions import (
     CreateSessionRequest,
@@ -18,6 +18,7 @@ from cotrain.wire.sessions import (
     FinishReason,
     FinishSessionRequest,
     SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
 )
 
 if TYPE_CHECKING:
@@ -79,11 +80,15 @@ class Session:
         farewell = FinishSessionRequest(reason=FinishReason(type=outcome), detail=detail)
         with suppress(APIError, TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
-                await self._transport.post_once(f"sessions/{self._id}/finish", farewell)
+                await self._transport.post_once(
+                    f"sessions/{self._id}/finish", farewell, acknowledged
+                )
 
     async def _open(self) -> str:
-        response = await self._transport.post("create_session", self._described)
-        return read(response, CreateSessionResponse).session_id
+        opened = await self._transport.post(
+            "create_session", self._described, reader(CreateSessionResponse)
+        )
+        return opened.session_id
 
     async def _send_heartbeats(self, session_id: str) -> None:
         missed = 0
@@ -91,7 +96,9 @@ class Session:
             await self._transport.sleep(HEARTBEAT_EVERY_S)
             try:
                 await self._transport.post_once(
-                    "session_heartbeat", SessionHeartbeatRequest(session_id=session_id)
+                    "session_heartbeat",
+                    SessionHeartbeatRequest(session_id=session_id),
+                    reader(SessionHeartbeatResponse),
                 )
                 missed = 0
             except APIError as error:
@@ -104,4 +111,9 @@ class Session:
 
 
 def _is_final(error: APIError) -> bool:
-    return isinstance(error, APIStatusError) and error.status_code in (401, 403, 404, 410)
+    # A refusal of the server is JSON; a proxy's page says nothing of the session.
+    return (
+        isinstance(error, APIStatusError)
+        and error.status_code in (401, 403, 404, 410)
+        and isinstance(error.body, dict)
+    )

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import httpx
 
 from cotrain.errors import BadRequestError, NotFoundError, TokenizerMissing
-from cotrain.transport.responses import read
+from cotrain.transport.responses import reader
 from cotrain.wire.runs import TOKENIZER_FILES, TokenizerResponse
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ async def _served(connection: Connection, base_model: str) -> Mapping[str, str]:
     """Ask the server; nothing where it has none, no such base model, or does not know the question."""
     try:
         path = f"tokenizers?base_model={quote(base_model, safe='')}"
-        return read(await connection.transport.get(path), TokenizerResponse).files
+        return (await connection.transport.get(path, reader(TokenizerResponse))).files
     except (BadRequestError, NotFoundError):
         return {}
 

@@ -15,7 +15,7 @@ from cotrain.errors import UnsupportedInput
 from cotrain.requests.polling import wait_for_json
 from cotrain.requests.run_requests import RunRequests
 from cotrain.requests.sync_async import both_ways, submitted
-from cotrain.transport.http import read
+from cotrain.transport.http import reader
 from cotrain.wire.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -35,6 +35,7 @@ from cotrain.wire.runs import (
     OptimStepRequest,
     OptimStepResponse,
     UnloadModelRequest,
+    UnloadModelResponse,
 )
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse
 
@@ -242,7 +243,7 @@ class TrainingClient:
     async def _get_info(self) -> GetInfoResponse:
         """Ask what this run is."""
         request = GetInfoRequest(model_id=self._model_id)
-        return read(await self._transport.post("get_info", request), GetInfoResponse)
+        return await self._transport.post("get_info", request, reader(GetInfoResponse))
 
     get_info, get_info_async = both_ways(_get_info)
 
@@ -252,16 +253,16 @@ class TrainingClient:
         The server keeps it with the run: see docs/usage.md.
         """
         path = url_of("training_runs", self._model_id, "history")
-        answer = await self._transport.get(f"{path}?after_step={after_step}")
-        return read(answer, TrainingRunHistory)
+        query = f"{path}?after_step={after_step}"
+        return await self._transport.get(query, reader(TrainingRunHistory))
 
     history, history_async = both_ways(_history)
 
     async def _unload(self) -> None:
         """End the run and free its place on the server; requests still waiting fail."""
         request = UnloadModelRequest(model_id=self._model_id)
-        future = read(await self._transport.post("unload_model", request), UntypedAPIFuture)
-        await wait_for_json(self._transport, future.request_id)
+        future = await self._transport.post("unload_model", request, reader(UntypedAPIFuture))
+        await wait_for_json(self._transport, future.request_id, UnloadModelResponse)
 
     unload, unload_async = both_ways(_unload)
 

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from cotrain.errors import APIConnectionError
-from cotrain.transport.http import trusted
-from cotrain.transport.responses import refusal, unreached
+from cotrain.errors import APIConnectionError, MalformedMessage
+from cotrain.transport.environment import proxy_of, through_proxy, trusted
+from cotrain.transport.responses import is_page, refusal, understood, unreached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,21 +36,36 @@ def plain_http(settings: ClientSettings) -> Iterator[httpx.Client]:
     headers = {"X-API-Key": settings.api_key} if settings.api_key else {}
     try:
         with httpx.Client(
-            base_url=settings.base_url, headers=headers, timeout=TIMEOUT, verify=trusted()
+            base_url=settings.base_url,
+            headers=headers,
+            timeout=TIMEOUT,
+            verify=trusted(),
+            proxy=proxy_of(settings.base_url),
+            trust_env=False,
         ) as client:
             yield client
     except httpx.TransportError as error:
-        raise unreached(error, httpx.URL(settings.base_url)) from error
+        through = through_proxy(settings.base_url)
+        raise unreached(error, httpx.URL(settings.base_url), through) from error
     except httpx.InvalidURL as error:
         raise APIConnectionError(f"cannot reach {settings.base_url}: {error}") from error
 
 
 def checked(response: httpx.Response) -> httpx.Response:
-    """Give an answer back that is one. Raises APIStatusError for a refusal."""
-    if response.is_success:
+    """Give an answer back that is one.
+
+    Raises APIStatusError for a refusal, and ForeignAnswer for a redirect or a web page.
+    """
+    if response.is_success and not is_page(response):
         return response
     response.read()
-    raise refusal(response)
+    if response.is_error:
+        raise refusal(response)
+    return understood(response, _foreign)
+
+
+def _foreign(response: httpx.Response) -> httpx.Response:
+    raise MalformedMessage(f"{response.url} did not answer as a cotrain server does")
 
 
 def kept_admin_key(url: str, data_dir: Path) -> str:

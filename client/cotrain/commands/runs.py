@@ -125,6 +125,8 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
         facts.append(("note", run.note))
     if run.tags:
         facts.append(("tags", ", ".join(run.tags)))
+    if run.waiting:
+        facts.append(("waiting", run.waiting.removeprefix("waiting ")))
     if run.corrupted:
         facts.append(("stopped", "its recovery did not reproduce the stored results"))
     if run.rolled_back_to:

@@ -26,7 +26,7 @@ from cotrain.commands.terminal import (
 from cotrain.commands.top_view import view
 from cotrain.errors import InternalServerError
 from cotrain.settings import DEFAULT_BASE_URL, ClientSettings, checked_url
-from cotrain.transport.responses import read
+from cotrain.transport.responses import reader, understood
 from cotrain.wire.status import ServerStatus
 
 EXAMPLES = examples(
@@ -95,4 +95,5 @@ def _watch(http: httpx.Client, every_s: float) -> None:
 
 def _ask(http: httpx.Client) -> ServerStatus:
     """Ask how the server is. Raises APIError, or MalformedMessage where it does not say."""
-    return read(checked(http.get("/status", timeout=TIMEOUT_S)), ServerStatus)
+    answer = checked(http.get("/status", timeout=TIMEOUT_S))
+    return understood(answer, reader(ServerStatus))

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from cotrain.errors import APIError, MalformedMessage
-from cotrain.transport.http import read
+from cotrain.errors import APIError
+from cotrain.transport.http import reader
 from cotrain.wire.sampling import (
     MAX_RETRIEVED,
     RetrieveFuturesRequest,
@@ -76,7 +76,7 @@ class Completions:
                     patience.renew()
                 except APIError as error:
                     await patience.wait_out(error)
-        except (APIError, MalformedMessage) as error:
+        except APIError as error:
             self._fail(error)
         finally:
             self.task = None
@@ -89,8 +89,8 @@ class Completions:
             timeout=None if self._waiting else 0.0,
             retrieved_request_ids=retrieved,
         )
-        answer = read(
-            await self._transport.post_once("retrieve_futures", request), RetrieveFuturesResponse
+        answer = await self._transport.post_once(
+            "retrieve_futures", request, reader(RetrieveFuturesResponse)
         )
         self._retrieved.difference_update(retrieved)
         self._cursor = answer.cursor

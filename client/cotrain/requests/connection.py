@@ -14,7 +14,7 @@ from cotrain.errors import NotFoundError, VersionMismatch
 from cotrain.requests.event_loop_thread import BackgroundLoop
 from cotrain.requests.flow_control import Dispatch, InFlightLimit, SendQueue
 from cotrain.requests.sample_requests import SampleRequests
-from cotrain.transport.http import Transport, can_compress, read
+from cotrain.transport.http import Transport, can_compress, reader
 from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.sessions import ClientConfigRequest, ClientConfigResponse
 
@@ -73,15 +73,17 @@ class Connection:
         return self._config
 
     async def _ask(self) -> ClientConfigResponse:
+        was_known = self.transport.is_known
         asked = ClientConfigRequest(sdk_version=f"cotrain-{__version__}")
         try:
-            answer = await self.transport.post("client/config", asked)
+            config = await self.transport.post("client/config", asked, reader(ClientConfigResponse))
         except NotFoundError as error:  # every server of the protocol has it
+            if was_known:
+                raise
             message = f"{self.settings.base_url} is no cotrain server: is the base URL right?"
             raise NotFoundError(
                 f"{message} ({error.message})", 404, error.body, request_id=error.request_id
             ) from error
-        config = read(answer, ClientConfigResponse)
         if config.cotrain_protocol not in (None, PROTOCOL):
             raise VersionMismatch(
                 f"the server is cotrain {config.cotrain_version} and speaks protocol"

@@ -6,6 +6,7 @@ So callers may be plain threads or any event loops, and a slow training loop del
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,10 +23,23 @@ T = TypeVar("T")
 ENDED = "the client was closed before this ended"
 
 
+def check_not_forked(pid: int) -> None:
+    """Raise ClientClosed where a client of process `pid` is used in another one.
+
+    A fork copies a client's memory, and not the thread that does its work.
+    """
+    if pid != os.getpid():
+        raise ClientClosed(
+            "this client was made before this process was forked, and its thread stayed behind: make"
+            " a new client here (a SamplingClient may be pickled, and so passed to a new process)"
+        )
+
+
 class BackgroundLoop:
     """A daemon thread that runs an event loop until `close`."""
 
     def __init__(self, name: str) -> None:
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
         self._is_closed = False
@@ -43,6 +57,11 @@ class BackgroundLoop:
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start work on the loop, from any thread. Raises ClientClosed."""
+        try:
+            check_not_forked(self._pid)
+        except ClientClosed:
+            work.close()
+            raise
         with self._closing:
             if self._is_closed:
                 work.close()
@@ -78,6 +97,8 @@ class BackgroundLoop:
 
     def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Cancel all work, do `farewell`, and end the thread. A second call does nothing."""
+        if self._pid != os.getpid():  # the thread that could close is the parent's
+            return
         with self._closing:
             if self._is_closed:
                 return

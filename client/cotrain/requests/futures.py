@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from typing_extensions import override
 
 from cotrain.errors import ClientClosed
+from cotrain.requests.event_loop_thread import check_not_forked
 from cotrain.transport.progress import PROGRESS
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Future(Generic[T]):
         self._what = what
         self._ends_with_its_waits = ends_with_its_waits
         self._waits: set[object] = set()
+        self._pid = os.getpid()
         self._given_up = False
         self._was_raised = False
 
@@ -146,6 +149,7 @@ class Future(Generic[T]):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
+        check_not_forked(self._pid)
         wait = object()
         self._waits.add(wait)
         try:

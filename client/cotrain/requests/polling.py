@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from cotrain.errors import (
     APIError,
     APIStatusError,
     CheckpointNotFound,
+    ForeignAnswer,
     MalformedMessage,
     RequestFailed,
 )
-from cotrain.transport.http import JSON, Transport
+from cotrain.transport.http import JSON, Transport, read
 from cotrain.wire.futures import FutureRetrieveRequest, RequestFailedResponse
 from cotrain.wire.pass_codec import PROTOBUF, decode_pass_output
 from cotrain.wire.runs import ForwardBackwardOutput
@@ -22,7 +23,12 @@ from cotrain.wire.sample_codec import decode_sample_response
 from cotrain.wire.sampling import SampleResponse
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import httpx
+
+T = TypeVar("T")
+Result = TypeVar("Result", bound=BaseModel)
 
 PENDING = 408
 """The server's answer, as late as it may give it, that a result is not there yet."""
@@ -35,49 +41,65 @@ GAP_S = 0.05
 
 async def wait_for_pass(transport: Transport, request_id: str) -> ForwardBackwardOutput:
     """Wait for the result of a forward or forward_backward. Raises RequestFailed or APIError."""
-    response = await _wait(transport, request_id)
-    if response.headers.get("Content-Type", "").startswith(PROTOBUF):
-        return decode_pass_output(response.content)
-    return ForwardBackwardOutput.model_validate_json(response.content)
+
+    def reads(response: httpx.Response) -> ForwardBackwardOutput:
+        if _is_binary(response):
+            return decode_pass_output(response.content)
+        return read(response, ForwardBackwardOutput)
+
+    return await _wait(transport, request_id, reads)
 
 
 async def wait_for_sample(transport: Transport, request_id: str) -> SampleResponse:
     """Wait for the result of a sample request. Raises RequestFailed or APIError."""
-    response = await _wait(transport, request_id)
-    if response.headers.get("Content-Type", "").startswith(PROTOBUF):
-        return decode_sample_response(response.content)
-    return SampleResponse.model_validate_json(response.content)
+
+    def reads(response: httpx.Response) -> SampleResponse:
+        if _is_binary(response):
+            return decode_sample_response(response.content)
+        return read(response, SampleResponse)
+
+    return await _wait(transport, request_id, reads)
 
 
-async def wait_for_json(transport: Transport, request_id: str) -> dict[str, Any]:
-    """Wait for a result that is a JSON object. Raises RequestFailed or APIError."""
-    return _json_object(await _wait(transport, request_id))
+async def wait_for_json(transport: Transport, request_id: str, result: type[Result]) -> Result:
+    """Wait for a result that is JSON of this shape. Raises RequestFailed or APIError."""
+    return await _wait(transport, request_id, lambda response: read(response, result))
 
 
-async def _wait(transport: Transport, request_id: str) -> httpx.Response:
+async def _wait(transport: Transport, request_id: str, reads: Callable[[httpx.Response], T]) -> T:
+    def checked(response: httpx.Response) -> T:
+        _raise_failure(response, request_id)
+        return reads(response)
+
     request = FutureRetrieveRequest(request_id=request_id)
     patience = transport.patience()
     while True:
         try:
-            response = await transport.post_once(
-                "retrieve_future", request, accept=f"{PROTOBUF}, {JSON}"
+            return await transport.post_once(
+                "retrieve_future", request, checked, accept=f"{PROTOBUF}, {JSON}"
             )
-        except APIError as error:
-            if isinstance(error, APIStatusError) and error.status_code == PENDING:
+        except APIStatusError as error:
+            if not isinstance(error.body, dict) and transport.is_known:
+                # No refusal of the server: its own are JSON. To ask again changes nothing.
+                await patience.wait_out(ForeignAnswer(str(error)))
+            elif error.status_code == PENDING:
                 patience.pending(error)
                 await transport.sleep(GAP_S)
             else:
                 await patience.wait_out(error)
-        else:
-            _raise_failure(response, request_id)
-            return response
+        except APIError as error:
+            await patience.wait_out(error)
+
+
+def _is_binary(response: httpx.Response) -> bool:
+    return response.is_success and response.headers.get("Content-Type", "").startswith(PROTOBUF)
 
 
 def _raise_failure(response: httpx.Response, request_id: str) -> None:
-    if response.headers.get("Content-Type", "").startswith(PROTOBUF):
+    if _is_binary(response) or not response.is_success:
         return
     answer = _json_object(response)
-    if "error" not in answer:
+    if not {"error", "category"} <= answer.keys():
         return
     try:
         failure = RequestFailedResponse.model_validate(answer)

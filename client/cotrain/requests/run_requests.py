@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -13,9 +13,10 @@ from typing_extensions import override
 
 from cotrain.errors import APIError, RateLimitError
 from cotrain.requests.chunks import chunks_of, combine
+from cotrain.requests.event_loop_thread import check_not_forked
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
-from cotrain.transport.http import is_transient, read
+from cotrain.transport.http import is_transient, reader
 from cotrain.wire.datums import total_weight
 from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.model import SequencedRequest
@@ -63,6 +64,7 @@ class RunRequests:
         self._queue = connection.send_queue()
         self._model_id = model_id
         self._ordering = threading.Lock()
+        self._pid = os.getpid()
         self._next_seq_id = 1
         self._lost = set[int]()
         self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
@@ -83,7 +85,8 @@ class RunRequests:
 
         async def wait(request_ids: list[str]) -> Result:
             (request_id,) = request_ids
-            return answer.model_validate(await self._polled(wait_for_json, request_id))
+            async with self._polls:
+                return await wait_for_json(self._transport, request_id, answer)
 
         # Read before a `seq_id` is taken, so that what cannot be sent leaves no gap.
         return self._send(path, [request(model_id=self._model_id, seq_id=1, **what)], wait)
@@ -155,6 +158,7 @@ class RunRequests:
         Of more `seq_id`s than requests the first are used. Blocks at the in-flight limit
         (`flow_control.py`).
         """
+        check_not_forked(self._pid)
         size_bytes = sum(map(_size, requests))
         self._in_flight.acquire(size_bytes, len(requests))
         with self._ordering:
@@ -187,35 +191,58 @@ class RunRequests:
     async def _post(self, path: str, request: Any) -> str:
         try:
             await self._fill_lost()
-            response = await self._transport.post(path, request, raises_busy=True)
+            return await self._accepted(path, request, raises_busy=True)
         except RateLimitError:
             raise
         except APIError as error:
             if is_transient(error):
-                self._lost.add(request.seq_id)
+                await self._fill_once(request.seq_id)
             else:
                 await self._fill_gap(request.seq_id)
             raise
-        return read(response, UntypedAPIFuture).request_id
+
+    async def _accepted(self, path: str, request: Any, *, raises_busy: bool = False) -> str:
+        future = await self._transport.post(
+            path, request, reader(UntypedAPIFuture), raises_busy=raises_busy
+        )
+        return future.request_id
 
     async def _fill_lost(self) -> None:
         """Fill the `seq_id`s of requests that were given up: the server may have them, or not."""
         for seq_id in sorted(self._lost):
             try:
-                await self._transport.post("forward_backward", self._nothing_at(seq_id))
+                await self._accepted("forward_backward", self._nothing_at(seq_id))
             except APIError as error:
                 if is_transient(error):
                     raise
                 # It has them.
             self._lost.discard(seq_id)
 
+    async def _fill_once(self, seq_id: int) -> None:
+        """Try to fill the `seq_id` of a request that was given up: others may wait behind it already.
+
+        Where that fails too, the next request fills it first.
+        """
+        self._lost.add(seq_id)
+        try:
+            await self._transport.post_once(
+                "forward_backward", self._nothing_at(seq_id), reader(UntypedAPIFuture)
+            )
+        except APIError as error:
+            if is_transient(error):
+                return
+        self._lost.discard(seq_id)
+
     async def _fill_gap(self, seq_id: int) -> None:
         """Send a request that does nothing under the `seq_id` of a refused one.
 
         Otherwise the server would wait for this `seq_id`, and every later request with it.
         """
-        with suppress(APIError):
-            await self._transport.post("forward_backward", self._nothing_at(seq_id))
+        try:
+            await self._accepted("forward_backward", self._nothing_at(seq_id))
+        except APIError as error:
+            if is_transient(error):
+                self._lost.add(seq_id)
 
     def _nothing_at(self, seq_id: int) -> wire.ForwardBackwardRequest:
         return self._cross_entropy(seq_id, [], forward_only=True)

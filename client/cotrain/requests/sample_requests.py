@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cotrain.errors import APIError, RateLimitError
 from cotrain.requests.polling import wait_for_sample
-from cotrain.transport.http import read
+from cotrain.transport.http import acknowledged, reader
 from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.sampling import CancelFutureRequest
 
@@ -43,10 +43,9 @@ class SampleRequests:
         async with self._posts:
             while True:
                 try:
-                    answer = await self._transport.post("asample", request)
+                    return await self._transport.post("asample", request, reader(UntypedAPIFuture))
                 except RateLimitError:
                     continue  # which the transport has reported
-                return read(answer, UntypedAPIFuture)
 
     async def retrieve(self, request_id: str) -> SampleResponse:
         """Wait for the result of a sample request. Raises RequestFailed or APIError."""
@@ -58,5 +57,5 @@ class SampleRequests:
         with suppress(APIError, TimeoutError):
             async with asyncio.timeout(CANCEL_WITHIN_S):
                 await self._transport.post_once(
-                    "cancel_future", CancelFutureRequest(request_id=request_id)
+                    "cancel_future", CancelFutureRequest(request_id=request_id), acknowledged
                 )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from cotrain.errors import APIConnectionError
-from cotrain.transport.responses import refusal
+from cotrain.errors import APIConnectionError, ForeignAnswer
+from cotrain.transport.responses import is_page, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,12 @@ class Download:
                     raise APIConnectionError(f"{self._target.name} is another file by now")
                 if answer.is_error:
                     await answer.aread()
-                    raise refusal(answer)
+                    raise refusal(answer, is_known=True)
+                if not answer.is_success or is_page(answer):
+                    raise ForeignAnswer(
+                        f"{self._target.name} did not come: something before the server answered"
+                        f" {answer.status_code} in its place"
+                    )
                 part = await self._save(answer, part)
         except httpx.TransportError as error:
             raise APIConnectionError(f"{self._target.name} broke off: {error}") from error

@@ -12,28 +12,38 @@ import random
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 from pydantic import BaseModel
 
-from cotrain.errors import APIError, APIStatusError, RateLimitError
+from cotrain.errors import APIError, APIStatusError, ForeignAnswer, RateLimitError
 from cotrain.transport.connection_pools import ConnectionPools
 from cotrain.transport.download import Download, size_of
-from cotrain.transport.responses import read, refusal, unreached
+from cotrain.transport.environment import proxy_of, through_proxy, trusted
+from cotrain.transport.responses import (
+    acknowledged,
+    is_page,
+    read,
+    reader,
+    refusal,
+    understood,
+    unreached,
+)
 from cotrain.transport.retries import Contact, Patience, RetryPolicy, is_transient
 from cotrain.transport.traceparent import traceparent
 from cotrain.version import __version__
 from cotrain.wire.pass_codec import PROTOBUF
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
 
     from google.protobuf.message import Message
 
-__all__ = ["JSON", "RetryPolicy", "Transport", "is_transient", "read"]
+__all__ = ["JSON", "RetryPolicy", "Transport", "acknowledged", "is_transient", "read", "reader"]
+
+T = TypeVar("T")
 
 JSON = "application/json"
 BINARY = "application/octet-stream"
@@ -55,12 +65,6 @@ def can_compress() -> bool:
     return find_spec("zstandard") is not None
 
 
-@cache
-def trusted() -> ssl.SSLContext:
-    """Say whom TLS believes, once for all clients: it reads every certificate there is, for 20 ms."""
-    return httpx.create_ssl_context()
-
-
 class Transport:
     """Calls of one server with one key."""
 
@@ -78,6 +82,7 @@ class Transport:
         self.compresses = False
         """Whether passes are compressed, which the server says and this machine must be able to."""
         self._contact = Contact(base_url)
+        proxy = None if network else proxy_of(base_url)
         self._pools = ConnectionPools(
             lambda: httpx.AsyncClient(
                 base_url=f"{base_url.rstrip('/')}/api/v1/",
@@ -86,39 +91,49 @@ class Transport:
                 limits=LIMITS,
                 transport=network,
                 verify=trusted(),
+                proxy=proxy,
+                trust_env=False,
             )
         )
         self._http = self._pools.first
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the server has ever answered."""
+        return self._contact.is_known
 
     async def post(
         self,
         path: str,
         message: BaseModel | Message,
+        reads: Callable[[httpx.Response], T],
         headers: Mapping[str, str] | None = None,
         *,
         raises_busy: bool = False,
-    ) -> httpx.Response:
-        """POST until there is an answer. Raises APIError for a refusal or when it gives up.
+    ) -> T:
+        """POST until there is an answer that `reads` takes, and give what it makes of it.
 
-        With `raises_busy`, RateLimitError is a refusal too: the caller knows better when to ask again.
+        Raises APIError for a refusal or when it gives up. With `raises_busy`, RateLimitError is a refusal too: the caller knows better when to ask again.
         """
         body, described = await self._encoded(message)
         return await self._until_answered(
-            lambda: self._post(path, body, {**(headers or {}), **described, "Accept": JSON}),
+            lambda: self._post(path, body, reads, {**(headers or {}), **described, "Accept": JSON}),
             raises_busy=raises_busy,
         )
 
-    async def put(self, path: str, message: BaseModel) -> httpx.Response:
+    async def put(self, path: str, message: BaseModel, reads: Callable[[httpx.Response], T]) -> T:
         """PUT until there is an answer; a field that is None is sent as null, which says "none".
 
         Raises APIError for a refusal or when it gives up.
         """
         body, headers = message.model_dump_json().encode(), {"Content-Type": JSON}
         return await self._until_answered(
-            lambda: self._send(self._http.build_request("PUT", path, content=body, headers=headers))
+            lambda: self._send(
+                self._http.build_request("PUT", path, content=body, headers=headers), reads
+            )
         )
 
-    async def patch(self, path: str, message: BaseModel) -> httpx.Response:
+    async def patch(self, path: str, message: BaseModel, reads: Callable[[httpx.Response], T]) -> T:
         """PATCH until there is an answer; a field that is None is not sent, which says "as it is".
 
         Raises APIError for a refusal or when it gives up.
@@ -127,18 +142,20 @@ class Transport:
         headers = {"Content-Type": JSON}
         return await self._until_answered(
             lambda: self._send(
-                self._http.build_request("PATCH", path, content=body, headers=headers)
+                self._http.build_request("PATCH", path, content=body, headers=headers), reads
             )
         )
 
-    async def get(self, path: str) -> httpx.Response:
+    async def get(self, path: str, reads: Callable[[httpx.Response], T]) -> T:
         """GET until there is an answer. Raises APIError for a refusal or when it gives up."""
-        return await self._until_answered(lambda: self._send(self._http.build_request("GET", path)))
-
-    async def delete(self, path: str) -> httpx.Response:
-        """DELETE until there is an answer. Raises APIError for a refusal or when it gives up."""
         return await self._until_answered(
-            lambda: self._send(self._http.build_request("DELETE", path))
+            lambda: self._send(self._http.build_request("GET", path), reads)
+        )
+
+    async def delete(self, path: str) -> None:
+        """DELETE until there is an answer. Raises APIError for a refusal or when it gives up."""
+        await self._until_answered(
+            lambda: self._send(self._http.build_request("DELETE", path), acknowledged)
         )
 
     async def post_stream(
@@ -147,7 +164,8 @@ class Transport:
         query: BaseModel,
         size: int,
         content: Callable[[], AsyncIterator[bytes]],
-    ) -> httpx.Response:
+        reads: Callable[[httpx.Response], T],
+    ) -> T:
         """POST a body of `size` bytes that is read while it is sent; `content` is asked each time.
 
         Raises APIError for a refusal or when it gives up.
@@ -161,7 +179,8 @@ class Transport:
                     content=content(),
                     headers={"Content-Length": str(size), "Content-Type": BINARY},
                     timeout=STREAM_TIMEOUT,
-                )
+                ),
+                reads,
             )
         )
 
@@ -195,13 +214,13 @@ class Transport:
         self,
         path: str,
         message: BaseModel | Message,
+        reads: Callable[[httpx.Response], T],
         *,
         accept: str = JSON,
-        headers: Mapping[str, str] | None = None,
-    ) -> httpx.Response:
-        """POST a single time. Raises APIError for anything but success."""
+    ) -> T:
+        """POST a single time. Raises APIError for anything but an answer that `reads` takes."""
         body, described = await self._encoded(message)
-        return await self._post(path, body, {**(headers or {}), **described, "Accept": accept})
+        return await self._post(path, body, reads, {**described, "Accept": accept})
 
     def patience(self) -> Patience:
         """Give what one call has of it."""
@@ -217,8 +236,8 @@ class Transport:
         await self._pools.close()
 
     async def _until_answered(
-        self, call: Callable[[], Awaitable[httpx.Response]], *, raises_busy: bool = False
-    ) -> httpx.Response:
+        self, call: Callable[[], Awaitable[T]], *, raises_busy: bool = False
+    ) -> T:
         patience = self.patience()
         while True:
             try:
@@ -239,21 +258,34 @@ class Transport:
             return _written(message, zips=zips), headers
         return await asyncio.to_thread(_written, message, zips=zips), headers
 
-    async def _post(self, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+    async def _post(
+        self,
+        path: str,
+        body: bytes,
+        reads: Callable[[httpx.Response], T],
+        headers: Mapping[str, str],
+    ) -> T:
         return await self._send(
-            self._http.build_request("POST", path, content=body, headers=headers)
+            self._http.build_request("POST", path, content=body, headers=headers), reads
         )
 
-    async def _send(self, request: httpx.Request) -> httpx.Response:
+    async def _send(self, request: httpx.Request, reads: Callable[[httpx.Response], T]) -> T:
         request.headers.update(traceparent())
         try:
             response = await self._pools.send(request)
         except httpx.TransportError as error:
-            raise unreached(error, request.url, is_known=self._contact.is_known) from error
-        self._contact.answered()
+            through = through_proxy(str(request.url))
+            raise unreached(error, request.url, through, is_known=self.is_known) from error
+        except httpx.DecodingError as error:
+            raise ForeignAnswer(f"{request.url} sent what cannot be unpacked: {error}") from error
         if response.is_error:
-            raise refusal(response)
-        return response
+            refused = refusal(response, is_known=self.is_known)
+            if not is_page(response):
+                self._contact.answered()
+            raise refused
+        answer = understood(response, reads, is_known=self.is_known)
+        self._contact.answered()
+        return answer
 
 
 def _written(message: Message, *, zips: bool) -> bytes:

@@ -1,8 +1,8 @@
-"""What an HTTP answer says: a message of the wire, a refusal, or that it came from another server."""
+"""An HTTP answer as a message of the wire, a refusal, or the answer of something else."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -12,38 +12,84 @@ from cotrain.errors import (
     APIStatusError,
     APITimeoutError,
     CotrainError,
+    ForeignAnswer,
     MalformedMessage,
     SettingsMissing,
     status_error,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 Model = TypeVar("Model", bound=BaseModel)
+T = TypeVar("T")
 
 LONGEST_DETAIL = 1_000
+LONGEST_EXCERPT = 80
 LONGEST_ID = 64
-BAD_REQUEST, UNAUTHORIZED = 400, 401
+NO_CONTENT, BAD_REQUEST, UNAUTHORIZED, TOO_LARGE = 204, 400, 401, 413
+UNBELIEVED = "CERTIFICATE_VERIFY_FAILED"
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 """What OpenSSL, older and newer, says of an answer that is plain text."""
 
 
 def read(response: httpx.Response, model: type[Model]) -> Model:
-    """Read a JSON answer. Raises MalformedMessage where it is not of this shape."""
+    """Read a JSON answer.
+
+    Raises MalformedMessage where it is not of this shape, or has none of its fields and others.
+    """
+    failure = MalformedMessage(f"{response.url} did not answer a {model.__name__}")
+    if not response.is_success or is_page(response):
+        raise failure
     try:
-        return model.model_validate_json(response.content)
+        answer = model.model_validate_json(response.content)
     except ValidationError as error:
-        message = f"{response.url} did not answer a {model.__name__}"
-        raise MalformedMessage(message + _hint(response)) from error
+        raise failure from error
+    if not answer.model_fields_set and response.content.strip() != b"{}":
+        raise failure
+    return answer
 
 
-def refusal(response: httpx.Response) -> APIStatusError:
-    """Make an error of an answer that says no."""
+def reader(model: type[Model]) -> Callable[[httpx.Response], Model]:
+    """Give the function that reads an answer of this shape."""
+    return lambda response: read(response, model)
+
+
+def acknowledged(response: httpx.Response) -> None:
+    """Read an answer that has no content. Raises MalformedMessage where it has some."""
+    is_empty = response.status_code == NO_CONTENT
+    if not is_empty and (not response.is_success or _json_or_text(response) not in ({}, None)):
+        raise MalformedMessage(f"{response.url} did not answer that it is done")
+
+
+def understood(
+    response: httpx.Response, reads: Callable[[httpx.Response], T], *, is_known: bool = False
+) -> T:
+    """Read an answer; `is_known` where this server has answered before.
+
+    Raises ForeignAnswer, which says what to look at, where `reads` raises MalformedMessage.
+    """
+    try:
+        return reads(response)
+    except MalformedMessage as error:
+        hint = _hint(response, is_known=is_known) or _excerpt(response)
+        raise ForeignAnswer(f"{error}{hint}") from error
+
+
+def refusal(response: httpx.Response, *, is_known: bool = False) -> APIStatusError:
+    """Make an error of an answer that says no; `is_known` where this server has answered before."""
     detail = body = _json_or_text(response)
     for name in ("detail", "error", "message"):  # the endpoints for text answer in others' dialects
         detail = detail.get(name, detail) if isinstance(detail, dict) else detail
-    if _is_page(response):  # of a proxy or another kind of server, and of no use to a caller
+    if is_page(response):  # of a proxy or another kind of server, and of no use to a caller
         detail = ""
     message = str(detail or response.reason_phrase)[:LONGEST_DETAIL]
-    hint = "" if response.is_server_error else _hint(response)
+    hint = "" if response.is_server_error else _hint(response, is_known=is_known)
+    if response.status_code == TOO_LARGE and not isinstance(body, dict):
+        hint = (
+            "; a proxy before the server takes no request of this size: raise its limit"
+            " (nginx: client_max_body_size)"
+        )
     return status_error(
         response.status_code,
         message.removesuffix(".") + hint if hint else message,
@@ -54,16 +100,22 @@ def refusal(response: httpx.Response) -> APIStatusError:
 
 
 def unreached(
-    error: httpx.TransportError, url: httpx.URL, *, is_known: bool = False
+    error: httpx.TransportError, url: httpx.URL, through: str = "", *, is_known: bool = False
 ) -> CotrainError:
-    """Make an error of no answer; `is_known` where this server has answered before.
+    """Make an error of no answer, `through` a proxy; `is_known` where this server has answered before.
 
-    One that has not, and sounds as if it spoke plain HTTP where TLS was tried, is no matter of waiting:
-    SettingsMissing.
+    One that has not, and speaks plain HTTP where TLS was tried, or shows a certificate that is not
+    believed, is no matter of waiting: SettingsMissing.
     """
-    message = f"cannot reach {url}: {error}"
+    message = f"cannot reach {url}{through}: {error}"
+    if UNBELIEVED in str(error):
+        message += (
+            ". Where a certificate authority of your own signs it, SSL_CERT_FILE names the file"
+            " of its certificate"
+        )
+        return APIConnectionError(message) if is_known else SettingsMissing(message)
     if isinstance(error, httpx.TimeoutException):
-        return APITimeoutError(f"{url} did not answer in time")
+        return APITimeoutError(f"{url}{through} did not answer in time")
     if is_known:
         return APIConnectionError(message)
     if url.scheme == "https" and any(sign in str(error) for sign in NO_TLS):
@@ -73,14 +125,18 @@ def unreached(
     return APIConnectionError(message)
 
 
-def _hint(response: httpx.Response) -> str:
-    """Say what to look at: the key, or the address where no server of this protocol answers like this."""
+def _hint(response: httpx.Response, *, is_known: bool) -> str:
+    """Say what to look at: the key, a proxy, or the address where no such server has answered yet."""
     if target := response.headers.get("Location"):
+        if is_known:
+            return f"; something before the server redirects to {target}: a login?"
         return f"; it redirects to {target}: is that the base URL?"
     is_400 = response.status_code == BAD_REQUEST
     if is_400 and response.url.scheme == "http" and "HTTPS" in response.text[:LONGEST_DETAIL]:
         return f"; try https://{_host(response.url)}"
-    if _is_page(response):
+    if is_page(response) and is_known:
+        return "; a web page came back: a proxy before the server answered in its place"
+    if is_page(response):
         origin = _origin(response.url)
         return f"; a web page came back, so {origin} is no cotrain server: is the base URL right?"
     if response.status_code == UNAUTHORIZED:
@@ -96,8 +152,14 @@ def _host(url: httpx.URL) -> str:
     return url.netloc.decode()
 
 
-def _is_page(response: httpx.Response) -> bool:
+def is_page(response: httpx.Response) -> bool:
+    """Say whether an answer is a web page, which no part of the protocol is."""
     return "text/html" in response.headers.get("Content-Type", "")
+
+
+def _excerpt(response: httpx.Response) -> str:
+    text = " ".join(response.text[:LONGEST_DETAIL].split())[:LONGEST_EXCERPT]
+    return f": {text}" if text.isprintable() and text else ""
 
 
 def _json_or_text(response: httpx.Response) -> Any:

@@ -1,7 +1,8 @@
 """What is tried again, for how long, and what is logged of it.
 
 A lost answer, a busy server (429), a restarting one (5xx) and a slow one (408) are tried again; every
-other refusal is the caller's to read. A server that has answered before is given minutes to come
+other refusal is the caller's to read. An answer that something before the server gave in its place is
+a lost one, but only where the server has answered before: else the address is wrong. A server that has answered before is given minutes to come
 back; one that never has is more likely somewhere else, and is given seconds.
 """
 
@@ -14,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cotrain.errors import APIConnectionError, APIError, APIStatusError
+from cotrain.errors import APIConnectionError, APIError, APIStatusError, ForeignAnswer
 from cotrain.transport.progress import PROGRESS
 
 if TYPE_CHECKING:
@@ -145,7 +146,9 @@ class Patience:
         tried_s = time.monotonic() - self._since
         if isinstance(error, APIConnectionError):
             self.contact.lost(error, self._limit_s(error))
-        if not is_transient(error):
+        if not is_transient(error) or (
+            isinstance(error, ForeignAnswer) and not self.contact.is_known
+        ):
             raise error
         if tried_s > self._limit_s(error):
             raise self._enough(error, tried_s)

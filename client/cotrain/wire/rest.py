@@ -83,6 +83,8 @@ class TrainingRun(WireModel):
     """The path of the last such checkpoint."""
     note: str | None = None
     tags: list[str] = Field(default=[])
+    waiting: str | None = None
+    """What its requests wait for where a seq_id is missing; of one run of your own, asked for by its id."""
 
 
 class UpdateTrainingRunRequest(WireModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from cotrain_store.keys import run_keys
@@ -17,12 +18,20 @@ async def client_seq(connection: Connection, pool: PoolId, run: RunId, log_seq: 
     return log_seq - sum(int(op) < log_seq for op in unnumbered)
 
 
-def still_waiting(missing: int) -> str:
+def not_yet_here(missing: int, left_s: float) -> str:
+    """Say why a request waits behind one that its client may still be sending."""
+    return (
+        f"waiting for seq_id {missing}, which has not reached the server yet; without it what waits "
+        f"here fails in {math.ceil(left_s)} s"
+    )
+
+
+def still_waiting(missing: int, left_s: float) -> str:
     """Say why a request waits, and what to do next."""
     return (
         f"waiting for seq_id {missing}, which never reached the server: its client failed before "
         "it was sent, or is not done with it. Where it failed, go on with a new training client "
-        "from the last checkpoint; what waits here fails after COTRAIN_GAP_LIMIT_S (900 s unless set)"
+        f"from the last checkpoint; what waits here fails in {math.ceil(left_s)} s (COTRAIN_GAP_LIMIT_S)"
     )
 
 

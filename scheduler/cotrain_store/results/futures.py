@@ -22,7 +22,7 @@ from cotrain_store.errors import (
     SpoolCorrupt,
 )
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, weights_keys
-from cotrain_store.messages.gaps import client_seq, still_waiting
+from cotrain_store.messages.gaps import client_seq, not_yet_here, still_waiting
 from cotrain_store.messages.ids import RequestId, RunId, WeightsRef, run_of
 from cotrain_store.messages.ops import QueuedOp
 from cotrain_store.messages.results import Result
@@ -66,7 +66,8 @@ NO_WORKER = Pending("paused_capacity", "no worker serves this base model at the 
 class Futures:
     """Resolve request ids to results for the tenants that own them."""
 
-    def __init__(self, connection: Connection, spool: Spool) -> None:
+    def __init__(self, connection: Connection, spool: Spool, gap_limit_s: float = 900.0) -> None:
+        self._gap_limit_s = gap_limit_s
         self._redis = connection
         self._spool = spool
         self._records = Records(connection)
@@ -256,9 +257,9 @@ class Futures:
             raise RequestNotFound
         if int(seq) <= int(log[1]) and await self._has_expired(request):
             raise RequestNotFound("The result has expired.")
-        if since is not None and now_ms - since > GAP_NOTICE_S * 1000:
+        if since is not None and int(seq) >= int(log[0]):
             missing = await client_seq(self._redis, pool, run, int(log[0]))
-            return Pending("paused_capacity", still_waiting(missing))
+            return self._behind_gap(missing, (now_ms - since) / 1000)
         position = int(seq) - int(log[1])
         if position <= 0:
             return Pending()  # done: its weights are on their way to a disk
@@ -269,6 +270,24 @@ class Futures:
         if not backlog.workers:
             return NO_WORKER
         return Pending(reason=training_notice(backlog, tenant, position))
+
+    async def gap_notice(self, pool: PoolId, run: RunId) -> str | None:
+        """Say which seq a run waits for, and until when; None where none is missing."""
+        since, first, now_ms = await asyncio.gather(
+            self._redis.zscore(run_keys.gaps(pool), run),
+            self._redis.hget(run_keys.log(pool, run), "next"),
+            clock_ms(self._redis),
+        )
+        if since is None or first is None:
+            return None
+        missing = await client_seq(self._redis, pool, run, int(first))
+        return self._behind_gap(missing, (now_ms - since) / 1000).reason
+
+    def _behind_gap(self, missing: int, age_s: float) -> Pending:
+        left_s = max(0.0, self._gap_limit_s - age_s)
+        if age_s > GAP_NOTICE_S:
+            return Pending("paused_capacity", still_waiting(missing, left_s))
+        return Pending(reason=not_yet_here(missing, left_s))
 
     async def _has_expired(self, request: RequestId) -> bool:
         """Tell whether a committed op has no result any more; one whose weights are unstored has none yet."""

@@ -27,8 +27,6 @@ class SchedulerSettings(StoreSettings):
     """A small request has its result within this time; in metronome mode, when a cycle starts."""
     reassign_after_s: float = Field(default=30.0, gt=0)
     """A worker without a heartbeat for this long loses its work to another one of its pool."""
-    gap_limit_s: float = Field(default=900.0, gt=0)
-    """After this long behind a missing seq_id, waiting requests fail instead of waiting on."""
     workers_min: int = Field(default=1, ge=0)
     """As few workers as a pool is said to want; 0: none once it has had no work for `idle_after_s`."""
     workers_max: int = Field(default=0, ge=0)

@@ -84,6 +84,9 @@ class StoreSettings(BaseSettings):
     disk_reserve_bytes: Annotated[int, Field(ge=0)] = 2 * 1024**3
     """Below this much free disk new work is refused, so that accepted work can always finish."""
 
+    gap_limit_s: Annotated[float, Field(gt=0)] = 900.0
+    """After this long behind a missing seq_id, waiting requests fail; the API says so to those who wait."""
+
     @model_validator(mode="before")
     @classmethod
     def _with_password(cls, given: dict[str, Any]) -> dict[str, Any]:

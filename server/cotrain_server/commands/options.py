@@ -18,6 +18,7 @@ from cotrain_server.supervisor.gpus import gpus as visible_gpus
 from cotrain_store.blobs.opening import check_url
 from cotrain_store.settings.store import PREFIX
 
+NEWER_PYTHON = (3, 14)
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"
 
 DataDir = Annotated[
@@ -172,6 +173,15 @@ def fail(message: str) -> NoReturn:
     """Say what is wrong and exit with status 1."""
     _say_why(message)
     sys.exit(1)
+
+
+def check_python(version: tuple[int, ...] = sys.version_info[:2]) -> None:
+    """Refuse a Python that the server's libraries are not tried on; the client runs on newer ones."""
+    if version >= NEWER_PYTHON:
+        refuse(
+            f"The server runs on Python 3.11 to 3.13, and this is {version[0]}.{version[1]}. Make its "
+            "environment with one of those; the client alone runs here."
+        )
 
 
 def refuse(message: str) -> NoReturn:

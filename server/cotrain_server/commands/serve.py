@@ -21,6 +21,7 @@ from cotrain_server.commands.options import (
     RedisUrl,
     TorchThreads,
     Workers,
+    check_python,
     chosen_blobs,
     chosen_gpus,
     named_base_models,
@@ -100,6 +101,7 @@ def serve(
 
     cotrain serve --base-model meta-llama/Llama-3.3-70B-Instruct --gpus all --group-size 8
     """
+    check_python()
     if refused := refused_variables():
         refuse(" ".join(refused))
     base_models = named_base_models(base_model, "serve")

@@ -84,7 +84,11 @@ async def get_training_run(
     """Show one run."""
     accessible = access_scope == "accessible"
     entry = await services.catalog.run(tenant.id, run_id, accessible=accessible)
-    return training_run_of(entry, tenant.id)
+    shown = training_run_of(entry, tenant.id)
+    if entry.run.tenant != tenant.id:
+        return shown
+    notice = await services.futures.gap_notice(entry.run.pool, entry.run.id)
+    return shown.model_copy(update={"waiting": notice})
 
 
 @router.patch("/training_runs/{run_id}")

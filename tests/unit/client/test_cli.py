@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -54,3 +58,25 @@ def test_a_command_whose_libraries_are_missing_says_what_to_install() -> None:
     assert "pip install -c constraints.txt '.[all]'" in result.output
     assert CliRunner().invoke(app, ["version"]).exit_code == 0
     assert "'.[all]'" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "ascii"])
+def test_what_a_terminal_cannot_write_is_a_question_mark(encoding: str) -> None:
+    program = (
+        "import typer, sys; from rich.table import Table\n"
+        "from cotrain.cli import replace_what_cannot_be_encoded\n"
+        "from cotrain.commands.sample import _show\n"
+        "from cotrain.commands.terminal import failing_in_a_sentence, print_json, print_rich\n"
+        "replace_what_cannot_be_encoded()\n"
+        "table = Table('note'); table.add_row('你好'); print_rich(table)\n"
+        "_show('a ☕ b'); print_json({'note': '你好'})\n"
+        "with failing_in_a_sentence(): raise ValueError('no 你好')\n"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
+    assert ended.returncode == 1
+    assert b"UnicodeEncodeError" not in ended.stderr
+    assert b"??" in ended.stdout
+    if encoding != "ascii":  # for which click writes UTF-8
+        assert b"a ? b" in ended.stdout
+        assert b"no ??" in ended.stderr

@@ -54,9 +54,9 @@ def test_a_number_that_may_not_have_arrived_is_filled_before_the_next_is_sent(
 
 def test_a_number_that_did_arrive_stays_what_it_is(api: FakeApi, run: TrainingClient) -> None:
     api.answers["optim_step"] = [httpx.ReadError("the answer is lost")]
+    api.answers["forward_backward"] = [refusal(400, "seq 1 was already used")]
     with pytest.raises(APIError):
         run.optim_step().result()
-    api.answers["forward_backward"] = [refusal(400, "seq 1 was already used")]
     run.forward([DATUM], "cross_entropy").result()
     assert passes(api) == [(1, 0), (2, 1)]
 
@@ -65,7 +65,7 @@ def test_while_the_server_is_unreachable_no_number_is_forgotten(
     api: FakeApi, run: TrainingClient
 ) -> None:
     api.answers["optim_step"] = [httpx.ConnectError("gone")]
-    api.answers["forward_backward"] = [httpx.ConnectError("gone")] * 2
+    api.answers["forward_backward"] = [httpx.ConnectError("gone")] * 5
     for _ in range(2):
         with pytest.raises(APIConnectionError):
             run.optim_step().result()

@@ -24,7 +24,7 @@ NAMES = """
 __version__ AdamOptimizerConfig AdamParams AdminClient APIConnectionError APIError APIFuture
 APIResponseValidationError APIStatusError APITimeoutError AuthenticationError BadRequestError
 BillingError Checkpoint CheckpointNotFound CheckpointType ClientClosed ConflictError
-CotrainError Datum DmelChunk EncodedTextChunk exceptions ForwardBackwardOutput Future
+CotrainError Datum DmelChunk EncodedTextChunk exceptions ForeignAnswer ForwardBackwardOutput Future
 InternalServerError LoraConfig MalformedMessage mint ModelID ModelInput ModelInputChunk
 NotFoundError OptimParams OptimStepRequest OptimStepResponse ParsedCheckpointTinkerPath
 PermissionDeniedError RateLimitError RequestFailed RequestFailedError RestClient RetryPolicy

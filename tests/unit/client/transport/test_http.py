@@ -15,6 +15,7 @@ from cotrain.errors import (
     APITimeoutError,
     AuthenticationError,
     BadRequestError,
+    ForeignAnswer,
     InternalServerError,
     MalformedMessage,
     NotFoundError,
@@ -22,15 +23,29 @@ from cotrain.errors import (
     UnprocessableEntityError,
 )
 from cotrain.requests.event_loop_thread import BackgroundLoop
-from cotrain.transport.http import RetryPolicy, Transport, read
-from cotrain.types import Datum, GetInfoRequest, GetServerCapabilitiesResponse, ModelInput
+from cotrain.transport.http import RetryPolicy, Transport, read, reader
+from cotrain.transport.responses import understood
+from cotrain.types import (
+    AdamParams,
+    Datum,
+    GetInfoRequest,
+    GetServerCapabilitiesResponse,
+    ModelInput,
+    OptimStepRequest,
+    UntypedAPIFuture,
+)
 from cotrain.wire.pass_codec import encode_pass_request
 from tests.support.fake_api import FakeApi, refusal
+from tests.support.swapping_proxy import FOREIGN
 
 if TYPE_CHECKING:
     from tests.support.fake_api import Answer
 
 REQUEST = GetInfoRequest(model_id="m")
+
+
+def as_it_is(response: httpx.Response) -> httpx.Response:
+    return response
 
 
 class Naps:
@@ -49,7 +64,7 @@ def post(api: FakeApi, naps: Naps, policy: RetryPolicy | None = None) -> httpx.R
             "http://server/prefix/", "tml-key", network=api.network, policy=policy, sleep=naps
         )
         try:
-            return await transport.post("get_info", REQUEST)
+            return await transport.post("get_info", REQUEST, as_it_is)
         finally:
             await transport.close()
 
@@ -154,16 +169,16 @@ PAGE = "<html>Welcome to nginx</html>"
 
 def test_a_web_page_is_not_taken_for_an_answer() -> None:
     response = httpx.Response(200, html=PAGE, request=httpx.Request("GET", "http://server:1/x"))
-    with pytest.raises(MalformedMessage, match="http://server:1 is no cotrain server"):
-        read(response, GetServerCapabilitiesResponse)
+    with pytest.raises(ForeignAnswer, match="http://server:1 is no cotrain server"):
+        understood(response, reader(GetServerCapabilitiesResponse))
 
 
 def test_an_address_that_has_moved_says_where_to() -> None:
     moved = httpx.Response(
         308, headers={"Location": "https://new/"}, request=httpx.Request("GET", "http://old/x")
     )
-    with pytest.raises(MalformedMessage, match="it redirects to https://new/"):
-        read(moved, GetServerCapabilitiesResponse)
+    with pytest.raises(ForeignAnswer, match="it redirects to https://new/"):
+        understood(moved, reader(GetServerCapabilitiesResponse))
 
 
 @pytest.mark.parametrize(
@@ -191,8 +206,8 @@ def send_pass(*, compresses: bool, tokens: int = 4_000) -> httpx.Request:
     async def once() -> None:
         transport = Transport("http://server", "tml-key", network=api.network)
         transport.compresses = compresses
-        await transport.post("forward_backward", message)
-        await transport.post("get_info", REQUEST)
+        await transport.post("forward_backward", message, as_it_is)
+        await transport.post("get_info", REQUEST, as_it_is)
         await transport.close()
 
     asyncio.run(once())
@@ -226,7 +241,7 @@ def test_a_pass_is_written_once_however_often_it_is_sent() -> None:
 
     async def once() -> None:
         transport = Transport("http://server", "k", network=api.network, sleep=change_message)
-        await transport.post("forward_backward", message)
+        await transport.post("forward_backward", message, as_it_is)
         await transport.close()
 
     asyncio.run(once())
@@ -239,7 +254,7 @@ def test_who_knows_better_when_to_ask_again_hears_of_a_busy_server_at_once() -> 
     async def once() -> None:
         transport = Transport("http://server", "k", network=api.network, sleep=naps)
         try:
-            await transport.post("get_info", REQUEST, raises_busy=True)
+            await transport.post("get_info", REQUEST, as_it_is, raises_busy=True)
         finally:
             await transport.close()
 
@@ -279,6 +294,28 @@ def test_a_span_of_the_callers_thread_is_that_of_what_the_clients_thread_sends()
     transport = Transport("http://server/prefix/", "tml-key", network=api.network)
     context = SpanContext(0xAB, 0xCD, is_remote=False, trace_flags=TraceFlags(0))
     with use_span(NonRecordingSpan(context)):
-        loop.run(transport.post("get_info", REQUEST))
+        loop.run(transport.post("get_info", REQUEST, as_it_is))
     loop.close(transport.close)
     assert [call.headers["traceparent"] for call in api.calls] == [f"00-{0xAB:032x}-{0xCD:016x}-00"]
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_answer_is_asked_again_once_the_server_is_known(kind: str) -> None:
+    swapped = FOREIGN[kind]
+    foreign = httpx.Response(swapped.status, content=swapped.content, headers=swapped.headers)
+    api, naps = FakeApi(answers={"optim_step": [foreign]}), Naps()
+
+    async def ask() -> UntypedAPIFuture:
+        transport = Transport("http://server", "k", network=api.network, sleep=naps)
+        try:
+            api.answers["optim_step"] *= 2
+            with pytest.raises(ForeignAnswer):  # the address may be wrong
+                await transport.post("optim_step", step, reader(UntypedAPIFuture))
+            await transport.get("get_server_capabilities", reader(GetServerCapabilitiesResponse))
+            return await transport.post("optim_step", step, reader(UntypedAPIFuture))
+        finally:
+            await transport.close()
+
+    step = OptimStepRequest(model_id="m", seq_id=1, adam_params=AdamParams())
+    assert asyncio.run(ask()).request_id == "step:1"
+    assert len(naps.seconds) == 1

@@ -1,0 +1,117 @@
+"""The variables of the environment that say how to reach a server: proxies, and whom TLS believes.
+
+httpx reads the same ones, and answers a value that it cannot read with errors of its own that name no
+variable. It also takes no networks in NO_PROXY, which container tools and VPNs write there.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from functools import cache
+from importlib.util import find_spec
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import httpx
+
+from cotrain.errors import SettingsMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
+"""The first that is set counts."""
+
+
+@cache
+def trusted() -> ssl.SSLContext:
+    """Return whom TLS believes, once for all clients: to read all certificates takes 20 ms.
+
+    Raises SettingsMissing, which names the variable, where its file or folder cannot be read.
+    """
+    name = next((name for name in CERTIFICATES if os.environ.get(name)), None)
+    if name is None:
+        return httpx.create_ssl_context(trust_env=False)
+    path = Path(os.environ[name])
+    try:
+        if not path.exists():
+            raise FileNotFoundError("there is no such file or folder")
+        if path.is_dir():
+            return ssl.create_default_context(capath=path)
+        return ssl.create_default_context(cafile=path)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsMissing(
+            f"{name} names {path}, whose certificates cannot be read: {error}"
+        ) from error
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy that a URL is reached through, or None. Raises SettingsMissing."""
+    parts = urlsplit(url)
+    proxies = getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or _is_excepted(
+        parts.hostname or "", parts.port, proxies.get("no", "").split(",")
+    ):
+        return None
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    name = _name_of(parts.scheme, proxies)
+    try:
+        httpx.Proxy(proxy)
+    except (ValueError, httpx.InvalidURL) as error:
+        raise SettingsMissing(f"{name} is no address of a proxy: {error}") from error
+    if proxy.startswith("socks") and find_spec("socksio") is None:
+        raise SettingsMissing(
+            f"{name} names {_shown(proxy)}: for such a proxy install httpx[socks], "
+            "or put the server's host into NO_PROXY"
+        )
+    return proxy
+
+
+def through_proxy(url: str) -> str:
+    """Say which proxy a URL is reached through, for an error; "" without one."""
+    proxy = proxy_of(url)
+    if proxy is None:
+        return ""
+    name = _name_of(urlsplit(url).scheme, getproxies())
+    return (
+        f" through the proxy {_shown(proxy)} of {name} (NO_PROXY names hosts to reach without it)"
+    )
+
+
+def _name_of(scheme: str, proxies: dict[str, str]) -> str:
+    kind = scheme if proxies.get(scheme) else "all"
+    name = f"{kind}_proxy"
+    return name if os.environ.get(name) else name.upper()
+
+
+def _shown(proxy: str) -> str:
+    """Leave out a name and a password."""
+    scheme, _, rest = proxy.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+def _is_excepted(host: str, port: int | None, entries: Iterable[str]) -> bool:
+    return any(_is_meant(entry.strip().lower(), host, port) for entry in entries if entry.strip())
+
+
+def _is_meant(entry: str, host: str, port: int | None) -> bool:
+    """Tell whether an entry of NO_PROXY names a host: by name, as part of a domain, or as part of a network."""
+    if entry == "*":
+        return True
+    entry = entry.rpartition("://")[2]
+    try:
+        return ip_address(host) in ip_network(entry.replace("[", "").replace("]", ""), strict=False)
+    except ValueError:  # one of them is a name, or has a port
+        pass
+    name, colon, its_port = entry.rpartition(":")
+    if colon and its_port.isdecimal():
+        if int(its_port) != port:
+            return False
+        entry = name
+    domain = entry.strip("[]").removeprefix("*").removeprefix(".")
+    return host == domain or host.endswith(f".{domain}")

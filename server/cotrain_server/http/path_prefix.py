@@ -1,0 +1,94 @@
+"""The path of `COTRAIN_PUBLIC_URL`, below which a proxy serves this server.
+
+Routes, templates and cookies are written for the root. This layer takes the prefix off a request, where
+the proxy left it on, and puts it on all that leads a browser to another page.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+#: Headers whose value is an address.
+_LEADING = (b"location", b"hx-redirect")
+#: An attribute that holds an address of ours. Whatever a template is given has its quotes escaped.
+_LINK = b'="/ui'
+
+
+def path_prefix(public_url: str | None) -> str:
+    """Return the path of an address without a slash at its end; "" where it has none."""
+    return urlsplit(public_url or "").path.rstrip("/")
+
+
+class PathPrefix:
+    """ASGI middleware around the whole application; the prefix begins with a slash and ends without one."""
+
+    def __init__(self, app: ASGIApp, *, prefix: str) -> None:
+        self.app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request as if it came at the root."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scope = self._at_the_root(scope)
+        if not _is_page(scope["path"]):
+            await self.app(scope, receive, send)
+            return
+        start: list[Message] = []
+
+        async def send_below(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                start.append({**message, "headers": self._headers(message["headers"])})
+            elif start and _is_html(start[0]) and not message.get("more_body"):
+                body = message["body"].replace(_LINK, b'="' + self._prefix.encode() + b"/ui")
+                await send(_of_length(start.pop(), len(body)))
+                await send({**message, "body": body})
+            else:
+                if start:
+                    await send(start.pop())
+                await send(message)
+
+        await self.app(scope, receive, send_below)
+
+    def _at_the_root(self, scope: Scope) -> Scope:
+        path: str = scope["path"]
+        if path != self._prefix and not path.startswith(f"{self._prefix}/"):
+            return scope
+        raw = scope.get("raw_path") or path.encode()
+        cut = {
+            "path": path[len(self._prefix) :] or "/",
+            "raw_path": raw[len(self._prefix) :] or b"/",
+        }
+        return {**scope, **cut}
+
+    def _headers(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        prefix = self._prefix.encode()
+        return [
+            (name, prefix + value)
+            if name.lower() in _LEADING and value.startswith(b"/")
+            else (name, value.replace(b"Path=/ui", b"Path=" + prefix + b"/ui"))
+            if name.lower() == b"set-cookie"
+            else (name, value)
+            for name, value in headers
+        ]
+
+
+def _is_page(path: str) -> bool:
+    return path in ("/", "/ui") or path.startswith("/ui/")
+
+
+def _is_html(start: Message) -> bool:
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/html")
+        for name, value in start["headers"]
+    )
+
+
+def _of_length(start: Message, length: int) -> Message:
+    others = [each for each in start["headers"] if each[0].lower() != b"content-length"]
+    return {**start, "headers": [*others, (b"content-length", str(length).encode())]}

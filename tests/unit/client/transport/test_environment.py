@@ -1,0 +1,148 @@
+"""What the environment says of proxies and certificates, and the sentence where it cannot be followed."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import subprocess
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain import ServiceClient
+from cotrain.errors import APIConnectionError, SettingsMissing
+from cotrain.transport.environment import CERTIFICATES, proxy_of, through_proxy, trusted
+from cotrain.transport.http import RetryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PROXY = "http://proxy:3128"
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An environment that names no proxy and no certificate."""
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy") or name in CERTIFICATES:
+            monkeypatch.delenv(name)
+    trusted.cache_clear()
+    yield
+    trusted.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("excepted", "url", "is_excepted"),
+    [
+        ("localhost,fd07:b51a:cc66:f0::/64", "http://[fd07:b51a:cc66:f0::9]:8000", True),
+        ("localhost,fd07:b51a:cc66:f0::/64", "http://[fd08::9]:8000", False),
+        ("localhost,[::1]", "http://[::1]:8000", True),
+        ("::1", "http://[::1]", True),
+        ("[fd07::]/16", "http://[fd07::3]", True),
+        ("192.168.0.0/16", "http://192.168.4.5:8000", True),
+        ("192.168.0.0/16", "http://192.169.4.5:8000", False),
+        ("10.0.0.1", "http://10.0.0.1", True),
+        ("10.0.0.1:81", "http://10.0.0.1:81", True),
+        ("10.0.0.1:81", "http://10.0.0.1:80", False),
+        (".example.com", "http://train.example.com", True),
+        ("*.example.com", "http://train.example.com", True),
+        ("example.com", "http://example.com", True),
+        ("example.com", "http://notexample.com", False),
+        ("a, LOCALHOST", "http://localhost:1", True),
+        ("http://localhost", "http://localhost:1", True),
+        ("*", "http://anything", True),
+        ("", "http://anything", False),
+        ("not/a/network,::,fe80::1%eth0,[", "http://anything", False),
+    ],
+)
+def test_what_no_proxy_names_is_reached_without_one(
+    monkeypatch: pytest.MonkeyPatch, excepted: str, url: str, is_excepted: bool
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", PROXY)
+    monkeypatch.setenv("NO_PROXY", excepted)
+    assert proxy_of(url) == (None if is_excepted else PROXY)
+    ServiceClient(url, "k").close()
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+@pytest.mark.parametrize(
+    "value", ["foo://x:1", "http://[::1", "http://x:port", "socks5://user:pw@x:1"]
+)
+def test_a_proxy_that_cannot_be_one_is_named_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsMissing, match=name) as refused:
+        ServiceClient("http://train.example", "k")
+    assert "pw" not in str(refused.value)
+
+
+def test_a_dead_proxy_is_named_where_a_server_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://user:pw@127.0.0.1:9")
+    assert "http://127.0.0.1:9 of HTTP_PROXY" in through_proxy("http://train.example")
+    policy = RetryPolicy(give_up_unanswered_after_s=-1.0)
+    with (
+        ServiceClient("http://train.example", "k", policy=policy) as service,
+        pytest.raises(
+            APIConnectionError, match=r"through the proxy http://127.0.0.1:9 of HTTP_PROXY"
+        ),
+    ):
+        service.get_server_capabilities()
+
+
+@pytest.mark.parametrize("name", CERTIFICATES)
+def test_a_file_of_certificates_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv(name, str(tmp_path / "gone.pem"))
+    with pytest.raises(SettingsMissing, match=rf"{name} names .*gone.pem.*no such file"):
+        ServiceClient("http://train.example", "k")
+
+
+def test_a_file_that_holds_no_certificates_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "no.pem").write_text("hello")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "no.pem"))
+    with pytest.raises(SettingsMissing, match=r"SSL_CERT_FILE names .*no.pem"):
+        ServiceClient("http://train.example", "k")
+
+
+def test_a_certificate_of_an_unknown_authority_is_refused_at_once(tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-nodes",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-days",
+        "1",
+    ]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run(
+        [*command, *names, "-keyout", key, "-out", cert], check=True, capture_output=True
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    server = ThreadingHTTPServer(("localhost", 0), SimpleHTTPRequestHandler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"https://localhost:{server.server_port}"
+    try:
+        with (
+            ServiceClient(url, "k") as service,
+            pytest.raises(SettingsMissing, match="SSL_CERT_FILE"),
+        ):
+            service.get_server_capabilities()
+    finally:
+        server.shutdown()
+        server.server_close()
