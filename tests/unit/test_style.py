@@ -1,0 +1,161 @@
+"""Rules of docs/style.md that a program can check, for docstrings, comments and pages."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BACKLOG = Path(__file__).parents[1] / "data" / "style_backlog.txt"
+"""Files that still break a rule. The list only shrinks."""
+CODE = ("client", "scheduler", "server", "workers", "bench", "examples", "docs", "tests")
+MAX_WORDS = 30
+
+CLAUSE = re.compile(r"(What|Whether|Who|Whose|Which|How|Where|When|Of|As|All)\b")
+NOT_WHAT_THE_CALLER_GETS = re.compile(r"(Say|Tell|Give|Take|Have|Let|Note|Look|Name)\b")
+DIALECT = re.compile(
+    r"\bwhat (is|was|has|of|it|one|a|the)\b|\bso (many|much|long)\b|\bshall\b|\bthat (is|are) there\b"
+    r"|\bnow and then\b|\bno more\b|\bas far as\b",
+    re.IGNORECASE,
+)
+CODE_SPAN = re.compile(r"``?[^`\n]+``?|https?://\S+")
+FENCE = re.compile(r"^```.*?^```|<!--.*?-->", re.MULTILINE | re.DOTALL)
+SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z*`\"(])|\n\s*\n|\n\s*[*\-#|\d>]")
+
+
+@cache
+def faults(path: Path) -> list[str]:
+    """Return the rules that a file breaks, each with its line."""
+    text = path.read_text(encoding="utf-8")
+    found = _of_page(text) if path.suffix == ".md" else [*_of_docstrings(text), *_of_comments(text)]
+    return [f"{path.relative_to(ROOT)}:{line}: {fault}" for line, fault in found]
+
+
+def faults_of_prose(prose: str) -> Iterator[str]:
+    """Yield words of the dialect, and sentences above MAX_WORDS words."""
+    prose = CODE_SPAN.sub("code", prose)
+    for match in DIALECT.finditer(prose):
+        yield f"“{match[0]}”"
+    for sentence in SENTENCE_END.split(prose):
+        words = len(sentence.split())
+        if words > MAX_WORDS:
+            yield f"a sentence of {words} words: {' '.join(sentence.split()[:6])} …"
+
+
+def _of_page(text: str) -> Iterator[tuple[int, str]]:
+    prose = FENCE.sub(lambda code: "\n" * code[0].count("\n"), text)
+    for number, block in _blocks(prose):
+        cells = block.split("|") if block.lstrip().startswith("|") else [block]
+        for cell in cells:
+            for fault in faults_of_prose(cell):
+                yield number, fault
+
+
+def _blocks(text: str) -> Iterator[tuple[int, str]]:
+    """Split a page into paragraphs, list items and table rows, each with its first line."""
+    start, lines = 1, list[str]()
+    for number, line in enumerate(text.splitlines(), 1):
+        if lines and (not line.strip() or re.match(r"\s*([*\-#|>]|\d+\.) ?", line)):
+            yield start, "\n".join(lines)
+            lines = []
+        if not lines:
+            start = number
+        if line.strip():
+            lines.append(line)
+    if lines:
+        yield start, "\n".join(lines)
+
+
+def _of_docstrings(text: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            doc = ast.get_docstring(node)
+            line = getattr(node, "lineno", 1)
+            if doc is None:
+                continue
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            opening = CLAUSE.match(doc) or (is_function and NOT_WHAT_THE_CALLER_GETS.match(doc))
+            if opening:
+                yield line, f"opens with “{opening[0]}”"
+            for _, block in _blocks(doc):
+                for fault in faults_of_prose(block):
+                    yield line, fault
+        elif isinstance(node, ast.Expr) and _is_text(node.value):
+            for fault in faults_of_prose(ast.literal_eval(node.value)):
+                if fault.startswith("“"):  # docstrings above have these already, but not attributes
+                    yield node.lineno, fault
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _of_comments(text: str) -> Iterator[tuple[int, str]]:
+    start, lines, last = 0, list[str](), -1
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        row = token.start[0]
+        if lines and row != last + 1:
+            for fault in faults_of_prose(" ".join(lines)):
+                yield start, fault
+            lines = []
+        start = start if lines else row
+        lines.append(token.string.lstrip("#: "))
+        last = row
+    for fault in faults_of_prose(" ".join(lines)):
+        yield start, fault
+
+
+def files() -> list[Path]:
+    """Return every page and every Python file that is written here."""
+    code = [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    generated = {"compatibility.md", "style.md"}  # the second quotes what it forbids
+    return sorted(
+        path
+        for path in [*code, *pages]
+        if "_pb2" not in path.name and path.name not in generated and path != Path(__file__)
+    )
+
+
+def backlog() -> set[str]:
+    """Return the files that are still to be rewritten."""
+    return set(BACKLOG.read_text(encoding="utf-8").split())
+
+
+def test_a_clause_a_word_of_the_dialect_and_a_long_sentence_are_found(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        '"""What a worker counts."""\n\n\ndef f() -> None:\n    """Say so many things."""\n'
+        "    # and this shall be found, " + "word " * 30 + "\n"
+    )
+    text = module.read_text()
+    found = [fault for _, fault in (*_of_docstrings(text), *_of_comments(text))]
+    assert {"opens with “What”", "opens with “Say”", "“so many”", "“shall”"} <= set(found)
+    assert any("a sentence of" in fault for fault in found)
+
+
+@pytest.mark.parametrize("folder", [*CODE, "."])
+def test_every_file_outside_the_backlog_keeps_the_rules(folder: str) -> None:
+    open_files = backlog()
+    found = []
+    for path in files():
+        own = path.relative_to(ROOT)
+        if (own.parts[0] if len(own.parts) > 1 else ".") == folder and str(own) not in open_files:
+            found += faults(path)
+    assert found == []
+
+
+def test_every_file_of_the_backlog_still_breaks_a_rule() -> None:
+    done = [
+        name for name in sorted(backlog()) if not (ROOT / name).exists() or not faults(ROOT / name)
+    ]
+    assert done == [], f"remove these from {BACKLOG.name}"
