@@ -99,7 +99,10 @@ class Tokenizer:
     def count_added_before(self, prompt: Sequence[int]) -> int:
         """Count the control tokens at a prompt's beginning that `encode` puts before any text."""
         added = self.encode("", special=True)
-        return next((at for at, (a, b) in enumerate(zip(added, prompt, strict=False)) if a != b), min(len(added), len(prompt)))
+        return next(
+            (at for at, (a, b) in enumerate(zip(added, prompt, strict=False)) if a != b),
+            min(len(added), len(prompt)),
+        )
 
     def token_bytes(self, token: int, *, begins: bool = False) -> bytes:
         """Return what a token adds to a text that has begun, or that `begins`; for a control token its name."""
@@ -141,7 +144,7 @@ class TextGrowth:
     """The text of a growing row of tokens, in chunks that never end within a character.
 
     Each token is read once: bytes by an incremental decoder of UTF-8, so that a byte which is no part of a
-    character spoils none beside it, and text behind the token before it.
+    character spoils no neighbour, and text behind the token before it.
     """
 
     def __init__(

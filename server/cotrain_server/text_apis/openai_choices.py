@@ -144,9 +144,7 @@ def _named(tokenizer: Tokenizer, each: Scored, *, begins: bool) -> dict[str, flo
     return named
 
 
-def _entry(
-    tokenizer: Tokenizer, token: int, logprob: float | None, part: Part
-) -> dict[str, Any]:
+def _entry(tokenizer: Tokenizer, token: int, logprob: float | None, part: Part) -> dict[str, Any]:
     is_named = tokenizer.is_special(token)
     return {
         "token": tokenizer.token_name(token, begins=part.begins),

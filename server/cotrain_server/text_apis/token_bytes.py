@@ -55,7 +55,7 @@ def _letters() -> dict[str, int]:
     hidden = [byte for byte in range(0x100) if byte not in prints]
     return {
         **{chr(byte): byte for byte in prints},
-        **{chr(0x100 + place): byte for place, byte in enumerate(hidden)},
+        **{chr(0x100 + at): byte for at, byte in enumerate(hidden)},
     }
 
 

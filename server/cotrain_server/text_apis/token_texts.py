@@ -1,4 +1,4 @@
-"""Parts of an answer's text that its single tokens add, for the log-probs beside it."""
+"""Parts of an answer's text that its single tokens add, for its log-probs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class TokenTexts:
 
     def ended(self, parts: list[Part]) -> list[Part]:
         """Return all parts with the rest of the text in the last: bytes that became no character."""
-        return parts and [*parts[:-1], replace(parts[-1], text=parts[-1].text + self._growth.finish())]
+        return parts and [
+            *parts[:-1],
+            replace(parts[-1], text=parts[-1].text + self._growth.finish()),
+        ]
 
     def _add(self, token: int, *, special: bool) -> Part:
         tokenizer, begins, offset = self._tokenizer, self._growth.begins, self._length

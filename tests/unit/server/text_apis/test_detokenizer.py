@@ -41,7 +41,22 @@ VOCABULARIES = {
     "metaspace": Tokenizer(metaspace),
 }
 #: Characters of one to four bytes, joined ones, right to left, spaces of SentencePiece.
-SCRIPTS = ["a b", "  x", "é", "Ж", "한글", "가나다라마바사아자차카타", "漢字", "ไทย", "שלום", "🙂", "👩‍👩‍👧", "€😀", "\n", "▁"]
+SCRIPTS = [
+    "a b",
+    "  x",
+    "é",
+    "Ж",
+    "한글",
+    "가나다라마바사아자차카타",
+    "漢字",
+    "ไทย",
+    "שלום",
+    "🙂",
+    "👩‍👩‍👧",
+    "€😀",
+    "\n",
+    "▁",
+]
 
 every_vocabulary = pytest.mark.parametrize("name", VOCABULARIES)
 
