@@ -23,7 +23,7 @@ import redis
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient
 from cotrain_server.commands import keys
 from cotrain_server.supervisor.data_folder import DataFolder
-from cotrain_store.redis_client.append_only_file import last_file
+from cotrain_store.disk.append_only_file import last_file
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3

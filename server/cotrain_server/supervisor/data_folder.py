@@ -103,7 +103,7 @@ class DataFolder:
                 raise
         return file
 
-    def check_room(self) -> None:
+    def check_writable(self) -> None:
         """Raise UnusableFolder where nothing can be written: the processes would say less of it."""
         with _used(self.path), tempfile.TemporaryFile(dir=self.path) as probe:
             probe.write(bytes(PROBE_BYTES))

@@ -128,12 +128,11 @@ class Child:
             lived_well = now - started_at >= self.program.good_life_s
             self.restarts = self.restarts.plus(now, lived_well=lived_well)
             again = f"starting it again in {self.restarts.delay_s:g} s"
-            said = f": {reason.text}" if reason else ""
-            self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}{said}")
+            why = f": {reason.text}" if reason else ""
+            self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}{why}")
             if self.restarts.is_crash_loop:
                 times = f"{len(self.restarts.times)} times in the last minute"
-                why = f": {reason.text}" if reason else "; its log says why."
-                self.report_trouble(name, f"{ended}, {times}{why}")
+                self.report_trouble(name, f"{ended}, {times}{why or '; its log says why.'}")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), self.restarts.delay_s)
 

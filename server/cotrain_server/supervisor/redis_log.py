@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cotrain_server.supervisor.json_log import as_json
 from cotrain_server.supervisor.process import CannotServe, Reason
-from cotrain_store.redis_client.append_only_file import cut_zeros
+from cotrain_store.disk.append_only_file import cut_zeros
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,17 +60,17 @@ def mend_log(folder: DataFolder, binary: Path, say: Callable[[str], None]) -> No
 
 def reason_of_redis(folder: DataFolder, binary: Path, lines: Sequence[str]) -> Reason | None:
     """Read why Redis ended from the last lines of its log, which are JSON; None where it does not say."""
-    said = _said(lines)
-    if not said:
+    warnings = _warnings(lines)
+    if not warnings:
         return None
-    text = " ".join(said[-MOST_LINES:])
-    if any(map(_NEWER.search, said)):
+    text = " ".join(warnings[-MOST_LINES:])
+    if any(map(_NEWER.search, warnings)):
         return Reason(
             f"Redis cannot read {folder.redis}: {text} A newer Redis or Valkey than {binary} wrote it. Put that one on "
             "PATH again, as redis-server or valkey-server.",
             is_final=True,
         )
-    if any(map(_DAMAGED.search, said)):
+    if any(map(_DAMAGED.search, warnings)):
         return Reason(
             f"Redis cannot read {folder.redis}: {text} The log of accepted requests is damaged, more than a power "
             "cut does, and nothing was changed. Copy the folder, then either restore a backup, or cut the log at the "
@@ -80,7 +80,7 @@ def reason_of_redis(folder: DataFolder, binary: Path, lines: Sequence[str]) -> R
     return Reason(text, is_final=False)
 
 
-def _said(lines: Sequence[str]) -> list[str]:
+def _warnings(lines: Sequence[str]) -> list[str]:
     """Return the warnings of the newest start, each a sentence; without any, all that it printed last."""
     events: list[tuple[str, str]] = []
     for line in lines:

@@ -87,7 +87,7 @@ class Supervisor:
         for signum in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
         folder = DataFolder(self.plan.data_dir)
-        folder.check_room()
+        folder.check_writable()
         lock = await _locked(folder)
         write_troubles(folder.path, {})
         self.say(f"everything is kept in {folder.path}, logs in {folder.logs}")

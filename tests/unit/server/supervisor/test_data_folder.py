@@ -107,10 +107,10 @@ def test_a_full_disk_is_found_before_anything_is_started(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     folder = DataFolder(tmp_path)
-    folder.check_room()
+    folder.check_writable()
     monkeypatch.setattr("cotrain_server.supervisor.data_folder.os.fsync", full)
     with pytest.raises(UnusableFolder, match=f"{tmp_path} cannot be used: No space left on device"):
-        folder.check_room()
+        folder.check_writable()
 
 
 def test_a_file_system_without_locks_is_not_a_folder_in_use(
