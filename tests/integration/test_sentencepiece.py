@@ -11,9 +11,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from cotrain.commands.text_endpoints import Asked, stream
+from cotrain_server.ui.access.session import CSRF_HEADER
 from tests.support.http_api import ALICE, POOL
 from tests.support.talking import EOS, Script, Talking, talking_api
 from tests.support.tiny_models import sentencepiece_tokenizer
+from tests.support.ui import csrf_of, log_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -191,3 +193,29 @@ def test_the_bytes_of_a_chats_log_probs_are_those_of_its_text(
     entries = [entry for logprobs in told if logprobs for entry in logprobs.content or ()]
     assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == script.text
     assert len(entries) == len(ids(script.text)) + len([EOS])
+
+
+async def test_the_playground_shows_the_text_of_the_endpoints(
+    served: Talking, script: Script
+) -> None:
+    script.text = f"a {HANGUL}"
+    async with httpx.AsyncClient(base_url=served.address) as http:
+        await log_in(http, ALICE)
+        page = await http.get("/ui")
+        headers = {CSRF_HEADER: csrf_of(page.text), "Accept": "application/json"}
+        form = {
+            "model-0": MODEL,
+            "prompt": "Once",
+            "max_tokens": "99",
+            "seed": "1",
+            "temperature": "1",
+        }
+        told = [
+            (await http.post("/ui/playground", data={**form, "mode": mode}, headers=headers)).json()
+            for mode in ("text", "chat")
+        ]
+    (text,), (chat,) = (each["answers"] for each in told)
+    assert (text["text"], chat["text"]) == (f" {script.text}", script.text)
+    assert [token["text"] for token in text["tokens"]][-4:] == [
+        "bytes:\\xed", "bytes:\\x83", "타", "<unk>",
+    ]  # fmt: skip
