@@ -28,6 +28,7 @@ from cotrain_server.settings import ServerSettings
 from cotrain_server.supervisor.environment import refused_variables
 from cotrain_store.blobs.claim import claim_blobs
 from cotrain_store.errors import InvalidKey, StoreUnavailable, UnsafeRedis
+from cotrain_store.listening import CannotListen, listen
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.logs import start_logs
 from cotrain_store.monitoring.metrics import count_blob_failures
@@ -101,10 +102,19 @@ def main() -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, server.handle_exit)
     log.info("api_started", host=settings.host, port=settings.port)
-    descriptor = arguments.listen_fd
-    server.run(None if descriptor is None else [socket.socket(fileno=descriptor)])
+    server.run([_listener(settings, arguments.listen_fd)])
     log.info("api_stopped")
     sys.exit(0 if server.started else 3)
+
+
+def _listener(settings: ServerSettings, descriptor: int | None) -> socket.socket:
+    if descriptor is not None:
+        return socket.socket(fileno=descriptor)
+    try:
+        return listen(settings.host, settings.port, backlog=ACCEPTED_AT_ONCE)
+    except CannotListen as error:
+        log.error("cannot_listen", reason=str(error))  # another program may give the port back
+        sys.exit(3)
 
 
 def _arguments() -> argparse.Namespace:

@@ -23,6 +23,7 @@ import redis
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient
 from cotrain_server.commands import keys
 from cotrain_server.supervisor.data_folder import DataFolder
+from cotrain_store.disk.append_only_file import last_file
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from cotrain import TrainingClient
 
 PATIENCE_S = 300
+HAS_IPV6 = Path("/proc/net/if_inet6").exists() and Path("/proc/net/if_inet6").read_text() != ""
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +106,18 @@ def test_a_supervisor_shows_no_key_and_when_it_is_killed_takes_everything_with_i
         started = pids(serving)
         serving._process.kill()
         wait_until(lambda: not any(is_alive(pid) for pid in started.values()))
-    with Serving(tmp_path, [base_model], [key]) as serving:
-        readiness = json.load(urllib.request.urlopen(f"{serving.address}/readyz"))
-        assert readiness == {"ready": True, "reasons": []}
+    log = last_file(DataFolder(tmp_path).redis)
+    assert log is not None
+    with log.open("ab") as end:  # what a power cut leaves
+        end.write(bytes(4096))
+    host = "::" if HAS_IPV6 else "0.0.0.0"
+    with Serving(tmp_path, [base_model], [key], [f"--host={host}"]) as serving:
+        assert f"cut 4096 zero bytes off the end of {log}" in serving.log
+        at, _, port = serving.address.rpartition(":")
+        assert at == ("http://[::1]" if HAS_IPV6 else "http://127.0.0.1")
+        for address in (serving.address, f"http://127.0.0.1:{port}"):
+            readiness = json.load(urllib.request.urlopen(f"{address}/readyz"))
+            assert readiness == {"ready": True, "reasons": []}
         with ServiceClient(base_url=serving.address, api_key=key) as service:
             train(service.create_lora_training_client(base_model, rank=4))
 
@@ -175,6 +186,41 @@ def test_a_mistake_on_the_command_line_is_one_sentence(
     answer = serve(*options, f"--data-dir={tmp_path}", "--port=0", **settings)
     assert answer.returncode == os.EX_USAGE
     assert answer.stderr.strip() == message
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "message"),
+    [
+        (["--data-dir={file}"], {}, "The data folder {file} cannot be used: Not a directory"),
+        (["--data-dir={file}/x"], {}, "The data folder {file}/x cannot be used: Not a directory"),
+        (["--data-dir=/proc/x"], {}, "The data folder /proc/x cannot be used: No such file"),
+        (["--data-dir=/sys/x"], {}, "The data folder /sys/x cannot be used: "),
+        (["--port=80000"], {}, "--port, COTRAIN_PORT: 80000 is no port. Give 1 to 65535, or 0"),
+        ([], {"COTRAIN_PORT": "-1"}, "--port, COTRAIN_PORT: -1 is no port."),
+        ([], {"COTRAIN_METRICS_PORT": "65534"}, "COTRAIN_METRICS_PORT: 65534 is too high. 3 "),
+        (["--host=no.invalid"], {}, "Cannot listen on no.invalid:8000: this host knows no such"),
+    ],
+)
+def test_a_folder_or_an_address_that_cannot_be_used_is_named_with_its_reason(
+    tmp_path: Path, options: list[str], settings: dict[str, str], message: str
+) -> None:
+    (tmp_path / "file").touch()
+    given = [each.format(file=tmp_path / "file") for each in (f"--data-dir={tmp_path}", *options)]
+    answer = serve("--base-model=a/b", *given, **settings)
+    assert answer.returncode == os.EX_USAGE
+    assert answer.stderr.startswith(message.format(file=tmp_path / "file"))
+    assert len(answer.stderr.splitlines()) == 1
+
+
+def test_a_worker_without_a_metrics_port_for_each_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "belongs-to").touch()
+    refused = run_cotrain(
+        "worker", "--base-model=a/b", f"--data-dir={tmp_path}", "--redis-url=redis://127.0.0.1:1/0",
+        "--workers=3", "--device=cpu", COTRAIN_METRICS_PORT="65534",
+    )  # fmt: skip
+    assert refused.returncode == os.EX_USAGE
+    assert refused.stderr.startswith("COTRAIN_METRICS_PORT: 65534 is too high. 3 processes")
+    assert "give 1 to 65533" in refused.stderr
 
 
 @pytest.mark.parametrize(

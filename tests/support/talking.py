@@ -45,6 +45,8 @@ class Script:
     """What the worker does with the requests it gets."""
 
     text: str = "Hello"
+    tokens: tuple[int, ...] | None = None
+    """Said in place of the text."""
     failure: str = ""
     lost: frozenset[int] = frozenset()
     """The places of tokens that no listener hears of before the result."""
@@ -53,6 +55,7 @@ class Script:
     cut_at: int | None = None
     """After so many tokens the context is full."""
     seen: list[SampleBody] = field(default_factory=list)
+    vocabulary: Tokenizer = VOCABULARY
     cancelled: int = 0
     """How many requests their clients gave up."""
     _news: threading.Condition = field(default_factory=threading.Condition)
@@ -89,9 +92,11 @@ class Talking:
 
 
 @contextlib.contextmanager
-def talking_api(redis_url: str, folder: Path, **changes: Any) -> Iterator[Talking]:
+def talking_api(
+    redis_url: str, folder: Path, vocabulary: Tokenizer = VOCABULARY, **changes: Any
+) -> Iterator[Talking]:
     """Serve the API on a free port, with a worker that follows a script."""
-    write_language(folder)
+    write_language(folder, vocabulary=vocabulary)
     settings = ServerSettings.model_validate(
         {
             "redis_url": redis_url,
@@ -101,7 +106,7 @@ def talking_api(redis_url: str, folder: Path, **changes: Any) -> Iterator[Talkin
             **changes,
         }
     )
-    app, script = create_app(settings), Script()
+    app, script = create_app(settings), Script(vocabulary=vocabulary)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
     with in_thread(server.run, lambda: setattr(server, "should_exit", True)) as thread:
         while not server.started:
@@ -115,11 +120,13 @@ def talking_api(redis_url: str, folder: Path, **changes: Any) -> Iterator[Talkin
                 yield Talking(address, services, script)
 
 
-def write_language(folder: Path, template: str | None = CHAT_TEMPLATE) -> None:
+def write_language(
+    folder: Path, template: str | None = CHAT_TEMPLATE, vocabulary: Tokenizer = VOCABULARY
+) -> None:
     """Write what a worker writes of its model's tokenizer."""
     tokenizer = folder / "tokenizers" / POOL.tokenizer
     tokenizer.mkdir(parents=True, exist_ok=True)
-    VOCABULARY.save(str(tokenizer / "tokenizer.json"))
+    vocabulary.save(str(tokenizer / "tokenizer.json"))
     (tokenizer / "tokenizer_config.json").write_text("{}")
     (tokenizer / "chat_template.jinja").unlink(missing_ok=True)
     if template is not None:
@@ -182,9 +189,10 @@ class Talker:
 
 def spoken(script: Script, body: SampleBody) -> tuple[list[int], Literal["stop", "length"]]:
     """Cut the script's text into the tokens a decoder would give, with what made it stop."""
-    tokens: list[int] = VOCABULARY.encode(script.text).ids
+    vocabulary = script.vocabulary
+    tokens = list(script.tokens or vocabulary.encode(script.text, add_special_tokens=False).ids)
     for count in range(1, len(tokens) + 1):
-        said = VOCABULARY.decode(tokens[:count])
+        said = vocabulary.decode(tokens[:count])
         if any(str(stop) in said for stop in body.stop or ()):
             return tokens[:count], "stop"
         if count in (body.max_tokens, script.cut_at):

@@ -14,6 +14,7 @@ import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from typing_extensions import override
 
+from cotrain_store.listening import CannotListen, listen
 from cotrain_store.monitoring.metrics import REGISTRIES
 from cotrain_store.refusal import refuse
 
@@ -72,17 +73,18 @@ def metrics_port(
     if settings.metrics_port == 0:
         yield None
         return
-    address = settings.metrics_host, settings.metrics_port
     try:
-        server = _Server(address, _Handler)
-    except OSError as error:
-        named = f"{settings.metrics_host}:{settings.metrics_port}: {error.strerror or error}"
-        refuse("metrics_port_refused", f"COTRAIN_METRICS_HOST and COTRAIN_METRICS_PORT, {named}.")
+        listener = listen(settings.metrics_host, settings.metrics_port)
+    except CannotListen as error:
+        refuse("metrics_port_refused", f"COTRAIN_METRICS_HOST and COTRAIN_METRICS_PORT: {error}")
+    server = _Server(listener.getsockname(), _Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
     server.pages = pages
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
     try:
-        yield server.server_address[1]
+        yield listener.getsockname()[1]
     finally:
         server.shutdown()
         server.server_close()

@@ -16,6 +16,7 @@ from cotrain_server.supervisor.environment import opened
 from cotrain_server.supervisor.gpus import UnfitGpus, chosen, enough
 from cotrain_server.supervisor.gpus import gpus as visible_gpus
 from cotrain_store.blobs.opening import check_url
+from cotrain_store.listening import LAST_PORT
 from cotrain_store.settings.store import PREFIX
 
 NEWER_PYTHON = (3, 14)
@@ -157,6 +158,28 @@ def _enough_gpus(base_models: int, group_size: int) -> None:
         enough(base_models, visible_gpus(), group_size)
     except UnfitGpus as unfit:
         refuse(str(unfit))
+
+
+def checked_port(port: int) -> int:
+    """Return a port that there can be; ends the command for another."""
+    if not 0 <= port <= LAST_PORT:
+        refuse(
+            f"--port, COTRAIN_PORT: {port} is no port. Give 1 to {LAST_PORT}, or 0 for a free one."
+        )
+    return port
+
+
+def check_metrics_ports(processes: int) -> None:
+    """End the command where the first metrics port leaves none for the last process."""
+    given = os.environ.get(f"{PREFIX}METRICS_PORT", "")
+    if not given.isdecimal() or not int(given):  # of none, or of no number, each process says so
+        return
+    most = LAST_PORT - processes + 1
+    if int(given) > most:
+        refuse(
+            f"{PREFIX}METRICS_PORT: {given} is too high. {processes} processes here have a port each, one behind "
+            f"the other: give 1 to {most}, or 0 for none."
+        )
 
 
 def samples_nothing(group_size: int) -> str | None:

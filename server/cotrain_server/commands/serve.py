@@ -21,7 +21,9 @@ from cotrain_server.commands.options import (
     RedisUrl,
     TorchThreads,
     Workers,
+    check_metrics_ports,
     check_python,
+    checked_port,
     chosen_blobs,
     chosen_gpus,
     named_base_models,
@@ -30,11 +32,13 @@ from cotrain_server.commands.options import (
     say,
 )
 from cotrain_server.settings import split_words
-from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder
+from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder, UnusableFolder
 from cotrain_server.supervisor.environment import refused_variables
-from cotrain_server.supervisor.programs import Plan
-from cotrain_server.supervisor.supervisor import CannotServe, Supervisor
+from cotrain_server.supervisor.process import CannotServe
+from cotrain_server.supervisor.programs import WORKERS_PORT, Plan
+from cotrain_server.supervisor.supervisor import Supervisor
 from cotrain_store.errors import InvalidKey, UnsafeRedis
+from cotrain_store.listening import CannotListen
 from cotrain_store.redis_client.embedded_server import NoRedisFound
 
 if TYPE_CHECKING:
@@ -42,11 +46,29 @@ if TYPE_CHECKING:
 
 console = Console(highlight=False, soft_wrap=True)
 
+REFUSALS = (
+    FolderInUse,
+    UnsafeFolder,
+    UnusableFolder,
+    CannotListen,
+    NoRedisFound,
+    UnsafeRedis,
+    CannotServe,
+)
+
 
 def serve(
     base_model: BaseModels = None,
-    host: Annotated[str, typer.Option(envvar="COTRAIN_HOST")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(envvar="COTRAIN_PORT", help="0: a free one.")] = 8000,
+    host: Annotated[
+        str,
+        typer.Option(
+            envvar="COTRAIN_HOST",
+            help="Listen on this address; 0.0.0.0: all of IPv4, ::: all of IPv4 and IPv6.",
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(envvar="COTRAIN_PORT", callback=checked_port, help="0: a free one.")
+    ] = 8000,
     data_dir: DataDir = DEFAULT_DATA_DIR,
     api_key: Annotated[
         list[str] | None,
@@ -120,7 +142,7 @@ def serve(
     }
     plan = Plan(
         base_models=base_models,
-        host=host,
+        host=host[1:-1] if host.startswith("[") and host.endswith("]") else host,  # as in a URL
         port=port,
         data_dir=data_dir.absolute(),
         redis_url=redis_url,
@@ -132,6 +154,7 @@ def serve(
         gpus=chosen_gpus(gpus, device, workers, len(base_models), group_size),
         group_size=group_size,
     )
+    check_metrics_ports(WORKERS_PORT + len(plan.worker_models))
     if notice := samples_nothing(group_size):
         say(notice)
     _run(plan)
@@ -140,10 +163,8 @@ def serve(
 def _run(plan: Plan) -> None:
     try:
         asyncio.run(Supervisor(plan, say, _announce).run())
-    except (FolderInUse, UnsafeFolder, NoRedisFound, UnsafeRedis, CannotServe) as error:
+    except REFUSALS as error:
         refuse(str(error))
-    except OSError as error:
-        refuse(f"Cannot listen on {plan.host}:{plan.port}: {error.strerror}.")
 
 
 def _announce(announcement: Announcement) -> None:

@@ -19,6 +19,7 @@ from cotrain_server.commands.options import (
     LogLevel,
     TorchThreads,
     Workers,
+    check_metrics_ports,
     chosen_blobs,
     chosen_gpus,
     named_base_models,
@@ -26,9 +27,11 @@ from cotrain_server.commands.options import (
     samples_nothing,
     say,
 )
+from cotrain_server.supervisor.data_folder import UnusableFolder
 from cotrain_server.supervisor.environment import refused_variables
+from cotrain_server.supervisor.process import CannotServe
 from cotrain_server.supervisor.programs import Plan
-from cotrain_server.supervisor.supervisor import CannotServe, Supervisor
+from cotrain_server.supervisor.supervisor import Supervisor
 from cotrain_store.blobs.claim import MARK
 
 #: Of a worker id, before its number.
@@ -92,11 +95,12 @@ def worker(
         group_size=group_size,
         worker_names=f"{prefix_of(socket.gethostname() if name is None else name)}-w",
     )
+    check_metrics_ports(len(plan.worker_models))
     if notice := samples_nothing(group_size):
         say(notice)
     try:
         asyncio.run(Supervisor(plan, say, lambda _: None).join())
-    except CannotServe as error:
+    except (CannotServe, UnusableFolder) as error:
         refuse(str(error))
 
 

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cotrain_server.http.connection_table import Admission, ConnectionTable, owner_of
 from cotrain_server.http.request_id import request_id_of
 from cotrain_server.http.request_queue import RequestQueue
+from cotrain_store.listening import plain_address
 from cotrain_store.monitoring import metrics
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class ImpatientProtocol(H11Protocol):
         """Begin to wait, unless there are too many."""
         super().connection_made(cast("asyncio.Transport", transport))
         _read_at_once(transport, _HEAD_BYTES)
+        if self.client:
+            self.client = (plain_address(self.client[0]), self.client[1])
         address = self.client[0] if self.client else ""
         self._owner = owner_of(address)
         admission, victim, reached = self.table.add(self, address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,7 @@ async def write_message(request: Request, services: ServicesDep, tenant: TenantD
         target=target,
         body=body,
         stop=tuple(asked.stop_sequences or ()),
+        begins=not asked.is_prefilled,
     )
     generation = await Generation.start(services, target, [reply.body])
     if asked.stream:
@@ -100,4 +102,4 @@ async def write_message(request: Request, services: ServicesDep, tenant: TenantD
     complete = await finished(request, generation)
     if complete is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return FiniteJSONResponse(answer(reply, complete[0]))
+    return FiniteJSONResponse(await asyncio.to_thread(answer, reply, complete[0]))

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from cotrain_store.blobs.durable_files import make_folder
 from cotrain_store.redis_client.embedded_server import LOG_FOLDER, MAX_SOCKET_PATH
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 SOCKET_NAME = "redis.sock"
 METRICS_TARGETS = "prometheus-targets.json"
@@ -23,6 +24,8 @@ METRICS_TARGETS = "prometheus-targets.json"
 LOG_BYTES = 64 * 1024**2
 
 LOG_END_BYTES = 64 * 1024
+#: What a start writes at least: less free space than that is a full disk.
+PROBE_BYTES = 64 * 1024
 
 
 class FolderInUse(Exception):
@@ -33,15 +36,34 @@ class UnsafeFolder(Exception):
     """This folder belongs to another user."""
 
 
+class UnusableFolder(Exception):
+    """Nothing can be kept in this folder."""
+
+
+@contextmanager
+def _used(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        at = Path(error.filename) if isinstance(error.filename, str) else folder
+        where = "" if at == folder else f" ({at})"
+        raise UnusableFolder(
+            f"The data folder {folder} cannot be used: {error.strerror}{where}. Give a folder that this user can "
+            "write to, on a disk with free space, by --data-dir or COTRAIN_DATA_DIR."
+        ) from error
+
+
 class DataFolder:
     """One server's folder; everything in it is readable by its owner only."""
 
     def __init__(self, path: Path) -> None:
+        """Make what is missing. Raises UnusableFolder."""
         self.path = path
-        if not path.exists():  # the folder above one that is there need not be ours to read
-            make_folder(path)
-        for folder in (self.logs, self.redis, self.redis / LOG_FOLDER):
-            make_folder(folder)
+        with _used(path):
+            if not path.exists():  # the folder above one that is there need not be ours to read
+                make_folder(path)
+            for folder in (self.logs, self.redis, self.redis / LOG_FOLDER):
+                make_folder(folder)
 
     @property
     def logs(self) -> Path:
@@ -57,26 +79,41 @@ class DataFolder:
         """Say where a Prometheus finds the metrics of each process, at once: it may read while we write."""
         path = self.path / METRICS_TARGETS
         temporary = path.with_suffix(".new")
-        temporary.write_text(json.dumps(list(targets), indent=1) + "\n")
-        temporary.replace(path)
+        with _used(self.path):
+            temporary.write_text(json.dumps(list(targets), indent=1) + "\n")
+            temporary.replace(path)
 
     def lock(self) -> int:
-        """Take the folder; the file descriptor holds it. Raises FolderInUse.
+        """Take the folder; the file descriptor holds it. Raises FolderInUse, UnusableFolder.
 
         Every process we start inherits the descriptor, so the folder is free only when the last of
         them is gone. A new server therefore never meets a Redis, or a worker, of the one before.
         """
-        file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as locked:
-            os.close(file)
-            raise FolderInUse(f"Another server uses {self.path}, or is still ending.") from locked
+        with _used(self.path):
+            file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as locked:
+                os.close(file)
+                raise FolderInUse(
+                    f"Another server uses {self.path}, or is still ending."
+                ) from locked
+            except OSError:  # a file system without locks
+                os.close(file)
+                raise
         return file
 
+    def check_writable(self) -> None:
+        """Raise UnusableFolder where nothing can be written: the processes would say less of it."""
+        with _used(self.path), tempfile.TemporaryFile(dir=self.path) as probe:
+            probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+
     def socket(self) -> Path:
-        """Name the socket of the embedded Redis; its folder is ours alone. Raises UnsafeFolder."""
-        _socket_name(self.path).parent.mkdir(mode=0o700, exist_ok=True)
+        """Name the socket of the embedded Redis; its folder is ours alone. Raises UnsafeFolder, UnusableFolder."""
+        with _used(self.path):
+            _socket_name(self.path).parent.mkdir(mode=0o700, exist_ok=True)
         return found_socket(self.path)
 
     def log_of(self, process: str) -> Path:

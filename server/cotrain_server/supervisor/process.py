@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -32,6 +33,19 @@ LINES = Path(__file__).with_name("json_log.py")
 LAST_LINES_S = 5.0
 
 
+class CannotServe(Exception):
+    """A process refused to start, and would again."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a process ended."""
+
+    text: str
+    is_final: bool
+    """Whether the next start would end likewise."""
+
+
 @dataclass(frozen=True)
 class Program:
     """What to run, and how to end it."""
@@ -44,6 +58,10 @@ class Program:
     death_signal: signal.Signals = signal.SIGKILL
     """What the kernel sends it when this supervisor is gone."""
     pass_fds: tuple[int, ...] = ()
+    good_life_s: float = 20.0
+    """A process that ran this long had started well: the next start does not wait."""
+    reason_of: Callable[[Sequence[str]], Reason | None] | None = None
+    """Read why it ended from the last lines of its log. None: as our own processes say it, with status 2."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +69,25 @@ class RestartHistory:
     """When a process crashed within the last WINDOW_S, and how soon it is started again; in seconds."""
 
     times: tuple[float, ...] = ()
+    well_until: float = -math.inf
+    """When it last crashed after a good life."""
 
-    def plus(self, now: float) -> RestartHistory:
+    def plus(self, now: float, *, lived_well: bool = False) -> RestartHistory:
         """Add one more crash and drop the old ones."""
-        return RestartHistory((*(time for time in self.times if now - time < WINDOW_S), now))
+        recent = (time for time in self.times if now - time < WINDOW_S)
+        return RestartHistory((*recent, now), now if lived_well else self.well_until)
 
     @property
     def delay_s(self) -> float:
-        """How long to wait before the next start: 0.1 s, doubled with each crash, at most 5 s."""
-        if self.is_crash_loop:
+        """How long to wait before the next start: 0.1 s, doubled with each crash since a good life, at most 5 s."""
+        in_a_row = sum(time >= self.well_until for time in self.times)
+        if in_a_row >= CRASH_LOOP_COUNT:
             return LONGEST_DELAY_S
-        return min(FIRST_DELAY_S * 2.0 ** (len(self.times) - 1), LONGEST_DELAY_S)
+        return min(FIRST_DELAY_S * 2.0 ** (in_a_row - 1), LONGEST_DELAY_S)
 
     @property
     def is_crash_loop(self) -> bool:
-        """Whether an operator should look: it is still started again, but only every 5 s."""
+        """Whether an operator should look: it is still started again, but only every 5 s if it lives shortly."""
         return len(self.times) >= CRASH_LOOP_COUNT
 
 
@@ -96,16 +118,21 @@ class Child:
     async def _keep(self) -> None:
         name = self.program.name
         while not self._stopping.is_set():
-            ended, refusal = await self._run_once()
-            if self._stopping.is_set() or (refusal and self.give_up(refusal)):
+            started_at = time.monotonic()
+            ended, reason = await self._run_once()
+            if self._stopping.is_set() or (
+                reason and reason.is_final and self.give_up(reason.text)
+            ):
                 return
-            self.restarts = self.restarts.plus(time.monotonic())
+            now = time.monotonic()
+            lived_well = now - started_at >= self.program.good_life_s
+            self.restarts = self.restarts.plus(now, lived_well=lived_well)
             again = f"starting it again in {self.restarts.delay_s:g} s"
-            self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}")
+            why = f": {reason.text}" if reason else ""
+            self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}{why}")
             if self.restarts.is_crash_loop:
                 times = f"{len(self.restarts.times)} times in the last minute"
-                why = f": {refusal}" if refusal else "; its log says why."
-                self.report_trouble(name, f"{ended}, {times}{why}")
+                self.report_trouble(name, f"{ended}, {times}{why or '; its log says why.'}")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), self.restarts.delay_s)
 
@@ -130,8 +157,8 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _run_once(self) -> tuple[str, str | None]:
-        """Run the program until it ends; say how it did, and why, if it refused to start."""
+    async def _run_once(self) -> tuple[str, Reason | None]:
+        """Run the program until it ends; say how it did, and why, where it says that."""
         try:
             self._process = await self._start()
         except OSError as error:  # no memory, no process left, no disk for its log
@@ -140,7 +167,7 @@ class Child:
             self.kill()
         self.say(f"{self.program.name} started (pid {self._process.pid})")
         status = await self._outlived(self._process)
-        return _ended(status), await self._refusal() if status == EXIT_CODE else None
+        return _ended(status), await self._reason(status)
 
     async def _start(self) -> asyncio.subprocess.Process:
         program = self.program
@@ -168,9 +195,12 @@ class Child:
         finally:
             os.close(log)
 
-    async def _refusal(self) -> str | None:
+    async def _reason(self, status: int) -> Reason | None:
+        reason_of = self.program.reason_of or (_own_reason if status == EXIT_CODE else None)
+        if status <= 0 or reason_of is None:
+            return None
         await self._all_logged()
-        return last_reason(self.folder.log_end(self.program.name))
+        return reason_of(self.folder.log_end(self.program.name))
 
     async def _all_logged(self) -> None:
         if self._logged:
@@ -210,6 +240,11 @@ async def _exec(
         start_new_session=True,
         pass_fds=pass_fds,
     )
+
+
+def _own_reason(lines: Sequence[str]) -> Reason | None:
+    text = last_reason(lines)
+    return None if text is None else Reason(text, is_final=True)
 
 
 def _ended(status: int) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from cotrain_server.supervisor import environment as variables
 from cotrain_server.supervisor.gpus import gpus, notice, variables_of
 from cotrain_server.supervisor.process import Program
+from cotrain_server.supervisor.redis_log import reason_of_redis
 from cotrain_store.redis_client.embedded_server import (
     check_log,
     find_redis_binary,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 API_GRACE_S = 10.0
 SCHEDULER_GRACE_S = 5.0
 REDIS_GRACE_S = 30.0
+#: Each has done its work for a while by then.
+REDIS_GOOD_LIFE_S, LIGHT_GOOD_LIFE_S = 1.0, 5.0
 #: The API has the first metrics port.
 SCHEDULER_PORT, WORKERS_PORT = 1, 2
 #: Else numpy keeps a thread per core for products of matrices, which neither API nor scheduler makes.
@@ -99,6 +103,8 @@ class Programs:
             REDIS_GRACE_S,
             death_signal=signal.SIGTERM,
             pass_fds=self._inherited,
+            good_life_s=REDIS_GOOD_LIFE_S,
+            reason_of=partial(reason_of_redis, self.folder, binary),
         )
 
     @property
@@ -213,7 +219,8 @@ class Programs:
         given = {**self.plan.given, **shared, **own}
         threads = GIVES_WAY if known is variables.WORKER else ONE_THREAD
         environment = {**threads, **variables.environment(known, given)}
-        return Program(name, command, environment, grace_s, pass_fds=self._inherited)
+        made = Program(name, command, environment, grace_s, pass_fds=self._inherited)
+        return made if known is variables.WORKER else replace(made, good_life_s=LIGHT_GOOD_LIFE_S)
 
     def _worker_grace_s(self) -> float:
         """Read what a worker plans its drain by: the end of its cycle, and recovery copies."""

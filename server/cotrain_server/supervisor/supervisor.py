@@ -11,21 +11,23 @@ import json
 import math
 import os
 import signal
-import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cotrain_server.probe import probe
 from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
-from cotrain_server.supervisor.process import Child
+from cotrain_server.supervisor.process import CannotServe, Child
 from cotrain_server.supervisor.programs import Programs
+from cotrain_server.supervisor.redis_log import mend_log
 from cotrain_server.supervisor.startup_progress import NewLines, follow
 from cotrain_server.troubles import write_troubles
 from cotrain_store.blobs.claim import claim_blobs
 from cotrain_store.errors import StoreUnavailable
+from cotrain_store.listening import ANY_ADDRESS, address, listen
 from cotrain_store.redis_client.connection import (
     CONNECTION_LOST,
     check_store,
@@ -35,6 +37,7 @@ from cotrain_store.redis_client.connection import (
 from cotrain_store.tenants.api_keys import Tenants
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Sequence
 
     from cotrain_server.supervisor.process import Program
@@ -42,16 +45,11 @@ if TYPE_CHECKING:
 
 #: Processes of a server that was just killed need a moment to be gone.
 LOCK_PATIENCE_S = 5.0
-BACKLOG = 4096
 POLL_S = 0.05
 READY_POLL_S = 0.2
 LOGS_EVERY_S = 60.0
 #: A start takes this long without anything to worry about.
 SILENCE_S = 10.0
-
-
-class CannotServe(Exception):
-    """A process refused to start, and would again."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +80,18 @@ class Supervisor:
         """Serve until SIGINT or SIGTERM; a second one does not wait for anything.
 
         Raises:
-            FolderInUse, UnsafeFolder, NoRedisFound, OSError: the server cannot start at all.
+            FolderInUse, UnsafeFolder, UnusableFolder, CannotListen, NoRedisFound: the server cannot start at all.
             UnsafeRedis: it must not.
             CannotServe: one of its processes cannot, for a reason that does not pass.
         """
         for signum in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
         folder = DataFolder(self.plan.data_dir)
+        folder.check_writable()
         lock = await _locked(folder)
         write_troubles(folder.path, {})
         self.say(f"everything is kept in {folder.path}, logs in {folder.logs}")
-        with _listen(self.plan.host, self.plan.port) as listener:
+        with listen(self.plan.host, self.plan.port) as listener:
             starting = asyncio.create_task(self._start(folder, lock, listener))
             tidying = asyncio.create_task(_keep_logs_short(folder))
             stopping = asyncio.create_task(self._stop.wait())
@@ -116,6 +115,7 @@ class Supervisor:
         """Run workers alone, of a server elsewhere, until SIGINT or SIGTERM; a second one does not wait.
 
         Raises:
+            UnusableFolder: no logs can be written.
             CannotServe: a worker refuses to start, for a reason that does not pass.
         """
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -144,7 +144,9 @@ class Supervisor:
         redis_url = self.plan.redis_url or f"unix://{folder.socket()}"
         programs = Programs(self.plan, folder, redis_url, lock, listener.fileno())
         if self.plan.redis_url is None:
-            self._add(folder, [programs.redis()])
+            redis = programs.redis()
+            await asyncio.to_thread(mend_log, folder, Path(redis.command[0]), self.say)
+            self._add(folder, [redis])
         new_key = await _prepare_store(redis_url, self.plan, self.say)
         folder.write_metrics_targets(programs.metrics_targets())
         workers = programs.workers()
@@ -157,10 +159,11 @@ class Supervisor:
         self._add(folder, [programs.scheduler()])
         self._add(folder, [programs.api()])
         port = listener.getsockname()[1]
-        await _ready(_url(_reachable(self.plan.host), port), self.say)
+        url = f"http://{address(_reachable(self.plan.host), port)}"
+        await _ready(url, self.say)
         following.cancel()
         self._was_ready = True
-        self.announce(Announcement(_url(self.plan.host, port), new_key))
+        self.announce(Announcement(url, new_key))
 
     def _add(self, folder: DataFolder, programs: Sequence[Program]) -> None:
         note = partial(self._note, folder)
@@ -219,11 +222,6 @@ async def _locked(folder: DataFolder) -> int:
             await asyncio.sleep(POLL_S)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
-
-
 async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None]) -> str | None:
     """Wait for Redis, refuse an unsafe one, and see to it that there is an API key.
 
@@ -269,8 +267,4 @@ async def _ready(url: str, say: Callable[[str], None]) -> None:
 
 
 def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # not bound here
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return {"0.0.0.0": "127.0.0.1", ANY_ADDRESS: "::1"}.get(host, host)  # noqa: S104  # not bound here

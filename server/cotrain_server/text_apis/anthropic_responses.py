@@ -29,11 +29,18 @@ class MessageReply:
     target: Target
     body: SampleBody
     stop: tuple[str, ...]
+    begins: bool
+    """Whether the text begins the message; else it goes on with the prompt's."""
 
     def visible(self) -> VisibleText:
         """Begin the text of the message."""
-        eos = self.target.pool.eos_token_ids
-        return VisibleText(self.target.language.tokenizer, self.stop, eos)
+        return VisibleText(
+            self.target.language.tokenizer,
+            self.stop,
+            self.target.pool.eos_token_ids,
+            before=self.body.prompt,
+            begins=self.begins,
+        )
 
     def message(self, content: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
         """Write the message around its content."""

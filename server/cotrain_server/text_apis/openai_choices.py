@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Protocol
-
-from cotrain_server.text_apis.detokenizer import PARTIAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from cotrain.wire.sampling import TopK
     from cotrain_server.text_apis.detokenizer import Tokenizer
+    from cotrain_server.text_apis.token_texts import Part
 
 #: What OpenAI's API writes for a token that is all but impossible; JSON has no infinity.
 IMPOSSIBLE = -9999.0
@@ -34,6 +33,8 @@ class Shape(Protocol):
     prefix: str
     whole_object: str
     chunk_object: str
+    begins: bool
+    """Whether its text stands alone, as the words of a message do, or goes on with the prompt's."""
 
     def opening(self) -> dict[str, Any] | None:
         """Start a streamed choice."""
@@ -45,9 +46,9 @@ class Shape(Protocol):
         """Write a whole choice."""
 
     def logprobs(
-        self, tokenizer: Tokenizer, scored: Sequence[Scored], offset: int
+        self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
     ) -> dict[str, Any]:
-        """Write log-probs of some tokens, the first of which starts `offset` characters in."""
+        """Write log-probs of some tokens, and the part of the text that each adds."""
 
 
 class ChatShape:
@@ -56,6 +57,7 @@ class ChatShape:
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    begins = True
 
     def opening(self) -> dict[str, Any]:
         """Say who speaks."""
@@ -70,15 +72,18 @@ class ChatShape:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def logprobs(
-        self, tokenizer: Tokenizer, scored: Sequence[Scored], offset: int
+        self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
     ) -> dict[str, Any]:
-        """Write one entry per token."""
+        """Write one entry per token. The bytes of all entries are those of the text."""
         content = [
             {
-                **_entry(tokenizer, each.token, each.logprob),
-                "top_logprobs": [_entry(tokenizer, *likely) for likely in each.likeliest or ()],
+                **_entry(tokenizer, each.token, each.logprob, part),
+                "bytes": list(part.content),
+                "top_logprobs": [
+                    _entry(tokenizer, *likely, part) for likely in each.likeliest or ()
+                ],
             }
-            for each in scored
+            for each, part in zip(scored, parts, strict=True)
         ]
         return {"content": content, "refusal": None}
 
@@ -89,6 +94,7 @@ class CompletionShape:
     prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    begins = False
 
     def opening(self) -> None:
         """Need no beginning."""
@@ -102,24 +108,18 @@ class CompletionShape:
         return {"text": text}
 
     def logprobs(
-        self, tokenizer: Tokenizer, scored: Sequence[Scored], offset: int
+        self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
     ) -> dict[str, Any]:
         """Write columns. A token is always among its likeliest, be there one more than asked for."""
-        texts = [tokenizer.token_text(each.token) for each in scored]
         likeliest = [
-            None
-            if each.likeliest is None
-            else {
-                tokenizer.token_text(token): _finite(logprob)
-                for token, logprob in reversed([*each.likeliest, (each.token, each.logprob)])
-            }
-            for each in scored
+            None if each.likeliest is None else _named(tokenizer, each, begins=part.begins)
+            for each, part in zip(scored, parts, strict=True)
         ]
         return {
-            "tokens": texts,
+            "tokens": [part.text for part in parts],
             "token_logprobs": [_finite(each.logprob) for each in scored],
             "top_logprobs": likeliest if any(likeliest) else None,
-            "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+            "text_offset": [part.offset for part in parts],
         }
 
 
@@ -133,11 +133,24 @@ def scored(
     return [Scored(*each) for each in zip(tokens, logprobs, filled, strict=False)]
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
-    text = tokenizer.token_text(token)
-    # The bytes of a token that is only part of a character are lost once it is text.
-    in_bytes = None if PARTIAL in text else list(text.encode())
-    return {"token": text, "logprob": _finite(logprob), "bytes": in_bytes}
+def _named(tokenizer: Tokenizer, each: Scored, *, begins: bool) -> dict[str, float | None]:
+    """Write the likeliest tokens by their names; of two with one name the less likely by its id."""
+    own = (each.token, each.logprob)
+    rows = [own, *(likely for likely in each.likeliest or () if likely[0] != each.token)]
+    named: dict[str, float | None] = {}
+    for token, logprob in rows:
+        name = tokenizer.token_name(token, begins=begins)
+        named[f"token_id:{token}" if name in named else name] = _finite(logprob)
+    return named
+
+
+def _entry(tokenizer: Tokenizer, token: int, logprob: float | None, part: Part) -> dict[str, Any]:
+    is_named = tokenizer.is_special(token)
+    return {
+        "token": tokenizer.token_name(token, begins=part.begins),
+        "logprob": _finite(logprob),
+        "bytes": [] if is_named else list(tokenizer.token_bytes(token, begins=part.begins)),
+    }
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -10,6 +10,7 @@ from cotrain_server.text_apis.generation import Ended, Idle, NewTokens
 from cotrain_server.text_apis.openai_choices import scored
 from cotrain_server.text_apis.openai_requests import openai_error
 from cotrain_server.text_apis.route import REFUSED, event, refusal_of
+from cotrain_server.text_apis.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from cotrain_server.text_apis.generation import Event
     from cotrain_server.text_apis.model_names import Target
     from cotrain_server.text_apis.openai_choices import Scored, Shape
+    from cotrain_server.text_apis.token_texts import Part
     from cotrain_store.bodies.sample_body import SampleBody
 
 STILL_HERE = ": still working\n\n"
@@ -66,50 +68,65 @@ class Choice:
         self._reply = reply
         self._prompt = prompt
         self._index = prompt * reply.bodies[prompt].num_samples + sequence
-        self._visible = VisibleText(reply.tokenizer, reply.stop, reply.target.pool.eos_token_ids)
         self._echo = reply.echoes[prompt] if reply.echoes else ""
-        self._offset = len(self._echo)
+        final, before = reply.target.pool.eos_token_ids, reply.bodies[prompt].prompt
+        begins = reply.shape.begins or not reply.tokenizer.last_with_text(before)
+        self._visible = VisibleText(
+            reply.tokenizer, reply.stop, final, before=before, begins=begins
+        )
+        self._texts = (
+            TokenTexts(reply.tokenizer, final, begins=True)
+            if self._echo
+            else TokenTexts(reply.tokenizer, final, before, begins=begins)
+        )
 
     def whole(self, response: SampleResponse, sequence: SampledSequence) -> dict[str, Any]:
         """Write it at once."""
         text = self._echo + self._visible.push(sequence.tokens) + self._visible.finish()
+        content = self._reply.shape.whole(text)
+        if not self._reply.wants_logprobs:
+            return self._written(content, finish_reason=sequence.stop_reason)
         own = scored(sequence.tokens, sequence.logprobs or [], sequence.topk_logprobs)
-        if self._echo and self._reply.wants_logprobs:
-            self._offset = 0
+        parts: list[Part] = []
+        if self._echo:
             own = self._scored_prompt(response) + own
-        return self._written(self._reply.shape.whole(text), own, sequence.stop_reason)
+            parts = self._texts.of_prompt(self._reply.bodies[self._prompt].prompt, self._echo)
+        parts += self._texts.of_answer(sequence.tokens)
+        logprobs = self._logprobs(own, self._texts.ended(parts))
+        return self._written(content, logprobs, sequence.stop_reason)
 
     def opening(self) -> dict[str, Any] | None:
         """Write what comes before all tokens, if anything does."""
         shape = self._reply.shape
         content = shape.chunk(self._echo) if self._echo else shape.opening()
-        return None if content is None else self._written(content, [])
+        return None if content is None else self._written(content)
 
     def chunk(self, new: NewTokens) -> dict[str, Any] | None:
         """Write what is new; nothing while no text is certain."""
-        text = self._visible.push(new.tokens)
-        if not (text or self._reply.wants_logprobs):
-            return None
+        content = self._reply.shape.chunk(text := self._visible.push(new.tokens))
+        if not self._reply.wants_logprobs:
+            return self._written(content) if text else None
         own = scored(new.tokens, new.logprobs, new.likeliest)
-        return self._written(self._reply.shape.chunk(text), own)
+        return self._written(content, self._logprobs(own, self._texts.of_answer(new.tokens)))
 
     def ending(self, sequence: SampledSequence) -> dict[str, Any]:
         """Write what was withheld, and why it ends here."""
         rest = self._reply.shape.chunk(self._visible.finish())
-        return self._written(rest, [], sequence.stop_reason)
+        return self._written(rest, finish_reason=sequence.stop_reason)
 
     def _scored_prompt(self, response: SampleResponse) -> list[Scored]:
         prompt = self._reply.bodies[self._prompt].prompt
         return scored(prompt, response.prompt_logprobs or [], response.topk_prompt_logprobs)
 
+    def _logprobs(self, own: list[Scored], parts: list[Part]) -> dict[str, Any] | None:
+        return self._reply.shape.logprobs(self._reply.tokenizer, own, parts) if own else None
+
     def _written(
-        self, content: dict[str, Any], own: list[Scored], finish_reason: str | None = None
+        self,
+        content: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
     ) -> dict[str, Any]:
-        logprobs = None
-        if own and self._reply.wants_logprobs:
-            tokenizer = self._reply.tokenizer
-            logprobs = self._reply.shape.logprobs(tokenizer, own, self._offset)
-            self._offset += sum(len(tokenizer.token_text(each.token)) for each in own)
         return {
             "index": self._index,
             **content,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cotrain_server.errors import Invalid
 from cotrain_server.parsing.parser import THREAD_ABOVE
 from cotrain_server.requests.sample_validation import check_sample
+from cotrain_server.text_apis.detokenizer import TextGrowth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -119,4 +120,7 @@ def _tokens(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
 
 
 def _text(tokenizer: Tokenizer, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, special=True)
+    if isinstance(prompt, str):
+        return prompt
+    # The answer completes the character in which a prompt may end.
+    return TextGrowth(tokenizer, begins=True).push(prompt, special=True)

@@ -24,6 +24,7 @@ from cotrain_server.text_apis.model_names import find_target
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
 from cotrain_server.text_apis.prompts import characters_of, chat_body, prompt_bodies, text_weight
 from cotrain_server.text_apis.route import finished
+from cotrain_server.text_apis.token_texts import TokenTexts
 from cotrain_server.ui.access.visitors import form_of
 from cotrain_server.ui.page import Look, Page
 from cotrain_server.ui.rendering import HEADERS, guarded, html
@@ -107,21 +108,25 @@ async def _answer(
     if complete is None:
         return None
     sequence = complete[0].sequences[0]
-    tokenizer = target.language.tokenizer
+    tokenizer, final = target.language.tokenizer, target.pool.eos_token_ids
+    begins = fields.get("mode") == "chat" or not tokenizer.last_with_text(body.prompt)
+    texts = TokenTexts(tokenizer, final, body.prompt, begins=begins)
+    parts = texts.ended(texts.of_answer(sequence.tokens))
     logprobs: Sequence[float | None] = sequence.logprobs or [None] * len(sequence.tokens)
     return {
         "model": model,
         "error": "",
-        "text": tokenizer.decode(sequence.tokens, special=False),
+        "text": "".join(part.text for part in parts),
         "stop_reason": sequence.stop_reason,
         "tokens": [
             {
                 "id": token,
-                "text": tokenizer.decode([token], special=True),
+                # What has no text of its own is named: control tokens, parts of a character.
+                "text": part.text or tokenizer.token_name(token, begins=part.begins),
                 "logprob": logprob,
                 "level": level_of(logprob),
             }
-            for token, logprob in zip(sequence.tokens, logprobs, strict=True)
+            for token, part, logprob in zip(sequence.tokens, parts, logprobs, strict=True)
         ],
     }
 

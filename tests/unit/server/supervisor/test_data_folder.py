@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -10,7 +11,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain_server.supervisor.data_folder import LOG_BYTES, DataFolder, FolderInUse, UnsafeFolder
+from cotrain_server.supervisor.data_folder import (
+    LOG_BYTES,
+    DataFolder,
+    FolderInUse,
+    UnsafeFolder,
+    UnusableFolder,
+)
 from cotrain_store.redis_client.embedded_server import MAX_SOCKET_PATH
 
 if TYPE_CHECKING:
@@ -83,3 +90,35 @@ def test_a_log_of_ordinary_size_stays_whole(tmp_path: Path) -> None:
     folder.put_logs_aside()
     os.close(descriptor)
     assert [path.name for path in folder.logs.iterdir()] == ["api.log"]
+
+
+@pytest.mark.parametrize("below", ["", "under", "under/it"])
+def test_a_folder_that_cannot_be_is_named_with_the_reason(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / below
+    with pytest.raises(UnusableFolder, match=f"^The data folder {path} cannot be used: Not a dir"):
+        DataFolder(path)
+
+
+def test_a_full_disk_is_found_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = DataFolder(tmp_path)
+    folder.check_writable()
+    monkeypatch.setattr("cotrain_server.supervisor.data_folder.os.fsync", full)
+    with pytest.raises(UnusableFolder, match=f"{tmp_path} cannot be used: No space left on device"):
+        folder.check_writable()
+
+
+def test_a_file_system_without_locks_is_not_a_folder_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlockable(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("cotrain_server.supervisor.data_folder.fcntl.flock", unlockable)
+    with pytest.raises(UnusableFolder, match="No locks available"):
+        DataFolder(tmp_path).lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,11 @@ import pytest
 
 from cotrain_server.supervisor import process as children
 from cotrain_server.supervisor.data_folder import DataFolder
-from cotrain_server.supervisor.process import TETHER, Child, Program, RestartHistory
+from cotrain_server.supervisor.process import TETHER, Child, Program, Reason, RestartHistory
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 SLEEPER = Program("sleeper", ["sleep", "60"], {"PATH": os.environ["PATH"]}, grace_s=5)
@@ -98,6 +100,32 @@ async def test_a_crash_loop_is_reported_and_goes_on(tmp_path: Path) -> None:
     assert watched.troubles == [
         "exited with status 7, 5 times in the last minute; its log says why."
     ]
+    await watched.child.stop()
+    await watched.kept
+
+
+async def test_a_process_that_is_killed_after_a_good_life_is_started_at_once(
+    tmp_path: Path,
+) -> None:
+    watched = Watched(tmp_path, replace(SLEEPER, good_life_s=0.0))
+    watched.child.restarts = RestartHistory((time.monotonic(),) * 9)
+    for _ in range(2):
+        os.kill(await watched.pid(), signal.SIGKILL)
+        assert "starting it again in 0.1 s" in await watched.lines.get()
+    assert "10 times in the last minute" in str(watched.troubles[0])
+    await watched.child.stop()
+    await watched.kept
+
+
+async def test_what_a_program_says_of_its_end_is_repeated(tmp_path: Path) -> None:
+    def reason_of(lines: Sequence[str]) -> Reason:
+        return Reason(json.loads(lines[-1])["event"], is_final=False)
+
+    saying = replace(SLEEPER, command=["sh", "-c", "echo no room; exit 1"], reason_of=reason_of)
+    watched = Watched(tmp_path, saying)
+    watched.child.give_up = pytest.fail
+    await watched.pid()
+    assert (await watched.lines.get()).endswith("sleeper.log: no room")
     await watched.child.stop()
     await watched.kept
 
@@ -189,6 +217,13 @@ def test_five_crashes_in_a_minute_are_a_crash_loop_retried_every_five_seconds() 
     history = crashed_at([0.0, 10.0, 20.0, 30.0, 59.0])
     assert history.is_crash_loop
     assert history.delay_s == 5.0
+
+
+def test_a_good_life_begins_the_delays_anew() -> None:
+    history = crashed_at([0.0, 1.0, 2.0, 3.0, 4.0]).plus(9.0, lived_well=True)
+    assert history.is_crash_loop
+    assert history.delay_s == 0.1
+    assert history.plus(10.0).delay_s == 0.2
 
 
 def test_old_crashes_are_forgotten() -> None:

@@ -18,6 +18,8 @@ REPLACEMENT = "\ufffd"
 MOST_PENDING = 16
 #: A character has at most so many bytes, and so many tokens.
 CHARACTER_TOKENS = 4
+#: The last tokens of a prompt, of which as few as possible are decoded along with what follows.
+PROMPT_TOKENS = 8
 
 
 class StopStrings:
@@ -93,6 +95,7 @@ class ReadText:
     """Read, and decoded along with what follows: some tokenizers drop a space before their first token."""
     pending: list[int] = field(default_factory=list)
     """Not read yet: they end inside a character, or have no text."""
+    is_behind_prompt: bool = False
 
 
 def has_stopped(token: int, request: SampleRequest, read: ReadText, text_of: TextOf | None) -> bool:
@@ -102,7 +105,17 @@ def has_stopped(token: int, request: SampleRequest, read: ReadText, text_of: Tex
     if not request.stop_strings:
         return False
     assert text_of is not None
+    if not read.is_behind_prompt:
+        read.is_behind_prompt = True
+        read.context = prompt_end(request.prompt[-PROMPT_TOKENS:].tolist(), text_of)
     return has_stop_string(token, stop_strings(request.stop_strings), read, text_of)
+
+
+def prompt_end(prompt: Sequence[int], text_of: TextOf) -> list[int]:
+    """Return the last tokens of a prompt to read a text behind: some tokenizers drop a first space."""
+    counts = range(1, len(prompt) + 1)
+    # Part of a character would spoil the bytes that follow.
+    return next((list(prompt[-n:]) for n in counts if REPLACEMENT not in text_of(prompt[-n:])), [])
 
 
 def has_stop_string(token: int, stops: StopStrings, read: ReadText, text_of: TextOf) -> bool:
@@ -118,12 +131,28 @@ def has_stop_string(token: int, stops: StopStrings, read: ReadText, text_of: Tex
         return True
     if not text.endswith(REPLACEMENT):
         _go_on(read, node, len(read.pending), has_text=len(text) > known)
+    elif whole := _whole_character(read.pending, text_of):
+        text = text_of(read.context + read.pending[:-whole])
+        node, is_stopped = stops.advance(read.node, text[known:])
+        node, is_found = stops.advance(node, text_of(read.pending[-whole:]))
+        _go_on(read, node, len(read.pending), has_text=True)
+        read.context = read.context[-whole:]
+        return is_stopped or is_found
     elif len(read.pending) > MOST_PENDING:  # bytes that are no text
         count = len(read.pending) - CHARACTER_TOKENS
         text = text_of(read.context + read.pending[:count])
         node, _ = stops.advance(read.node, text[known:])
         _go_on(read, node, count, has_text=len(text) > known)
     return False
+
+
+def _whole_character(tokens: Sequence[int], text_of: TextOf) -> int:
+    """Count the last tokens that are one character alone; 0 for none.
+
+    Where bytes are tokens, a byte that is no character spoils the text of all its neighbours.
+    """
+    counts = range(2, min(CHARACTER_TOKENS, len(tokens) - 1) + 1)
+    return next((n for n in counts if REPLACEMENT not in text_of(tokens[-n:])), 0)
 
 
 def _go_on(read: ReadText, node: int, count: int, *, has_text: bool) -> None:

@@ -105,6 +105,20 @@ def test_a_stop_string_across_tokens_ends_with_its_last_token(engine: Engine) ->
     assert found.tokens.tolist() == unstopped[: ends[0] + 1]
 
 
+def test_a_stop_string_begins_with_the_space_between_prompt_and_answer(engine: Engine) -> None:
+    def words(tokens: Sequence[int]) -> str:
+        return "".join(f" <{token}>" for token in tokens).removeprefix(" ")
+
+    decoder = engine.decoder(no_weights, kv_tokens=2048, text=words)
+    first = output(decoder, request("m", PROMPT, temperature=0.0, max_tokens=1)).sequences[0]
+    stop = f" <{first.tokens[0]}>"
+
+    mine = request("m", PROMPT, max_tokens=30, temperature=0.0, stop_strings=(stop,))
+    found = output(decoder, mine)
+
+    assert found.sequences[0].tokens.tolist() == first.tokens.tolist()
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_few_or_no_tokens(decoder: EngineDecoder, max_tokens: int) -> None:
     mine = request("m", PROMPT, RUN, max_tokens=max_tokens, num_samples=2, topk_sample_logprobs=3)

@@ -13,6 +13,7 @@ from cotrain_workers.engine.decoding.stop_strings import (
     ReadText,
     StopStrings,
     has_stop_string,
+    prompt_end,
 )
 
 if TYPE_CHECKING:
@@ -84,6 +85,43 @@ def test_a_stop_string_after_many_bytes_that_are_no_text() -> None:
     noise = b"\x80" * 100
 
     assert stops_at(noise + "é end".encode(), "é end") == 106
+
+
+def byte_fallback(tokens: Sequence[int]) -> str:
+    """Decode a byte per token as SentencePiece's decoder does: all bytes of a row, or none."""
+    try:
+        return bytes(tokens).decode()
+    except UnicodeDecodeError:
+        return "\ufffd" * len(tokens)
+
+
+@given(st.lists(st.sampled_from([*"가나다🙂éa".encode(), 0xFF]), max_size=3), st.data())
+def test_bytes_that_are_no_text_hide_no_character_behind_them(
+    noise: list[int], data: st.DataObject
+) -> None:
+    before = data.draw(st.text("가é🙂a", max_size=4)).encode()
+    tokens = [*before, *noise, *b"\xff", *"라마바".encode()]
+
+    assert stops_after(tokens, "마", text_of=byte_fallback) == len(tokens) - len("바".encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "end"),
+    [(b"a b", b"b"), ("a가".encode(), "가".encode()), (b"\xff\xff", b""), (b"", b"")],
+)
+def test_a_text_is_read_behind_whole_characters_of_its_prompt(prompt: bytes, end: bytes) -> None:
+    assert prompt_end(list(prompt), byte_fallback) == list(end)
+
+
+def test_a_first_space_behind_a_prompt_counts() -> None:
+    automaton = StopStrings([" on"])
+    read = ReadText(context=prompt_end([*b"Go"], text_without_first_space))
+
+    stopped = [
+        has_stop_string(token, automaton, read, text_without_first_space) for token in b" on"
+    ]
+
+    assert stopped == [False, False, True]
 
 
 @given(

@@ -1,0 +1,104 @@
+"""The log of the embedded Redis: mended before a start, and the reason where Redis cannot read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from cotrain_server.supervisor.json_log import as_json
+from cotrain_server.supervisor.process import CannotServe, Reason
+from cotrain_store.disk.append_only_file import cut_zeros
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from cotrain_server.supervisor.data_folder import DataFolder
+
+#: Lines of the reason that are repeated.
+MOST_LINES = 3
+_START = "Redis is starting"
+#: Warnings that a Redis which starts writes, too.
+_USUAL = re.compile(
+    r"oO0|Redis version=|Valkey version=|Configuration loaded|Server initialized|WARNING|Done loading"
+)
+_NEWER = re.compile(r"Can't handle RDB format version")
+_DAMAGED = re.compile(
+    r"reading the append only file[^:]*(:.*redis-check-aof.*)?$|AOF loading aborted|AOF manifest|the AOF file .* length|"
+    r"AOF .*(doesn't exist|not exist)|Wrong RDB checksum|Wrong signature|Internal error in RDB|Short read or OOM loading DB"
+)
+
+
+def mend_log(folder: DataFolder, binary: Path, say: Callable[[str], None]) -> None:
+    """Cut the zeros that a power cut left at the end of the log. Raises CannotServe where it cannot."""
+    try:
+        cut = cut_zeros(binary, folder.redis)
+    except OSError as error:
+        raise CannotServe(
+            f"The log of Redis in {folder.redis} cannot be read, or not be copied before zeros are cut off its end: "
+            f"{error.strerror or error}. Free some space, and start again."
+        ) from error
+    if cut is None:
+        return
+    line = (
+        f"cut {cut.zero_bytes} zero bytes off the end of {cut.file}, as a power cut leaves them: nothing in them was "
+        f"acknowledged; the file as it was: {cut.kept}"
+    )
+    say(f"redis: {line}")
+    log = folder.open_log("redis")
+    try:
+        with suppress(OSError):
+            os.write(log, f"{as_json(line, 'redis', datetime.now(UTC))}\n".encode())
+    finally:
+        os.close(log)
+
+
+def reason_of_redis(folder: DataFolder, binary: Path, lines: Sequence[str]) -> Reason | None:
+    """Read why Redis ended from the last lines of its log, which are JSON; None where it does not say."""
+    warnings = _warnings(lines)
+    if not warnings:
+        return None
+    text = " ".join(warnings[-MOST_LINES:])
+    if any(map(_NEWER.search, warnings)):
+        return Reason(
+            f"Redis cannot read {folder.redis}: {text} A newer Redis or Valkey than {binary} wrote it. Put that one on "
+            "PATH again, as redis-server or valkey-server.",
+            is_final=True,
+        )
+    if any(map(_DAMAGED.search, warnings)):
+        return Reason(
+            f"Redis cannot read {folder.redis}: {text} The log of accepted requests is damaged, more than a power "
+            "cut does, and nothing was changed. Copy the folder, then either restore a backup, or cut the log at the "
+            f"damage, which loses the requests behind it: {_fix(folder, binary)}",
+            is_final=True,
+        )
+    return Reason(text, is_final=False)
+
+
+def _warnings(lines: Sequence[str]) -> list[str]:
+    """Return the warnings of the newest start, each a sentence; without any, all that it printed last."""
+    events: list[tuple[str, str]] = []
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            entry = json.loads(line)
+            if _START in entry["event"]:
+                events.clear()
+            events.append((entry["level"], entry["event"].strip().rstrip(".")))
+    unusual = [(level, text) for level, text in events if text and not _USUAL.search(text)]
+    warnings = [text for level, text in unusual if level == "warning"]
+    return [f"{text}." for text in warnings or [text for _, text in unusual]]
+
+
+def _fix(folder: DataFolder, binary: Path) -> str:
+    """Return the command that cuts a log at its first damage; a server binary is that tool by its name."""
+    manifest = folder.redis / "appendonlydir" / "appendonly.aof.manifest"
+    file = manifest if manifest.exists() else folder.redis / "appendonly.aof"
+    tool = shutil.which("redis-check-aof")
+    if tool:
+        return f"{tool} --fix {file}"
+    return f"bash -c 'exec -a redis-check-aof {binary} --fix {file}'"

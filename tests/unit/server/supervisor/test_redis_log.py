@@ -1,0 +1,94 @@
+"""Which of the sentences that Redis writes when it ends say that another start would end likewise."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cotrain_server.supervisor.data_folder import DataFolder
+from cotrain_server.supervisor.json_log import as_json
+from cotrain_server.supervisor.redis_log import reason_of_redis
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cotrain_server.supervisor.process import Reason
+
+STARTED = [
+    "# oO0OoO0OoO0Oo Redis is starting oO0OoO0OoO0Oo",
+    "# Redis version=7.0.15",
+    "# Server initialized",
+]
+
+
+def reason(tmp_path: Path, *said: str) -> Reason | None:
+    events = ["# Wrong signature", *STARTED, "* DB loaded", *said]  # the first of an earlier start
+    lines = [
+        as_json(f"7:M 25 Nov 2026 21:07:02.233 {each}", "redis", datetime.now(UTC))
+        for each in events
+    ]
+    return reason_of_redis(
+        DataFolder(tmp_path), tmp_path / "redis-server", [x or "" for x in lines]
+    )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "# Bad file format reading the append only file: make a backup of your AOF file, then use ./redis-check-aof "
+        "--fix <filename>",
+        "# Bad file format reading the append only file appendonly.aof.2.incr.aof: make a backup of your AOF file, "
+        "then use ./redis-check-aof --fix <filename.manifest>",
+        "# Unknown command 's0t' reading the append only file appendonly.aof.2.incr.aof",
+        "# Wrong RDB checksum expected: (37ea4436bf428ffa) but got (74e0ae0bbd76bd06). Aborting now.",
+        "# Short read or OOM loading DB. Unrecoverable error, aborting now.",
+        "# The AOF manifest file contains too long line",
+        "# Unable to obtain the AOF file appendonly.aof.2.base.rdb length. stat: No such file or directory",
+    ],
+)
+def test_a_damaged_log_is_final_and_the_way_out_is_named(tmp_path: Path, said: str) -> None:
+    found = reason(tmp_path, said)
+    assert found is not None
+    assert found.is_final
+    assert said[2:].rstrip(".") in found.text
+    assert "--fix" in found.text
+
+
+def test_the_log_of_a_newer_redis_is_final_and_the_way_out_is_another_binary(
+    tmp_path: Path,
+) -> None:
+    found = reason(
+        tmp_path,
+        "# Can't handle RDB format version 99",
+        "# Error reading the RDB base file appendonly.aof.2.base.rdb, AOF loading aborted",
+    )
+    assert found is not None
+    assert found.is_final
+    assert "version 99. Error reading the RDB base file" in found.text
+    assert "newer Redis or Valkey" in found.text
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (
+            "# Failed opening Unix socket: bind: Permission denied",
+            "Failed opening Unix socket: bind: Permission denied.",
+        ),
+        ("# Unrecoverable error reading the append only file a.aof: Input/output error", None),
+        ("* 'x' is no directive", "DB loaded. 'x' is no directive."),
+    ],
+)
+def test_what_may_pass_is_repeated_and_tried_again(
+    tmp_path: Path, said: str, text: str | None
+) -> None:
+    found = reason(tmp_path, said)
+    assert found is not None
+    assert not found.is_final
+    assert found.text == (text or f"{said[2:]}.")
+
+
+def test_a_redis_that_says_nothing_gives_no_reason(tmp_path: Path) -> None:
+    assert reason_of_redis(DataFolder(tmp_path), tmp_path, ["", "no JSON", '{"event": 1}']) is None
