@@ -27,12 +27,13 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
@@ -42,11 +43,8 @@ from bench.load.null_worker import POOL
 from cotrain import Datum, ModelInput, ServiceClient
 from cotrain.wire.pass_codec import PROTOBUF
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    #: Ask this often, keeping so many in flight, until every result is there.
-    Way = Callable[[int, int], None]
+#: Ask this often, keeping so many in flight, until every result is there.
+Way = Callable[[int, int], None]
 
 KEYS = {name: f"tml-bench-key-of-{name}" for name in ("httpx", "cotrain", "tinker")}
 SHAPES = ("alone", "many")

@@ -18,16 +18,18 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
+
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from bench.support.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device
-from bench.support.model import SHAPES
+from bench.support.model import SHAPES, Shape
 from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.cuda_kernels import (
     CONTRACTS,
@@ -40,16 +42,11 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.slot_pool import Pool, slot_layout
 from cotrain_workers.engine.decoding.step import MixedStep
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Datum, Failure, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support import fake_cuda
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from bench.support.model import Shape
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.fake_cuda import Launch, LaunchLog
+from tests.support.fake_cuda import Launch, LaunchLog
 
 #: Of an H200: GEMMs in bf16, FlashAttention 2, a copy, and the smallest kernel.
 GEMM_FLOPS, FLASH_FLOPS, COPY_BYTES, LEAST_S = 680e12, 290e12, 4.0e12, 2e-6
@@ -191,8 +188,8 @@ def decode(shape: Shape, layers: int, settings: argparse.Namespace) -> FakeEngin
             key_offsets=key_offsets(rows, pages * PAGE, DEVICE),
             lengths=zeros(rows, dtype=torch.int32),
             blocks=zeros(rows, pages, dtype=torch.int32),
-            most_queries=1,
-            most_keys=pages * PAGE,
+            max_queries=1,
+            max_keys=pages * PAGE,
         )
         lora = GroupedLora([Grouped(0, rows, pool, zeros(len(pool.flat), dtype=torch.int32))])
         route = MixedStep(KernelAttention(cache, tables, CONTRACTS[0]), lora)

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
+
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -36,19 +38,14 @@ from bench.support.machine import machine, show
 from bench.support.model import SHAPES, build
 from bench.support.roofline import copy_bandwidth
 from bench.support.timing import timed
-from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, HostWeights, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import graph_report, request
 from tests.support.training import PeftOracle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from cotrain_workers.engine.decoding.decoder import EngineDecoder
-    from cotrain_workers.engine.decoding.requests import SampleRequest
 
 RANK, ADAPTERS = 8, 32
 PROMPT = {"cpu": 32, "cuda": 128}

@@ -22,11 +22,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -36,16 +38,12 @@ from bench.support.machine import machine, show
 from bench.support.model import build
 from cotrain_workers.engine.decoding import cuda_kernels, model_runner, next_tokens
 from cotrain_workers.engine.decoding.cuda_graphs import DecodeGraphs
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.kv_cache import SHARED_STEP_TOKENS
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, HostWeights, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cotrain_workers.engine.decoding.decoder import EngineDecoder
 
 PAGE, PROMPT, RANK = 256, 40, 8
 WAYS = {"one after the other": False, "overlapped": True}
@@ -165,8 +163,8 @@ def decoder_of(
 
     decoder.scheduler._sizes = replace(decoder.scheduler._sizes, shared=SHARED_STEP_TOKENS["cuda"])
     runner._run_model = partial(run_model)
-    most_pages = args.context // PAGE
-    runner.graphs = DecodeGraphs(run_model, cache, most_pages, cuda_kernels.CONTRACTS[0], record)
+    max_pages = args.context // PAGE
+    runner.graphs = DecodeGraphs(run_model, cache, max_pages, cuda_kernels.CONTRACTS[0], record)
     real = next_tokens.NextTokens.read
 
     def read(own: next_tokens.NextTokens) -> Any:

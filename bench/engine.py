@@ -20,10 +20,12 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
+
+from collections.abc import Iterator, Sequence
 
 import torch
 import transformers
@@ -34,18 +36,13 @@ from bench.cycle.load import RANK
 from bench.cycle.memory import measure_memory
 from bench.cycle.phases import measure_phases
 from bench.cycle.plot import plot
-from bench.cycle.presets import PRESETS
+from bench.cycle.presets import PRESETS, Preset
 from bench.cycle.tenants import beside_ceiling, measure_tenants
 from bench.cycle.verdict import judge, judge_order
 from bench.support.machine import machine, show
 from bench.support.model import SHAPES, build
 from bench.support.roofline import adapter_bytes, measure_rates
 from cotrain_workers.engine.engine import Engine
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from bench.cycle.presets import Preset
 
 PARTS = ("tenants", "memory", "phases", "by_hand")
 #: How much of the time limit has passed when a part may begin no further round.

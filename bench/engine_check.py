@@ -16,10 +16,12 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
+
+from collections.abc import Iterator, Sequence
 
 import torch
 import transformers
@@ -33,9 +35,6 @@ from tests.support.engine_checks import (
     parity_with_peft,
 )
 from tests.support.tiny_models import FAMILIES, build_tiny
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 def main() -> int:

@@ -23,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 from redis import ConnectionError as RedisConnectionError
@@ -41,15 +42,12 @@ from cotrain_store.redis_client.embedded_server import (
     redis_version,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 #: What we promise, as ratios.
-MOST_GROWTH = 2.0
-MOST_UNSEEN = 1.5
+MAX_GROWTH = 2.0
+MAX_UNSEEN = 1.5
 LEAST_JAIN = 0.99
 #: In quanta: two passes, one that a tenant may be ahead by at the beginning and one at the end.
-MOST_OFF = 2.0
+MAX_OFF = 2.0
 WAYS: dict[str, dict[str, bool]] = {
     "one worker": {},
     "idle second worker": {"idle_worker": True},
@@ -63,7 +61,7 @@ def main() -> None:
     rows = []
     for way in args.ways:
         for runs in args.runs:
-            shape = Shape(runs, args.turns, most_s=args.most_s, seed=args.seed, **WAYS[way])
+            shape = Shape(runs, args.turns, max_s=args.max_s, seed=args.seed, **WAYS[way])
             load = os.getloadavg()[0]
             rows.append({"way": way, **play(shape), "load_before": load})
             show(rows[-1])
@@ -114,13 +112,13 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             ("cost of ticks that plan", cost_of_planning),
         ):
             growth = cost(of_way[-1]) / cost(of_way[0])
-            add(f"{way}: {what} per op, from {sizes}, times", growth, growth <= MOST_GROWTH)
+            add(f"{way}: {what} per op, from {sizes}, times", growth, growth <= MAX_GROWTH)
         for row in of_way:
             where = f"{way}, {row['runs']:,} runs"
             unseen, jain = row["longest_unseen_turns"], row["jain"]
-            add(f"{where}: longest unseen, in fair turns", unseen, unseen <= MOST_UNSEEN)
+            add(f"{where}: longest unseen, in fair turns", unseen, unseen <= MAX_UNSEEN)
             off = row["farthest_off_quanta"] / new_rounds(row)
-            add(f"{where}: farthest off its share, in quanta per round begun", off, off <= MOST_OFF)
+            add(f"{where}: farthest off its share, in quanta per round begun", off, off <= MAX_OFF)
             if row["turns"] >= LEAST_TURNS:
                 add(f"{where}: Jain's index", jain, jain >= LEAST_JAIN)
     return verdicts

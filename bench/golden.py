@@ -16,12 +16,10 @@ import io
 import json
 import random
 import tarfile
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import httpx
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 STEPS = 3
 VOCAB = 128

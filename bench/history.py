@@ -15,20 +15,16 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 
 from cotrain_store.keys import run_keys
-from cotrain_store.messages.history import PassEntry, StepEntry
+from cotrain_store.messages.ids import OpId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import HistoryEntry, PassEntry, StepEntry
 from tests.support.log import open_log
 from tests.support.redis_server import EmbeddedRedis
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.history import HistoryEntry
-    from cotrain_store.messages.ids import OpId
 
 RESULT = Result.of_json({"metrics": {"loss:sum": 1.5, "grad_norm": 0.5}, "padding": "x" * 4_000})
 

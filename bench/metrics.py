@@ -15,8 +15,8 @@ import contextlib
 import statistics
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import numpy as np
@@ -28,27 +28,19 @@ from bench.support.model import build
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.monitoring.counted_histogram import Series
 from cotrain_store.monitoring.logs import configure_logs
-from cotrain_store.monitoring.metrics import REGISTRIES
-from cotrain_store.monitoring.worker_metrics import WorkerMetrics
+from cotrain_store.monitoring.metrics import REGISTRIES, Series, WorkerMetrics
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import WeightsMissing
+from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from cotrain_workers.sampling.token_times import TokenTimes
 from cotrain_workers.worker import loop
 from cotrain_workers.worker.device_time import DeviceTime
 from tests.support.decoding import request as sample
-from tests.support.http_api import running_api
+from tests.support.http_api import Api, running_api
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import Stack, stack, worker
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from cotrain_workers.engine.ops import HostWeights
-    from tests.support.http_api import Api
-
-    Block = Callable[[], Awaitable[None]]
+Block = Callable[[], Awaitable[None]]
 
 REQUESTS, STEPS, SEQUENCES = 200, 10, 64
 SCRAPES = 20

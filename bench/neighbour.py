@@ -24,14 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from bench.neighbours.attacks import ATTACKS
-from bench.neighbours.ordinary import ordinary
+from bench.neighbours.ordinary import Probe, ordinary
 from bench.neighbours.picture import plot
 from bench.neighbours.samplers import SAMPLERS
 from bench.neighbours.tokenizer import add_tokenizer
@@ -41,12 +42,7 @@ from bench.support.model import build
 from bench.support.serving import OPERATOR, serving
 from bench.support.tethered import tethered
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from bench.neighbours.ordinary import Probe
-
-    Neighbour = Callable[[str, str], Awaitable[None]]
+Neighbour = Callable[[str, str], Awaitable[None]]
 
 NEIGHBOURS: dict[str, Neighbour] = {**TRAINERS, **SAMPLERS, **ATTACKS}
 PERIOD_S = 10.0

@@ -13,24 +13,17 @@ import argparse
 import asyncio
 import json
 import time
-from typing import TYPE_CHECKING
 
 from cotrain_server.ui.navigation import PAGES
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
-from cotrain_store.keys.minute_fields import minute_of
-from cotrain_store.keys.usage_fields import usage_field, usage_hour
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.history import POINT
-from cotrain_store.messages.ids import RunId, SessionId, TenantId
-from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.redis_client.connection import open_sync_connection
-from tests.support.http_api import ADMIN_KEY, ALICE, POOL, running_api
+from cotrain_store.keys.fleet_keys import minute_of
+from cotrain_store.keys.tenant_keys import usage_field, usage_hour
+from cotrain_store.messages.ids import RunId, SessionId, TenantId, encode
+from cotrain_store.messages.runs import POINT, LoraSpec, RunRecord
+from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
+from tests.support.http_api import ADMIN_KEY, ALICE, POOL, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.ui import log_in
-
-if TYPE_CHECKING:
-    from cotrain_store.redis_client.connection import SyncConnection
-    from tests.support.http_api import Api
 
 TENANTS, RUNS_OF_EACH, RUNS_PER_CYCLE, CYCLES, REPEATS = 1_000, 10, 40, 200, 5
 

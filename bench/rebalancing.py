@@ -25,29 +25,24 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from redis import ConnectionError as RedisConnectionError
 
 from bench.support.machine import machine
 from bench.support.model import build
-from bench.support.serving import ADAM, serving, tenant
+from bench.support.serving import ADAM, Load, serving, tenant
 from bench.support.tethered import tethered
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import RunId, WorkerId
-from cotrain_store.redis_client.connection import open_sync_connection
+from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 from cotrain_store.settings.worker import pool_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bench.support.serving import Load
-    from cotrain_store.redis_client.connection import SyncConnection
 
 POOL = pool_of("bench")
 SECOND = WorkerId("second-w0")

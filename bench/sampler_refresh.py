@@ -18,10 +18,12 @@ import tempfile
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
+
+from collections.abc import Mapping, Sequence
 
 import torch
 import transformers
@@ -30,16 +32,11 @@ from bench.cycle.load import RANK, create_runs
 from bench.support.machine import machine, show
 from bench.support.model import SHAPES, build
 from bench.support.roofline import copy_bandwidth
-from bench.support.timing import measure
+from bench.support.timing import Took, measure
+from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Save, SaveOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from bench.support.timing import Took
-    from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,17 +26,14 @@ import time
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import numpy as np
 
 from bench.support.model import VOCAB, build
 from bench.support.serving import ADAM, OPERATOR, Load, drive, host, serving, tenant
-from cotrain import ModelInput, SamplingParams
-
-if TYPE_CHECKING:
-    from cotrain import SamplingClient
+from cotrain import ModelInput, SamplingClient, SamplingParams
 
 
 def main() -> None:

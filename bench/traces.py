@@ -18,20 +18,18 @@ import statistics
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
 from bench.support.model import build
 from bench.support.serving import drive, serving, tenant
 from tests.support.ports import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 KEY = "tml-bench-{:012}"

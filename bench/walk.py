@@ -23,7 +23,8 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -35,9 +36,6 @@ from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import make_worker, pool_record_for_tests, stack
 from tests.support.tiny_models import build_tiny_qwen3
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("client", "scheduler", "server", "workers")

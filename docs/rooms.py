@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grimp
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    Edge = tuple[str, str]
+Edge = tuple[str, str]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clock_watch import Watched, cycles_of
 from demo_clock import ADAM, LOOPS
 from demo_tenants import datum
 from opening import FOLDER, counted, log, opened, options_of, show
 
-if TYPE_CHECKING:
-    from cotrain import Datum
+from cotrain import Datum
 
 STEPS = 5
 PERIOD_S = 1.0

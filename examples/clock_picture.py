@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from clock_watch import Cycle, Request
+from clock_watch import Cycle, Request
 
 mpl.use("Agg")  # draws into a file; needs no screen
 from matplotlib import pyplot

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain import AdamParams, Datum, Future, ServiceClient, TrainingClient
+from cotrain import AdamParams, Datum, Future, ServiceClient, TrainingClient
 
 
 @dataclass

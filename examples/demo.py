@@ -13,28 +13,21 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import demo_rl
-from demo_clock import measure_loops
+from demo_clock import Cost, measure_loops
 from demo_rl import Learning, plot, reinforce
 from demo_server import GIVE_WAY, serving
 from demo_tenants import STEPS, TENANTS, Corpus, Progress, train
 from demo_view import learning_table, loops_table, matrix_table, training_table
-from how_far import reported
+from how_far import Report, reported
 from rich.console import Console
 from rich.live import Live
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
-
-    from demo_clock import Cost
-    from how_far import Report
-    from rich.table import Table
+from rich.table import Table
 
 FOLDER = Path(__file__).parents[1] / ".demo" / "model"
 PLOT = FOLDER.with_name("reward.png")

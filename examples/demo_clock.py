@@ -6,24 +6,17 @@ Run against a server in metronome mode, whose cycles start on a tick, as those o
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from demo_tenants import TENANTS, datum
+from demo_tenants import TENANTS, Corpus, datum
+from how_far import Report
 
-from cotrain import AdamParams, ServiceClient
+from cotrain import AdamParams, Datum, Future, ServiceClient, TrainingClient
+from cotrain.types import ForwardBackwardOutput, OptimStepResponse
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from demo_tenants import Corpus
-    from how_far import Report
-
-    from cotrain import Datum, Future, TrainingClient
-    from cotrain.types import ForwardBackwardOutput, OptimStepResponse
-
-    Sent = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
-    TrainLoop = Callable[[TrainingClient, list[Datum], int], list[float]]
+PinnedBuffer = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
+TrainLoop = Callable[[TrainingClient, list[Datum], int], list[float]]
 
 STEPS = 5
 ADAM = AdamParams(learning_rate=1e-3)
@@ -91,11 +84,11 @@ def _cost(loop: TrainLoop, run: TrainingClient, data: list[Datum]) -> Cost:
     return Cost((cycles[-1] - cycles[0]) / (STEPS - 1), elapsed_s / STEPS)
 
 
-def _send(run: TrainingClient, data: list[Datum]) -> Sent:
+def _send(run: TrainingClient, data: list[Datum]) -> PinnedBuffer:
     return run.forward_backward(data, "cross_entropy"), run.optim_step(ADAM)
 
 
-def _wait(sent: Sent) -> ForwardBackwardOutput:
+def _wait(sent: PinnedBuffer) -> ForwardBackwardOutput:
     output, step = sent
     step.result()
     return output.result()

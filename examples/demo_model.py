@@ -11,20 +11,15 @@ import json
 import random
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from demo_muon import Muon
 from demo_texts import BASE_KINDS, base_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 transformers.utils.logging.disable_progress_bar()  # what is done is said by ours
 

@@ -6,12 +6,10 @@ torch's own computes in bf16, which takes a CPU without instructions for it seco
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 MOMENTUM = 0.95
 WEIGHT_DECAY = 0.01

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import pstdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from demo_tenants import targets
 
-from cotrain import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain import Future, SampleResponse, SamplingClient, TrainingClient
+from cotrain import (
+    AdamParams,
+    Datum,
+    Future,
+    ModelInput,
+    SampleResponse,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    TrainingClient,
+)
 
 KEY = "tml-eve_key-of-the-demo"
 STEPS = 32

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from demo_texts import TENANT_KINDS, tenant_text
 
-from cotrain import AdamParams, Datum, ModelInput, ServiceClient
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Mapping, Sequence
-
-    from cotrain import TensorData, TrainingClient
+from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TensorData, TrainingClient
 
 LENGTH = 128
 ROWS = 8

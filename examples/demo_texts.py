@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import random
 import sysconfig
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import metadata
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 PACKAGES = Path(sysconfig.get_paths()["purelib"])

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
+from demo_clock import Cost
 from demo_rl import STEPS as RL_STEPS
-from demo_tenants import STEPS, TENANTS
+from demo_rl import Learning
+from demo_tenants import STEPS, TENANTS, Progress
 from demo_texts import TENANT_KINDS
 from rich.markup import escape
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from demo_clock import Cost
-    from demo_rl import Learning
-    from demo_tenants import Progress
 
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -8,16 +8,13 @@ goes. The teacher here is a larger adapter on the same base model, and learned f
 from __future__ import annotations
 
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sft
 from opening import counted, opened, options_of, show
 from unicode_names import batch, tokens_of
 
-from cotrain import AdamParams, Datum, ModelInput, SamplingParams
-
-if TYPE_CHECKING:
-    from cotrain import SamplingClient, TrainingClient
+from cotrain import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, TrainingClient
 
 STEPS = 20
 TEACHER_STEPS, TEACHER_RANK, STUDENT_RANK = 40, 16, 8

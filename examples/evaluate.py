@@ -11,16 +11,20 @@ import asyncio
 import time
 from itertools import takewhile
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sft
 from opening import counted, opened, options_of, show
 from unicode_names import Pair, holdout, tokens_of
 
-from cotrain import ModelInput, SamplingParams
-
-if TYPE_CHECKING:
-    from cotrain import SampleResponse, SamplingClient, ServiceClient, Submitted
+from cotrain import (
+    ModelInput,
+    SampleResponse,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    Submitted,
+)
 
 STEPS = 60
 ANSWERS = 8

@@ -11,10 +11,12 @@ import argparse
 import json
 import os
 import sys
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from demo_server import GIVE_WAY, serving
 from how_far import reported
@@ -23,10 +25,6 @@ from rich.table import Table
 
 from cotrain import ServiceClient
 from cotrain.errors import TokenizerMissing
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Iterable, Iterator, Sequence
 
 FOLDER = Path(__file__).parents[1] / ".demo" / "model"
 KEY = "tml-example_key-of-mine"

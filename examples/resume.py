@@ -11,18 +11,13 @@ import os
 import secrets
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 
 from opening import base_model_of, counted, log, opened, options_of, served, show
 from unicode_names import batch, datums
 
-from cotrain import AdamParams, ServiceClient
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Iterator, Mapping
-
-    from cotrain import TrainingClient
+from cotrain import AdamParams, ServiceClient, TrainingClient
 
 STEPS = 16
 SAVE_EVERY = 5

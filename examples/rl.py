@@ -7,18 +7,23 @@ what came of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opening import counted, opened, options_of, show
 from unicode_names import tokens_of
 
-from cotrain import AdamParams, Datum, ModelInput, SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import Future, SampledSequence, SamplingClient, TrainingClient
+from cotrain import (
+    AdamParams,
+    Datum,
+    Future,
+    ModelInput,
+    SampledSequence,
+    SamplingClient,
+    SamplingParams,
+    TrainingClient,
+)
 
 STEPS = 32
 RANK, ANSWERS = 16, 32

@@ -6,17 +6,13 @@ next step's before this one's results are waited for: so the server never waits 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from opening import counted, opened, options_of, show
 from unicode_names import batch, datums, holdout, tokens_of
 
-from cotrain import AdamParams, ModelInput, SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import SamplingClient, TrainingClient
+from cotrain import AdamParams, ModelInput, SamplingClient, SamplingParams, TrainingClient
 
 STEPS = 80
 RANK = 16

@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from how_far import reported
+from how_far import Report, reported
 from opening import log, opened, options_of, show
 from unicode_names import batch, datums, holdout
 
-from cotrain import AdamParams
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from how_far import Report
-
-    from cotrain import Datum, ServiceClient
+from cotrain import AdamParams, Datum, ServiceClient
 
 STEPS = 16
 RANK, ROWS = 8, 4

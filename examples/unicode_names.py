@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import random
 import unicodedata
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain import Datum, ModelInput
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 FIRST, LAST = 0x00C0, 0x0600  # Latin, Greek, Cyrillic, Armenian, Hebrew
 HOLDOUT = 64

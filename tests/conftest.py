@@ -7,8 +7,9 @@ import gc
 import os
 import shutil
 import sys
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import redis.utils
@@ -16,12 +17,8 @@ from hypothesis import settings
 from typing_extensions import override
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.object_store import SeaweedFS
 from tests.support.redis_server import EmbeddedRedis
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
-
-    from tests.support.object_store import SeaweedFS
 
 # Before torch is imported, here and in every process a test starts: two test processes with two threads
 # each wait for one another on a machine of two cores, and take several times as long when it is busy.

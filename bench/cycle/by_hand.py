@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from bench.cycle.load import RANK, create_runs, cycle
+from bench.cycle.load import RANK, Load, create_runs, cycle
 from bench.cycle.peft_loop import ByHand
-from bench.support.timing import alternate, timed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bench.cycle.load import Load
-    from bench.support.timing import Work
-    from cotrain_workers.engine.engine import Engine
+from bench.support.timing import Work, alternate, timed
+from cotrain_workers.engine.engine import Engine
 
 
 def measure_by_hand(

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from cotrain_workers.engine.ops import Create, Datum, Failure, OptimStep, Pass
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, CycleOutput, Datum, Failure, Op, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import CycleOutput, Op
 
 RANK = 16
 

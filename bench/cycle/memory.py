@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -12,9 +12,7 @@ from bench.cycle.load import RANK, Load, create_runs, passes, run, steps
 from bench.support.model import SHAPES
 from bench.support.roofline import adapter_bytes
 from bench.support.timing import synchronize
-
-if TYPE_CHECKING:
-    from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.engine import Engine
 
 
 @dataclass

@@ -12,18 +12,16 @@ import argparse
 import json
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    # Per tenant int64 [sequences, length + 1]: inputs, and targets shifted by one.
-    Batches = Sequence[torch.Tensor]
+# Per tenant int64 [sequences, length + 1]: inputs, and targets shifted by one.
+Batches = Sequence[torch.Tensor]
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
@@ -62,14 +60,14 @@ class ByHand:
         for tenant in range(len(batches)):
             self.model.set_adapter(f"t{tenant}")
 
-    def mixed(self, batches: Batches, most_tokens: int) -> None:
+    def mixed(self, batches: Batches, token_limit: int) -> None:
         """Train all tenants in batches of at most `most_tokens` tokens, then step one by one."""
         for each in self._parameters:
             for parameter in each:
                 parameter.requires_grad_()
         names = [f"t{tenant}" for tenant, batch in enumerate(batches) for _ in batch]
         rows = torch.cat(list(batches))
-        at_once = max(1, most_tokens // rows.shape[1])
+        at_once = max(1, token_limit // rows.shape[1])
         for start in range(0, len(rows), at_once):
             part = slice(start, start + at_once)
             self._backward(rows[part], adapter_names=names[part])

@@ -8,25 +8,20 @@ they happen in. What is left of the wall time is the host: Python, or waiting fo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch does not list it
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.cycle.load import RANK, create_runs, cycle
-from bench.support.timing import timed
+from bench.cycle.load import RANK, Load, create_runs, cycle
+from bench.support.timing import Work, timed
+from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.logprob_head import Head
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bench.cycle.load import Load
-    from bench.support.timing import Work
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.engine import Engine
 
 PHASES = ("embed", "attention", "base GEMM", "LoRA", "elementwise", "head", "optimizer", "host")
 HEAD, WAVE, WHOLE = "cotrain: head", "cotrain: wave", "cotrain: cycle"

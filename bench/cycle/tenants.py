@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from bench.cycle.load import RANK, create_runs, cycle
+from bench.cycle.load import RANK, Load, create_runs, cycle
 from bench.support.model import SHAPES
-from bench.support.roofline import ceiling
-from bench.support.timing import alternate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from bench.cycle.load import Load
-    from bench.support.roofline import Rates
-    from bench.support.timing import Work
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import CycleOutput
+from bench.support.roofline import Rates, ceiling
+from bench.support.timing import Work, alternate
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import CycleOutput
 
 
 def measure_tenants(

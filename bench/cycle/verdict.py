@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from bench.cycle.presets import Target
 
-    from bench.cycle.presets import Target
-
-    Row = dict[str, Any]
+Row = dict[str, Any]
 
 
 def judge(

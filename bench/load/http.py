@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import Any
 
 from bench.load.null_worker import TOKENS_PER_OP
 from cotrain.wire.proto import wire_pb2
-
-if TYPE_CHECKING:
-    from collections import Counter
 
 #: Statuses that SDKs repeat without a word to their user, as they do when a connection breaks.
 REPEATED = (408, 429, 503)

@@ -13,9 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
 from redis import ConnectionError as RedisConnectionError
 
@@ -23,10 +25,6 @@ from bench.load.null_worker import publish_pool
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [str(ROOT / name) for name in ("client", "scheduler", "server", "workers", ".")]

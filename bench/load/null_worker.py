@@ -14,7 +14,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,14 +21,11 @@ from cotrain_store.bodies.pass_body import encode_pass_output
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST, open_sync_connection
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ops import QueuedOp, Step
 
 POOL = PoolRecord(
     id=PoolId("p-null"), base_model="null", architecture="null", vocab_size=512, context_length=1024,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.load.http import Client, new_run, pass_body, persist
 from bench.load.local_server import LocalServer, local_server, percentile
 from bench.load.null_worker import TOKENS_PER_OP
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
 
 TENANTS = 32
 CAPACITY_PER_S = 60.0

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import signal
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from bench.load.http import Client, new_run, persist, trained
 from bench.load.local_server import PATIENCE_S, LocalServer, local_server
 from bench.load.waiting import LONG_POLL_S, Waiting, accept, keys_for, until_held
 from cotrain_store.keys import result_keys
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
 
 WAITING = 2_000
 TENANTS = 32

@@ -6,12 +6,14 @@ store alone (this process has the API's part), once through HTTP (this process i
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.load.http import Client, new_run, pass_body, trained
 from bench.load.local_server import LocalServer, cpu_s, local_server, percentile
@@ -26,12 +28,8 @@ from cotrain_store.redis_client.connection import open_batching_connection
 from cotrain_store.results.futures import Futures, Pending
 from tests.support.limits import always
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Awaitable, Callable, Sequence
-
-    #: One request with this seq, up to its answer.
-    Ask = Callable[[int], Awaitable[None]]
+#: One request with this seq, up to its answer.
+Ask = Callable[[int], Awaitable[None]]
 
 WARM_S = 2.0
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.load.http import Client, pass_body, persist
 from bench.load.local_server import ADMIN_KEY, PATIENCE_S, LocalServer, local_server, percentile
@@ -19,13 +21,8 @@ from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection
-from cotrain_store.tenants.api_keys import Tenants
-from cotrain_store.tenants.key_format import read_chosen_keys
+from cotrain_store.tenants.api_keys import Tenants, read_chosen_keys
 from tests.support.limits import always
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
 
 REQUESTS_PER_TENANT = 200
 IDLE_S = 3.0

@@ -14,19 +14,17 @@ import asyncio
 import itertools
 import json
 import resource
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import zstandard
 
 from cotrain.wire.proto import wire_pb2
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
-    Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-    Attack = Callable[[str, str], Awaitable[None]]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Attack = Callable[[str, str], Awaitable[None]]
 
 JSON = {"content-type": "application/json"}
 PROTOBUF = {"content-type": "application/x-protobuf"}

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Self
 
 import httpx
 import numpy as np
@@ -15,10 +17,6 @@ import numpy as np
 from bench.support.model import VOCAB
 from bench.support.serving import ADAM, datum
 from cotrain import ModelInput, SamplingParams, ServiceClient
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import ExitStack
 
 #: Tokens of a training step, in sequences of 128, and of a sample.
 STEP_TOKENS = 256

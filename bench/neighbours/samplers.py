@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from bench.neighbours.trainers import runs
-from cotrain import ModelInput, SamplingParams
-
-if TYPE_CHECKING:
-    from cotrain import SamplingClient
+from cotrain import ModelInput, SamplingClient, SamplingParams
 
 
 async def heavy_sampler(address: str, key: str) -> None:

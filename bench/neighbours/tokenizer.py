@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 END = "<|im_end|>"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"

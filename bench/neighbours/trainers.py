@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import numpy as np
 
 from bench.support.model import VOCAB
 from bench.support.serving import ADAM, datum
-from cotrain import APIError, Datum, ModelInput, SamplingParams, ServiceClient
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
-
-    from cotrain import Future, TrainingClient
+from cotrain import (
+    APIError,
+    Datum,
+    Future,
+    ModelInput,
+    SamplingParams,
+    ServiceClient,
+    TrainingClient,
+)
 
 
 async def long_pass(address: str, key: str) -> None:

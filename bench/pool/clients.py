@@ -6,13 +6,10 @@ what comes back goes in, what is sent comes out.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from cotrain_store.messages.ops import OpKind
-
-if TYPE_CHECKING:
-    import random
 
 #: One request after another · forward_backward and optim_step together · two such steps in flight,
 #: so that there always is a next request · eight steps at once, then a rest.

@@ -5,19 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cotrain_scheduler.clock import RENEW_S
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_store.keys import fleet_keys
-from cotrain_store.messages.ids import WorkerId
-from cotrain_store.messages.queue_changes import Wake
+from cotrain_store.messages.ids import PoolId, RunId, WorkerId
+from cotrain_store.messages.ops import Wake
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.redis_client.connection import open_connection
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import PoolId, RunId
-    from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings.scheduler import SchedulerSettings
 
 
 @dataclass

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import random
 
+from cotrain_store.disk.spool import Spool
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import RunId, WorkerId
+from cotrain_store.messages.ops import Step
 from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.oplog.execution import Execution
-
-if TYPE_CHECKING:
-    import random
-
-    from cotrain_store.disk.spool import Spool
-    from cotrain_store.messages.ids import RunId, WorkerId
-    from cotrain_store.messages.ops import Step
-    from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.redis_client.connection import SyncConnection
+from cotrain_store.redis_client.connection import SyncConnection
 
 _DONE = Result.of_json({"type": "done"})
 #: The spread of a step's time around what its tokens take.

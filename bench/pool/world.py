@@ -11,32 +11,27 @@ import itertools
 import random
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.pool.clients import KINDS, Loop, Request
 from bench.pool.measures import Turns, percentile, waits
 from bench.pool.scheduler import Scheduler
 from bench.pool.worker import RateWorker
 from cotrain_scheduler.planner import QUANTUM_TOKENS
+from cotrain_store.disk.spool import Spool
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, run_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.pools import PoolRecord
-from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog import intake
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection, open_sync_connection
 from cotrain_store.settings.scheduler import SchedulerSettings
 from tests.support.limits import always
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from cotrain_store.disk.spool import Spool
-    from cotrain_store.messages.ops import Step
 
 POOL = PoolRecord(
     id=PoolId("p-fleet"), base_model="null", architecture="null", vocab_size=512, context_length=1024,
@@ -62,7 +57,7 @@ class Shape:
     idle_worker: bool = False
     scheduler_killed: bool = False
     deaths_every_s: float = 600.0
-    most_s: float = 600.0
+    max_s: float = 600.0
     """Of real time."""
     seed: int = 0
 
@@ -136,7 +131,7 @@ class World:
             self._workers["w1"].enter(self.now)
         was_killed = False
         tick_at = self.now
-        while self._served < self._goal and time.monotonic() - began < self._shape.most_s:
+        while self._served < self._goal and time.monotonic() - began < self._shape.max_s:
             tick_at = await self._advance(tick_at)
             if self._shape.scheduler_killed and not was_killed and self._served > self._goal / 2:
                 was_killed = True

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from bench.support.model import Shape
 from cotrain_workers.engine.adapters import bank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
@@ -18,12 +21,6 @@ from cotrain_workers.engine.lora.fused import tables
 from cotrain_workers.engine.model import attention, base_model, fused_layers, kernel_softmax
 from cotrain_workers.engine.training import adamw, memory_probe, pass_state
 from tests.support import fake_cuda
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
-
-    from bench.support.model import Shape
 
 DEVICE = torch.device("cuda", 0)
 BF16 = torch.bfloat16
@@ -86,7 +83,7 @@ class FakeEngine:
                 "read_weights": build,
             },
             backend: {"disagreement": lambda *_, **__: None, "missing_kernels": lambda _: None},
-            tables: {"address_of": lambda *_: 0},
+            tables: {"parse_run_and_seq": lambda *_: 0},
             attention: {"varlen_is_right": lambda *_: True},
             fused_layers: {
                 "first_equal": lambda candidates, *_: candidates[0],

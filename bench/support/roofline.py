@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from bench.support.model import Shape
 from bench.support.timing import timed
-
-if TYPE_CHECKING:
-    from bench.support.model import Shape
 
 #: The fused AdamW reads weight, gradient and both moments, and writes all but the gradient; fp32.
 ADAM_BYTES_PER_PARAMETER = 28

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bench.support.model import VOCAB
 from bench.support.tethered import tethered
-from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TensorData
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
-
-    from cotrain import TrainingClient
+from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TensorData, TrainingClient
 
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 OPERATOR = {"X-API-Key": "key-of-the-operator"}

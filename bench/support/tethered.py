@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from cotrain_server.supervisor.process import TETHER
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def tethered(command: Sequence[str | os.PathLike[str]]) -> list[str]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    Work = Callable[[], object]
+Work = Callable[[], object]
 
 Name = TypeVar("Name")
 

@@ -17,8 +17,7 @@ from cotrain import errors, exceptions, mint, types
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.service import ServiceClient
-from cotrain.clients.train_step import TrainOutput
-from cotrain.clients.training import TrainingClient
+from cotrain.clients.training import TrainingClient, TrainOutput
 from cotrain.errors import *  # noqa: F403  # its `__all__`, and no name twice
 from cotrain.exceptions import APIResponseValidationError, RequestFailedError, TinkerError
 from cotrain.requests.futures import Future, Submitted

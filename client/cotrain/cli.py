@@ -7,25 +7,23 @@ command, a `typer.Typer` for several. The client imports none of those by name.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from cotrain.commands import checkpoints, runs, webhooks
 from cotrain.commands.admin.app import app as admin
-from cotrain.commands.models import models
+from cotrain.commands.runs import models
 from cotrain.commands.sample import sample_text
 from cotrain.commands.terminal import AsJson, examples, print_json
 from cotrain.commands.top import EXAMPLES as TOP_EXAMPLES
 from cotrain.commands.top import top
 from cotrain.commands.transfer import download, upload
 from cotrain.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 COMMANDS = "cotrain.commands"
 INSTALL = "pip install -c constraints.txt '.[all]'"

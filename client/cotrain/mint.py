@@ -7,21 +7,17 @@ client as the first argument, and the plain call waits for its answer. What they
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from cotrain.wire.mint import (
+from cotrain.clients.service import ServiceClient
+from cotrain.clients.training import TrainingClient
+from cotrain.requests.futures import Submitted
+from cotrain.wire.runs import (
     InterpolateResponse,
     ReverseKlDatum,
     ReverseKlItem,
     ReverseKlResponse,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain.clients.service import ServiceClient
-    from cotrain.clients.training import TrainingClient
-    from cotrain.requests.futures import Submitted
 
 # The SDK's own names.
 ReverseKLDatum = ReverseKlDatum

@@ -65,17 +65,6 @@ from cotrain.wire.datums import (
     ModelInput,
     ModelInputChunk,
 )
-from cotrain.wire.futures import (
-    FutureRetrieveRequest,
-    RequestFailedResponse,
-    TryAgainResponse,
-    UntypedAPIFuture,
-)
-from cotrain.wire.mint import (
-    InterpolateResponse,
-    ReverseKlDatum,
-    ReverseKlResponse,
-)
 from cotrain.wire.model import (
     SeqId,
     SequencedRequest,
@@ -111,15 +100,22 @@ from cotrain.wire.runs import (
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     ForwardRequest,
+    FutureRetrieveRequest,
     GetInfoRequest,
     GetInfoResponse,
+    InterpolateResponse,
     LoraConfig,
     ModelData,
     OptimizerConfig,
     OptimStepRequest,
     OptimStepResponse,
+    RequestFailedResponse,
+    ReverseKlDatum,
+    ReverseKlResponse,
+    TryAgainResponse,
     UnloadModelRequest,
     UnloadModelResponse,
+    UntypedAPIFuture,
 )
 from cotrain.wire.sampling import (
     CancelFutureRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -13,16 +13,12 @@ from cotrain_scheduler import cycle_start, planner
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_scheduler.scaling import LOOK_S, PoolScaling
 from cotrain_store.errors import Fenced
-from cotrain_store.messages.pauses import PlanPolicy
+from cotrain_store.messages.fleet import PlanPolicy
+from cotrain_store.messages.ids import PoolId
 from cotrain_store.monitoring import metrics
+from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from cotrain_store.messages.ids import PoolId
-    from cotrain_store.oplog.dispatch import Dispatch
-    from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings.scheduler import SchedulerSettings
 
 log = structlog.get_logger()
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ids import RunId
 
 #: How long an eager cycle waits for the runs of the last one to come back, at least.
 GATHER_S = 0.005

@@ -7,16 +7,12 @@ It is handed from cycle to cycle, so that a cycle costs what changed since the l
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping, Set
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cotrain_store.messages.pauses import WEIGHT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Set
-
-    from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.fleet import WEIGHT
+from cotrain_store.messages.ids import RunId, TenantId
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,7 @@ class PlannedPart:
     run: RunId
     seq: int
     tokens: int
-    begun_by_then: int
+    tokens_before: int
 
 
 class FairQueue:
@@ -108,7 +104,7 @@ class FairQueue:
         """
         for part in self.planned:
             ran = begun.get((part.run, part.seq), part.tokens)
-            self.serve(part.tenant, ran - part.begun_by_then, self._parts.get(part.tenant, 0))
+            self.serve(part.tenant, ran - part.tokens_before, self._parts.get(part.tenant, 0))
         self.planned = ()
 
     def end_cycle(self, planned: Iterable[PlannedPart]) -> None:

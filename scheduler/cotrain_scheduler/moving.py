@@ -5,17 +5,13 @@ A run stays where it is as long as that is good enough: moving one costs a copy,
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cotrain_scheduler.placement import MEMORY_S
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import RunId, WorkerId
 from cotrain_store.monitoring.backlog import computed
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
-
-    from cotrain_store.messages.fleet import WorkerHeartbeat
-    from cotrain_store.messages.ids import RunId, WorkerId
 
 #: Of work, by which one worker has to have more than another: two clock periods, of some six that MEMORY_S has.
 DIFFERENCE_S = 20.0

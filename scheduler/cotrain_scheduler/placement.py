@@ -3,23 +3,22 @@
 How many runs a worker has says little of that: most are at rest, one may send more than a hundred others, and
 workers differ. So what waits there and what was asked for lately are counted in tokens, over the tokens per
 second that the worker measures.
+
+Decide which dead or drained worker's work goes to whom. Pure; times in seconds, `now` comes in.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from cotrain_scheduler.planner import QUANTUM_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_store.messages.fleet import WorkerHeartbeat
-    from cotrain_store.messages.ids import RunId, WorkerId
+from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
+from cotrain_store.messages.ids import RunId, WorkerId
 
 #: What was asked for so long ago counts 1/e of what is asked for now.
 MEMORY_S = 60.0
@@ -146,3 +145,50 @@ class _Fading:
 
 
 NOTHING = _Fading(0.0, 0.0)
+
+
+#: Since when a worker gave no heartbeat, by its id and the epoch of the last process that had it.
+Absences: TypeAlias = Mapping[tuple[WorkerId, int], float]
+
+
+def absences(slots: Iterable[WorkerSlot], before: Absences, now: float) -> Absences:
+    """Note since when slots are empty; a process that came and went in between starts it anew."""
+    empty = [(slot.worker, slot.epoch) for slot in slots if slot.heartbeat is None]
+    return {name: before.get(name, now) for name in empty}
+
+
+def reassignments(
+    slots: Sequence[WorkerSlot], empty_since: Absences, now: float, after_s: float
+) -> list[tuple[WorkerSlot, WorkerId]]:
+    """Pair each slot that was empty for `after_s` with its successor: the live worker with the fewest runs.
+
+    Without a live worker there is no successor, and what the dead ones had waits for them.
+    """
+    alive = [slot.heartbeat for slot in slots if slot.heartbeat is not None]
+    if not alive:
+        return []
+    successor = min(alive, key=_runs).id
+    return [
+        (slot, successor)
+        for slot in slots
+        if now - empty_since.get((slot.worker, slot.epoch), now) >= after_s
+    ]
+
+
+def drained(slots: Sequence[WorkerSlot]) -> list[tuple[WorkerSlot, WorkerId]]:
+    """Pair each worker that has nothing left with its successor, which gets what it was to forget."""
+    staying = [
+        slot.heartbeat for slot in slots if slot.heartbeat and slot.heartbeat.state == "serving"
+    ]
+    if not staying:
+        return []
+    successor = min(staying, key=_runs).id
+    return [
+        (slot, successor)
+        for slot in slots
+        if slot.heartbeat and slot.heartbeat.is_handing_over and slot.heartbeat.state == "drained"
+    ]
+
+
+def _runs(worker: WorkerHeartbeat) -> tuple[int, WorkerId]:
+    return worker.runs, worker.id

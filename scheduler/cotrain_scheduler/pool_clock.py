@@ -2,45 +2,111 @@
 
 The queue is in memory (`queue.py`) and follows what the scripts note with every change, in the same
 transaction. Everything is read once: at the start, and whenever this process cannot know what it missed.
+
+The span of a plan, where some op of it is traced: the root of its cycle's trace.
+
+The host's time of day, for what reads it again and again: whether it was set in between.
+
+Decide whose work waits although a worker is free: the operator has paused it, or it is being moved. Pure.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import structlog
 
 from cotrain_scheduler import cycle_start, planner
-from cotrain_scheduler import reassignment as fleet
+from cotrain_scheduler import placement as fleet
 from cotrain_scheduler.fair_queue import FairQueue
-from cotrain_scheduler.host_time import HostTime
-from cotrain_scheduler.pausing import going_on
-from cotrain_scheduler.plan_trace import begin_plan, end_plan
 from cotrain_scheduler.queue import PoolQueue
 from cotrain_scheduler.rebalancing import Rebalancing
+from cotrain_scheduler.waiting import ByTenant, Waiting
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ops import Step
-from cotrain_store.messages.pauses import PlanPolicy
+from cotrain_store.messages.fleet import Pauses, PlanPolicy, WorkerHeartbeat, WorkerSlot
+from cotrain_store.messages.ids import PoolId, RunId, WorkerId
+from cotrain_store.messages.ops import QueuedOp, Step, Wake
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import log_requests
 from cotrain_store.monitoring.traceparent import trace_id
-from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN
-from cotrain_store.settings.scheduler import ClockMode
+from cotrain_store.monitoring.tracing import Span, tracer
+from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN, Dispatch
+from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from cotrain_scheduler.waiting import Waiting
-    from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
-    from cotrain_store.messages.ids import PoolId, RunId, WorkerId
-    from cotrain_store.messages.ops import QueuedOp
-    from cotrain_store.messages.queue_changes import Wake
-    from cotrain_store.oplog.dispatch import Dispatch
-    from cotrain_store.settings.scheduler import SchedulerSettings
+def begin_plan(ops: Sequence[QueuedOp], began: float) -> Span | None:
+    """Begin the span of what was begun then; a plan that is not written leaves none."""
+    traces = tracer()
+    if traces is None or not any(op.trace for op in ops):
+        return None
+    return traces.begin("plan", began=began)
+
+
+def end_plan(span: Span, pool: PoolId, step: Step) -> None:
+    """Report the plan of a step that is written."""
+    span.end(
+        pool=pool, worker=step.worker, cycle=step.cycle, runs=len(step.tenant_by_run),
+        ops=len(step.ops), tokens=sum(op.tokens for op in step.ops),
+    )  # fmt: skip
+
+
+#: Between two readings the time may have been set, or the host may have slept.
+_JUMP_S = 1.0
+
+
+class HostTime:
+    """One reader's clock."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+        self._offset_s = self.now - time.monotonic()
+
+    def read(self) -> float:
+        """Read it into `now`; return by how many seconds it jumped since it was last read, 0 for not.
+
+        After a jump, what was noted before cannot be compared with it.
+        """
+        steady = time.monotonic()
+        offset_s = time.time() - steady
+        jumped_s, self._offset_s = offset_s - self._offset_s, offset_s
+        self.now = steady + offset_s
+        return jumped_s if abs(jumped_s) > _JUMP_S else 0.0
+
+
+def exclude_paused(
+    waiting: Waiting, pauses: Pauses, moving: Collection[RunId] = frozenset()
+) -> Waiting:
+    """Leave out the tenants and runs that are paused, and runs that go elsewhere; where none is, this costs nothing."""
+    if not pauses.tenants and not pauses.runs and not moving:
+        return waiting
+    left = Waiting()
+    left.changed = waiting.changed
+    left.passes, left.free, left.saves = (
+        _exclude_paused(group, pauses, moving)
+        for group in (waiting.passes, waiting.free, waiting.saves)
+    )
+    return left
+
+
+def _exclude_paused(group: ByTenant, pauses: Pauses, moving: Collection[RunId]) -> ByTenant:
+    owners = {pause.tenant for pause in pauses.runs.values()}
+    left: ByTenant = {}
+    for tenant, runs in group.items():
+        if tenant in pauses.tenants:
+            continue
+        kept = runs
+        if tenant in owners:
+            kept = {run: queue for run, queue in runs.items() if run not in pauses.runs}
+        if moving:
+            kept = {run: queue for run, queue in kept.items() if run not in moving}
+        if kept:
+            left[tenant] = kept
+    return left
+
 
 log = structlog.get_logger()
 
@@ -174,9 +240,11 @@ class PoolClock:
         self._free = None  # until this tick knows: what becomes ready during it counts
         slots = await self._dispatch.worker_slots(self.pool)
         await self._reassign(slots, now)
-        await self._strike_off(slots)
+        await self._deregister(slots)
         workers = [
-            slot.heartbeat for slot in slots if slot.heartbeat and not slot.heartbeat.hands_over
+            slot.heartbeat
+            for slot in slots
+            if slot.heartbeat and not slot.heartbeat.is_handing_over
         ]
         free = [worker for worker in workers if await self._is_free(worker, now)]
         if free:
@@ -203,9 +271,9 @@ class PoolClock:
         self._is_forgotten = False
         for worker, epoch in self._slots.items():
             if worker not in slots:
-                self._queue.strike_off(worker)
+                self._queue.deregister(worker)
             elif slots[worker] != epoch:
-                self._queue.begin_anew(worker)
+                self._queue.reset(worker)
         self._slots = slots
         if self._seen is None:
             seen = await self._dispatch.last_change(self.pool)
@@ -241,10 +309,10 @@ class PoolClock:
                     "worker_reassigned", pool=self.pool, worker=dead.worker, successor=successor
                 )
 
-    async def _strike_off(self, slots: Sequence[WorkerSlot]) -> None:
+    async def _deregister(self, slots: Sequence[WorkerSlot]) -> None:
         """Let the runs of drained workers go to others."""
         for slot, successor in fleet.drained(slots):
-            if await self._dispatch.strike_off(self.pool, slot, successor):
+            if await self._dispatch.deregister(self.pool, slot, successor):
                 log.info("worker_drained", pool=self.pool, worker=slot.worker)
 
     async def _is_free(self, worker: WorkerHeartbeat, now: float) -> bool:
@@ -288,7 +356,7 @@ class PoolClock:
         fair_queue = clock.fair_queue.copy(is_current=policy == clock.policy)
         chosen = planner.select(
             self._waiting(worker), fair_queue, tokens, self._quantum_tokens,
-            takes_saves=worker.takes_saves, weights=policy.weights,
+            accepts_saves=worker.accepts_saves, weights=policy.weights,
         )  # fmt: skip
         if not chosen.ops:
             return True  # nothing but saves, which the worker takes none of now
@@ -321,13 +389,13 @@ class PoolClock:
         return True
 
     def _waiting(self, worker: WorkerHeartbeat) -> Waiting:
-        return going_on(self._queue.waiting(worker.id), self.policy.pauses, self._moving)
+        return exclude_paused(self._queue.waiting(worker.id), self.policy.pauses, self._moving)
 
     def _count(self, ops: Sequence[QueuedOp], now: float) -> None:
         """Count what waited until now, a pass that goes on only once."""
         for op in ops:
             queue = self._queue[op.run]
-            if not (queue.begun_tokens and op.seq == queue.ops[0].seq):
+            if not (queue.done_tokens and op.seq == queue.ops[0].seq):
                 waited_s = max(0.0, now - op.accepted_at)
                 metrics.OP_WAIT.labels(self._label, op.kind.value).observe(waited_s)
 

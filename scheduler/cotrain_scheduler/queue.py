@@ -7,20 +7,15 @@ runs wait. Of one tenant, the run comes first whose last turn is longest ago.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from cotrain_scheduler.moving import load_of
+from cotrain_scheduler.moving import Load, load_of
 from cotrain_scheduler.placement import Candidate, RecentTokens, best, fits_one_more, rates
 from cotrain_scheduler.waiting import Waiting
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from cotrain_scheduler.moving import Load
-    from cotrain_store.messages.fleet import WorkerHeartbeat
-    from cotrain_store.messages.ids import RunId, WorkerId
-    from cotrain_store.messages.ops import QueuedOp, RunQueue
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import RunId, WorkerId
+from cotrain_store.messages.ops import QueuedOp, RunQueue
 
 
 class PoolQueue:
@@ -93,19 +88,17 @@ class PoolQueue:
         tokens_of = self.recent.runs_of(worker.id, now)
         return load_of(worker, self._tokens[worker.id], tokens_of)
 
-    def strike_off(self, worker: WorkerId) -> None:
+    def deregister(self, worker: WorkerId) -> None:
         """Take its runs from a worker that is none any more."""
         lost = [queue for queue in self._runs.values() if queue.worker == worker]
         for queue in lost:
             self._remove(queue)
-            self._add(replace(queue, worker=None, begun_tokens=0), None)
+            self._add(replace(queue, worker=None, done_tokens=0), None)
 
-    def begin_anew(self, worker: WorkerId) -> None:
+    def reset(self, worker: WorkerId) -> None:
         """Have read again what a worker began: another process of that id has none of it."""
         self.unread |= {
-            run
-            for run, queue in self._runs.items()
-            if queue.worker == worker and queue.begun_tokens
+            run for run, queue in self._runs.items() if queue.worker == worker and queue.done_tokens
         }
 
     def waiting(self, worker: WorkerId) -> Waiting:
@@ -130,12 +123,12 @@ class PoolQueue:
             tokens[op.run] += op.tokens
         for run, seq in last.items():
             queue = self._runs[run]
-            if not queue.begun_tokens:  # a pass that goes on was counted when it began
+            if not queue.done_tokens:  # a pass that goes on was counted when it began
                 self.recent.note(run, worker, tokens[run], now)
             left = tuple(op for op in queue.ops if op.seq > seq)
             self._remove(queue)
             if left:
-                self._add(replace(queue, worker=worker, ops=left, begun_tokens=0), worker)
+                self._add(replace(queue, worker=worker, ops=left, done_tokens=0), worker)
             if len(queue.ops) >= self._window_ops:
                 self.unread.add(run)
 
@@ -159,4 +152,4 @@ class PoolQueue:
 
 def tokens_of(queue: RunQueue) -> int:
     """Count the tokens that a run has waiting, as far as they are known here."""
-    return sum(op.tokens for op in queue.ops) - queue.begun_tokens
+    return sum(op.tokens for op in queue.ops) - queue.done_tokens

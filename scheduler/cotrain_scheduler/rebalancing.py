@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import structlog
 
 from cotrain_scheduler.moving import PATIENCE_S, Balance
-from cotrain_store.oplog.moves import QUIET_S
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_scheduler.queue import PoolQueue
-    from cotrain_store.messages.fleet import WorkerHeartbeat
-    from cotrain_store.messages.ids import PoolId, RunId
-    from cotrain_store.oplog.dispatch import Dispatch
-    from cotrain_store.oplog.moves import Move
+from cotrain_scheduler.queue import PoolQueue
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import PoolId, RunId
+from cotrain_store.oplog.dispatch import Dispatch
+from cotrain_store.oplog.moves import QUIET_S, Move
 
 log = structlog.get_logger()
 
@@ -60,7 +55,7 @@ class Rebalancing:
         serving = {worker.id for worker in workers}
         if {move.owner, move.to} <= serving and now - self._since[move.run] < PATIENCE_S:
             return True
-        await self._dispatch.moves.strike_off(self._pool, move.run)
+        await self._dispatch.moves.deregister(self._pool, move.run)
         log.warning("move_given_up", pool=self._pool, run=move.run, to=move.to)
         return False
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_store.messages.scaling import Bounds, first_scaling
+from cotrain_store.messages.fleet import Bounds, Pauses, Scaling, first_scaling
+from cotrain_store.messages.ids import PoolId, WorkerId
 from cotrain_store.monitoring.backlog import Growth, workers_needed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_store.messages.ids import PoolId, WorkerId
-    from cotrain_store.messages.pauses import Pauses
-    from cotrain_store.messages.scaling import Scaling
-    from cotrain_store.oplog.dispatch import Dispatch
-    from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.oplog.dispatch import Dispatch
+from cotrain_store.settings.scheduler import SchedulerSettings
 
 log = structlog.get_logger()
 

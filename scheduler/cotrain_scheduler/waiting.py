@@ -6,15 +6,11 @@ those that wait for a pass the ones it takes. So nothing here is read again for 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator
+from typing import TypeAlias
 
-from cotrain_store.messages.ops import PASSES, OpKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain_store.messages.ids import RunId, TenantId
-    from cotrain_store.messages.ops import RunQueue
+from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.ops import PASSES, OpKind, RunQueue
 
 #: The runs of each tenant, in the order of their turns.
 ByTenant: TypeAlias = "dict[TenantId, dict[RunId, RunQueue]]"
@@ -64,10 +60,10 @@ class Waiting:
         """Return the run of a tenant that is next, of those with a pass."""
         return next(iter(self.passes.get(tenant, {}).values()), None)
 
-    def is_one_run(self, *, takes_saves: bool) -> bool:
+    def is_one_run(self, *, accepts_saves: bool) -> bool:
         """Tell whether no more than one run can go on."""
         runs = 0
-        for group in (self.passes, self.free, self.saves if takes_saves else {}):
+        for group in (self.passes, self.free, self.saves if accepts_saves else {}):
             for of_tenant in group.values():
                 runs += len(of_tenant)
                 if runs > 1:

@@ -18,13 +18,10 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from typing import BinaryIO
+from typing import BinaryIO
 
 FAILPOINTS: Mapping[str, str] = MappingProxyType(
     {

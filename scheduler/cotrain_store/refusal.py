@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
 
 import structlog
 from pydantic import ValidationError
 
 from cotrain_store.monitoring.tracing import TracingRefused, start_tracing
-from cotrain_store.settings.removed import removed_variables
-from cotrain_store.settings.store import PREFIX, StoreSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from cotrain_store.settings.store import PREFIX, StoreSettings, removed_variables
 
 log = structlog.get_logger()
 

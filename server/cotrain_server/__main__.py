@@ -8,10 +8,10 @@ import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
+from fastapi import FastAPI
 from typing_extensions import override
 
 import cotrain_server.blas_threads  # noqa: F401  # its import sets them, before that of numpy
@@ -26,7 +26,7 @@ from cotrain_server.http.connection_limits import (
 from cotrain_server.services import LONG_POLL_S
 from cotrain_server.settings import ServerSettings
 from cotrain_server.supervisor.environment import refused_variables
-from cotrain_store.blobs.claim import claim_blobs
+from cotrain_store.blobs.opening import claim_blobs
 from cotrain_store.errors import InvalidKey, StoreUnavailable, UnsafeRedis
 from cotrain_store.listening import CannotListen, listen
 from cotrain_store.monitoring.definitions import Source
@@ -34,9 +34,6 @@ from cotrain_store.monitoring.logs import start_logs
 from cotrain_store.monitoring.metrics import count_blob_failures
 from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
 from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 log = structlog.get_logger()
 
@@ -94,9 +91,9 @@ def main() -> None:
     except StoreUnavailable as unavailable:
         log.error("redis_unavailable", reason=str(unavailable))  # its supervisor starts it again
         sys.exit(3)
-    most_connections = allow_many_connections()
+    max_connections = allow_many_connections()
     app = create_app(settings, arguments.long_poll_s)
-    server = DrainingServer(_config(app, settings, most_connections), app)
+    server = DrainingServer(_config(app, settings, max_connections), app)
     # uvicorn raises the signal once more when it has ended. It must not kill us then, nor be lost
     # when it comes before uvicorn listens for it.
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -139,13 +136,13 @@ def _check_store(settings: ServerSettings) -> None:
         connection.close()
 
 
-def _config(app: FastAPI, settings: ServerSettings, most_connections: int) -> uvicorn.Config:
+def _config(app: FastAPI, settings: ServerSettings, max_connections: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
         http=limited_protocol(
-            most_connections,
+            max_connections,
             settings.trusted_proxies,
             lambda head: app.state.services.credentials.tenant_of(head),
         ),

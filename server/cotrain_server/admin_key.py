@@ -9,14 +9,10 @@ from __future__ import annotations
 import os
 import secrets
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from cotrain_store.tenants.key_format import MIN_CHARACTERS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_server.settings import ServerSettings
+from cotrain_server.settings import ServerSettings
+from cotrain_store.tenants.api_keys import MIN_CHARACTERS
 
 #: In the data folder; `cotrain top` reads it there.
 FILE = "admin-key"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
 
@@ -14,11 +14,9 @@ from cotrain_server.http.middleware import RequestMiddleware
 from cotrain_server.http.path_prefix import PathPrefix, path_prefix
 from cotrain_server.routes import (
     anthropic,
-    audit,
     auth,
     billing,
     checkpoints,
-    files,
     futures,
     links,
     loads,
@@ -26,77 +24,65 @@ from cotrain_server.routes import (
     openai,
     runs,
     samplers,
-    sampling,
     session_lists,
     sessions,
     status,
-    tokenizers,
     traces,
     training,
     training_runs,
     uploads,
     weights,
 )
-from cotrain_server.routes.admin import audit as admin_audit
-from cotrain_server.routes.admin import fleet as admin_fleet
-from cotrain_server.routes.admin import keys as admin_keys
-from cotrain_server.routes.admin import runs as admin_runs
 from cotrain_server.routes.admin import tenants as admin_tenants
 from cotrain_server.routes.admin import workers as admin_workers
 from cotrain_server.services import LONG_POLL_S, open_services
+from cotrain_server.settings import ServerSettings
 from cotrain_server.ui import router as pages
-from cotrain_server.views.metrics_pages import metrics_pages
+from cotrain_server.views.fleet_metrics import metrics_pages
 from cotrain_server.webhooks import routes as webhooks
 from cotrain_server.webhooks.delivery import delivering
 from cotrain_server.webhooks.sender import Sender
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.metrics_port import metrics_port
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from cotrain_server.settings import ServerSettings
-
-
 #: What is asked for most stands first: a request is compared with one route after the other.
-PARTS = (
-    futures,
-    training,
-    sampling,
-    status,
-    auth,
-    sessions,
-    runs,
-    weights,
-    loads,
-    mint,
-    checkpoints,
-    links,
-    files,
-    uploads,
-    training_runs,
-    session_lists,
-    traces,
-    billing,
-    audit,
-    webhooks,
-    samplers,
-    tokenizers,
-    openai,
-    anthropic,
-    admin_tenants,
-    admin_keys,
-    admin_runs,
-    admin_workers,
-    admin_fleet,
-    admin_audit,
-    pages,
+ROUTERS = (
+    futures.router,
+    training.router,
+    samplers.sampling_router,
+    status.router,
+    auth.router,
+    sessions.router,
+    runs.router,
+    weights.router,
+    loads.router,
+    mint.router,
+    checkpoints.router,
+    links.router,
+    links.files_router,
+    uploads.router,
+    training_runs.router,
+    session_lists.router,
+    traces.router,
+    billing.router,
+    webhooks.router,
+    samplers.router,
+    status.tokenizers_router,
+    openai.router,
+    anthropic.router,
+    admin_tenants.router,
+    admin_tenants.keys_router,
+    admin_workers.runs_router,
+    admin_workers.router,
+    admin_workers.fleet_router,
+    admin_tenants.audit_router,
+    pages.router,
 )
 
 #: Built when something is first asked for, once for all applications of a process.
 ROUTES = APIRouter(responses=errors.ERROR_RESPONSES)
-for part in PARTS:
-    ROUTES.include_router(part.router)
+for router in ROUTERS:
+    ROUTES.include_router(router)
 
 
 def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> FastAPI:

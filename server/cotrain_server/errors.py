@@ -26,8 +26,10 @@ RequestError
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
@@ -36,11 +38,6 @@ from starlette.exceptions import HTTPException
 from cotrain_store import errors as store
 from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from fastapi import FastAPI, Request
 
 
 class RequestError(Exception):

@@ -6,25 +6,29 @@ import asyncio
 import os
 import socket
 from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from secrets import token_hex
-from typing import TYPE_CHECKING
+from typing import Any
 
 import structlog
 
 from cotrain_server.admin_key import admin_key
 from cotrain_server.errors import TooManyPolls
-from cotrain_server.limits.body_memory import BodyMemory
-from cotrain_server.limits.failures import FailureCounter
-from cotrain_server.limits.known_credentials import KnownCredentials
+from cotrain_server.limits.failures import FailureCounter, KnownCredentials
 from cotrain_server.limits.own_quotas import OwnQuotas
-from cotrain_server.limits.tenant_connections import TenantConnections
-from cotrain_server.limits.tenant_slots import TenantSlots
-from cotrain_server.limits.upload_slots import UploadSlots
+from cotrain_server.limits.tenant_slots import (
+    BodyMemory,
+    TenantConnections,
+    TenantSlots,
+    UploadSlots,
+)
 from cotrain_server.parsing.parser import Parser
+from cotrain_server.settings import Quotas, ServerSettings
 from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import new_writer
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.redis_client.connection import Connection, check_store, open_batching_connection
 from cotrain_store.results.futures import Futures
@@ -34,23 +38,13 @@ from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_store.tenants.api_keys import Tenants, signing_keys
 from cotrain_store.tenants.audit_log import Audit
 from cotrain_store.tenants.catalog import Catalog
-from cotrain_store.tenants.pauses import PauseRecords
-from cotrain_store.tenants.policies import Policies
+from cotrain_store.tenants.policies import PauseRecords, Policies
 from cotrain_store.tenants.records import Records
-from cotrain_store.tenants.run_labels import RunLabels
-from cotrain_store.tenants.run_list import RunList
+from cotrain_store.tenants.run_list import RunLabels, RunList
 from cotrain_store.tenants.session_search import SessionSearch
 from cotrain_store.tenants.usage import Usage
 from cotrain_store.tenants.webhooks import Webhooks
 from cotrain_store.weights.checkpoints import Checkpoints
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator
-    from typing import Any
-
-    from cotrain_server.settings import Quotas, ServerSettings
-    from cotrain_store.messages.ids import TenantId
-
 
 log = structlog.get_logger()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path  # pydantic reads the annotation at run time
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -16,23 +17,18 @@ from pydantic import (
     field_validator,
 )
 
-from cotrain_store.messages.history import HISTORY_POINTS
+from cotrain_store.messages.runs import HISTORY_POINTS
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.sampling.intake import SampleLimits
 from cotrain_store.settings.store import StoreSettings
-from cotrain_store.tenants.key_format import MIN_CHARACTERS, read_chosen_keys
+from cotrain_store.tenants.api_keys import MIN_CHARACTERS, ChosenKey, read_chosen_keys
 from cotrain_store.tenants.records import RecordLimits
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_store.tenants.key_format import ChosenKey
 
 MIB = 1024**2
 
 #: Scripts count exactly up to 2**53.
-MOST = 10**15
-AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
+LIMITS = 10**15
+AtLeastOne = Annotated[int, Field(ge=1, le=LIMITS)]
 
 Words = tuple[str, ...]
 """A list in one variable, separated by commas or white space."""
@@ -53,7 +49,7 @@ class Quotas(BaseModel):
     tokens: AtLeastOne = 8_000_000
     bytes: AtLeastOne = 1_000_000_000
     runs: AtLeastOne = 1_000
-    run_bytes: Annotated[int, Field(ge=0, le=MOST)] = 0
+    run_bytes: Annotated[int, Field(ge=0, le=LIMITS)] = 0
     """What live runs hold: each its state once in memory and twice on disk. 0: 200 GB or, where that is
     more, eight runs of the largest rank on the largest base model."""
     unread_bytes: AtLeastOne = 2_000_000_000

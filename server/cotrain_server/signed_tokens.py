@@ -11,16 +11,14 @@ from __future__ import annotations
 import hmac
 import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jwt
 
 from cotrain_server.errors import BadLink, InvalidToken
 from cotrain_store.messages.ids import TenantId, WeightsRef
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LINK_LIFE_S = 15 * 60
 #: SDKs ask for the next token at half of this.

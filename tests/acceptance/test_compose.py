@@ -10,16 +10,14 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import pytest
 
 from tests.support.containers import Containers
 from tests.support.tiny_models import build_tiny_qwen3
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 

@@ -9,8 +9,10 @@ import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import httpx
 import pytest
@@ -21,10 +23,6 @@ from tests.support.serving import Serving
 from tests.support.waiting import PATIENCE_S
 from tests.warm.popen import Popen
 from tests.warm.sources import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 EXAMPLES = ROOT / "examples"
 KEY = "tml-example_key-of-mine"

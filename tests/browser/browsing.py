@@ -5,25 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
+from playwright.sync_api import Browser, Page
 
 import cotrain
 from cotrain import types
 from cotrain_server.supervisor.data_folder import found_socket
+from tests.support.serving import Serving
 from tests.warm.popen import Popen
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from playwright.sync_api import Browser, Page
-
-    from tests.support.serving import Serving
 
 BASE_MODEL = "tiny"
 

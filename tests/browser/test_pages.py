@@ -6,16 +6,12 @@ import os
 import re
 import signal
 import threading
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from cotrain_server.ui.navigation import PAGES
-from tests.browser.browsing import new_run, step
-
-if TYPE_CHECKING:
-    from tests.browser.browsing import Site
+from tests.browser.browsing import Site, new_run, step
 
 expect = pytest.importorskip(
     "playwright.sync_api", reason="no playwright: `make test-browser` installs it"

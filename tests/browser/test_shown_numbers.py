@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from cotrain_server.ui.navigation import PAGES
-from tests.browser.browsing import BASE_MODEL
-
-if TYPE_CHECKING:
-    from tests.browser.browsing import Site
+from tests.browser.browsing import BASE_MODEL, Site
 
 expect = pytest.importorskip(
     "playwright.sync_api", reason="no playwright: `make test-browser` installs it"

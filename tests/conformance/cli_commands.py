@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tests.conformance.running import KEYS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 KEY = KEYS[3]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +20,7 @@ from tests.conformance.running import (
     SCENARIOS,
     SDKS,
     CheckpointReport,
+    Facts,
     Report,
     SamplingReport,
     Server,
@@ -28,11 +29,6 @@ from tests.conformance.running import (
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.conformance.running import Facts
 
 
 @pytest.fixture(scope="package")

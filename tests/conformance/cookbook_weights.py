@@ -11,8 +11,9 @@ import logging
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -26,9 +27,6 @@ from cotrain_workers.engine.model.base_model import find_targets
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, plan_layout
 from tests.support.tiny_models import build_tiny
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TOKENS = torch.arange(20)[None]
 CASES = {

@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mint as tinker  # the smallest migration, as its README has it
 import mint.mint as mintx
 import torch
 from mint import types
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Facts = dict[str, Any]
 

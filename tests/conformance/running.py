@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from tests.support.lossy_proxy import LossyProxy
 from tests.warm.popen import run
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tests.support.lossy_proxy import LossyProxy
 
 Facts = dict[str, Any]
 

@@ -12,15 +12,13 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tinker
 import torch
 from tinker import types
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 IS_OLD = version("tinker").startswith("0.22.")
 VOCAB = 512

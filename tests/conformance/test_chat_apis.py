@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import openai
 import pytest
 import transformers
 
-from cotrain import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
-from tests.conformance.running import KEYS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import SamplingClient
-    from tests.conformance.running import Server
+from cotrain import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient
+from tests.conformance.running import KEYS, Server
 
 VOCAB = 512
 CHAT: Any = [

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from tests.conformance.running import CHECKPOINTS, KEYS, SDKS, run_scenarios
+from tests.conformance.running import (
+    CHECKPOINTS,
+    KEYS,
+    SDKS,
+    CheckpointReport,
+    Facts,
+    Server,
+    run_scenarios,
+)
+from tests.support.lossy_proxy import LossyProxy
 from tests.support.serving import Serving
-
-if TYPE_CHECKING:
-    from tests.conformance.running import CheckpointReport, Facts, Server
-    from tests.support.lossy_proxy import LossyProxy
 
 NEWEST = "0.38.0"
 TTL_S = 7200

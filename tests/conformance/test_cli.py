@@ -9,20 +9,15 @@ import re
 import tarfile
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import httpx
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient
 from cotrain.cli import command_line
-from tests.conformance.running import KEYS, ROOT
-
-if TYPE_CHECKING:
-    from typer.testing import Result
-
-    from tests.conformance.running import Server
+from tests.conformance.running import KEYS, ROOT, Server
 
 KEY = KEYS[1]
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import pytest
 
 from tests.conformance.running import ROOT
 from tests.warm.popen import run
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 COOKBOOK = ROOT / ".sdk" / "tinker_cookbook-0.6.1" / "site-packages"
 #: fp32, and the sum `W + scale * B @ A` is rounded once more when it is merged.

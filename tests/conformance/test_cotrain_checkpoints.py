@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,17 +22,11 @@ from cotrain import (
     NotFoundError,
     RequestFailed,
     ServiceClient,
+    TrainingClient,
 )
-from tests.conformance.running import KEYS
+from tests.conformance.running import KEYS, Server
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.uploads import config, q_proj, tar
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from cotrain import TrainingClient
-    from tests.conformance.running import Server
 
 TOKENS = random.Random(0).choices(range(512), k=25)
 DATUM = Datum(

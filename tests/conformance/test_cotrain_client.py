@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -19,17 +19,12 @@ from cotrain import (
     NotFoundError,
     RequestFailed,
     ServiceClient,
+    TrainingClient,
 )
-from tests.conformance.running import KEYS, LOSES_ANSWERS_OF
+from cotrain.types import ForwardBackwardOutput
+from tests.conformance.running import KEYS, LOSES_ANSWERS_OF, Server
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import TrainingClient
-    from cotrain.types import ForwardBackwardOutput
-    from tests.conformance.running import Server
 
 VOCAB = 512
 

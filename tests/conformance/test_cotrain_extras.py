@@ -6,8 +6,10 @@ import asyncio
 import random
 import threading
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,17 +26,11 @@ from cotrain import (
     RequestFailed,
     SamplingParams,
     ServiceClient,
+    TrainingClient,
     types,
 )
-from tests.conformance.running import KEYS
+from tests.conformance.running import KEYS, Report, Server
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from cotrain import TrainingClient
-    from tests.conformance.running import Report, Server
 
 VOCAB = 512
 TOKENS = random.Random(0).choices(range(VOCAB), k=25)

@@ -7,8 +7,9 @@ import inspect
 import json
 import sys
 import urllib.request
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -25,13 +26,8 @@ from cotrain import (
     ServiceClient,
 )
 from cotrain.wire.rest import SessionSearchRequest
-from tests.conformance.running import KEYS
+from tests.conformance.running import KEYS, Server
 from tests.warm.popen import run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.conformance.running import Server
 
 DATUM = Datum(
     model_input=ModelInput.from_ints([1, 2, 3]),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,19 +17,15 @@ from cotrain import (
     Datum,
     ModelInput,
     NotFoundError,
+    SampledSequence,
     SamplingClient,
     SamplingParams,
     ServiceClient,
     TensorData,
+    TrainingClient,
 )
-from tests.conformance.running import KEYS, LOSES_SAMPLING_ANSWERS_OF
+from tests.conformance.running import KEYS, LOSES_SAMPLING_ANSWERS_OF, Server
 from tests.support.lossy_proxy import LossyProxy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import SampledSequence, TrainingClient
-    from tests.conformance.running import Server
 
 TOKENS = [7, 8, 9, 10, 11]
 PROMPT = ModelInput.from_ints(TOKENS)

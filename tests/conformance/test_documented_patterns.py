@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -18,14 +19,9 @@ import cotrain as mint
 import cotrain as tinker
 from cotrain import types
 from cotrain.exceptions import BiosAPIError
-from tests.conformance.running import KEYS
+from tests.conformance.running import KEYS, Server
 
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
-
-    from tests.conformance.running import Server
-
-    Batch = Sequence[types.Datum]
+Batch = Sequence[types.Datum]
 
 VOCAB = 512
 LOSS = "cross_entropy"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import tarfile
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyrage
 import pytest
@@ -13,10 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.conformance.running import CheckpointReport, Server
+from tests.conformance.running import CheckpointReport, Server
 
 LENGTHS, VOCAB = (5, 9, 13, 8), 512
 PEFT_FILES = {"adapter_config.json", "adapter_model.safetensors"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,15 +12,9 @@ from cotrain import AdamParams, ServiceClient
 from cotrain.errors import APIStatusError, ForeignAnswer
 from cotrain.transport.retries import RetryPolicy
 from cotrain.types import ModelInput, SamplingParams
-from tests.conformance.running import KEYS
+from tests.conformance.running import KEYS, Server
 from tests.conformance.test_cotrain_client import datum, logprobs
 from tests.support.swapping_proxy import FOREIGN, PAGE, Swapped, SwappingProxy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.conformance.running import Server
 
 DATA = [datum(6, 1)]
 QUICK = RetryPolicy(first_delay_s=0.01)

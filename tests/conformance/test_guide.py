@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conformance.running import KEYS
+from tests.conformance.running import KEYS, Server
 from tests.support.markdown import blocks
 from tests.support.notebook import run_page
 from tests.warm.popen import run
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.conformance.running import Server
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import httpx
 import pytest
 
-from tests.conformance.running import KEYS, run_scenarios
+from tests.conformance.running import KEYS, Facts, Server, run_scenarios
 from tests.support.serving import Serving
-
-if TYPE_CHECKING:
-    from tests.conformance.running import Facts, Server
 
 OLD = "0.22.0"
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from cotrain import AdamParams, Datum, Future, ModelInput, ServiceClient
-from tests.conformance.running import KEYS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import TrainingClient
-    from cotrain.types import ForwardBackwardOutput
-    from tests.conformance.running import Server
+from cotrain import AdamParams, Datum, Future, ModelInput, ServiceClient, TrainingClient
+from cotrain.types import ForwardBackwardOutput
+from tests.conformance.running import KEYS, Server
 
 MANY = 1_000
 STEP_EVERY = 50

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from tests.conformance.running import MINT_KEY, ROOT, SDKS, run_scenarios
-
-if TYPE_CHECKING:
-    from tests.conformance.running import Facts, Server
+from tests.conformance.running import MINT_KEY, ROOT, SDKS, Facts, Server, run_scenarios
 
 SCENARIOS = ("loop", "not_a_number", "distilled", "referred", "refused", "interpolated")
 PINNED = "0.22.0"  # the SDK that mint 0.2.0 asks for

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import click
 import httpx
@@ -15,18 +17,11 @@ import pytest
 from safetensors.numpy import load_file
 from tinker.cli.__main__ import main_cli
 
-from tests.conformance.cli_commands import KEY, REFUSED, SIGNED_IN, WORKS
-from tests.conformance.running import ROOT
+from tests.conformance.cli_commands import KEY, REFUSED, SIGNED_IN, WORKS, Command
+from tests.conformance.running import ROOT, Server
 from tests.support.fake_hub import FakeHub
 from tests.support.http_api import pass_body
 from tests.warm.popen import run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from tests.conformance.cli_commands import Command
-    from tests.conformance.running import Server
 
 HOUR = timedelta(hours=1)
 #: For all commands of a list; each has its own patience.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.conformance.running import KEYS, SDKS, run_scenarios
-
-if TYPE_CHECKING:
-    from tests.conformance.running import Report, Server
+from tests.conformance.running import KEYS, SDKS, Report, Server, run_scenarios
 
 
 def flat(rows: list[list[float]]) -> list[float]:

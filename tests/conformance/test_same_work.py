@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cotrain import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
-from tests.conformance.running import KEYS, SDKS, Server, run_scenarios
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from cotrain import SamplingClient, TrainingClient
-    from tests.conformance.running import Facts
+from cotrain import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    TrainingClient,
+)
+from tests.conformance.running import KEYS, SDKS, Facts, Server, run_scenarios
 
 STEPS = 10
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.conformance.running import SAMPLING, SDKS, run_scenarios
+from tests.conformance.running import SAMPLING, SDKS, Facts, SamplingReport, Server, run_scenarios
 from tests.support.lossy_proxy import LossyProxy
 
-if TYPE_CHECKING:
-    from tests.conformance.running import Facts, SamplingReport, Server
 # What the scenarios use; they run under an SDK of their own and are not imported here.
 PROMPT, MAX_TOKENS, CROWD, RL_STEPS = [7, 8, 9, 10, 11], 8, 24, 3
 EXACT = 1e-5

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 import tinker
 
-from tests.conformance.running import ROOT
+from tests.conformance.running import ROOT, Server
 from tests.conformance.scoreboard import surface
 from tests.conformance.scoreboard.__main__ import INSTALLED, PAGE, VERSIONS, walk
 from tests.conformance.scoreboard.calls import (
@@ -26,11 +27,6 @@ from tests.conformance.scoreboard.calls import (
 from tests.conformance.scoreboard.marks import ABSENT, FAILED, NOT_TRIED, REFUSED, SUPPORTED
 from tests.conformance.scoreboard.page import read, reason, render
 from tests.conformance.scoreboard.walk import rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.conformance.running import Server
 
 TODAY = date(2026, 1, 2)
 

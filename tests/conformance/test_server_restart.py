@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +16,6 @@ from tests.conformance.running import KEYS
 from tests.support.ports import free_port
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 STEPS = 12
 KILLED_AFTER = 4

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
 from tests.cookbook.programs import Bench
 from tests.cookbook.workshop import BASE_MODEL, build_workshop
 from tests.support.serving import Serving
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 KEY = "tml-cook_c2VjcmV0LW9mLWNvb2s"
 

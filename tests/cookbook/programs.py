@@ -7,17 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.warm.popen import Popen, run
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 ROOT = Path(__file__).parents[2]
 COOKBOOK = ROOT / ".sdk" / "tinker_cookbook-0.6.1" / "site-packages"

@@ -6,14 +6,11 @@ import json
 import math
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cookbook.programs import Bench
 from tests.cookbook.workshop import BASE_MODEL, LESSONS
-
-if TYPE_CHECKING:
-    from tests.cookbook.programs import Bench
 
 SMALL = {"model_name": BASE_MODEL, "learning_rate": 1e-2}
 RANK = {"lora_rank": 8}

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import mean
-from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cookbook.programs import Bench, Ran
 from tests.cookbook.workshop import BASE_MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from tests.cookbook.programs import Bench, Ran
 
 #: The recipes' own default, stable_reinforce, has no published formula.
 LOSS = {"loss_fn": "importance_sampling"}

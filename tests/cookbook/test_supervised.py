@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from tests.cookbook.programs import Bench, Ran, run_of
+from tests.cookbook.programs import Bench, Ran, Rows, run_of
 from tests.cookbook.workshop import BASE_MODEL, CHATS
-
-if TYPE_CHECKING:
-    from tests.cookbook.programs import Rows
 
 STEPS = 32
 SMALL = {

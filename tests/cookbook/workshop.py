@@ -8,15 +8,12 @@ with a real tokenizer, `openai/gsm8k` a few lines.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from tests.support.chat_model import build_chat_model
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
-    Row = Mapping[str, object]
+Row = Mapping[str, object]
 
 BASE_MODEL = "Qwen/Qwen3-8B"  # a name that the cookbook has a renderer for
 CHATS = "chats.jsonl"

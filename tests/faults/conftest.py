@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
+from tests.faults.invariants import Ending
 from tests.faults.orders import Nursery, Tally
+from tests.faults.traffic import Program
 from tests.faults.trial import trial
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-
-    from tests.faults.invariants import Ending
-    from tests.faults.traffic import Program
-
-    Calm = Callable[[Sequence[Program]], Awaitable[Ending]]
+Calm = Callable[[Sequence[Program]], Awaitable[Ending]]
 
 
 @pytest.fixture(scope="session")

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain_store.keys import fleet_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from cotrain_store.messages.ids import PoolId
-    from cotrain_store.redis_client.connection import SyncConnection
+from cotrain_store.messages.ids import PoolId
+from cotrain_store.redis_client.connection import SyncConnection
 
 #: What runs last in a cycle; behind it only saves and loads do.
 SAVES_AND_LOADS = (

@@ -6,24 +6,21 @@ import asyncio
 import contextlib
 import signal
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import httpx
 import redis as redis_client
 
 from cotrain_scheduler.planner import QUANTUM_TOKENS
+from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
+from tests.faults.orders import Nursery
+from tests.support.object_store import BadNetwork, SeaweedFS
 from tests.support.plain_http import NO_TLS
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from cotrain_store.redis_client.connection import SyncConnection
-    from tests.faults.orders import Nursery
-    from tests.support.object_store import BadNetwork, SeaweedFS
 
 #: One per tenant.
 KEYS = tuple(f"tml-faults{number}_secret-of-faults" for number in range(8))
@@ -104,7 +101,7 @@ class Host:
     _retired: list[Kept] = field(default_factory=list)
     _redis_up: asyncio.Event = field(default_factory=asyncio.Event)
     _redis_downs: int = 0
-    _is_over: bool = False
+    _deadline_passed: bool = False
 
     @property
     def redis_url(self) -> str:
@@ -143,7 +140,7 @@ class Host:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._is_over = True
+        self._deadline_passed = True
         self._redis_up.set()  # whoever waits for it sees that all is over
         for kept in (everybody := [*self._kept.values(), *self._retired]):
             kept.stopping = True
@@ -285,7 +282,7 @@ class Host:
         while kept.shall_run():
             if kept.name != REDIS:
                 await self._redis_up.wait()
-            if self._is_over:
+            if self._deadline_passed:
                 return
             downs, since = self._downs, time.monotonic()
             kept.pid = await self.nursery.ask(
@@ -305,7 +302,7 @@ class Host:
                 await asyncio.sleep(RESTART_S)
 
     def _note(self, death: Death) -> None:
-        if not self._is_over:
+        if not self._deadline_passed:
             self.deaths.append(death)
             self.before_restart(death.name)
 

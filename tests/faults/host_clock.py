@@ -10,22 +10,18 @@ import contextlib
 import os
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from typing_extensions import override
 
+from tests.faults.host import Host
 from tests.faults.leftovers import PLACES
 from tests.faults.orders import Nursery
+from tests.faults.trial import Disturb
 from tests.support.waiting import until
 from tests.warm.sources import SOURCES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.faults.host import Host
-    from tests.faults.trial import Disturb
 
 SOURCE = Path(__file__).parent / "shims" / "clock.c"
 TWO_DAYS_S = 48 * 3600.0

@@ -17,28 +17,24 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import redis as redis_client
 from safetensors.numpy import load
 
 from cotrain_store.disk.spool import SpoolRef
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, weights_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
 from cotrain_store.messages.ids import RunId, WorkerId, request_id, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.settings.worker import pool_of
-from tests.faults.fairness import cycles_of
+from tests.faults.fairness import Cycle, cycles_of
+from tests.faults.host import Death
 from tests.faults.leftovers import SCAN_COUNT, leftovers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from cotrain_store.redis_client.connection import SyncConnection
-    from tests.faults.fairness import Cycle
-    from tests.faults.host import Death
-    from tests.faults.traffic import Played
+from tests.faults.traffic import Played
 
 #: Bytes of Redis' log and of the spool that no trial here may exceed.
 DISK_BOUND = 96 * 1024**2
@@ -60,7 +56,7 @@ class Ending:
     """Training of the pool and of all tenants: what a death made run again counts once."""
 
 
-class Look:
+class PageRequest:
     """The store and the files of a server at rest: everything is stopped but Redis."""
 
     def __init__(self, store: SyncConnection, folder: Path, base_model: str) -> None:
@@ -157,7 +153,7 @@ class Look:
         for worker in workers:
             for name in (
                 fleet_keys.open_steps(self._pool, worker), weights_keys.unstored_weights(self._pool, worker),
-                sample_keys.claimed_samples(self._pool, worker),
+                run_keys.claimed_samples(self._pool, worker),
             ):  # fmt: skip
                 if self._store.exists(name):
                     yield f"I4 {name} is not empty at rest"

@@ -6,17 +6,12 @@ that waits for nothing clears them away at once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
 
 from cotrain_store.keys import result_keys, run_keys, weights_keys
-from cotrain_store.messages.ids import RunId
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import PoolId
-    from cotrain_store.redis_client.connection import SyncConnection
+from cotrain_store.messages.ids import PoolId, RunId
+from cotrain_store.redis_client.connection import SyncConnection
 
 #: Names that Redis goes through per command. By its default, most work of a trial is that of those who look.
 SCAN_COUNT = 1_000

@@ -6,14 +6,11 @@ An edit names the line as it is in the sources, so that a change there also asks
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests.warm.sources import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 FOLDERS = ("client", "scheduler", "server", "workers")
 WORKERS = "workers/cotrain_workers"

@@ -8,8 +8,10 @@ import json
 import random
 import shutil
 import signal
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import redis as redis_client
@@ -17,24 +19,17 @@ from typing_extensions import override
 
 from cotrain_store.keys import weights_keys
 from cotrain_store.messages.ids import WeightsRef
-from cotrain_store.messages.weights import external_folder
-from tests.faults.host import MODEL, REDIS
-from tests.faults.invariants import Look
+from cotrain_store.messages.saves import external_folder
+from cotrain_store.redis_client.connection import SyncConnection
+from tests.faults.host import MODEL, REDIS, Host
+from tests.faults.invariants import PageRequest
 from tests.faults.orders import Nursery
-from tests.faults.trial import near_blame
+from tests.faults.power_disk import Disk
+from tests.faults.trial import Disturb, near_blame
 from tests.support.redis_server import EmbeddedRedis
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
-
-    from cotrain_store.redis_client.connection import SyncConnection
-    from tests.faults.host import Host
-    from tests.faults.power_disk import Disk
-    from tests.faults.trial import Disturb
-
-    #: Of each run: how far it has been accepted, committed and covered.
-    Places = Mapping[str, tuple[int, ...]]
+#: Of each run: how far it has been accepted, committed and covered.
+Places = Mapping[str, tuple[int, ...]]
 
 LOOK_S = 0.01
 
@@ -179,7 +174,7 @@ def _broken(store: SyncConnection, folder: Path, before: Places) -> Iterator[str
     for run, place in before.items():
         if any(after < then for after, then in zip(now.get(run, (-1,) * 3), place, strict=True)):
             yield f"I1 {run} went back from {place} to {now.get(run)}"
-    for wrong in Look(store, folder, MODEL).violations():
+    for wrong in PageRequest(store, folder, MODEL).violations():
         if "at rest" not in wrong:
             yield wrong
     prefix = weights_keys.weights(WeightsRef(""))

@@ -14,17 +14,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import shutil
 import stat
 import subprocess
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 SOURCE = Path(__file__).parent / "shims" / "power.c"
 #: Folders whose files' names are durable with their bytes.

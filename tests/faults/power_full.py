@@ -6,16 +6,12 @@ import contextlib
 import errno
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
+from tests.faults.host import Host
+from tests.faults.trial import Disturb
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.faults.host import Host
-    from tests.faults.trial import Disturb
 
 DISK_BYTES = 64 * 1024**2
 #: Free space below which a server here takes nothing new.

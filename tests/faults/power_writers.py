@@ -10,9 +10,9 @@ import contextlib
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyrage
 import torch
@@ -25,9 +25,6 @@ from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 from cotrain_workers.recovery.snapshot_file import write_snapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SPEC = AdapterSpec(rank=2, seed=3, train_mlp=False)
 LAYOUT = plan_layout(SPEC, [Target("model.layers.0.self_attn.q_proj", "attn", 16, 16)])

@@ -6,23 +6,19 @@ import asyncio
 import os
 import random
 import signal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from cotrain_store.disk.spool import SpoolRef
+from tests.faults.host import Host
 from tests.faults.host_clock import age_files
+from tests.faults.invariants import Ending
+from tests.faults.orders import Nursery
 from tests.faults.traffic import Program, a_pass, programs, without_samples
-from tests.faults.trial import LIMIT_S, trial
+from tests.faults.trial import LIMIT_S, Outcome, trial
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
-    from pathlib import Path
-
-    from tests.faults.host import Host
-    from tests.faults.invariants import Ending
-    from tests.faults.orders import Nursery
-    from tests.faults.trial import Outcome
 
 PROGRAMS = without_samples(programs(1))
 #: Many passes of one size: what one run may be ahead of another by is little beside all that it sends.

@@ -6,15 +6,13 @@ import importlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.warm.sources import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 #: Steps of all tenants together, of 128: they are not equally fast.
 KILLED_AT_STEPS = (20, 50, 80)

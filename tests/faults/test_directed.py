@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from cotrain_store.failpoints import FAILPOINTS
+from tests.faults.conftest import Calm
+from tests.faults.orders import Nursery
 from tests.faults.traffic import programs, without_samples
 from tests.faults.trial import trial
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.faults.conftest import Calm
-    from tests.faults.orders import Nursery
 
 in_one_loop = pytest.mark.asyncio(loop_scope="session")
 

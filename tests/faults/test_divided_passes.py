@@ -9,7 +9,8 @@ import asyncio
 import json
 import random
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -19,19 +20,13 @@ from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import RequestId, RunId, run_of
 from cotrain_store.settings.worker import pool_of
 from tests.faults.conftest import TALLIES
-from tests.faults.host import MODEL
+from tests.faults.host import MODEL, Host
+from tests.faults.invariants import Ending
 from tests.faults.orders import Nursery
 from tests.faults.scenarios import POLL_S
 from tests.faults.traffic import Call, Program, a_pass
 from tests.faults.trial import trial
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-
-    from tests.faults.host import Host
-    from tests.faults.invariants import Ending
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+
+import pytest
 
 from cotrain_scheduler.fair_queue import FairQueue
 from cotrain_scheduler.planner import select
@@ -12,9 +13,6 @@ from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
 from tests.faults.fairness import Accepted, Cycle, Turns, turns
 from tests.support.planning import waiting_of
-
-if TYPE_CHECKING:
-    import pytest
 
 QUANTUM = 8
 KINDS = {

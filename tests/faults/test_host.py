@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.faults.host import Host
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.faults.orders import Nursery
+from tests.faults.orders import Nursery
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

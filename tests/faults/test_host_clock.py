@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
-from tests.faults.conftest import TALLIES
+from tests.faults.conftest import TALLIES, Calm
 from tests.faults.host_clock import SOURCE, Elsewhen, HostClock, jumping
+from tests.faults.orders import Nursery
 from tests.faults.power_disk import compile_shim
 from tests.faults.scenarios import SCENARIOS
 from tests.faults.traffic import programs, with_large_results
 from tests.faults.trial import trial
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.faults.conftest import Calm
-    from tests.faults.orders import Nursery
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from tests.faults.conftest import Calm
 from tests.faults.mutants import MUTANTS
 from tests.faults.orders import Nursery
 from tests.faults.scenarios import SCENARIOS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.faults.conftest import Calm
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from tests.faults.conftest import Calm
 from tests.faults.invariants import Ending, differences
 from tests.faults.neighbours import POISON, POISON_SEQ, bad_neighbour
+from tests.faults.orders import Nursery
 from tests.faults.traffic import programs
 from tests.faults.trial import trial
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.faults.conftest import Calm
-    from tests.faults.orders import Nursery
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 

@@ -5,27 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.keys import fleet_keys
+from tests.faults.conftest import Calm
+from tests.faults.host import Host
+from tests.faults.orders import Nursery
 from tests.faults.scenarios import until_reached
 from tests.faults.test_directed import PACKS, UNSAMPLED, UNSAMPLED_PACKS
 from tests.faults.test_directed import PROGRAMS as SAMPLED
 from tests.faults.traffic import programs, with_large_results, without_samples
 from tests.faults.trial import trial
-from tests.support.object_store import BadNetwork
+from tests.support.object_store import BadNetwork, SeaweedFS
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.faults.conftest import Calm
-    from tests.faults.host import Host
-    from tests.faults.orders import Nursery
-    from tests.support.object_store import SeaweedFS
 
 in_one_loop = pytest.mark.asyncio(loop_scope="session")
 #: Every pass has a body, and a result, that lie in the spool.

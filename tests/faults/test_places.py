@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from tests.faults.conftest import Calm
+from tests.faults.host import Host
+from tests.faults.orders import Nursery
 from tests.faults.scenarios import PROGRAMS, until_reached
 from tests.faults.trial import trial
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.faults.conftest import Calm
-    from tests.faults.host import Host
-    from tests.faults.orders import Nursery
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
-from tests.faults.conftest import TALLIES
-from tests.faults.host import REDIS
+from tests.faults.conftest import TALLIES, Calm
+from tests.faults.host import REDIS, Host
 from tests.faults.power_cut import (
     Cutter,
     Mains,
@@ -25,12 +25,6 @@ from tests.faults.power_disk import Disk, compile_shim
 from tests.faults.test_power_disk import SYNCS
 from tests.faults.traffic import programs
 from tests.faults.trial import trial
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from tests.faults.conftest import Calm
-    from tests.faults.host import Host
 
 pytestmark = pytest.mark.faults
 in_one_loop = pytest.mark.asyncio(loop_scope="session")

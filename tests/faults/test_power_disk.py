@@ -7,18 +7,15 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.faults.power_disk import Disk, compile_shim
 from tests.faults.power_writers import digests
 from tests.warm.sources import ROOT, SOURCES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 #: What a writer syncs, in the words of `Disk.syncs`, and what each is there for.
 SYNCS = {

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.faults.host import MODEL, REDIS
+from tests.faults.conftest import Calm
+from tests.faults.host import MODEL, REDIS, Host
+from tests.faults.orders import Nursery
 from tests.faults.power_full import (
     RESERVE_BYTES,
     CannotMount,
@@ -18,14 +21,6 @@ from tests.faults.power_full import (
 )
 from tests.faults.traffic import client_of, programs
 from tests.faults.trial import trial
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.faults.conftest import Calm
-    from tests.faults.host import Host
-    from tests.faults.orders import Nursery
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 

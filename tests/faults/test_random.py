@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from tests.faults.conftest import Calm
+from tests.faults.orders import Nursery
 from tests.faults.traffic import programs
 from tests.faults.trial import random_kills, trial
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.faults.conftest import Calm
-    from tests.faults.orders import Nursery
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

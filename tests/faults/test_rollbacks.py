@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.faults.host import MODEL, Host
-from tests.faults.invariants import Look, unexpected
+from tests.faults.invariants import PageRequest, unexpected
+from tests.faults.orders import Nursery
 from tests.faults.scenarios import POLL_S
 from tests.faults.traffic import Call, Player, Program, client_of
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from tests.faults.orders import Nursery
 
 RUNS = 4
 MOMENTS = ("worker.before_rollback", "worker.after_rollback")
@@ -68,7 +65,7 @@ async def play(
         played = await asyncio.gather(*(player.finish() for player in players))
         await host.stop()
         with host.store() as store:
-            look = Look(store, folder, MODEL)
+            look = PageRequest(store, folder, MODEL)
             ending = look.ending(played)
             assert look.violations() == []
         for client in clients:

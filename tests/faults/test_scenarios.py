@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from tests.faults.conftest import Calm
+from tests.faults.orders import Nursery
 from tests.faults.scenarios import SCENARIOS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.faults.conftest import Calm
-    from tests.faults.orders import Nursery
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 

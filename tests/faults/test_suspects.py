@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from tests.faults.conftest import Calm
+from tests.faults.host import Host
+from tests.faults.orders import Nursery
 from tests.faults.scenarios import POLL_S, PROGRAMS, until_reached
-from tests.faults.trial import trial
+from tests.faults.trial import Disturb, trial
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.faults.conftest import Calm
-    from tests.faults.host import Host
-    from tests.faults.orders import Nursery
-    from tests.faults.trial import Disturb
 
 #: Requests up to the end of the first part of every run, the one that creates it included.
 FIRST_PARTS = sum(1 + len(program.parts[0]) for program in PROGRAMS)

@@ -11,17 +11,15 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from tests.faults.fairness import Accepted
 from tests.faults.host import KEYS, MODEL
 from tests.support.plain_http import NO_TLS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 CYCLE_METRIC = "clock_cycle:unique"
 RETRY_S = 0.05
@@ -250,10 +248,10 @@ class Player:
         asked = []
         for call in calls:
             self._seq += 1
-            asked.append(self._ask(call.route, self._placed(call)))
+            asked.append(self._ask(call.route, self._with_default_seq(call)))
         await asyncio.gather(*asked)
 
-    def _placed(self, call: Call) -> dict[str, Any]:
+    def _with_default_seq(self, call: Call) -> dict[str, Any]:
         body = {"model_id": self._played.run, "seq_id": self._seq, **call.body}
         if call.route == "load_weights":
             body["path"] = f"tinker://{self._played.run}/weights/{body['path']}"

@@ -6,30 +6,24 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from tests.faults.fairness import turns
 from tests.faults.fencing import accepted_from_replaced
-from tests.faults.host import MODEL, REDIS, Host
-from tests.faults.invariants import Look, Watch, differences, unexpected
+from tests.faults.host import MODEL, REDIS, Death, Host
+from tests.faults.invariants import Ending, PageRequest, Watch, differences, unexpected
 from tests.faults.leftovers import SCAN_COUNT
-from tests.faults.traffic import Player, Refused, client_of
+from tests.faults.orders import Nursery
+from tests.faults.traffic import Played, Player, Program, Refused, client_of
+from tests.support.object_store import BadNetwork, SeaweedFS
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
-    from pathlib import Path
-
-    from tests.faults.host import Death
-    from tests.faults.invariants import Ending
-    from tests.faults.orders import Nursery
-    from tests.faults.traffic import Played, Program
-    from tests.support.object_store import BadNetwork, SeaweedFS
-
-    Running = Coroutine[Any, Any, None]
-    Disturb = Callable[[Host], Running]
+Running = Coroutine[Any, Any, None]
+Disturb = Callable[[Host], Running]
 
 #: A trial that takes longer has lost something (I1).
 LIMIT_S = 400.0
@@ -137,7 +131,7 @@ async def trial(
 async def _look(host: Host, played: Sequence[Played], outcome: Outcome, *, crowded: bool) -> None:
     """Look at a server that was stopped, once what nothing refers to has been cleared away."""
     with host.store() as store:
-        look = Look(store, host.folder, MODEL)
+        look = PageRequest(store, host.folder, MODEL)
 
         def is_tidy() -> bool:
             if host.objects:

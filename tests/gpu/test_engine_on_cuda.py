@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +19,6 @@ from tests.support.engine_checks import (
 from tests.support.kl import kl_datums, kl_parity, random_weights, started
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, same_bits
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +20,11 @@ from cotrain_workers.engine.ops import Failure
 from cotrain_workers.engine.training import adamw as adam
 from cotrain_workers.engine.training import pass_state as state
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
-from cotrain_workers.engine.training.memory_model import MOST_TOKENS
+from cotrain_workers.engine.training.memory_model import MAX_TOKENS
 from cotrain_workers.engine.training.memory_probe import cuda_peak, measure, probe
 from tests.support.engine_checks import gradient_passes
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, same_bits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +38,7 @@ def test_gemma_2_trains_and_says_that_it_is_slow(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     attn.varlen_is_right.cache_clear()
-    attn.say_slow.cache_clear()
+    attn.warn_slow.cache_clear()
     loaded = Engine.load(str(build_tiny("gemma2", tmp_path)), device="cuda")
 
     done = loaded.run([op for tenant in MIX for op in tenant.ops(0)])
@@ -139,7 +137,7 @@ def test_sizes_that_are_measured_twice_are_the_same(tmp_path: Path) -> None:
 
     assert found[0] == found[1]
     tokens = Engine.load(folder, device="cuda").facts.numerics.micro_batch_tokens
-    assert tokens == MOST_TOKENS
+    assert tokens == MAX_TOKENS
 
 
 def test_a_cycle_waits_for_the_device_only_for_its_results_and_its_norms(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.lora.backend import find_backend, slow, unfused
+from cotrain_workers.engine.lora.backend import Choice, find_backend, slow, unfused
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
 from cotrain_workers.engine.lora.fused.tables import plan_groups
 from cotrain_workers.engine.lora.grouped import GroupedLora
@@ -25,6 +27,7 @@ from cotrain_workers.engine.lora.self_check import (
 )
 from cotrain_workers.engine.model.kernel_softmax import KernelSoftmax, find_softmax
 from cotrain_workers.engine.routing import Segment
+from cotrain_workers.engine.spec import Target
 from tests.support.engine_checks import (
     bf16_gradient_cosine,
     gradient_passes,
@@ -34,13 +37,6 @@ from tests.support.engine_checks import (
 )
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, relative_error, same_bits
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from cotrain_workers.engine.lora.backend import Choice
-    from cotrain_workers.engine.spec import Target
 
 pytestmark = [
     pytest.mark.gpu,

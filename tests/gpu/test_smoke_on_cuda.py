@@ -5,7 +5,7 @@ What fails here is slow, or wrong, everywhere else: its name says which path.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -17,16 +17,11 @@ from cotrain_workers.engine.lora.backend import slow, unfused
 from cotrain_workers.engine.lora.self_check import disagreement
 from cotrain_workers.engine.model.attention import flash_in_use, varlen_is_right
 from cotrain_workers.engine.model.base_model import KvShape
-from cotrain_workers.engine.ops import Failure, Save, SaveOutput
+from cotrain_workers.engine.ops import Failure, HostWeights, Save, SaveOutput
 from cotrain_workers.engine.routing import AttentionRule
 from tests.support.decoding import graph_report, output, request
 from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_workers.engine.ops import HostWeights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
+from cotrain_workers.engine.adapters.adapter import Adapter
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, OptimStep
@@ -15,12 +17,6 @@ from cotrain_workers.engine.spec import AdapterSpec, Target
 from cotrain_workers.engine.training.adamw import Due, adamw_steps, gradient_norms
 from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX, same_bits
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from cotrain_workers.engine.adapters.adapter import Adapter
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
+from cotrain_workers.engine.engine import Engine
 from tests.support.log import Log, open_log
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import Samples, open_samples
 from tests.support.stack import Stack, stack
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -14,12 +16,7 @@ from cotrain.cli import command_line
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
 from tests.support.http_api import ADMIN_KEY, ALICE, POOL, publish_pool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.support.redis_server import EmbeddedRedis
+from tests.support.redis_server import EmbeddedRedis
 
 
 @pytest.fixture

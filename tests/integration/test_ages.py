@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS, SpoolRef
 from cotrain_store.errors import Fenced
-from cotrain_store.keys import age_keys, fleet_keys, result_keys
+from cotrain_store.keys import fleet_keys, result_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.dispatch import ENDS_AT_ONCE, MAX_STEP_S, Dispatch
-from cotrain_store.redis_client.store_clock import clock_ms
+from cotrain_store.redis_client.connection import clock_ms
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from tests.support.lives import life_ms, pass_time
+from tests.support.log import Log
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.log import Log
 
 DAY_MS = 24 * 3600e3
 LARGE = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
@@ -103,15 +99,15 @@ async def test_a_result_ends_by_the_store_s_clock_and_its_file_with_it(log: Log)
     await log.dispatch.pass_time()
     assert log.result(run, 0) is None
     assert counted(log) == {}
-    assert log.redis.zcard(age_keys.ends()) == 0
+    assert log.redis.zcard(result_keys.ends()) == 0
 
 
 async def test_many_that_end_at_once_all_end(log: Log) -> None:
     names = [f"cotrain:result:{number}" for number in range(2 * ENDS_AT_ONCE + 1)]
     log.redis.mset(dict.fromkeys(names, b"k"))
-    log.redis.zadd(age_keys.ends(), dict.fromkeys(names, 0))
+    log.redis.zadd(result_keys.ends(), dict.fromkeys(names, 0))
     await log.dispatch.pass_time()
-    assert log.redis.exists(*names) == log.redis.zcard(age_keys.ends()) == 0
+    assert log.redis.exists(*names) == log.redis.zcard(result_keys.ends()) == 0
 
 
 async def test_redis_own_clock_ends_no_result(log: Log) -> None:

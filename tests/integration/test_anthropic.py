@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
 import anthropic
 import httpx
 import pytest
 
 from tests.support.http_api import ALICE, POOL
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.talking import (
     CACHED_TOKENS,
     VOCABULARY,
@@ -19,12 +22,6 @@ from tests.support.talking import (
     write_language,
 )
 from tests.support.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from tests.support.redis_server import EmbeddedRedis
 
 MODEL = POOL.base_model
 HI: Any = {"model": MODEL, "max_tokens": 30, "messages": [{"role": "user", "content": "Hi"}]}

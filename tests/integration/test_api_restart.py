@@ -9,24 +9,20 @@ import signal
 import socket
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 
 from cotrain_store.keys import result_keys
+from cotrain_store.redis_client.connection import SyncConnection
 from tests.support.http_api import ALICE, publish_pool, running_api
 from tests.support.plain_http import NO_TLS
 from tests.support.processes import PATIENCE_S
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.waiting import until
 from tests.warm.popen import Popen
 from tests.warm.sources import SOURCES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from cotrain_store.redis_client.connection import SyncConnection
-    from tests.support.redis_server import EmbeddedRedis
 
 POLLS = 40
 CLIENTS = 4

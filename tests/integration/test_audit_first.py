@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
+import httpx
 import pytest
 
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.tenants.audit_log import Audit
-from tests.support.http_api import ADMIN_KEY, ALICE, POOL, running_api
+from tests.support.http_api import ADMIN_KEY, ALICE, POOL, Api, running_api
 from tests.support.lists import save
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import stand_in
 from tests.support.ui import log_in, send
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-
-    import httpx
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 OWN, OPERATOR = {"X-API-Key": ALICE}, {"X-API-Key": ADMIN_KEY}
 TENANT, RUN = "/api/v1/admin/tenants/{tenant}", "/api/v1/training_runs/{run}"

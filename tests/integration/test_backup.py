@@ -8,23 +8,18 @@ import re
 import shutil
 import signal
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from cotrain import AdamParams, Datum, ModelInput, ServiceClient
+from cotrain import AdamParams, Datum, Future, ModelInput, ServiceClient, TrainingClient
+from cotrain.types import ForwardBackwardOutput, OptimStepResponse
 from tests.support.ports import free_port
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from cotrain import Future, TrainingClient
-    from cotrain.types import ForwardBackwardOutput, OptimStepResponse
-
-    Sent = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
+PinnedBuffer = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
 
 KEY = "tml-restored_key-of-sixteen-letters"
 PATIENCE_S = 300
@@ -53,11 +48,11 @@ def datum(first: int) -> Datum:
     return Datum(model_input=ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
-def send(run: TrainingClient, index: int) -> Sent:
+def send(run: TrainingClient, index: int) -> PinnedBuffer:
     return run.forward_backward(datums(index), "cross_entropy"), run.optim_step(ADAM)
 
 
-def wait(sent: Sent) -> Numbers:
+def wait(sent: PinnedBuffer) -> Numbers:
     passed, stepped = sent
     metrics = stepped.result(PATIENCE_S).metrics or {}
     return passed.result(PATIENCE_S).metrics["loss:sum"], metrics["grad_norm"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,29 +14,22 @@ from cotrain_store.disk.result_storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring.status import cycle_records
-from cotrain_store.oplog.crash_counts import CrashCounts
-from cotrain_workers.checkpoints.files import CheckpointFiles
+from cotrain_store.oplog.execution import CrashCounts
+from cotrain_workers.checkpoints.files import CheckpointFiles, WrittenFiles
+from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.device import DeviceLost
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import CycleOutput, Op
 from cotrain_workers.recovery.bisection import MAX_CRASHES
+from cotrain_workers.recovery.replay import Restored
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import submit_save
-from tests.support.stack import POOL, make_worker, worker
+from tests.support.stack import POOL, Stack, make_worker, worker
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.checkpoints.files import WrittenFiles
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.ops import CycleOutput, Op
-    from cotrain_workers.recovery.replay import Restored
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
 
 CRASHED = {"error": "Internal error: this request could not be run.", "category": "server"}
 POISON = {

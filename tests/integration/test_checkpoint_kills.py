@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.keys.run_keys import log
 from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.tenants.catalog import Catalog
 from cotrain_store.weights.checkpoints import Checkpoints
 from cotrain_workers.checkpoints.peft_folder import CONFIG
+from cotrain_workers.engine.engine import Engine
 from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state
 from tests.support.processes import WORKER, Process, settings_of, stack_of
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, stack
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine.engine import Engine
 
 STEP = 4  # ops of one step of the program
 

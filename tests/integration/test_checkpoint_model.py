@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import event, settings
@@ -31,17 +32,12 @@ from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, Weights
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord, SaveRecords
 from cotrain_store.weights.checkpoints import Checkpoints
 from tests.support.draws import examples
 from tests.support.log import record_of
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import open_samples
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    from cotrain_store.messages.saves import SaveRecords
-    from cotrain_store.messages.weights import CheckpointKind, CheckpointRecord
-    from tests.support.redis_server import EmbeddedRedis
 
 RUNS = 2
 A = TenantId("a")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.keys import run_keys, weights_keys
-from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ids import RequestId, request_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.results.futures import Pending
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.weights_store import LOST
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.worker.bootstrap import Tuning
 from tests.support.bodies import sequences
 from tests.support.checkpoints import (
@@ -26,18 +29,10 @@ from tests.support.checkpoints import (
 )
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import base_sampler, ended, submit_sample
 from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import PATIENCE_S, until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.weights import CheckpointRecord
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
 
 STEP = 4  # ops of one step of the program
 
@@ -253,7 +248,7 @@ async def test_a_full_disk_delays_the_runs_whose_saves_have_no_room_in_memory_an
             first = await submit_state(server, run, STEP + 1, "x")
             await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
             second = await submit_state(server, run, 2 * STEP + 2, "y")
-            await until(lambda: not loop._backpressure.takes_saves)
+            await until(lambda: not loop._backpressure.accepts_saves)
             neighbour = await server.create("b", "b", LORA)
             await results(server, neighbour, await submit(server, neighbour, 1, STEP))
             assert len(loop._weights._unstored) == 1

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from cotrain_store.errors import CheckpointNotFound, RunClosed, SeqConflict
 from cotrain_store.keys import result_keys, run_keys, tenant_keys, weights_keys
-from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.ids import TenantId, WeightsRef
+from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.weights.checkpoints import Checkpoints
 from tests.support.log import record_of
+from tests.support.samples import Samples
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import WeightsRef
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.weights import CheckpointRecord
-    from tests.support.samples import Samples
 
 A, B = TenantId("a"), TenantId("b")
 WEEK_S = 7 * 24 * 3600

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from cotrain_store.blobs.claim import MARK, claim_blobs
+from cotrain_store.blobs.opening import MARK, claim_blobs
 from cotrain_store.errors import ForeignFolder, StoreUnavailable, UnsafeRedis
 from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.connection import (
@@ -19,14 +19,9 @@ from cotrain_store.redis_client.connection import (
     open_sync_connection,
     stop_tasks,
 )
-from tests.support.log import open_log
+from tests.support.log import Log, open_log
 from tests.support.processes import ended, settings_of
 from tests.support.redis_server import EmbeddedRedis
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.log import Log
 
 OLDER = str(int(fleet_keys.SCHEMA_VERSION) - 1)
 NEWER = str(int(fleet_keys.SCHEMA_VERSION) + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,14 +14,9 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.settings.scheduler import ClockMode
 from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
-from tests.support.stack import snapshots, stack, worker
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import Stack, snapshots, stack, worker
 from tests.support.tiny_models import build_tiny_qwen3
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
 
 
 @pytest.fixture(scope="module")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+
+import pytest
 
 from cotrain_store.keys import result_keys
 from cotrain_store.messages.ids import TenantId, request_id
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from cotrain_store.tenants.records import Records
 from tests.support import lives
+from tests.support.log import Log
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    import pytest
-
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.log import Log
 
 NOW = 1_000.0
 LATER = NOW + READ_AFTER_S + 1

@@ -5,21 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.monitoring.status import cycle_records, pool_status
+from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
-from tests.support.stack import POOL, make_worker
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL, Stack, make_worker
 
 
 async def test_the_phases_add_up_to_the_life_of_the_worker(

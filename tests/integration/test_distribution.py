@@ -11,18 +11,16 @@ import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
 
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cotrain", "cotrain_store", "cotrain_scheduler", "cotrain_server", "cotrain_workers")

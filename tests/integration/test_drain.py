@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cotrain_store.errors import WorkerNotFound
 from cotrain_store.keys import fleet_keys, run_keys
-from cotrain_store.oplog.drains import Drains
+from cotrain_store.oplog.moves import Drains
+from cotrain_workers.engine.engine import Engine
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import ended, submit_sample, submit_save
-from tests.support.stack import POOL, worker
+from tests.support.stack import POOL, Stack, worker
 from tests.support.two_workers import NEW, OLD, STEP, heartbeat, is_listed
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
 
 pytestmark = pytest.mark.usefixtures("heartbeats_are_quick")
 
@@ -74,7 +70,7 @@ async def test_without_another_worker_it_keeps_its_runs_says_so_and_hands_over_o
         await until(lambda: heartbeat(redis, OLD)["state"] == "draining")
         save = await submit_save(server, run, 2)
         await server.result(run, save)
-        assert not heartbeat(redis, OLD)["hands_over"]
+        assert not heartbeat(redis, OLD)["is_handing_over"]
         sampler = await server.records.sampler(run.tenant, "a:sample:0")
         await ended(server, sampler, await submit_sample(server, sampler, 1))
         with worker(url, tmp_path, other, worker_id=NEW):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,19 +11,14 @@ from cotrain_store.disk.result_storage import RUN_STOPPED, encoded_results
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import PlanOutdated, RunFailed, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
-from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ids import encode, request_id
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.runs import RunRecord, RunState
 from tests.support.lives import life_ms
-from tests.support.log import WORKER
+from tests.support.log import WORKER, Log
 from tests.support.stack import POOL, pool_record_for_tests
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.log import Log
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 
@@ -213,13 +207,15 @@ async def test_a_plan_is_all_or_nothing(log: Log) -> None:
 
 async def test_nothing_is_planned_for_a_worker_that_hands_over_its_runs(log: Log) -> None:
     await log.new_run()
-    heartbeat = WorkerHeartbeat(WORKER, 1, "draining", "cpu", 1.0, 1, 0, 0.0, hands_over=True)
+    heartbeat = WorkerHeartbeat(WORKER, 1, "draining", "cpu", 1.0, 1, 0, 0.0, is_handing_over=True)
     log.redis.set(fleet_keys.worker(POOL, WORKER), encode(heartbeat))
     before = log.everything()
     with pytest.raises(PlanOutdated):
         await log.plan()
     assert log.everything() == before
-    log.redis.set(fleet_keys.worker(POOL, WORKER), encode(replace(heartbeat, hands_over=False)))
+    log.redis.set(
+        fleet_keys.worker(POOL, WORKER), encode(replace(heartbeat, is_handing_over=False))
+    )
     assert (await log.plan()).cycle == 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,11 +12,8 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.messages.ops import Step
 from cotrain_store.oplog.dispatch import Dispatch
-from tests.support.log import WORKER
+from tests.support.log import WORKER, Log
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from tests.support.log import Log
 
 
 async def test_a_replaced_worker_can_write_nothing(log: Log) -> None:

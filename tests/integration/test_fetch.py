@@ -7,17 +7,15 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
 import pytest
 from typing_extensions import override
 
 from cotrain_workers.fetch import is_whole
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 MODEL = "somebody/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.monitoring.status import cycle_records
-from cotrain_workers.recorder.file import read_cycle
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.recorder.file import RecordedCycle, read_cycle
 from cotrain_workers.recorder.recorder import SUFFIX
-from cotrain_workers.recorder.replay import compared, engine_for, restore_before, run_again
+from cotrain_workers.recorder.replay import (
+    Compared,
+    compared,
+    engine_for,
+    restore_before,
+    run_again,
+)
 from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, results, submit
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, worker
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.recorder.cycle import RecordedCycle
-    from cotrain_workers.recorder.replay import Compared
-    from tests.support.redis_server import EmbeddedRedis
 
 REJECTED = {"error": "datum 0 has no tokens.", "category": "user"}
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cotrain_store.messages.runs import RunRecord
+from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.program import LORA, results
-from tests.support.stack import worker
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import Stack, worker
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
 
 LARGE = sequences(0, 12, 500)  # its result goes to the spool
 

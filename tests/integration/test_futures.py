@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -17,19 +17,13 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.gaps import not_yet_here, still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId, request_id
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.results.futures import GAP_NOTICE_S, NO_WORKER, Pending
+from cotrain_store.results.futures import GAP_NOTICE_S, NO_WORKER, Futures, Pending
 from tests.support.full_table import no_descriptor
 from tests.support.lives import life_ms
-from tests.support.log import WORKER, open_log
+from tests.support.log import WORKER, Log, open_log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.results.futures import Futures
-    from tests.support.log import Log
 
 A, B = TenantId("a"), TenantId("b")
 #: Longer than any wait here lasts: running into it is a failure.

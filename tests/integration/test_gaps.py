@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,16 +14,11 @@ from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.settings.scheduler import SchedulerSettings
-from tests.support.log import open_log
+from tests.support.log import Log, open_log
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.log import Log
-    from tests.support.redis_server import EmbeddedRedis
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 

@@ -6,8 +6,9 @@ import json
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,6 @@ from tests.support.fake_vllm import FakeVllm
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 from tests.warm.popen import run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 KEY = "tml-a-lab_of-one-tenant"
 PATIENCE_S = 600

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,6 @@ from tests.support.group_program import MICRO_BATCH
 from tests.support.group_scenarios import SCENARIOS
 from tests.support.tiny_models import build_tiny
 from tests.warm.popen import Popen
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MEMBERS_S = 120
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,19 +11,15 @@ from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunRecord
+from cotrain_workers.engine.engine import Engine
 from tests.support.checkpoints import checkpoint_of, run_from, submit_state
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import ended, submit_sample, submit_save
 from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
 
 STEP = 4
 DEAD, HEIR = WorkerId("w0"), WorkerId("w1")

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.history import PassEntry, StepEntry, read_points
-from cotrain_store.messages.ids import RunId, TenantId
-from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.ids import RunId, TenantId, encode
+from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result
-from cotrain_store.oplog.history import newest_points, read_history
+from cotrain_store.messages.runs import (
+    HistoryEntry,
+    HistoryPoint,
+    PassEntry,
+    RunRecord,
+    StepEntry,
+    read_points,
+)
+from cotrain_store.oplog.reader import newest_points, read_history
 from cotrain_store.redis_client.scripts import SCRIPTS
-from tests.support.log import WORKER
+from tests.support.log import WORKER, Log
+from tests.support.samples import Samples
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_store.messages.history import HistoryEntry, HistoryPoint
-    from cotrain_store.messages.ops import Step
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.log import Log
-    from tests.support.samples import Samples
 
 #: Numbers whose last digits Lua's own text would lose.
 LOSS, NORM, RATE = 0.1 + 0.2, 1 / 3, 1e-4 / 7

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
+import httpx
 import pytest
 
 from cotrain_server.limits.failures import FailureCounter
@@ -15,20 +17,14 @@ from tests.support.http_api import (
     BOB,
     OPERATOR,
     POOL,
+    Api,
     pass_body,
     running_api,
     sample_body,
 )
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import stand_in
 from tests.support.waiting import until_true
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import httpx
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 ADMIN = "/api/v1/admin/"
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jwt
 import pytest
@@ -14,13 +15,8 @@ from tinker.lib._jwt_auth import JwtAuthProvider
 from cotrain_server.limits.failures import FAILURES_PER_MINUTE
 from cotrain_server.signed_tokens import TOKEN_LIFE_S, Signer, Token
 from cotrain_store.messages.ids import TenantId
-from tests.support.http_api import ALICE, BOB, running_api
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
+from tests.support.http_api import ALICE, BOB, Api, running_api
+from tests.support.redis_server import EmbeddedRedis
 
 INVALID_TOKEN = 'Bearer error="invalid_token"'
 

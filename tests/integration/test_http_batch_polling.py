@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
 from cotrain.wire.sampling import MAX_RETRIEVED
-from cotrain_store.keys import age_keys, result_keys
+from cotrain_store.keys import result_keys
 from cotrain_store.messages.ids import RequestId
-from cotrain_store.redis_client.store_clock import clock_ms
-from tests.support.http_api import ALICE, BOB, SOON_S, running_api, sample_body
+from cotrain_store.messages.runs import Role
+from cotrain_store.redis_client.connection import clock_ms
+from tests.support.http_api import ALICE, BOB, SOON_S, Api, running_api, sample_body
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from cotrain_store.messages.sessions import Role
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 CLONE = 10**9
 
@@ -120,7 +116,7 @@ async def test_every_clone_of_a_client_hears_of_its_own_requests_only(
 
 async def ends_in_ms(api: Api, request: str) -> float:
     redis = api.services.connection
-    ends: float = await redis.zscore(age_keys.ends(), result_keys.result(RequestId(request)))
+    ends: float = await redis.zscore(result_keys.ends(), result_keys.result(RequestId(request)))
     return ends - await clock_ms(redis)
 
 

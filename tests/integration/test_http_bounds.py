@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import pytest
 import zstandard
@@ -22,18 +22,14 @@ from bench.neighbours.attacks import (
 )
 from cotrain.wire.proto import wire_pb2
 from cotrain.wire.sampling import MAX_RETRIEVED
-from cotrain_server.limits.tenant_connections import TenantConnections
+from cotrain_server.limits.tenant_slots import TenantConnections
 from cotrain_server.parsing.child import ChildProcess
 from cotrain_store.keys import run_keys
 from cotrain_store.redis_client.batching import BatchingRedis
 from cotrain_store.sampling.completions import ACKNOWLEDGED_AT_ONCE
 from tests.support.checkpoint_requests import tenant_of
 from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, running_api
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.support.redis_server import EmbeddedRedis
+from tests.support.redis_server import EmbeddedRedis
 
 
 @pytest.fixture
@@ -90,15 +86,15 @@ async def test_others_ask_redis_between_the_ids_of_twelve_retrieves(
     ids = [f"{sampler}:{seq}" for seq in range(1_000)]
     target = {"type": "sampling_session", "sampling_session_id": sampler}
     body = {"target": target, "timeout": 0.0, "retrieved_request_ids": ids}
-    most_ids, answers = 0, BatchingRedis._answers
+    max_ids, answers = 0, BatchingRedis._answers
 
     async def watched(
         redis: BatchingRedis, batch: list[tuple[tuple[bytes, ...], object]]
     ) -> object:
-        nonlocal most_ids
+        nonlocal max_ids
         given = [argument for args, *_ in batch for argument in args]
         in_batch = sum(str(each).count(":sample:") for each in given)
-        most_ids = max(most_ids, in_batch)
+        max_ids = max(max_ids, in_batch)
         return await answers(redis, batch)  # type: ignore[arg-type]
 
     monkeypatch.setattr(BatchingRedis, "_answers", watched)
@@ -109,7 +105,7 @@ async def test_others_ask_redis_between_the_ids_of_twelve_retrieves(
         sessions += 1
     assert all([(await retrieve).is_success for retrieve in retrieves])
     # 12 scripts of a thousand ids each came in one batch; with it went what others had asked.
-    assert ACKNOWLEDGED_AT_ONCE <= most_ids <= 2 * ACKNOWLEDGED_AT_ONCE
+    assert ACKNOWLEDGED_AT_ONCE <= max_ids <= 2 * ACKNOWLEDGED_AT_ONCE
     assert sessions > 5
 
 

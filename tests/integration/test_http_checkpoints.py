@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import AsyncIterator, Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import pyrage
@@ -22,14 +23,9 @@ from tests.support.checkpoint_requests import (
     start,
     tenant_of,
 )
-from tests.support.http_api import ALICE, BOB, running_api
+from tests.support.http_api import ALICE, BOB, Api, running_api
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 HOUR_S = 3_600
 

@@ -6,12 +6,13 @@ import asyncio
 import json
 import logging
 import re
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import structlog
 import zstandard
+from starlette.types import Message
 
 from cotrain.wire.pass_codec import PROTOBUF
 from cotrain_server.http import request_body as bodies
@@ -24,11 +25,6 @@ from cotrain_store.monitoring.logs import configure_logs
 from cotrain_store.monitoring.metrics import REGISTRIES
 from tests.support.http_api import ALICE, BOB, OPERATOR, POOL, pass_body, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from starlette.types import Message
 
 ROOT = Path(__file__).parents[2]
 
@@ -450,7 +446,7 @@ async def test_slow_senders_of_one_tenant_cannot_fill_the_memory(
     empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_api(empty_redis.url) as api:
-        monkeypatch.setattr(api.services.body_memory, "_most_bytes", 300)
+        monkeypatch.setattr(api.services.body_memory, "_max_bytes", 300)
         arrived, go_on = asyncio.Event(), asyncio.Event()
 
         async def slowly() -> AsyncIterator[bytes]:

@@ -6,9 +6,11 @@ import asyncio
 import io
 import tarfile
 import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pyrage
@@ -18,18 +20,12 @@ from structlog.testing import capture_logs
 from cotrain.transport.http import Transport
 from cotrain_server.limits.tenant_slots import TenantSlots
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link, Signer
-from cotrain_store.disk.checksums import SUMS, sums_of
+from cotrain_store.disk.result_storage import SUMS, sums_of
 from cotrain_store.messages.ids import TenantId, WeightsRef
-from cotrain_store.messages.weights import external_folder
-from tests.support.http_api import ALICE, BOB, running_api
+from cotrain_store.messages.saves import external_folder
+from tests.support.http_api import ALICE, BOB, Api, running_api
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import FILES, StandIn, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 CONTENTS = {"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"weights" * 1_000}
 SAVES = {

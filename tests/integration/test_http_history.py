@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
-from tests.support.http_api import ALICE, BOB, pass_body, running_api
+from tests.support.http_api import ALICE, BOB, Api, pass_body, running_api
 from tests.support.lists import got
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import NORM, StandIn, loss_of, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 RATE = 1e-4 / 3
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,21 +21,21 @@ from tests.support.http_api import (
     BOB,
     OPERATOR,
     POOL,
+    Api,
     pass_body,
     running_api,
     sample_body,
 )
-from tests.support.id_questions import ask, ids_of, questions_of, unasked_fields, unknown_ids
-from tests.support.stand_in import stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.support.http_api import Api
-    from tests.support.id_questions import Question
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stand_in import StandIn
+from tests.support.id_questions import (
+    Question,
+    ask,
+    ids_of,
+    questions_of,
+    unasked_fields,
+    unknown_ids,
+)
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stand_in import StandIn, stand_in
 
 API = "/api/v1/"
 #: Says the same whatever it is asked to stop.

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
 import pytest
 
-from tests.support.http_api import ALICE, BOB, POOL, running_api
+from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
 from tests.support.lists import got, save
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    import httpx
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 
 @pytest.fixture

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
+from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.saves import WeightsRecord
 from tests.support.checkpoint_requests import (
     change,
     info,
@@ -15,16 +18,9 @@ from tests.support.checkpoint_requests import (
     start,
     tenant_of,
 )
-from tests.support.http_api import ALICE, BOB, POOL, running_api
+from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from cotrain_store.messages.ids import WeightsRef
-    from cotrain_store.messages.weights import WeightsRecord
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 
 @pytest.fixture

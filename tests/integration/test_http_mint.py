@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import httpx
 import pytest
 
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
@@ -12,17 +14,10 @@ from cotrain_store.keys import run_keys, weights_keys
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.saves import LoadRequest
-from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api
+from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, running_api
 from tests.support.kl_bodies import kl_body
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    import httpx
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 KL = "mint/forward_backward_reverse_kl"
 MIX = "mint/checkpoints/interpolate"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
 import pytest
 
-from tests.support.http_api import ALICE, BOB, OPERATOR, POOL, pass_body, running_api
+from tests.support.http_api import ALICE, BOB, OPERATOR, POOL, Api, pass_body, running_api
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import stand_in
-
-if TYPE_CHECKING:
-    import httpx
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str]:

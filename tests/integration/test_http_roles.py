@@ -9,10 +9,11 @@ import itertools
 import json
 import re
 import time
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from cotrain_server.http.auth import READING_POSTS
@@ -20,6 +21,7 @@ from cotrain_server.limits.failures import FailureCounter
 from cotrain_server.ui.access.session import COOKIE
 from cotrain_store.keys import fleet_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.redis_client.connection import SyncConnection
 from tests.support.http_api import (
     ADMIN_KEY,
     ALICE,
@@ -30,18 +32,10 @@ from tests.support.http_api import (
     running_api,
     sample_body,
 )
-from tests.support.operations import ADMIN, CHECKPOINT, Things, operations, path_of, send
+from tests.support.operations import ADMIN, CHECKPOINT, Operation, Things, operations, path_of, send
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import stand_in
 from tests.support.ui import log_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-
-    import httpx
-
-    from cotrain_store.redis_client.connection import SyncConnection
-    from tests.support.operations import Operation
-    from tests.support.redis_server import EmbeddedRedis
 
 SECRET, URL = "only-for-alice", "https://hooks.invalid/of-alice"
 #: What changes whatever the role of a key: its last use, the audit log, leases of processes, logouts.

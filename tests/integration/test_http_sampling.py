@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
@@ -10,14 +11,9 @@ from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.sample_codec import decode_sample_response
 from cotrain_store.keys import result_keys
 from cotrain_store.messages.ids import RequestId
-from tests.support.http_api import ALICE, BOB, POOL, running_api, sample_body
+from tests.support.http_api import ALICE, BOB, POOL, Api, running_api, sample_body
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 
 @pytest.fixture

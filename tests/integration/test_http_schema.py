@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -25,17 +26,13 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from cotrain_server.app import create_app
+from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.redis_client.connection import open_connection
 from tests.support.http_api import ALICE, BOB, POOL, pass_body, publish_pool, sample_body
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import FILES, stand_in
 from tests.support.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain_server.services import Services
-    from tests.support.redis_server import EmbeddedRedis
 
 CHECKS = [
     not_a_server_error,

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
 from cotrain_store.keys import fleet_keys
-from tests.support.http_api import ALICE, BOB, POOL, running_api
+from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
 from tests.support.lists import got, save
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 
 @pytest.fixture

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 from urllib.parse import quote
 
 from cotrain.wire.runs import TOKENIZER_FILES
 from cotrain_store.keys import fleet_keys
-from cotrain_store.messages.encoding import encode
-from tests.support.http_api import ALICE, POOL, running_api
+from cotrain_store.messages.ids import encode
+from tests.support.http_api import ALICE, POOL, Api, running_api
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.talking import write_language
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 QUESTION = f"tokenizers?base_model={quote(POOL.base_model)}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -18,11 +18,7 @@ from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, RunId
 from cotrain_store.messages.results import Result, ResultKind
 from tests.support.http_api import ALICE, POOL, SOON_S, Api, pass_body, running_api
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.support.redis_server import EmbeddedRedis
+from tests.support.redis_server import EmbeddedRedis
 
 
 @pytest.fixture

@@ -7,33 +7,26 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
 import pytest
 
 from cotrain_server.http import upload_body as uploads
 from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.keys import result_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, RunId
-from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.oplog.dispatch import Dispatch
 from tests.support.hostile_archives import BOMBS, HOSTILE
-from tests.support.http_api import ALICE, BOB, POOL, running_api
-from tests.support.stand_in import stand_in
+from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stand_in import StandIn, stand_in
 from tests.support.uploads import adapter, config, q_proj, tar
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    import httpx
-
-    from cotrain_store.messages.ops import QueuedOp
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stand_in import StandIn
 
 GOOD = tar(adapter(), "w:gz")
 
@@ -272,12 +265,12 @@ async def test_who_stops_sending_is_let_go(api: Api, monkeypatch: pytest.MonkeyP
 
 
 async def test_a_tenant_sends_few_at_once_and_others_do_not_wait_for_it(api: Api) -> None:
-    arriving, going_on = asyncio.Semaphore(0), asyncio.Event()
+    arriving, exclude_paused = asyncio.Semaphore(0), asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
         yield GOOD[:10]
         arriving.release()
-        await going_on.wait()
+        await exclude_paused.wait()
         yield GOOD[10:]
 
     slow_ones = [asyncio.create_task(upload(api, slow())) for _ in range(2)]
@@ -286,7 +279,7 @@ async def test_a_tenant_sends_few_at_once_and_others_do_not_wait_for_it(api: Api
     refused = await upload(api)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
     assert (await upload(api, key=BOB)).status_code == 200
-    going_on.set()
+    exclude_paused.set()
     assert [(await each).status_code for each in slow_ones] == [200, 200]
     assert (await upload(api)).status_code == 200
 

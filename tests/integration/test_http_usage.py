@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.samples import SampleUsage
 from cotrain_store.tenants.audit_log import AuditEvent
-from tests.support.http_api import ALICE, BOB, POOL, pass_body, running_api, sample_body
+from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, running_api, sample_body
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import DEVICE_S, FILES, StandIn, stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 HOUR = timedelta(hours=1)
 

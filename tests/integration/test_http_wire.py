@@ -7,20 +7,16 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from cotrain_server.limits.failures import FAILURES_PER_MINUTE
 from tests.support.http_api import ALICE
+from tests.support.redis_server import EmbeddedRedis
 from tests.warm.popen import Popen, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.support.redis_server import EmbeddedRedis
 
 PATIENCE_S = 120.0
 Address = tuple[str, int]

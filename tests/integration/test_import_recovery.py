@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,24 +11,19 @@ import torch
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.bodies.import_body import PeftAdapter, PeftModule, encode_import
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import SessionId, TenantId, request_id, run_id
+from cotrain_store.messages.ids import SessionId, TenantId, encode, request_id, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.messages.saves import SaveRequest
 from cotrain_workers.checkpoints.peft_folder import read_folder
-from cotrain_workers.engine.adapters.peft_import import read_import
+from cotrain_workers.engine.adapters.lifecycle import read_import
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.op_codec import peft_adapter
 from tests.support.checkpoints import run_from
 from tests.support.deaths import Failpoint, dying_worker
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import MODEL, POOL, Stack, worker
 from tests.support.uploads import safetensors
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
 
 LORA = LoraSpec(rank=32, seed=0, train_mlp=False, train_unembed=False)
 Q_PROJ = "model.layers.0.self_attn.q_proj"

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
+
+from cotrain_store.sampling.claims import ClaimedSample
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import count_waiting
 from tests.support.stand_in import StandIn, stand_in
 from tests.support.talking import write_language
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import httpx
-
-    from cotrain_store.sampling.claims import ClaimedSample
-    from tests.support.redis_server import EmbeddedRedis
 
 
 @asynccontextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -12,13 +13,9 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from tests.support.draws import examples
 from tests.support.http_api import ALICE, POOL
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.talking import talking_api
 from tests.support.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.redis_server import EmbeddedRedis
 
 CHECKS = [not_a_server_error, response_schema_conformance]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -24,17 +24,11 @@ from cotrain_store.errors import (
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
-from tests.support.log import open_log, record_of
+from tests.support.log import Log, open_log, record_of
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.log import Log
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cotrain_store.disk.spool import Spool, new_writer
-from cotrain_store.oplog.history import read_history
+from cotrain_store.oplog.reader import read_history
 from cotrain_store.redis_client.connection import open_connection
 from cotrain_store.results.futures import Futures
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.bisection import MAX_CRASHES
 from tests.support.processes import WORKER, Process, settings_of, stack_of
 from tests.support.program import (
@@ -24,11 +25,6 @@ from tests.support.program import (
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import LONG, sample, sampled, saved_sampler, submit_sample
 from tests.support.stack import stack, worker
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
 
 POISON = {
     "error": "Request repeatedly crashed the worker; it was not applied.",

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from cotrain_store.keys import fleet_keys
-from cotrain_store.keys.minute_fields import minute_of
+from cotrain_store.keys.fleet_keys import minute_of
 from cotrain_store.messages.ids import PoolId
-from cotrain_store.monitoring.last_hour import TOP_MINUTES, busiest_tenants
-from cotrain_store.redis_client.connection import open_connection
-
-if TYPE_CHECKING:
-    from cotrain_store.redis_client.connection import SyncConnection
-    from tests.support.redis_server import EmbeddedRedis
+from cotrain_store.monitoring.status import TOP_MINUTES, busiest_tenants
+from cotrain_store.redis_client.connection import SyncConnection, open_connection
+from tests.support.redis_server import EmbeddedRedis
 
 POOLS = [PoolId("p"), PoolId("q")]
 

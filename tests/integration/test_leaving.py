@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_workers.engine.engine import Engine
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
-from tests.support.stack import POOL, worker
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL, Stack, worker
 from tests.support.two_workers import NEW, OLD, STEP, heartbeat, is_listed
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
 
 pytestmark = pytest.mark.usefixtures("heartbeats_are_quick")
 
@@ -68,7 +64,7 @@ async def test_alone_it_says_that_it_drains_and_keeps_its_runs_for_its_next_proc
 
         loop._residents.drain = look_and_drain  # type: ignore[method-assign]  # the real one, watched
     (last,) = seen
-    assert (last["state"], last["hands_over"]) == ("draining", True)
+    assert (last["state"], last["is_handing_over"]) == ("draining", True)
     assert is_listed(redis, OLD)
     waiting = await submit(server, run, STEP + 1, 2 * STEP)
     with worker(url, tmp_path, engine):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,19 +12,13 @@ import torch
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import ResultKind
+from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
-from tests.support.stack import POOL, worker
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL, Stack, worker
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
-
-    LimitRows = Callable[[int], None]
+LimitRows = Callable[[int], None]
 
 
 @pytest.fixture

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from cotrain_store.errors import RunClosed, SeqConflict, WeightsDeleted
-from cotrain_store.keys import run_keys, sample_keys, tenant_keys, weights_keys
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.keys import run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.ids import RequestId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.messages.saves import LoadRequest, LoadSource
+from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.saves import CheckpointRecord, LoadRequest, LoadSource
 from tests.support.log import record_of
-from tests.support.samples import sampler_record
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.weights import CheckpointRecord
-    from tests.support.samples import Samples
+from tests.support.samples import Samples, sampler_record
 
 UNKNOWN = WeightsRef("nobody:train:0:1")
 
@@ -82,7 +73,7 @@ async def test_each_user_alone_keeps_weights(samples: Samples) -> None:
     assert unused(samples) == []
     await samples.log.cover(other, 1)
     assert unused(samples) == []
-    samples.log.redis.delete(sample_keys.sampler(sampler.id))
+    samples.log.redis.delete(run_keys.sampler(sampler.id))
     assert unused(samples) == [checkpoint.weights]
 
 

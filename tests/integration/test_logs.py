@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from cotrain import Datum, ModelInput, RequestFailed, ServiceClient
 from cotrain.exceptions import APIStatusError
 from tests.integration.test_serve import PATIENCE_S, pids, train
 from tests.support.serving import Serving
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROCESSES = {"api", "redis", "scheduler", "worker-w0"}
 

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from cotrain import AdamParams, Datum, ModelInput, ServiceClient
+from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from cotrain import TrainingClient
-
-    Pairs = list[tuple[Any, Any]]
+Pairs = list[tuple[Any, Any]]
 
 KEY = "tml-loops_key-of-sixteen-letters"
 STEPS = 3

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cotrain_workers.engine.device import EXIT_CODE
 from tests.support.processes import PATIENCE_S, environment_of, settings_of
+from tests.support.redis_server import EmbeddedRedis
 from tests.warm.popen import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.redis_server import EmbeddedRedis
 
 #: The real process, but for its model, and with a loop that meets a sticky error of the device.
 WORKER = """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,28 +14,19 @@ import torch
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_store.disk.result_storage import is_spooled
 from cotrain_store.keys import weights_keys
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, run_id
+from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WeightsRef, encode, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
-from cotrain_workers.engine.adapters.interpolation import mix
+from cotrain_store.messages.saves import CheckpointRecord, LoadRequest, LoadSource, SaveRequest
+from cotrain_workers.engine.adapters.lifecycle import mix
+from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.checkpoints import saved_state
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import results
-from tests.support.stack import MODEL, POOL, make_worker, worker
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.messages.weights import CheckpointRecord
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import MODEL, POOL, Stack, make_worker, worker
 
 LORA = LoraSpec(rank=4, seed=7)
 SMALL, LARGE = (6,), (450, 450)  # targets; the answer to the latter goes to the spool

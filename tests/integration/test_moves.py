@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cotrain_store.errors import CannotMove, Fenced, RunClosed, WorkerNotFound
 from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.moves import Move, Moves
+from cotrain_workers.engine.engine import Engine
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
-from tests.support.stack import POOL, snapshots, worker
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.two_workers import NEW, OLD, STEP, heartbeat
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
 
 pytestmark = pytest.mark.usefixtures("heartbeats_are_quick")
 

@@ -5,30 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from cotrain_store.errors import CheckpointNotFound, Fenced
 from cotrain_store.keys import result_keys, run_keys, weights_keys
-from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WeightsRef, run_id
+from cotrain_store.messages.ids import OpId, RequestId, SessionId, TenantId, WeightsRef, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunState
-from cotrain_store.messages.weights import external_folder
+from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_store.messages.saves import (
+    CheckpointKind,
+    CheckpointRecord,
+    SaveRecords,
+    external_folder,
+)
 from cotrain_store.results.futures import Pending
 from cotrain_store.weights.checkpoints import Checkpoints
 from cotrain_store.weights.saved_weights import SavedWeights
 from tests.support.log import WORKER
+from tests.support.samples import Samples
 from tests.support.stack import POOL
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import OpId
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.saves import SaveRecords
-    from cotrain_store.messages.weights import CheckpointKind, CheckpointRecord
-    from tests.support.samples import Samples
 
 A = TenantId("a")
 

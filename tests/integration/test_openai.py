@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import openai
 import pytest
 
 from cotrain_store.redis_client.connection import open_sync_connection
 from tests.support.http_api import ALICE, POOL
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.talking import (
     CACHED_TOKENS,
     EOS,
@@ -18,11 +20,6 @@ from tests.support.talking import (
     Talking,
     talking_api,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from tests.support.redis_server import EmbeddedRedis
 
 MODEL = POOL.base_model
 HI: Any = [{"role": "user", "content": "Hi"}]

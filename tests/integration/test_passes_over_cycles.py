@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
-from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id
+from cotrain_store.messages.ids import RequestId, RunId, TenantId, WorkerId, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunRecord
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, OptimStep
 from cotrain_workers.engine.spec import AdapterSpec
@@ -18,17 +21,9 @@ from cotrain_workers.op_codec import CYCLE_METRIC, decode_op_pass, result_of
 from tests.support.bodies import pass_body, sequences
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, without_cycle
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, stack, worker
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.messages.results import Result
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.redis_server import EmbeddedRedis
 
 #: A cycle holds little, and has run out of time after its first micro-batch: it runs one slice of each pass.
 PERIOD_S = 1e-5

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from cotrain_store.errors import RunClosed
 from cotrain_store.keys import tenant_keys
-from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.fleet import PlanPolicy
+from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.results.futures import Pending
-from cotrain_store.tenants.pauses import PauseRecords, read_pauses
+from cotrain_store.tenants.policies import PauseRecords, read_pauses
+from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
-from tests.support.stack import worker
+from tests.support.log import Log
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.samples import Samples
+from tests.support.stack import Stack, worker
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.messages.pauses import PlanPolicy
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.log import Log
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.samples import Samples
-    from tests.support.stack import Stack
 
 LORA = LoraSpec(rank=2, seed=0)
 ADA, BOB = TenantId("ada"), TenantId("bob")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,24 +14,18 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.messages.ids import RunId
-from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec
+from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Failure, Pass
+from cotrain_workers.engine.ops import CycleOutput, Failure, Pass
 from cotrain_workers.worker import prefetch as prefetch
 from cotrain_workers.worker.prefetch import Prefetcher
 from tests.support.bodies import pass_body, sequences
+from tests.support.log import Log
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import make_worker, stack, worker
 from tests.support.tiny_models import build_tiny_qwen3
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.ops import QueuedOp, Step
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.ops import CycleOutput
-    from tests.support.log import Log
-    from tests.support.redis_server import EmbeddedRedis
 
 BODY = pass_body("r", 1, sequences(0, 2, 9))
 PATIENCE_S = 120.0
@@ -111,7 +106,7 @@ async def test_little_is_held_and_nothing_for_long(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, ops = await submit_behind(log, BODY, BODY, BODY)
-    monkeypatch.setattr(prefetch, "MOST_BYTES", 2 * len(BODY))
+    monkeypatch.setattr(prefetch, "MAX_BYTES", 2 * len(BODY))
     looker = Prefetcher(log.execution)
 
     look(looker, step, 2)

@@ -14,24 +14,20 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from cotrain import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from cotrain_server.supervisor.data_folder import METRICS_TARGETS, DataFolder
-from cotrain_store.monitoring.boards.alerts import ALERTS
-from cotrain_store.monitoring.boards.files import FOLDER
-from cotrain_store.monitoring.boards.panels import BOARDS
+from cotrain_store.monitoring.boards.files import ALERTS, BOARDS, FOLDER
 from tests.support.ports import free_port
 from tests.support.processes import Process
 from tests.support.serving import Serving
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 PROMETHEUS = shutil.which("prometheus")
 PATIENCE_S = 300.0

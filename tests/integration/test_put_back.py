@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,16 +11,12 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import WeightsRef, request_id
-from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.ops import OpKind, RunQueue, Step
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.weights import CheckpointRecord
-from tests.support.log import record_of
+from cotrain_store.messages.runs import RunRecord
+from cotrain_store.messages.saves import CheckpointRecord
+from tests.support.log import Log, record_of
 from tests.support.stack import MODEL, POOL
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ops import RunQueue, Step
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.log import Log
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 QUEUED = (3, 14, len(LARGE) + len(b"body"))
@@ -46,11 +41,11 @@ async def test_what_has_no_result_is_the_head_of_its_runs_queue_again(log: Log) 
     run, step = await half_done(log)
     log.commit(step, opened={(run.id, 1): 3})
     queue = await ready(log)
-    assert (queue.ops, queue.begun_tokens) == (step.ops[1:], 3)
+    assert (queue.ops, queue.done_tokens) == (step.ops[1:], 3)
     assert log.queued() == QUEUED
     assert (log.result(run, 0), log.result(run, 1)) == (Result.of_json({"said": "done"}), None)
     log.commit(await log.plan(), opened={(run.id, 1): 6})
-    assert (await ready(log)).begun_tokens == 6
+    assert (await ready(log)).done_tokens == 6
     log.commit(await log.plan())
     assert log.queued() == (0, 0, 0)
     assert log.result(run, 3) == Result.of_json({"said": "done"})
@@ -91,7 +86,7 @@ async def test_what_was_begun_is_begun_no_more_in_a_later_process(log: Log) -> N
     log.commit(step, opened={(run.id, 1): 3})
     log.execution = log.new_worker()
     queue = await ready(log)
-    assert (queue.ops, queue.begun_tokens) == (step.ops[1:], 0)
+    assert (queue.ops, queue.done_tokens) == (step.ops[1:], 0)
 
 
 async def test_a_plan_from_before_it_came_back_is_refused(log: Log) -> None:

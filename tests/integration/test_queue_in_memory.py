@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import functools
 import json
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from typing_extensions import override
@@ -17,22 +18,16 @@ from cotrain_scheduler.clock import Clock
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.ops import OpKind, RunQueue, Step
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog import dispatch as dispatch_module
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.settings.scheduler import SchedulerSettings
-from tests.support.log import WORKER
+from tests.support.log import WORKER, Log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from cotrain_store.messages.ops import RunQueue
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.log import Log
 
 
 def give_heartbeat(log: Log) -> None:

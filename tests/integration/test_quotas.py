@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -21,6 +21,7 @@ from cotrain_store.keys import result_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import SAMPLER_REST_MS, TenantLimits
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
@@ -29,14 +30,10 @@ from cotrain_store.results.delivery import DeliveryLog
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import RecordLimits, Records
 from tests.support.limits import always
-from tests.support.samples import BODY, LARGE_BODY, RESULT, sampler_record
+from tests.support.log import Log
+from tests.support.samples import BODY, LARGE_BODY, RESULT, Samples, sampler_record
 from tests.support.stack import POOL
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.log import Log
-    from tests.support.samples import Samples
 
 A = TenantId("a")
 LARGE = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))

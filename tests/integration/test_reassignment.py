@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
 
 from cotrain_store.errors import Fenced
-from cotrain_store.keys import fleet_keys, run_keys, sample_keys
+from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.ops import OpKind
@@ -17,13 +16,9 @@ from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.weights.saved_weights import SavedWeights
-from tests.support.log import WORKER
-from tests.support.samples import sampler_record
+from tests.support.log import WORKER, Log
+from tests.support.samples import Samples, sampler_record
 from tests.support.stack import POOL, pool_record_for_tests
-
-if TYPE_CHECKING:
-    from tests.support.log import Log
-    from tests.support.samples import Samples
 
 HEIR = WorkerId("w1")
 THIRD = WorkerId("w2")
@@ -155,7 +150,7 @@ async def test_sample_requests_go_on_in_their_order(samples: Samples) -> None:
     assert result is not None
     assert result.json()["category"] == "user"  # cancelled
     later = (await samples.submit(fresh, 3))[0]
-    assert log.redis.hget(sample_keys.sample(later), "lane") == HEIR.encode()
+    assert log.redis.hget(run_keys.sample(later), "lane") == HEIR.encode()
 
 
 async def test_what_waits_for_weights_that_are_stored_may_run_anywhere(samples: Samples) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
-from cotrain_store.messages.ids import RunId, request_id
+from cotrain_store.messages.ids import RequestId, RunId, request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.bodies import pass_body, sequences
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import (
@@ -24,16 +27,9 @@ from tests.support.program import (
     submit,
     undisturbed,
 )
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.worker.loop import WorkerLoop
-    from tests.support.redis_server import EmbeddedRedis
 
 FAILPOINTS = [
     Failpoint("open_steps", 2),

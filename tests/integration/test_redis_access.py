@@ -8,7 +8,8 @@ import hashlib
 import re
 import ssl
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -26,13 +27,8 @@ from tests.support.compose_files import ROOT
 from tests.support.ports import free_port
 from tests.support.processes import WORKER, Process, settings_of, stack_of
 from tests.support.program import LORA, results, submit
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import LONG, sample, saved_sampler
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from tests.support.redis_server import EmbeddedRedis
 
 TLS = ROOT / "tests" / "data" / "tls"
 USERS = ("cotrain-api", "cotrain-scheduler", "cotrain-worker")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -12,7 +14,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
-from cotrain_store.sampling.claims import SampleClaims
+from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.worker import heartbeat
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
@@ -25,15 +28,7 @@ from tests.support.sampling import (
     saved_sampler,
     submit_sample,
 )
-from tests.support.stack import POOL, make_worker, snapshots, stack, worker
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain_store.sampling.claims import ClaimedSample
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.stack import Stack
+from tests.support.stack import POOL, Stack, make_worker, snapshots, stack, worker
 
 #: In several steps of the decoder, so that others are claimed and looked for between them.
 SOME = replace(LONG, max_tokens=40)

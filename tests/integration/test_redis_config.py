@@ -7,8 +7,8 @@ import hashlib
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import redis
@@ -20,9 +20,6 @@ from cotrain_store.redis_client.connection import DURABLE, check_store, open_con
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 from cotrain_store.settings.store import with_password_of
 from tests.support.compose_files import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CONFIG = ROOT / "docker" / "redis"
 #: Where it listens, where it writes, and what only one of the two needs.

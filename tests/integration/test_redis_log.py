@@ -6,8 +6,9 @@ import contextlib
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import redis
@@ -20,9 +21,6 @@ from cotrain_store.disk.append_only_file import ONE_FILE, cut_zeros, last_file
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 from tests.warm.popen import run
 from tests.warm.sources import COMMAND
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PATIENCE_S = 300
 KEYS = 200

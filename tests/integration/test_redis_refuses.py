@@ -6,25 +6,21 @@ import asyncio
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 import redis
 from redis.exceptions import RedisError
 
+from cotrain_workers.engine.engine import Engine
 from tests.support.http_api import pass_body, running_api
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import snapshots, stack, worker
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-
-    Refusing = Callable[[str], AbstractContextManager[None]]
+Refusing = Callable[[str], AbstractContextManager[None]]
 
 
 @contextlib.contextmanager

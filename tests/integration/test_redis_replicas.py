@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from cotrain_store.errors import UnsafeRedis
 from cotrain_store.redis_client.connection import (
     CONNECTION_LOST,
+    Connection,
     check_store,
     open_batching_connection,
     open_connection,
@@ -19,18 +21,11 @@ from cotrain_store.redis_client.connection import (
 )
 from cotrain_store.redis_client.embedded_server import find_redis_binary
 from cotrain_store.redis_client.refusals import RedisRefuses
+from cotrain_workers.engine.engine import Engine
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_replicas import RedisReplicas, newer_binary
-from tests.support.stack import snapshots, stack, worker
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from cotrain_store.redis_client.connection import Connection
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import Stack, snapshots, stack, worker
 
 #: As a script of ours does: it writes.
 WRITE = "return redis.call('HSET', KEYS[1], ARGV[1], '1')"

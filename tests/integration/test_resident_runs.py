@@ -8,14 +8,18 @@ import os
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.ops import OpKind
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery import resident_runs as keeper_module
 from cotrain_workers.recovery.snapshot_file import write_snapshot
 from cotrain_workers.worker.loop import MARGIN_S
@@ -29,17 +33,9 @@ from tests.support.program import (
     submit,
     undisturbed,
 )
-from tests.support.stack import POOL, snapshots, worker
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import PATIENCE_S, files_below, until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
 
 
 async def test_runs_that_take_turns_on_the_device_train_as_if_there_was_room(
@@ -152,7 +148,7 @@ async def test_a_run_that_only_evaluates_does_not_keep_a_line_for_every_forward(
     redis: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cotrain_workers.recovery.snapshot_policy.LOG_ENTRIES", 4)
+    monkeypatch.setattr("cotrain_workers.recovery.snapshot_file.LOG_ENTRIES", 4)
     with worker(empty_redis.url, tmp_path, engine):
         run = await server.create("a", "a", LORA)
         for seq in range(1, 20):

@@ -6,7 +6,6 @@ import asyncio
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -17,17 +16,14 @@ from cotrain_store.keys import run_keys
 from cotrain_store.messages.gaps import still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.oplog.rollback import DIGESTS_KEPT
+from cotrain_store.messages.runs import RunRecord
+from cotrain_store.oplog.execution import DIGESTS_KEPT
 from cotrain_store.oplog.submission import MAX_SEQ_GAP
 from cotrain_store.results.futures import Pending
 from tests.support.draws import examples
-from tests.support.log import open_log
+from tests.support.log import Log, open_log
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.log import Log
-    from tests.support.redis_server import EmbeddedRedis
 
 A = TenantId("a")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,15 +10,11 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunState
-from tests.support.log import record_of
+from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_store.messages.saves import CheckpointRecord
+from tests.support.log import Log, record_of
+from tests.support.samples import Samples
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.weights import CheckpointRecord
-    from tests.support.log import Log
-    from tests.support.samples import Samples
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,25 +12,18 @@ from cotrain_store.disk.capacity import Capacity
 from cotrain_store.errors import RunBytesQuotaReached, RunTooLarge
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
 from cotrain_store.messages.ids import RunId, TenantId
-from cotrain_store.messages.rows import pool_record
-from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.ops import pool_record
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.tenants.run_bytes import run_bytes, state_bytes
+from cotrain_workers.engine.engine import Engine
 from tests.support.limits import always
-from tests.support.log import record_of
+from tests.support.log import Log, record_of
 from tests.support.program import results, submit
-from tests.support.stack import POOL, pool_record_for_tests, snapshots, worker
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL, Stack, pool_record_for_tests, snapshots, worker
 from tests.support.waiting import files_below, until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.log import Log
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
 
 #: One value for each unit of rank and module: a run of rank 1 has a state of 1,600 bytes.
 WIDTHS = {"attn": 30, "mlp": 30, "unembed": 40}

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
+import httpx
 import pytest
 
 from cotrain_store.keys import tenant_keys
-from tests.support.http_api import ALICE, BOB, POOL, running_api
+from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
 from tests.support.lists import got
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import httpx
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
+from tests.support.redis_server import EmbeddedRedis
 
 
 @pytest.fixture

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from cotrain_store.keys import result_keys, tenant_keys
 from cotrain_store.messages.ids import RunId, SessionId
-from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.lives import pass_time
-from tests.support.stack import POOL, snapshots, worker
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
-    from tests.support.stack import Stack
 
 LORA = LoraSpec(rank=4, seed=7, train_unembed=False)
 #: Kept permanently, counted by the quota `record_bytes`; `docs/reliability.md` lists them.

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Fenced
-from cotrain_store.keys import fleet_keys, result_keys, sample_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, WorkerId
 from cotrain_store.messages.results import Result, ResultKind
 from tests.support.full_table import no_descriptor
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
-from tests.support.samples import BODY, LARGE_BODY, RESULT, count_waiting, sampler_record
+from tests.support.samples import BODY, LARGE_BODY, RESULT, Samples, count_waiting, sampler_record
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from tests.support.samples import Samples
 
 OTHER_WORKER = WorkerId("w1")
 
@@ -194,12 +191,12 @@ async def test_a_result_frees_all_that_its_request_held(samples: Samples) -> Non
     left = set(samples.log.everything()) - before
     assert samples.result(request) == RESULT
     assert (samples.load(), samples.log.references()) == ((0, 0, 0), {})
-    record = samples.log.redis.hgetall(sample_keys.sample(request))
+    record = samples.log.redis.hgetall(run_keys.sample(request))
     assert set(record) == {b"state", b"tenant", b"digest", b"failed", b"size"}
     named = (
         f"cotrain:sampler:{sampler_record().id}",
         result_keys.result(request),
-        sample_keys.sample(request),
+        run_keys.sample(request),
     )
     assert left >= {name.encode() for name in named}
     assert not {name for name in left if b"waiting" in name or b"claimed" in name}
@@ -275,7 +272,7 @@ async def test_a_body_that_is_gone_or_broken_is_none(samples: Samples) -> None:
     small = await samples.intake.submit(sampler, 1, BODY)
     for path in samples.log.spool.folder.iterdir():
         path.write_bytes(b"")
-    samples.log.redis.hset(sample_keys.sample(small), "body", "nonsense")
+    samples.log.redis.hset(run_keys.sample(small), "body", "nonsense")
     bodies = {claimed.request: claimed.body for claimed in samples.sampling.claim(9)}
     assert bodies == {large: None, small: None}
 

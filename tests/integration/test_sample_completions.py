@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from cotrain_store.keys import age_keys, result_keys, sample_keys
-from cotrain_store.messages.ids import sample_id
+from cotrain_store.keys import result_keys, run_keys
+from cotrain_store.messages.ids import RequestId, sample_id
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.sample_ids import CLONE_SIZE, OWN_SEQS
-from cotrain_store.sampling.completions import Completion
+from cotrain_store.messages.samples import CLONE_SIZE, OWN_SEQS
+from cotrain_store.sampling.completions import Completion, Completions
 from tests.support.lives import life_ms, pass_time
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.samples import RESULT, open_samples
+from tests.support.samples import RESULT, Samples, open_samples
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.sampling.completions import Completions
-    from tests.support.samples import Samples
 
 #: Longer than any wait here lasts: running into it is a failure.
 PATIENCE_S = 120.0
@@ -93,7 +86,7 @@ async def test_many_ends_within_one_millisecond_are_all_told(
 
 async def test_an_end_right_after_all_others_were_acknowledged_is_told(samples: Samples) -> None:
     """Numbers run ahead of the clock where several ends come within a millisecond."""
-    samples.log.redis.set(age_keys.clock(), 1_000_000)
+    samples.log.redis.set(result_keys.clock(), 1_000_000)
     sampler = await samples.sampler()
     requests = await samples.submit(sampler, *range(4))
     samples.claim()
@@ -141,7 +134,7 @@ async def test_nobody_is_told_of_the_servers_own_requests(samples: Samples) -> N
     await samples.submit(sampler, OWN_SEQS - 1, OWN_SEQS, 2**63 - 1)
     samples.resolve(*samples.claim())
     told = samples.log.redis.keys("cotrain:completions:*")
-    assert told == [sample_keys.completions(sampler.id, (OWN_SEQS - 1) // CLONE_SIZE).encode()]
+    assert told == [run_keys.completions(sampler.id, (OWN_SEQS - 1) // CLONE_SIZE).encode()]
 
 
 async def test_a_poll_is_held_until_something_ends(samples: Samples) -> None:
@@ -195,7 +188,7 @@ async def test_the_sweep_finds_what_no_message_told(
     async with samples.completions() as completions:
         poll = asyncio.create_task(completions.wait(sampler, 0, 0, PATIENCE_S))
         await somebody_waits(completions)
-        samples.log.redis.zadd(sample_keys.completions(sampler.id, 0), {"3": 1})
+        samples.log.redis.zadd(run_keys.completions(sampler.id, 0), {"3": 1})
         assert await poll == ([Completion(sample_id(sampler.id, 3), failed=False, size=0)], 1)
 
 
@@ -209,7 +202,7 @@ async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
         await somebody_waits(completions)
         with samples.log.redis.pipeline(transaction=True) as at_once:
             at_once.execute_command("CLIENT KILL TYPE pubsub")
-            at_once.zadd(sample_keys.completions(sampler.id, 0), {"3": 1})
+            at_once.zadd(run_keys.completions(sampler.id, 0), {"3": 1})
             at_once.execute()
         assert names((await poll)[0]) == [sample_id(sampler.id, 3)]
 
@@ -245,9 +238,9 @@ async def test_an_end_is_told_for_a_day(samples: Samples) -> None:
     await samples.submit(sampler, 0, 1)
     samples.claim()
     samples.resolve(sample_id(sampler.id, 0))
-    name = sample_keys.completions(sampler.id, 0)
+    name = run_keys.completions(sampler.id, 0)
     assert life_ms(samples.log.redis, name) == pytest.approx(24 * 3600e3, abs=60e3)
-    pass_time(samples.log.redis, sample_keys.COMPLETION_TTL_MS + 1_000)
+    pass_time(samples.log.redis, run_keys.COMPLETION_TTL_MS + 1_000)
     samples.resolve(sample_id(sampler.id, 1))
     assert samples.log.redis.zrange(name, 0, -1) == [b"1"]
 
@@ -268,7 +261,7 @@ async def test_what_is_acknowledged_need_not_be_kept(samples: Samples) -> None:
     ]
     assert 0 < lives[0] <= result_keys.READ_RESULT_TTL_MS
     assert min(lives[1:]) > result_keys.READ_RESULT_TTL_MS
-    assert life_ms(samples.log.redis, sample_keys.sample(requests[0])) > lives[0]
-    assert life_ms(samples.log.redis, sample_keys.sample(requests[2])) == -1  # still waiting
+    assert life_ms(samples.log.redis, run_keys.sample(requests[0])) > lives[0]
+    assert life_ms(samples.log.redis, run_keys.sample(requests[2])) == -1  # still waiting
     samples.resolve(requests[2])
     assert samples.result(requests[2]) == RESULT

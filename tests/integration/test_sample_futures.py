@@ -6,27 +6,23 @@ import asyncio
 import json
 import time
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound, SampleExpired
-from cotrain_store.keys import age_keys, fleet_keys, result_keys, sample_keys, tenant_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RequestId, TenantId, sampler_id
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.sample_ids import parse_sample
+from cotrain_store.messages.samples import parse_sample
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from cotrain_store.results.futures import NO_WORKER, Pending
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
-from tests.support.samples import BODY, RESULT, sampler_record
+from tests.support.samples import BODY, RESULT, Samples, sampler_record
 from tests.support.stack import POOL
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from tests.support.samples import Samples
 
 A, B = TenantId("a"), TenantId("b")
 PATIENCE_S = 120.0
@@ -84,7 +80,7 @@ async def test_a_large_result_comes_from_disk_and_expires_with_its_file(samples:
 async def test_the_result_outlives_its_sampler(samples: Samples) -> None:
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
-    samples.log.redis.delete(sample_keys.sampler(sampler.id))
+    samples.log.redis.delete(run_keys.sampler(sampler.id))
     async with samples.log.futures() as futures:
         assert await futures.wait(A, request, 0.01) == Pending()
         samples.resolve(*samples.claim())
@@ -99,10 +95,10 @@ async def test_an_expired_result_can_be_asked_for_again(samples: Samples) -> Non
     async with samples.log.futures() as futures:
         with pytest.raises(SampleExpired, match="expired"):
             await futures.wait(A, request, NEVER_S)  # nothing will come: it is told at once
-        samples.log.redis.delete(sample_keys.sample(request))
+        samples.log.redis.delete(run_keys.sample(request))
         with pytest.raises(SampleExpired):
             await futures.wait(A, request, 0.01)
-        samples.log.redis.delete(sample_keys.sampler(sampler.id))
+        samples.log.redis.delete(run_keys.sampler(sampler.id))
         with pytest.raises(RequestNotFound) as unknown:
             await futures.wait(A, request, 0.01)
         assert not isinstance(unknown.value, SampleExpired)
@@ -115,7 +111,7 @@ async def test_another_tenants_request_is_as_unknown_as_one_that_never_was(
     (request,) = await samples.submit(await samples.sampler(), 0)
     samples.resolve(*samples.claim())
     if not is_known:
-        samples.log.redis.delete(sample_keys.sample(request))
+        samples.log.redis.delete(run_keys.sample(request))
     async with samples.log.futures() as futures:
         with pytest.raises(RequestNotFound) as foreign:
             await futures.wait(B, request, 0.01)
@@ -148,9 +144,9 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
         assert name
         samples.log.redis.set(result_keys.result(request), RESULT.encode())
         ends = time.time() * 1000 + result_keys.SMALL_RESULT_TTL_MS
-        samples.log.redis.zadd(age_keys.ends(), {result_keys.result(request): ends})
-        samples.log.redis.hset(sample_keys.sample(request), "state", "done")
-        samples.log.redis.zadd(sample_keys.completions(name.sampler, 0), {"0": 1, "1": 2})
+        samples.log.redis.zadd(result_keys.ends(), {result_keys.result(request): ends})
+        samples.log.redis.hset(run_keys.sample(request), "state", "done")
+        samples.log.redis.zadd(run_keys.completions(name.sampler, 0), {"0": 1, "1": 2})
         deliveries.sent(A, request, name, NOW)
 
     def lives_ms() -> list[float]:
@@ -181,7 +177,7 @@ async def test_a_result_sent_to_another_key_is_kept_for_the_one_that_opened_the_
     for key_id in ("other", "own"):
         deliveries.sent(A, request, name, NOW, key_id)
         await deliveries.expire_read(LATER)
-        told = samples.log.redis.zcard(sample_keys.completions(sampler.id, 0))
+        told = samples.log.redis.zcard(run_keys.completions(sampler.id, 0))
         left_ms.append((life_ms(samples.log.redis, result_keys.result(request)), told))
     assert left_ms[0] > (result_keys.READ_RESULT_TTL_MS, 2)
     assert left_ms[1] <= (result_keys.READ_RESULT_TTL_MS, 1)

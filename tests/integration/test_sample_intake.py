@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,20 +19,15 @@ from cotrain_store.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from cotrain_store.keys import fleet_keys, result_keys, sample_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, TenantId
-from cotrain_store.sampling.endings import CANCELLED
-from cotrain_store.sampling.intake import SampleLimits, most_tokens
+from cotrain_store.sampling.claims import CANCELLED
+from cotrain_store.sampling.intake import SampleLimits, token_limit
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.samples import BODY, LARGE_BODY, RESULT, open_samples, sampler_record
+from tests.support.samples import BODY, LARGE_BODY, RESULT, Samples, open_samples, sampler_record
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.samples import Samples
 
 A, B = TenantId("a"), TenantId("b")
 TOKENS = len(BODY.prompt) + 4
@@ -79,29 +75,29 @@ async def test_a_seq_used_with_other_content_is_a_conflict(samples: Samples, is_
 async def test_what_tells_a_repeat_lives_longer_than_the_result(samples: Samples) -> None:
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
-    assert life_ms(samples.log.redis, sample_keys.sample(request)) == -1
+    assert life_ms(samples.log.redis, run_keys.sample(request)) == -1
     samples.resolve(*samples.claim())
     lives = (
-        life_ms(samples.log.redis, sample_keys.sample(request)),
+        life_ms(samples.log.redis, run_keys.sample(request)),
         life_ms(samples.log.redis, result_keys.result(request)),
     )
-    assert lives[0] - lives[1] == pytest.approx(sample_keys.SAMPLE_RECORD_EXTRA_MS, abs=1e3)
+    assert lives[0] - lives[1] == pytest.approx(run_keys.SAMPLE_RECORD_EXTRA_MS, abs=1e3)
 
 
 async def test_a_request_makes_its_sampler_live_on(samples: Samples) -> None:
     for ephemeral, idle_ms in ((True, 6 * 3600e3), (False, 30 * 24 * 3600e3)):
         record = replace(sampler_record(number=int(ephemeral)), ephemeral=ephemeral)
         sampler = await samples.records.create_sampler(record)
-        samples.log.redis.pexpire(sample_keys.sampler(sampler.id), 5_000)  # an older version's
+        samples.log.redis.pexpire(run_keys.sampler(sampler.id), 5_000)  # an older version's
         await samples.submit(sampler, 0)
-        assert life_ms(samples.log.redis, sample_keys.sampler(sampler.id)) == pytest.approx(
+        assert life_ms(samples.log.redis, run_keys.sampler(sampler.id)) == pytest.approx(
             idle_ms, abs=60e3
         )
 
 
 async def test_a_sampler_that_expired_is_refused_with_what_to_do(samples: Samples) -> None:
     sampler = await samples.sampler()
-    samples.log.redis.delete(sample_keys.sampler(sampler.id))
+    samples.log.redis.delete(run_keys.sampler(sampler.id))
     before = samples.log.everything()
     with pytest.raises(SamplerNotFound, match=r"6 hours without use, .*: save under a name"):
         await samples.submit(sampler, 0)
@@ -153,7 +149,7 @@ async def test_one_request_alone_is_taken_whatever_it_may_come_to(
 def test_a_request_counts_for_all_that_it_may_come_to(
     given: dict[str, Any], longest: int, tokens: int
 ) -> None:
-    assert most_tokens(replace(BODY, **given), longest) == tokens
+    assert token_limit(replace(BODY, **given), longest) == tokens
 
 
 @pytest.mark.parametrize(

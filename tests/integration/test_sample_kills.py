@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.keys import fleet_keys
+from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.sampling.completions import Completions
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.samples import BODY, LARGE_BODY, open_samples
+from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.messages.samples import SamplerRecord
-    from cotrain_store.sampling.completions import Completions
-    from tests.support.samples import Samples
 
 REQUESTS = 120
 PATIENCE_S = 300.0

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import event, settings
@@ -26,27 +27,22 @@ from hypothesis.stateful import (
 )
 from typing_extensions import override
 
+from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import Fenced, SamplingBusy, SeqConflict
-from cotrain_store.keys import sample_keys
+from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import RequestId, TenantId, sample_id
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.sample_ids import CLONE_SIZE
-from cotrain_store.sampling.endings import CANCELLED
+from cotrain_store.messages.samples import CLONE_SIZE, SamplerRecord
+from cotrain_store.sampling.claims import CANCELLED
 from cotrain_store.sampling.intake import SampleLimits
 from tests.support.draws import examples
 from tests.support.log import WORKER
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples, sampler_record
 from tests.support.stack import POOL
 
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
-
-    from cotrain_store.bodies.sample_body import SampleBody
-    from cotrain_store.messages.samples import SamplerRecord
-    from tests.support.redis_server import EmbeddedRedis
-
 TENANTS = ("t0", "t1", "t2")
-MOST_HELD = 6
+MAX_HELD = 6
 #: Two copies of one client: the second counts from its own start.
 SEQS = st.integers(0, 9) | st.integers(CLONE_SIZE, CLONE_SIZE + 3)
 #: The first sampler of a tenant is of the base model, the second of weights that only w0 has.
@@ -72,7 +68,7 @@ class Model:
     def lanes(self, tenant: str) -> list[list[RequestId]]:
         """Give a tenant's queues in the order in which w0 takes from them."""
         return [
-            self.waiting.setdefault((tenant, lane), []) for lane in (WORKER, sample_keys.ANY_WORKER)
+            self.waiting.setdefault((tenant, lane), []) for lane in (WORKER, run_keys.ANY_WORKER)
         ]
 
     def held(self, tenant: str) -> int:
@@ -143,7 +139,7 @@ class SampleMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.folder = tempfile.TemporaryDirectory()
         self.stack = contextlib.AsyncExitStack()
-        limits = SampleLimits(requests=MOST_HELD)
+        limits = SampleLimits(requests=MAX_HELD)
         opened = open_samples(self.server.url, Path(self.folder.name), limits)
         self.samples: Samples = self.wait(self.stack.enter_async_context(opened))
         self.completions = self.samples.completions()
@@ -173,7 +169,7 @@ class SampleMachine(RuleBasedStateMachine):
         if known is not None and known != content:
             with pytest.raises(SeqConflict):
                 self.wait(call)
-        elif known is None and self.model.held(sampler.tenant) >= MOST_HELD:
+        elif known is None and self.model.held(sampler.tenant) >= MAX_HELD:
             with pytest.raises(SamplingBusy):
                 self.wait(call)
         else:
@@ -267,9 +263,9 @@ class SampleMachine(RuleBasedStateMachine):
     @invariant()
     def the_store_equals_the_model(self) -> None:
         redis, model = self.samples.log.redis, self.model
-        ring = [tenant.decode() for tenant in redis.lrange(sample_keys.sample_ring(POOL), 0, -1)]
+        ring = [tenant.decode() for tenant in redis.lrange(run_keys.sample_ring(POOL), 0, -1)]
         assert ring == model.ring
-        running = redis.lrange(sample_keys.claimed_samples(POOL, WORKER), 0, -1)
+        running = redis.lrange(run_keys.claimed_samples(POOL, WORKER), 0, -1)
         assert [request.decode() for request in running] == model.running
         for tenant in TENANTS:
             waiting = sum(map(len, model.lanes(tenant)))

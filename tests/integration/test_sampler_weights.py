@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,21 +14,16 @@ from cotrain_store.errors import (
     SamplerNotFound,
     SeqConflict,
 )
-from cotrain_store.keys import fleet_keys, sample_keys, tenant_keys, weights_keys
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import TenantId, WeightsRef
+from cotrain_store.keys import fleet_keys, run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.ids import TenantId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_store.messages.saves import WeightsRecord
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
-from tests.support.samples import sampler_record, weights_record
+from tests.support.samples import Samples, sampler_record, weights_record
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.weights import WeightsRecord
-    from tests.support.samples import Samples
 
 A, B = TenantId("a"), TenantId("b")
 DIGEST, OTHER_DIGEST = "d" * 64, "e" * 64
@@ -70,7 +64,7 @@ async def test_a_save_without_a_name_makes_a_sampler_at_once(samples: Samples) -
     sampler = await samples.records.sampler(A, sampler_record(number=3).id)
     assert (sampler.weights, sampler.ephemeral) == (ref_of(run, 1), True)
     assert await samples.records.samplers_of(sampler.session) == (sampler,)
-    left_ms = life_ms(samples.log.redis, sample_keys.sampler(sampler.id))
+    left_ms = life_ms(samples.log.redis, run_keys.sampler(sampler.id))
     assert left_ms == pytest.approx(6 * 3600e3, abs=60e3)
 
 
@@ -113,7 +107,7 @@ async def test_a_name_given_again_moves_and_samplers_keep_what_they_have(samples
     assert (await samples.records.checkpoint(A, path_of(run))).weights == ref_of(run, 2)
     assert (await samples.records.sampler(A, old.id)).weights == ref_of(run, 1)
     assert unused(samples) == []
-    samples.log.redis.delete(sample_keys.sampler(old.id))
+    samples.log.redis.delete(run_keys.sampler(old.id))
     assert unused(samples) == [ref_of(run, 1)]
     assert await samples.records.samplers_of(old.session) == ()
     assert not samples.log.redis.exists(tenant_keys.session_samplers(old.session))
@@ -146,7 +140,7 @@ async def test_naming_again_without_a_time_lets_a_checkpoint_live(samples: Sampl
 async def test_weights_that_are_not_stored_yet_are_not_unused(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, sampler=0)
-    samples.log.redis.delete(sample_keys.sampler(sampler_record().id))
+    samples.log.redis.delete(run_keys.sampler(sampler_record().id))
     assert unused(samples) == []
     samples.saved.stored(ref_of(run, 1), DIGEST, 10)
     assert unused(samples) == [ref_of(run, 1)]
@@ -159,7 +153,7 @@ async def test_a_folder_goes_with_the_last_weights_of_its_content(samples: Sampl
         samples.saved.stored(ref_of(run, seq), DIGEST, 10)
     assert not samples.saved.forget_weights(ref_of(run, 1))  # a sampler uses it
     for number in (1, 2):
-        samples.log.redis.delete(sample_keys.sampler(sampler_record(number=number).id))
+        samples.log.redis.delete(run_keys.sampler(sampler_record(number=number).id))
     assert unused(samples) == [ref_of(run, 1), ref_of(run, 2)]
     assert not samples.saved.forget_weights(ref_of(run, 1))
     assert samples.saved.knows(DIGEST)
@@ -186,7 +180,7 @@ async def test_all_weights_are_looked_at_however_many(
 async def test_forgotten_weights_are_neither_stored_nor_sampled(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, sampler=0)
-    samples.log.redis.delete(sample_keys.sampler(sampler_record().id))
+    samples.log.redis.delete(run_keys.sampler(sampler_record().id))
     assert not samples.saved.forget_weights(ref_of(run, 1))
     assert samples.saved.unstored() == []
     before = samples.log.everything()

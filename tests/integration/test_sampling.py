@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from cotrain.wire.proto import wire_pb2
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import ResultKind
-from cotrain_store.sampling.endings import CANCELLED
+from cotrain_store.sampling.claims import CANCELLED
 from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.requests import Progress
+from cotrain_workers.engine.engine import Engine
 from tests.support.program import LORA, submit
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import (
     LONG,
     SHORT,
@@ -31,13 +35,6 @@ from tests.support.sampling import (
 )
 from tests.support.stack import POOL, Stack, worker
 from tests.support.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.engine.decoding.requests import Progress
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
 
 
 async def test_a_samplers_results_do_not_move_while_its_run_trains_on(

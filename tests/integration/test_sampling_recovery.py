@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cotrain_store.keys import run_keys, sample_keys
+from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.runs import RunRecord
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.requests import Progress
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import seed_of
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.program import LORA, submit
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import (
     LONG,
     base_sampler,
@@ -27,15 +33,6 @@ from tests.support.sampling import (
 )
 from tests.support.stack import POOL, Stack, make_worker, snapshots, worker
 from tests.support.waiting import PATIENCE_S, until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine.decoding.requests import Progress
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
 
 
 async def undisturbed_sample(
@@ -218,7 +215,7 @@ async def test_a_drained_worker_gives_back_what_it_has_not_finished(
         patch.setattr(EngineDecoder, "step", step)
         assert await asyncio.to_thread(live, loop, opened)
     assert loop._sampler.running == 3
-    assert redis.llen(sample_keys.claimed_samples(POOL, loop._execution.worker)) == 0
+    assert redis.llen(run_keys.claimed_samples(POOL, loop._execution.worker)) == 0
     with worker(url, tmp_path, engine):
         assert len({await sampled(server, sampler, request) for request in requests}) == 1
 

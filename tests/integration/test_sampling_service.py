@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.keys import sample_keys
-from cotrain_store.messages.ids import TenantId, WorkerId
-from cotrain_store.monitoring.worker_metrics import WorkerMetrics
-from cotrain_store.sampling.endings import CANCELLED
+from cotrain_store.keys import run_keys
+from cotrain_store.messages.ids import RequestId, TenantId, WorkerId
+from cotrain_store.messages.results import Result
+from cotrain_store.monitoring.metrics import WorkerMetrics
+from cotrain_store.sampling.claims import CANCELLED
 from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_store.tenants.policies import Policies
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.decoding.requests import Progress, SampledSequence, SampleOutput
-from cotrain_workers.engine.ops import HostWeights
+from cotrain_workers.engine.decoding.requests import (
+    Progress,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+)
+from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from cotrain_workers.sampling.service import (
-    MOST_CLAIMED,
-    MOST_WAITING,
+    MAX_CLAIMED,
+    MAX_WAITING,
     UNREADABLE,
     WEIGHTS_LOST,
     SamplingService,
 )
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import LARGE_BODY, Samples, open_samples, sampler_record
 from tests.support.stack import MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.messages.results import Result
-    from cotrain_workers.engine.decoding.requests import SampleRequest
-    from cotrain_workers.engine.ops import Failure
-    from tests.support.redis_server import EmbeddedRedis
 
 OUTPUT = SampleOutput(
     [SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", None)],
@@ -123,15 +121,15 @@ async def bench(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Ben
 
 async def test_no_more_is_claimed_than_the_decoder_can_soon_begin(bench: Bench) -> None:
     sampler = await bench.samples.sampler()
-    requests = await bench.samples.submit(sampler, *range(MOST_WAITING + 10))
+    requests = await bench.samples.submit(sampler, *range(MAX_WAITING + 10))
     assert not bench.service.advance()
-    assert bench.samples.load()[:2] == (10, MOST_WAITING)
+    assert bench.samples.load()[:2] == (10, MAX_WAITING)
     bench.decoder.turns.append(4)
     assert bench.service.advance()
-    assert bench.service.waiting == MOST_WAITING - 4
+    assert bench.service.waiting == MAX_WAITING - 4
     assert all(bench.ended(request) for request in requests[:4])
     bench.service.advance()
-    assert bench.samples.load()[:2] == (6, MOST_WAITING)
+    assert bench.samples.load()[:2] == (6, MAX_WAITING)
 
 
 async def test_another_tenant_is_claimed_for_however_many_requests_of_others_wait_here(
@@ -139,9 +137,9 @@ async def test_another_tenant_is_claimed_for_however_many_requests_of_others_wai
 ) -> None:
     others = [await bench.samples.sampler(f"other{at}") for at in range(17)]
     for other in others:
-        await bench.samples.submit(other, *range(MOST_WAITING + 1))
+        await bench.samples.submit(other, *range(MAX_WAITING + 1))
     bench.service.advance()
-    assert bench.service.waiting == MOST_CLAIMED
+    assert bench.service.waiting == MAX_CLAIMED
     (request,) = await bench.samples.submit(await bench.samples.sampler("newcomer"), 0)
 
     bench.service.advance()
@@ -236,7 +234,7 @@ async def test_what_has_ended_is_answered_before_the_rest_is_given_back(bench: B
     assert bench.ended(first) is not None
     assert bench.ended(second) is None
     assert bench.samples.load()[:2] == (1, 0)
-    assert bench.samples.log.redis.hget(sample_keys.sample(second), "starts") in (None, b"0")
+    assert bench.samples.log.redis.hget(run_keys.sample(second), "starts") in (None, b"0")
 
 
 async def test_a_full_disk_delays_answers_and_claims_and_loses_none(
@@ -247,17 +245,17 @@ async def test_a_full_disk_delays_answers_and_claims_and_loses_none(
 
     monkeypatch.setattr("cotrain_workers.sampling.service.RETRY_S", 0.0)
     sampler = await bench.samples.sampler()
-    requests = await bench.samples.submit(sampler, *range(MOST_WAITING + 1))
+    requests = await bench.samples.submit(sampler, *range(MAX_WAITING + 1))
     bench.service.advance()
     bench.decoder.turns.append(3)
     with monkeypatch.context() as broken:
         broken.setattr(bench.samples.sampling, "resolve", full)
         bench.service.advance()
         bench.service.advance()
-        assert bench.samples.load()[:2] == (1, MOST_WAITING)
+        assert bench.samples.load()[:2] == (1, MAX_WAITING)
     bench.service.advance()
     assert all(bench.ended(request) for request in requests[:3])
-    assert bench.samples.load()[:2] == (0, MOST_WAITING - 2)
+    assert bench.samples.load()[:2] == (0, MAX_WAITING - 2)
 
 
 async def test_device_copies_of_forgotten_weights_are_dropped(bench: Bench) -> None:

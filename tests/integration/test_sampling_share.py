@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,18 +14,14 @@ from cotrain_store.messages.ids import sample_id
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.requests import Progress, SampleRequest
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from tests.support.bodies import sequences
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import LONG, base_sampler, ended, saved_sampler, submit_sample
 from tests.support.stack import Stack, worker
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.engine.decoding.requests import Progress, SampleRequest
-    from tests.support.redis_server import EmbeddedRedis
 
 MICRO_BATCH_S = 1.0
 DECODE_STEP_S = 0.3
@@ -80,7 +77,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
     monkeypatch.setattr(EngineDecoder, "step", decoded)
     monkeypatch.setattr(Engine, "cycle", ran)
     fake = SimpleNamespace(monotonic=clock.monotonic)
-    monkeypatch.setattr("cotrain_workers.worker.time_sharing.time", fake)
+    monkeypatch.setattr("cotrain_workers.worker.device_time.time", fake)
     return clock
 
 

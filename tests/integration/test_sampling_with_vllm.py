@@ -5,19 +5,25 @@ The server is a small one of ours over the worker's own tiny model (`fake_vllm.p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
 from cotrain.wire.proto import wire_pb2
-from cotrain_store.blobs.claim import MARK
-from cotrain_store.sampling.endings import CANCELLED
+from cotrain_store.blobs.opening import MARK
+from cotrain_store.sampling.claims import CANCELLED
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.sampling.vllm import requests
+from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.fake_vllm import FakeVllm
-from tests.support.object_store import BadNetwork
+from tests.support.object_store import BadNetwork, SeaweedFS
 from tests.support.program import LORA, submit
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import (
     LONG,
     base_sampler,
@@ -29,16 +35,6 @@ from tests.support.sampling import (
 )
 from tests.support.stack import MODEL, Stack, worker
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.worker.loop import WorkerLoop
-    from tests.support.object_store import SeaweedFS
-    from tests.support.redis_server import EmbeddedRedis
 
 
 @pytest.fixture

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.http_api import ADMIN_KEY, OPERATOR, pass_body, running_api, sample_body
+from cotrain_workers.engine.engine import Engine
+from tests.support.http_api import ADMIN_KEY, OPERATOR, Api, pass_body, running_api, sample_body
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import MODEL, POOL, stack, worker
 from tests.support.two_workers import OLD, heartbeat
 from tests.support.waiting import until_true
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
-
 
 MISSING = f'cotrain_worker_up{{pool="{MODEL}",worker="w0"}} 0.0'
 
@@ -26,7 +21,7 @@ MISSING = f'cotrain_worker_up{{pool="{MODEL}",worker="w0"}} 0.0'
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decide within moments what otherwise takes minutes."""
     for name, seconds in (("UP_AFTER_S", 0.2), ("DOWN_AFTER_S", 0.5), ("SPAN_S", 0.1)):
-        monkeypatch.setattr(f"cotrain_store.messages.scaling.{name}", seconds)
+        monkeypatch.setattr(f"cotrain_store.messages.fleet.{name}", seconds)
     monkeypatch.setattr("cotrain_scheduler.clock.LOOK_S", 0.05)
     monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)
     monkeypatch.setattr("cotrain_workers.worker.heartbeat.HEARTBEAT_S", 0.05)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import httpx
@@ -10,17 +11,13 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from cotrain.commands.text_endpoints import Asked, stream
+from cotrain.commands.sample import TextRequest, stream
 from cotrain_server.ui.access.session import CSRF_HEADER
 from tests.support.http_api import ALICE, POOL
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.talking import EOS, Script, Talking, talking_api
 from tests.support.tiny_models import sentencepiece_tokenizer
 from tests.support.ui import csrf_of, log_in
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.redis_server import EmbeddedRedis
 
 MODEL = POOL.base_model
 VOCABULARY = Tokenizer.from_str(sentencepiece_tokenizer(POOL.vocab_size, strips=True))
@@ -130,7 +127,7 @@ def test_characters_of_several_tokens_are_streamed_whole(
     with client.chat.completions.create(model=MODEL, messages=HI, stream=True) as chunks:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
     with httpx.Client(base_url=served.address, headers={"X-API-Key": ALICE}) as http:
-        assert "".join(stream(http, HI, Asked(MODEL))) == text
+        assert "".join(stream(http, HI, TextRequest(MODEL))) == text
 
 
 def test_a_stop_string_within_bytes_is_not_part_of_the_text(

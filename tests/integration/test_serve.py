@@ -14,13 +14,13 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import redis
 
-from cotrain import AdamParams, Datum, ModelInput, ServiceClient
+from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from cotrain_server.commands import keys
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_store.disk.append_only_file import last_file
@@ -29,11 +29,6 @@ from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 from tests.warm.popen import run
 from tests.warm.sources import COMMAND
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain import TrainingClient
 
 PATIENCE_S = 300
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and Path("/proc/net/if_inet6").read_text() != ""

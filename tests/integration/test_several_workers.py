@@ -13,23 +13,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cotrain import AdamParams, Datum, ModelInput, ServiceClient
+from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 from tests.warm.popen import Popen, run
 from tests.warm.sources import COMMAND
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain import TrainingClient
 
 TENANTS, STEPS = 16, 3
 KEYS = [f"tml-tenant{number}_of-the-lab-{number}" for number in range(TENANTS)]

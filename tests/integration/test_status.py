@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
 from cotrain_store.errors import Fenced
-from cotrain_store.keys import fleet_keys, run_keys, sample_keys
-from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.fleet import Pause, Pauses, Scaling, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, TenantId
-from cotrain_store.messages.pauses import Pause, Pauses
-from cotrain_store.messages.scaling import Scaling
 from cotrain_store.monitoring.backlog import workers_needed
 from cotrain_store.monitoring.scaling import ScalingRecords
 from cotrain_store.monitoring.status import (
@@ -24,15 +21,11 @@ from cotrain_store.monitoring.status import (
     scheduler_alive,
     scheduler_epoch,
 )
-from cotrain_store.oplog.dispatch import Dispatch
-from cotrain_store.oplog.idle_tenants import strike_idle_tenants
-from cotrain_store.tenants.pauses import PauseRecords
-from tests.support.log import WORKER
+from cotrain_store.oplog.dispatch import Dispatch, strike_idle_tenants
+from cotrain_store.tenants.policies import PauseRecords
+from tests.support.log import WORKER, Log
+from tests.support.samples import Samples
 from tests.support.stack import POOL, pool_record_for_tests
-
-if TYPE_CHECKING:
-    from tests.support.log import Log
-    from tests.support.samples import Samples
 
 
 async def test_an_empty_pool_has_a_status(log: Log) -> None:
@@ -68,7 +61,7 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
 
 def listed(log: Log) -> list[str]:
     """Name the tenants of the pool's list, and those that it has counters of."""
-    counters = (run_keys.queue, sample_keys.sample_load)
+    counters = (run_keys.queue, run_keys.sample_load)
     kept = [key for of in counters for key in log.redis.keys(of(POOL, TenantId("*")))]
     names = {name.decode() for name in log.redis.smembers(run_keys.queue_tenants(POOL))}
     return sorted(names | {key.decode().rpartition(":")[2] for key in kept})

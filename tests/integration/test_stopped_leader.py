@@ -6,21 +6,16 @@ import asyncio
 import json
 import signal
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring.status import scheduler_epoch
-from tests.support.log import WORKER
+from tests.support.log import WORKER, Log
 from tests.support.processes import PATIENCE_S, Process
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.log import Log
-    from tests.support.redis_server import EmbeddedRedis
 
 
 async def ran(log: Log, run: RunRecord, seq: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,7 +14,8 @@ from cotrain_store.disk.spool import Spool, SpoolRef, new_writer
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.full_table import no_descriptor
 from tests.support.program import (
@@ -26,12 +27,8 @@ from tests.support.program import (
     undisturbed,
     without_cycle,
 )
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, worker
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine.engine import Engine
-    from tests.support.redis_server import EmbeddedRedis
 
 #: Its body does not fit beside its request in Redis.
 LARGE = sequences(0, 12, 500)

@@ -10,9 +10,10 @@ import itertools
 import json
 import tempfile
 import time
+from collections.abc import Coroutine
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import event, settings
@@ -27,16 +28,24 @@ from hypothesis.stateful import (
 )
 from typing_extensions import override
 
-from cotrain_scheduler.backlog import runnable_prefix
+from cotrain_scheduler.planner import runnable_prefix
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, new_writer
 from cotrain_store.errors import Fenced, PlanOutdated, RunClosed, SeqConflict, SeqTooFar
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, WorkerId, request_id, run_id
+from cotrain_store.messages.ids import (
+    OpId,
+    SessionId,
+    TenantId,
+    WeightsRef,
+    WorkerId,
+    request_id,
+    run_id,
+)
 from cotrain_store.messages.ops import PASSES, OpKind, Step
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
@@ -45,13 +54,8 @@ from cotrain_store.redis_client.connection import open_connection, open_sync_con
 from cotrain_store.results.delivery import DeliveryLog
 from tests.support.draws import examples
 from tests.support.limits import always
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-    from cotrain_store.messages.ids import OpId
-    from tests.support.redis_server import EmbeddedRedis
 
 RUNS = 3
 WORKERS = (WorkerId("w0"), WorkerId("w1"))
@@ -204,7 +208,7 @@ class LogMachine(RuleBasedStateMachine):
             tokens, process = model.begun
             is_open = queue.worker and self.workers[queue.worker].writer == process
             is_next = model.next == model.done + 1  # not planned again
-            assert queue.begun_tokens == (tokens if is_open and is_next else 0)
+            assert queue.done_tokens == (tokens if is_open and is_next else 0)
         if self.open[worker] or worker not in self.workers:
             return
         ready = {queue.run for queue in queues}

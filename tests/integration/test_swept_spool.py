@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 from typing_extensions import override
 
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.object_spool import ObjectSpool
-from cotrain_store.disk.spool import RESULTS, SpoolRef, new_writer
-from cotrain_store.disk.spool_references import SpoolReferences
+from cotrain_store.disk.spool import RESULTS, SpoolRef, SpoolReferences, new_writer
 from cotrain_store.errors import BodySwept
-from cotrain_store.keys import age_keys, result_keys, run_keys
+from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.oplog.execution import Execution
@@ -22,17 +23,9 @@ from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from tests.support.limits import always
 from tests.support.lives import pass_time
-from tests.support.log import WORKER, record_of
-from tests.support.samples import LARGE_BODY
+from tests.support.log import WORKER, Log, record_of
+from tests.support.samples import LARGE_BODY, Samples
 from tests.support.stack import POOL, pool_record_for_tests
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from concurrent.futures import Future
-    from pathlib import Path
-
-    from tests.support.log import Log
-    from tests.support.samples import Samples
 
 LARGE = b"large" * 10_000
 
@@ -155,4 +148,4 @@ async def test_what_was_swept_is_forgotten_after_a_month(log: Log) -> None:
     pass_time(log.redis, 120_000)
     await log.dispatch.pass_time()
     assert not log.redis.exists(result_keys.spool_swept("api"))
-    assert not log.redis.zcard(age_keys.ends())
+    assert not log.redis.zcard(result_keys.ends())

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,15 +21,17 @@ from cotrain_store.errors import (
 )
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.tenants.api_keys import CACHE_S, Tenants, signing_keys
-from cotrain_store.tenants.key_format import read_chosen_keys
+from cotrain_store.tenants.api_keys import (
+    CACHE_S,
+    ChosenKey,
+    Tenants,
+    read_chosen_keys,
+    signing_keys,
+)
 from cotrain_store.tenants.policies import Policies
 from cotrain_store.tenants.records import Records
+from tests.support.log import Log
 from tests.support.stack import MODEL, POOL
-
-if TYPE_CHECKING:
-    from cotrain_store.tenants.key_format import ChosenKey
-    from tests.support.log import Log
 
 A, B = TenantId("a"), TenantId("b")
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from redis.exceptions import DataError, ResponseError
 
-from cotrain_store.redis_client.connection import CONNECTION_LOST, open_batching_connection
+from cotrain_store.redis_client.connection import (
+    CONNECTION_LOST,
+    Connection,
+    SyncConnection,
+    open_batching_connection,
+)
 from tests.support.redis_server import EmbeddedRedis
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from cotrain_store.redis_client.connection import Connection, SyncConnection
 
 
 @pytest.fixture

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
-from cotrain_store.keys import sample_keys
+import pytest
+
+from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import RequestId
-from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher, TokenStream
+from cotrain_store.sampling.token_stream import (
+    StreamedTokens,
+    TokenFeed,
+    TokenPublisher,
+    TokenStream,
+)
+from tests.support.samples import Samples
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    import pytest
-
-    from cotrain_store.sampling.token_stream import TokenFeed
-    from tests.support.samples import Samples
 
 REQUEST, OTHER = RequestId("s:sample:0:1"), RequestId("s:sample:0:2")
 FIRST = StreamedTokens(0, 0, (5, 6), (-0.5, -1.25))
@@ -23,7 +24,7 @@ PATIENCE_S = 120.0
 
 
 async def listened_to(samples: Samples) -> None:
-    channel = sample_keys.notify_tokens()
+    channel = run_keys.notify_tokens()
     await until(lambda: samples.log.redis.pubsub_numsub(channel) == [(channel.encode(), 1)])
 
 

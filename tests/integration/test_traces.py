@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from cotrain import AdamParams, Datum, ModelInput, RequestFailed, SamplingParams, ServiceClient
+from cotrain import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    RequestFailed,
+    SamplingParams,
+    ServiceClient,
+    TrainingClient,
+)
 from tests.integration.test_serve import PATIENCE_S, pids, train
 from tests.support.otlp_receiver import Received, Receiver
 from tests.support.serving import Serving
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from cotrain import TrainingClient
 
 KEYS = ("tml-first-0123456789", "tml-second-0123456789")
 CANARY_TOKEN, WRONG_TOKEN = 433, 987654321

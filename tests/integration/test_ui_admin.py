@@ -5,26 +5,21 @@ from __future__ import annotations
 import html
 import json
 import re
+from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import pytest
 
 from cotrain_server.administration.tenant_grants import TenantChange, change_tenant
 from cotrain_server.administration.tenant_view import DAYS_SHOWN
-from cotrain_server.ui.pages.settings import shown
+from cotrain_server.ui.pages.overview import shown
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
-from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, running_api
+from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api, running_api
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.ui import log_in, log_out, send
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.support.http_api import Api
-    from tests.support.redis_server import EmbeddedRedis
 
 PAGES = ("/ui/tenants", "/ui/workers", "/ui/audit", "/ui/settings")
 HOSTILE = '<img src=x onerror="alert(1)">'

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 from urllib.parse import urljoin
 
+import httpx
 import pytest
 
 from tests.support.http_api import ADMIN_KEY, running_api
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.ui import csrf_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import httpx
-
-    from tests.support.redis_server import EmbeddedRedis
 
 PREFIX = "/cotrain"
 LINK = re.compile(r'(?:href|src|action|hx-post|hx-get)="(/[^"]*)"')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -14,12 +14,8 @@ from cotrain_server.ui.navigation import PAGES
 from cotrain_store.keys import tenant_keys
 from cotrain_store.tenants.api_keys import Tenants
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, Api, running_api
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.ui import csrf_of, log_in, log_out, send
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from tests.support.redis_server import EmbeddedRedis
 
 
 @pytest.fixture

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+import subprocess
+from pathlib import Path
 
 import transformers
 
 from tests.integration.test_serve import serve
 from tests.support.processes import ended, settings_of
-
-if TYPE_CHECKING:
-    import subprocess
-    from pathlib import Path
-
-    from tests.support.redis_server import EmbeddedRedis
+from tests.support.redis_server import EmbeddedRedis
 
 
 def mixture_of_experts(folder: Path) -> Path:

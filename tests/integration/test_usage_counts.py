@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, tenant_keys
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.ops import RunUsage
+from cotrain_store.messages.ids import RunId, TenantId, encode
+from cotrain_store.messages.ops import RunUsage, Step
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.samples import SampleUsage
 from tests.support.log import WORKER
-from tests.support.samples import RESULT
+from tests.support.samples import RESULT, Samples
 from tests.support.stack import MODEL, POOL
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import RunId
-    from cotrain_store.messages.ops import Step
-    from tests.support.samples import Samples
 
 HOUR_S = 3600 * 500_000
 
 
 @pytest.fixture(autouse=True)
 def fixed_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.keys.usage_fields.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.keys.tenant_keys.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.sampling.claims.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.weights.saved_weights.usage_hour", lambda _: HOUR_S)
 

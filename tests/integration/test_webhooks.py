@@ -7,39 +7,32 @@ import json
 import ssl
 import subprocess
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from ipaddress import ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
 import pytest
 from structlog.testing import capture_logs
 
 from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork
-from cotrain_server.webhooks.delivery import Delivery
-from cotrain_server.webhooks.retries import GIVEN_UP_AFTER_S
-from cotrain_server.webhooks.sender import MOST_READ, Sender, Undelivered
+from cotrain_server.webhooks.delivery import GIVEN_UP_AFTER_S, Delivery
+from cotrain_server.webhooks.sender import MAX_READ, Sender, Undelivered
 from cotrain_store.errors import Fenced, WebhookFull, WebhookNotFound
-from cotrain_store.keys import webhook_keys
+from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.webhooks import DueEvent, Outcome
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection, stop_tasks
 from cotrain_store.tenants.webhooks import Webhooks
-from tests.support.http_api import ALICE, BOB, running_api
+from tests.support.http_api import ALICE, BOB, Api, running_api
 from tests.support.lists import got, save
 from tests.support.lives import pass_time
 from tests.support.markdown import blocks
-from tests.support.receiver import receiving
+from tests.support.receiver import Received, Receiver, receiving
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import stand_in
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import httpx
-
-    from tests.support.http_api import Api
-    from tests.support.receiver import Received, Receiver
-    from tests.support.redis_server import EmbeddedRedis
 
 LOCAL = ("127.0.0.0/8",)
 PAGE = Path(__file__).parents[2] / "docs" / "webhooks.md"
@@ -178,7 +171,7 @@ async def test_a_redirect_is_not_followed_and_an_endless_answer_is_not_read() ->
         elsewhere = f"Location: http://127.0.0.1:{other.port}/\r\n".encode()
         receiver.answers = [
             b"HTTP/1.1 302 Found\r\n" + elsewhere + b"Content-Length: 0\r\n\r\n",
-            b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n" + b"x" * (2 * MOST_READ),
+            b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n" + b"x" * (2 * MAX_READ),
             b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n",
             b"what?\r\n\r\n",
         ]
@@ -268,7 +261,7 @@ async def test_what_fails_is_tried_again_and_given_up_after_a_day(
         receiver.answers = [refusal]
         pass_time(redis, GIVEN_UP_AFTER_S * 1000)
         await until(webhooks, A, given_up=1, waiting=0)
-        assert redis.zcard(webhook_keys.due_tenants()) == 0
+        assert redis.zcard(tenant_keys.due_tenants()) == 0
     redis.close()
 
 
@@ -388,7 +381,7 @@ async def test_who_takes_over_sends_what_a_dead_process_did_not_note(
         assert await dead.lead()
         assert not await other.lead()
         [sent] = await dead.due(10)
-        redis.delete(webhook_keys.lease())  # as Redis does once it has run out
+        redis.delete(tenant_keys.lease())  # as Redis does once it has run out
         async with deliverer(empty_redis, "next") as webhooks:
             await until(webhooks, A, delivered=1)
             with pytest.raises(Fenced):
@@ -405,7 +398,7 @@ async def test_a_thousand_events_wait_and_no_more_and_all_go_with_the_webhook(
     connection = open_connection(empty_redis.url)
     webhooks = Webhooks(connection, "one")
     await webhooks.set(A, "https://a.example/")
-    redis.hset(webhook_keys.events(A), mapping={str(n): "0|0|{}" for n in range(999)})
+    redis.hset(tenant_keys.events(A), mapping={str(n): "0|0|{}" for n in range(999)})
     await webhooks.test(A)
     with pytest.raises(WebhookFull):
         await webhooks.test(A)
@@ -414,10 +407,7 @@ async def test_a_thousand_events_wait_and_no_more_and_all_go_with_the_webhook(
     await webhooks.remove(A)
     assert (
         redis.exists(
-            *(
-                name(A)
-                for name in (webhook_keys.webhook, webhook_keys.events, webhook_keys.due_events)
-            )
+            *(name(A) for name in (tenant_keys.webhook, tenant_keys.events, tenant_keys.due_events))
         )
         == 0
     )

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.checksums import REMEDY, SUMS
+from cotrain_store.disk.result_storage import REMEDY, SUMS
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import TENSORS
 from cotrain_workers.checkpoints.weights_store import LOST, WeightsStore
 from cotrain_workers.engine.ops import WeightsMissing
+from tests.support.samples import Samples
 from tests.support.saved_files import (
     KEY,
     SIZE,
@@ -33,12 +36,6 @@ from tests.support.saved_files import (
 )
 from tests.support.stack import MODEL
 from tests.support.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.support.samples import Samples
 
 
 @pytest.fixture

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S
-from cotrain_store.keys import age_keys, sample_keys, weights_keys
+from cotrain_store.keys import result_keys, run_keys, weights_keys
 from cotrain_store.messages.ids import SamplerId, WeightsRef
+from cotrain_store.messages.saves import WeightsRecord
 from cotrain_store.weights.checkpoints import Checkpoints
 from cotrain_workers.checkpoints.files import base_model_of_adapter
 from cotrain_workers.checkpoints.peft_folder import write_folder
 from cotrain_workers.engine.ops import WeightsMissing
+from tests.support.samples import Samples
 from tests.support.saved_files import (
     KEY,
     SPEC,
@@ -31,13 +35,6 @@ from tests.support.saved_files import (
 )
 from tests.support.stack import MODEL, POOL
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from cotrain_store.messages.weights import WeightsRecord
-    from tests.support.samples import Samples
-
 
 async def test_only_weights_that_nobody_can_ask_for_are_swept(
     samples: Samples, tmp_path: Path
@@ -52,7 +49,7 @@ async def test_only_weights_that_nobody_can_ask_for_are_swept(
         store.put(record, weights_of(float(record.ref[-1])))
     written(store)
     assert set(store.sweep()) == {old_name.ref}
-    samples.log.redis.delete(sample_keys.sampler(SamplerId(f"{run.session}:sample:3")))
+    samples.log.redis.delete(run_keys.sampler(SamplerId(f"{run.session}:sample:3")))
     assert set(store.sweep()) == {expired.ref}
     assert store.sweep() == []
     for gone in (old_name, expired):
@@ -74,7 +71,7 @@ async def test_folders_go_once_they_are_old_and_nothing_refers_to_their_content(
         store.put(record, weights_of(value))
     written(store)
     for seq in (1, 2):
-        samples.log.redis.delete(sample_keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
+        samples.log.redis.delete(run_keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
     assert set(store.sweep()) == {gone.ref, shared.ref}
     for folder in folders(tmp_path):
         os.utime(folder, (0, 0))  # its date tells nothing
@@ -183,8 +180,8 @@ async def test_what_ceases_to_be_referred_to_is_found_without_a_look_at_all_ther
         first.tenant, first.run, "sampler_weights", "a"
     )
     assert unused(samples) == [first.ref]
-    sampler = sample_keys.sampler(SamplerId(f"{sampled.run.partition(':')[0]}:sample:4"))
-    samples.log.redis.zadd(age_keys.ends(), {sampler: 1})
+    sampler = run_keys.sampler(SamplerId(f"{sampled.run.partition(':')[0]}:sample:4"))
+    samples.log.redis.zadd(result_keys.ends(), {sampler: 1})
     await samples.log.dispatch.pass_time()
     assert unused(samples) == [sampled.ref]
     for record in (first, older, sampled):

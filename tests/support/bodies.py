@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from cotrain.wire.proto import wire_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def pass_body(

@@ -7,16 +7,13 @@ are right now and then: a program of reinforcement learning has something to lea
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.support.tiny_models import CORPUS_BYTES, build_tiny, standard_library_text
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VOCAB = 512
 CONTEXT = 4096
@@ -30,7 +27,7 @@ CHAT_TEMPLATE = (
     "{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MOST_TURNS, MOST_CHARACTERS = 3, 100
+MAX_TURNS, MAX_CHARACTERS = 3, 100
 HEARD = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 #: What the model says, whatever it is asked: numbers in the forms that programs look for.
 SAYINGS = ("{long}", "\\boxed{{{short}}}", "Guess: {long}")
@@ -97,9 +94,9 @@ def conversation(
     """Make turns of anything and answers by chance: tokens, and those to learn (or -100)."""
     tokens: list[int] = []
     labels: list[int] = []
-    for _ in range(generator.randint(1, MOST_TURNS)):
-        start = generator.randrange(len(text) - MOST_CHARACTERS)
-        asked = text[start : start + generator.randint(10, MOST_CHARACTERS)]
+    for _ in range(generator.randint(1, MAX_TURNS)):
+        start = generator.randrange(len(text) - MAX_CHARACTERS)
+        asked = text[start : start + generator.randint(10, MAX_CHARACTERS)]
         heard = tokenizer.encode(HEARD.format(asked))
         said = tokenizer.encode(f"{answer(generator)}<|im_end|>")
         tokens += heard + said

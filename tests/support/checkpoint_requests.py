@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tests.support.http_api import ALICE
+import httpx
 
-if TYPE_CHECKING:
-    import httpx
-
-    from tests.support.http_api import Api
-    from tests.support.stand_in import StandIn
+from tests.support.http_api import ALICE, Api
+from tests.support.stand_in import StandIn
 
 #: Which route saves which kind.
 SAVES = {

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import SessionId, TenantId, run_id
+from cotrain_store.messages.ids import RequestId, SessionId, TenantId, encode, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_store.messages.saves import CheckpointRecord, LoadRequest, LoadSource, SaveRequest
 from tests.support.program import LORA
-from tests.support.stack import MODEL, POOL
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.messages.weights import CheckpointRecord
-    from tests.support.stack import Stack
+from tests.support.stack import MODEL, POOL, Stack
 
 
 async def submit_state(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU, TOKENS
 from cotrain_workers.engine.lora.fused.tile_sizes import (
@@ -19,12 +20,9 @@ from cotrain_workers.engine.lora.fused.tile_sizes import (
     expand_tiles,
     narrow_tiles,
 )
-from cotrain_workers.engine.model import gate, kernel_softmax
+from cotrain_workers.engine.model import fused_layers, kernel_softmax
 from cotrain_workers.engine.model.kept_norm import WARPS
 from cotrain_workers.engine.model.kernel_softmax import COLUMNS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 WIDTH = 4096
 TYPES = {
@@ -64,8 +62,8 @@ def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Til
         for normed in (True, False):
             flags = {"NORM": normed, "ONE": modules == 1}
             yield f"rotated{way}", {**flags, "HEADS": 32, "HALF": 64}, one_row
-    values = Tiles(gate.BLOCK, depth=1, warps=gate.WARPS, stages=1)
-    yield "gated", {"GELU": modules == 1, "BLOCK": gate.BLOCK}, values
+    values = Tiles(fused_layers.GATE_BLOCK, depth=1, warps=fused_layers.GATE_WARPS, stages=1)
+    yield "gated", {"GELU": modules == 1, "BLOCK": fused_layers.GATE_BLOCK}, values
     columns = Tiles(COLUMNS, depth=1, warps=kernel_softmax.WARPS, stages=1)
     for name, size in (("norms", COLUMNS), ("pick", 4), ("back", COLUMNS)):
         yield f"softmax_{name}", {"CAPPED": modules == 1, "BLOCK": size}, columns

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.worker.bootstrap import Tuning
+from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.stack import TUNING, make_worker
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.worker.bootstrap import Tuning
-    from cotrain_workers.worker.loop import WorkerLoop
 
 
 class Killed(BaseException):

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from cotrain_workers.engine.decoding.requests import NO_TOP_K, SampleOutput, SampleRequest
-from cotrain_workers.engine.ops import Datum, Failure, Pass, PassOutput, Save, SaveOutput
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.requests import NO_TOP_K, SampleOutput, SampleRequest, TopK
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.numerics import Numerics
+from cotrain_workers.engine.ops import (
+    Datum,
+    Failure,
+    HostWeights,
+    Pass,
+    PassOutput,
+    Save,
+    SaveOutput,
+)
 from tests.support.training import MIX
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from cotrain_workers.engine.adapters.bank import AdapterState
-    from cotrain_workers.engine.decoding.decoder import EngineDecoder
-    from cotrain_workers.engine.decoding.requests import TopK
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.numerics import Numerics
-    from cotrain_workers.engine.ops import HostWeights
 
 VOCAB = 128
 RUNS = [tenant.run for tenant in MIX]

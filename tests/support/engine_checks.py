@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora.backend import Choice
 from cotrain_workers.engine.model.base_model import load_base_model
 from cotrain_workers.engine.ops import Pass, PassOutput
 from cotrain_workers.engine.training.losses import LOSSES
 from tests.support.shared_base import shared_base
 from tests.support.training import MIX, PeftOracle, Tenant, relative_error, same_bits
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from cotrain_workers.engine.lora.backend import Choice
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.proto import wire_pb2 as wire
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable
 
 Answer = httpx.Response | Exception
 

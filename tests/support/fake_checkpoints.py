@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 from typing_extensions import override
 
 from tests.support.fake_api import FakeApi
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LINKS = "https://files.example"
 

@@ -14,11 +14,12 @@ import sys
 import tempfile
 import zlib
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,9 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import head_traffic, lora_traffic
 from tests.support.nested import leaves, mapped
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 TRAFFIC = {**lora_traffic.BYTES, **head_traffic.BYTES}  # of the engine's own kernels

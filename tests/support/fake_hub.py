@@ -9,12 +9,10 @@ import base64
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import Any, Self
 
 from typing_extensions import override
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 REPOSITORY = "somebody/adapter"
 REFUSALS = {"absent": (401, "RepoNotFound"), "gated": (403, "GatedRepo")}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 from typing_extensions import override
@@ -13,9 +14,6 @@ from typing_extensions import override
 from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.proto import wire_pb2 as wire
 from tests.support.fake_api import FakeApi
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @dataclass

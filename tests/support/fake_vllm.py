@@ -12,18 +12,16 @@ import select
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from typing_extensions import override
 
 from tests.support.fake_vllm_model import TinyModel, choose, scores
 from tests.support.ports import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 Answer = tuple[int, Any]
 
@@ -47,7 +45,7 @@ class FakeVllm:
         """Every request so far: its path, and its body."""
         self.fails: dict[int, list[Answer]] = {}
         """Token → what to answer first to prompts that have it."""
-        self.generating = self.most_generating = self.aborted = self.most_loaded = 0
+        self.generating = self.max_generating = self.aborted = self.most_loaded = 0
         self.pulled: list[str] = []
         """Adapters that were unloaded while a sequence was being generated with them."""
         self._using: Counter[str] = Counter()
@@ -133,7 +131,7 @@ class FakeVllm:
         with self._changed:
             self._using[model] += generating
             self.generating += generating
-            self.most_generating = max(self.most_generating, self.generating)
+            self.max_generating = max(self.max_generating, self.generating)
             self.aborted += aborted
             self.most_loaded = max(self.most_loaded, len(self.loaded))
             self._changed.notify_all()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import PeftModel
 from transformers import AutoTokenizer
 
 from tests.support.shared_base import load_plain, twin
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class TinyModel:

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import RunId, TenantId, WeightsRef, WorkerId
+from cotrain_store.messages.ids import RunId, TenantId, WeightsRef, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_workers.engine.cycle import run_to_end
-from cotrain_workers.engine.ops import Failure, SaveOutput, WeightsMissing
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import (
+    Failure,
+    HostOptimizer,
+    HostWeights,
+    Op,
+    Output,
+    SaveOutput,
+    WeightsMissing,
+)
+from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recorder.recorder import SUFFIX, Recorder
 from tests.support.bodies import optim_body, pass_body, sequences
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Op, Output
-    from cotrain_workers.engine.spec import AdapterSpec, Layout
-
-    Asked = tuple[str, int, OpKind, bytes]  # run, seq, kind, body
+TextRequest = tuple[str, int, OpKind, bytes]  # run, seq, kind, body
 
 A, B, C, D = "ann:train:0", "bob:train:0", "cid:train:0", "dan:train:0"
 CRASHED = Failure("Internal error: this request could not be run.", "server")
@@ -80,7 +82,7 @@ class Flight:
 
     def cycle(
         self,
-        *asked: Asked,
+        *asked: TextRequest,
         crashed: Sequence[tuple[str, int]] = (),
         allowances: Mapping[tuple[str, int], int] | None = None,
     ) -> dict[str, Output]:
@@ -103,7 +105,7 @@ class Flight:
         self.recorder.finish(self.step, outputs)
         return {f"{run}:{seq}": output for (run, seq), output in outputs.items()}
 
-    def begin(self, *asked: Asked) -> None:
+    def begin(self, *asked: TextRequest) -> None:
         """Begin a cycle, and die in it if nothing follows."""
         self.cycles += 1
         ops = tuple(
@@ -141,27 +143,27 @@ def whole_story(flight: Flight) -> None:
     )  # fmt: skip
 
 
-def create(run: str, rank: int) -> Asked:
+def create(run: str, rank: int) -> TextRequest:
     body = json.dumps(asdict(LoraSpec(rank=rank, seed=len(run) + rank))).encode()
     return run, 0, OpKind.CREATE, body
 
 
-def a_step(run: str, seq: int) -> Asked:
+def a_step(run: str, seq: int) -> TextRequest:
     return run, seq, OpKind.OPTIM_STEP, optim_body(1e-2)
 
 
-def a_save(run: str, seq: int) -> Asked:
+def a_save(run: str, seq: int) -> TextRequest:
     return run, seq, OpKind.SAVE, encode(SaveRequest(name="x", kind="weights")).encode()
 
 
-def rejected(run: str, seq: int) -> Asked:
+def rejected(run: str, seq: int) -> TextRequest:
     body = json.dumps({"error": "datum 0: no tokens.", "category": "user"}).encode()
     return run, seq, OpKind.REJECTED, body
 
 
 def a_load(
     run: str, seq: int, refs: list[str], *, optimizer: bool = False, lora: LoraSpec | None = None
-) -> Asked:
+) -> TextRequest:
     sources = tuple(LoadSource(WeightsRef(ref), 0.5 if len(refs) > 1 else 1.0) for ref in refs)
     return (
         run,
@@ -171,7 +173,7 @@ def a_load(
     )
 
 
-def a_reverse_kl(run: str, seq: int, reference: str) -> Asked:
+def a_reverse_kl(run: str, seq: int, reference: str) -> TextRequest:
     datum = KlArrays(np.array([1, 2]), np.array([3]), np.array([4, 5, 6]), np.ones(3, np.float32))
     body = encode_reverse_kl(ReverseKlBody(WeightsRef(reference), 1.0, (datum,)))
     return run, seq, OpKind.REVERSE_KL, body
@@ -184,7 +186,7 @@ def a_pass(
     *,
     kind: OpKind = OpKind.FORWARD_BACKWARD,
     advantage: float = 1.0,
-) -> Asked:
+) -> TextRequest:
     """Ask for a pass over three sequences that depend on run and seq alone."""
     drawn = sequences(seq * 1000 + ord(run[0]), 3, 7 + seq, vocab=32)
     request = wire_pb2.ForwardBackwardRequest.FromString(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from cotrain_workers.engine.ops import Create, KlDatum, OptimStep, Pass, ReverseKl, Save, SaveOutput
+from cotrain_workers.engine.ops import (
+    Create,
+    KlDatum,
+    Op,
+    OptimStep,
+    Pass,
+    ReverseKl,
+    Save,
+    SaveOutput,
+)
 from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.trainer import Trainer
 from tests.support.training import MIX, Tenant, random_datum
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from cotrain_workers.engine.ops import Op
-    from cotrain_workers.engine.trainer import Trainer
 
 CYCLES = 2
 HEAD_ONLY = next(tenant for tenant in MIX if tenant.run == "head-16")

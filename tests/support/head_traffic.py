@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from cotrain_workers.engine.model.kernel_softmax import COLUMNS
 from tests.support.lora_traffic import FP32, blocks, size_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
 
 NORMS = 2  # values of a row
 
@@ -25,7 +23,7 @@ def softmax_pick(_logits: Any, _norms: Any, targets: torch.Tensor, *_: Any) -> i
     return size_of([targets]) + FP32 * (2 * targets.numel() + NORMS * len(targets))
 
 
-def softmax_back(
+def softmax_backward(
     logits: torch.Tensor,
     _norms: Any,
     targets: torch.Tensor,
@@ -41,5 +39,5 @@ def softmax_back(
 
 #: By the name of the op.
 BYTES: dict[str, Callable[..., int]] = {
-    each.__name__: each for each in (softmax_norms, softmax_pick, softmax_back)
+    each.__name__: each for each in (softmax_norms, softmax_pick, softmax_backward)
 }

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import tarfile
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from tests.support.uploads import CONFIG, TENSORS, adapter, tar, tar_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 GOOD = adapter()
 

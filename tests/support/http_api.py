@@ -5,28 +5,24 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
+from starlette.types import Message
 
 from cotrain_server.app import create_app
+from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.keys import result_keys
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
-from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-
-    from starlette.types import Message
-
-    from cotrain_server.services import Services
 
 ALICE = "tml-alice_secret-of-alice"
 BOB = "tml-bob_secret-of-bob"

@@ -6,21 +6,17 @@ thing, and with all other ids of the body the asker's own, so that only the one 
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from tests.support.http_api import POOL, sample_body
+import httpx
+
+from tests.support.http_api import POOL, Api, sample_body
 from tests.support.kl_bodies import kl_datum_body
 from tests.support.uploads import adapter, tar
-
-if TYPE_CHECKING:
-    import itertools
-    from collections.abc import Mapping
-
-    import httpx
-
-    from tests.support.http_api import Api
 
 #: Fields and parameters that name something a tenant owns.
 IDS = {

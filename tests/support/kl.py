@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from cotrain_workers.engine.ops import Create, HostWeights, KlDatum, ReverseKl, ReverseKlOutput
-from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import (
+    Create,
+    HostWeights,
+    KlDatum,
+    Output,
+    ReverseKl,
+    ReverseKlOutput,
+)
+from cotrain_workers.engine.spec import AdapterSpec, Layout
 from tests.support.training import PeftOracle, relative_error
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Output
-    from cotrain_workers.engine.spec import Layout
 
 SPEC = AdapterSpec(4, seed=11)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.tenants.policies import LimitsOf
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.tenants.policies import LimitsOf
 
 _Limits = TypeVar("_Limits")
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain_store.messages.ids import RunId
-from tests.support.http_api import ALICE
-
-if TYPE_CHECKING:
-    from tests.support.http_api import Api
-    from tests.support.stand_in import StandIn
+from tests.support.http_api import ALICE, Api
+from tests.support.stand_in import StandIn
 
 
 async def got(api: Api, path: str, key: str = ALICE) -> Any:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
-from cotrain_store.keys import age_keys
-
-if TYPE_CHECKING:
-    from cotrain_store.redis_client.connection import SyncConnection
+from cotrain_store.keys import result_keys
+from cotrain_store.redis_client.connection import SyncConnection
 
 
 def life_ms(redis: SyncConnection, key: str) -> float:
     """Measure it; -1 for a key that does not end by itself. Redis itself ends none of these."""
     assert redis.pttl(key) < 0, f"{key} ends by Redis' clock"
-    ends = redis.zscore(age_keys.ends(), key)
-    return -1 if ends is None else ends - float(redis.get(age_keys.clock()) or time.time() * 1000)
+    ends = redis.zscore(result_keys.ends(), key)
+    return (
+        -1 if ends is None else ends - float(redis.get(result_keys.clock()) or time.time() * 1000)
+    )
 
 
 def pass_time(redis: SyncConnection, ms: float) -> None:
     """Let the store's clock go on, and end nothing."""
-    now = float(redis.get(age_keys.clock()) or time.time() * 1000)
-    redis.set(age_keys.clock(), int(now + ms))
+    now = float(redis.get(result_keys.clock()) or time.time() * 1000)
+    redis.set(result_keys.clock(), int(now + ms))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from cotrain_scheduler.backlog import runnable_prefix
+from cotrain_scheduler.planner import runnable_prefix
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
-from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WorkerId, run_id
+from cotrain_store.messages.ids import OpId, RequestId, SessionId, TenantId, WorkerId, run_id
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
@@ -22,12 +24,6 @@ from cotrain_store.redis_client.connection import open_connection, open_sync_con
 from cotrain_store.results.futures import Futures
 from tests.support.limits import always
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import OpId
 
 WORKER = WorkerId("w0")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,14 +13,8 @@ from cotrain_workers.engine.lora.fused.operators import missing_kernels
 from cotrain_workers.engine.lora.fused.tables import plan_groups
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import RandomLinear, plus_mlp
-from cotrain_workers.engine.routing import Segment
-from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
-
-    from cotrain_workers.engine.routing import TrainingLora
-    from cotrain_workers.engine.spec import Layout, Pair
+from cotrain_workers.engine.routing import Segment, TrainingLora
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, plan_layout
 
 CPU = torch.device("cpu")
 

@@ -7,14 +7,12 @@ taken to have the largest rank there is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 
 from cotrain_workers.engine.lora.fused.tile_sizes import expand_tiles, narrow_tiles
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
 
 FP32 = 4
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import http.client
 import re
 import threading
+from collections.abc import Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from urllib.parse import urlsplit
 
 from typing_extensions import override
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"}
 # SDK 0.38 numbers the sampler of a save anew each time it sends the same save.

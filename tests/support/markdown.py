@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-    from types import CodeType
+from pathlib import Path
+from types import CodeType
 
 #: ```python … ```, and <!-- check … -->: what a reader need not see, and a test must.
 BLOCK = re.compile(

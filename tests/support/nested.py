@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
+from collections.abc import Callable, Iterator
+from typing import Any
 
 #: By exact type: asking with `isinstance`, above all for a union, takes longer than all else here. torch gives
 #: and takes plain ones.

@@ -10,13 +10,11 @@ import asyncio
 import inspect
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.support.markdown import blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def run_page(page: Path, replacements: Mapping[str, str]) -> None:

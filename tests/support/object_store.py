@@ -11,8 +11,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from uuid import uuid4
 
 import pytest
@@ -20,9 +21,6 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from tests.support.ports import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _ADMIN, KEY, SECRET, BUCKET = "admin", "test-key", "test-secret", "bucket"
 PATIENCE_S = 120.0

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cotrain_workers.engine.cycle import run_to_end
-from cotrain_workers.engine.ops import OptimStep, Pass, PassOutput, ReverseKlOutput
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import (
+    CycleOutput,
+    Op,
+    OptimStep,
+    Output,
+    Pass,
+    PassOutput,
+    ReverseKlOutput,
+)
 from tests.support.training import random_datum
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import CycleOutput, Op, Output
-
-    OpId = tuple[str, int]
+OpId = tuple[str, int]
 
 #: Tokens of a micro-batch, and datums of which each is a slice of its own.
 SLICE, LENGTHS = 16, (16, 11, 14, 16, 9)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
 from fastapi.routing import APIRoute, iter_route_contexts
 
 from cotrain_server.app import ROUTES
 from tests.support.http_api import POOL, pass_body, sample_body
 from tests.support.kl_bodies import kl_datum_body
 from tests.support.uploads import adapter, tar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import httpx
 
 API = "/api/v1/"
 ADMIN = f"{API}admin/"
@@ -77,7 +74,7 @@ class Things:
 
 
 @dataclass(frozen=True)
-class Sent:
+class PinnedBuffer:
     """A request without its path: one of the bodies, and what goes with it."""
 
     json: Any = None
@@ -99,7 +96,7 @@ def operations() -> list[Operation]:
     return sorted(found, key=lambda found: (places.get(found.name, 0), found.name))
 
 
-def request_of(operation: Operation, things: Things) -> Sent:
+def request_of(operation: Operation, things: Things) -> PinnedBuffer:
     """Make the request of an operation; raises KeyError for one that changes something and has none here."""
     if operation.method in {"GET", "DELETE"}:
         make = REQUESTS.get(operation.name, _bare)
@@ -130,45 +127,45 @@ async def send(
     )  # fmt: skip
 
 
-def _bare(_: Things) -> Sent:
-    return Sent()
+def _bare(_: Things) -> PinnedBuffer:
+    return PinnedBuffer()
 
 
-def _json(**fields: Any) -> Callable[[Things], Sent]:
-    return lambda _: Sent(json=fields)
+def _json(**fields: Any) -> Callable[[Things], PinnedBuffer]:
+    return lambda _: PinnedBuffer(json=fields)
 
 
-def _form(**fields: str) -> Callable[[Things], Sent]:
-    return lambda _: Sent(form=fields)
+def _form(**fields: str) -> Callable[[Things], PinnedBuffer]:
+    return lambda _: PinnedBuffer(form=fields)
 
 
-def _of_run(seq: int, **fields: Any) -> Callable[[Things], Sent]:
-    return lambda own: Sent(json={"model_id": own.run, "seq_id": seq, **fields})
+def _of_run(seq: int, **fields: Any) -> Callable[[Things], PinnedBuffer]:
+    return lambda own: PinnedBuffer(json={"model_id": own.run, "seq_id": seq, **fields})
 
 
-def _today(_: Things) -> Sent:
+def _today(_: Things) -> PinnedBuffer:
     now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     days = {"starting_on": now - timedelta(days=1), "ending_before": now}
-    return Sent(query={name: at.isoformat() for name, at in days.items()})
+    return PinnedBuffer(query={name: at.isoformat() for name, at in days.items()})
 
 
-def _upload(own: Things) -> Sent:
+def _upload(own: Things) -> PinnedBuffer:
     query = {"base_model": POOL.base_model, "name": "up", "session_id": own.session}
-    return Sent(content=tar(adapter()), query={**query, "model_seq_id": "12"})
+    return PinnedBuffer(content=tar(adapter()), query={**query, "model_seq_id": "12"})
 
 
-def _upload_form(_: Things) -> Sent:
+def _upload_form(_: Things) -> PinnedBuffer:
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.tar"\r\n\r\n'
-    return Sent(
+    return PinnedBuffer(
         content=head + tar(adapter()) + b"\r\n--x--\r\n", headers={"Content-Type": MULTIPART}
     )
 
 
-def _poll(own: Things) -> Sent:
+def _poll(own: Things) -> PinnedBuffer:
     """Make the poll that would remove all: a cursor beyond every end, and each result named as read."""
     target = {"type": "sampling_session", "sampling_session_id": own.sampler}
     read = [f"{own.sampler}:{seq}" for seq in range(4)]
-    return Sent(
+    return PinnedBuffer(
         json={
             "target": {**target, "cloned_sampler_id": 0},
             "prev_cursor": 2**53,
@@ -179,12 +176,12 @@ def _poll(own: Things) -> Sent:
 
 
 #: A GET or DELETE without an entry has no body; every other operation has one here.
-REQUESTS: Mapping[str, Callable[[Things], Sent]] = {
-    f"POST {API}retrieve_future": lambda own: Sent(json={"request_id": f"{own.sampler}:0"}),
+REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
+    f"POST {API}retrieve_future": lambda own: PinnedBuffer(json={"request_id": f"{own.sampler}:0"}),
     f"POST {API}retrieve_futures": _poll,
-    f"POST {API}cancel_future": lambda own: Sent(json={"request_id": f"{own.sampler}:1"}),
-    f"POST {API}forward_backward": lambda own: Sent(json=pass_body(own.run, 20)),
-    f"POST {API}forward": lambda own: Sent(
+    f"POST {API}cancel_future": lambda own: PinnedBuffer(json={"request_id": f"{own.sampler}:1"}),
+    f"POST {API}forward_backward": lambda own: PinnedBuffer(json=pass_body(own.run, 20)),
+    f"POST {API}forward": lambda own: PinnedBuffer(
         json={
             "model_id": own.run,
             "seq_id": 21,
@@ -192,15 +189,17 @@ REQUESTS: Mapping[str, Callable[[Things], Sent]] = {
         }
     ),
     f"POST {API}optim_step": _of_run(22, adam_params={}),
-    f"POST {API}asample": lambda own: Sent(json=sample_body(own.sampler, 9)),
+    f"POST {API}asample": lambda own: PinnedBuffer(json=sample_body(own.sampler, 9)),
     f"POST {API}auth/token": _json(),
     f"POST {API}client/config": _json(sdk_version="0.38.0"),
     f"POST {API}client/dynamic_config": _json(sdk_version="0.38.0"),
     f"POST {API}create_session": _json(user_metadata={"many": "bytes" * 1000}, tags=["t"]),
-    f"POST {API}session_heartbeat": lambda own: Sent(json={"session_id": own.session}),
+    f"POST {API}session_heartbeat": lambda own: PinnedBuffer(json={"session_id": own.session}),
     f"POST {API}sessions/{{session_id}}/finish": _json(reason={"type": "success"}),
-    f"POST {API}telemetry": lambda own: Sent(json={"events": [], "session_id": own.session}),
-    f"POST {API}create_model": lambda own: Sent(
+    f"POST {API}telemetry": lambda own: PinnedBuffer(
+        json={"events": [], "session_id": own.session}
+    ),
+    f"POST {API}create_model": lambda own: PinnedBuffer(
         json={
             "session_id": own.session,
             "model_seq_id": 7,
@@ -209,19 +208,19 @@ REQUESTS: Mapping[str, Callable[[Things], Sent]] = {
             "note": "n",
         }
     ),
-    f"POST {API}get_info": lambda own: Sent(json={"model_id": own.run}),
-    f"POST {API}unload_model": lambda own: Sent(json={"model_id": own.run}),
+    f"POST {API}get_info": lambda own: PinnedBuffer(json={"model_id": own.run}),
+    f"POST {API}unload_model": lambda own: PinnedBuffer(json={"model_id": own.run}),
     f"POST {API}save_weights": _of_run(23, path="b"),
     f"POST {API}save_weights_for_sampler": _of_run(24, path="b"),
     f"POST {API}save_weights_external": _of_run(25, path="b"),
-    f"POST {API}weights_info": lambda own: Sent(json={"tinker_path": own.path}),
-    f"POST {API}load_weights": lambda own: Sent(
+    f"POST {API}weights_info": lambda own: PinnedBuffer(json={"tinker_path": own.path}),
+    f"POST {API}load_weights": lambda own: PinnedBuffer(
         json={"model_id": own.run, "seq_id": 26, "path": own.path}
     ),
     f"POST {API}mint/forward_backward_reverse_kl": _of_run(
         27, reference_model_path=POOL.base_model, data=[kl_datum_body()]
     ),
-    f"POST {API}mint/checkpoints/interpolate": lambda own: Sent(
+    f"POST {API}mint/checkpoints/interpolate": lambda own: PinnedBuffer(
         json={"source_paths": [own.path] * 2, "coefficients": [0.5, 0.5], "output_path": "mixed"}
     ),
     f"POST {CHECKPOINT}/publish": _bare,
@@ -230,17 +229,17 @@ REQUESTS: Mapping[str, Callable[[Things], Sent]] = {
     f"PUT {CHECKPOINT}": _bare,
     f"POST {API}training_runs/{{run_id}}/checkpoints/{{name}}": _bare,
     f"PUT {API}training_runs/{{run_id}}/checkpoints/{{name}}": _bare,
-    f"POST {API}copy_weights": lambda own: Sent(
+    f"POST {API}copy_weights": lambda own: PinnedBuffer(
         json={"source_path": own.path, "destination_project_id": "p"}
     ),
     f"POST {API}training_runs/upload": _upload,
     f"POST {API}checkpoints/upload": _upload_form,
     f"PATCH {API}training_runs/{{run_id}}": _json(note="another", tags=["x"]),
     f"PUT {API}sessions/{{session_id}}/project": _json(project_id="p"),
-    f"POST {API}sessions/search": lambda own: Sent(json={"session_id": own.session}),
+    f"POST {API}sessions/search": lambda own: PinnedBuffer(json={"session_id": own.session}),
     f"PUT {API}webhook": _json(url="https://elsewhere.invalid/hook"),
     f"POST {API}webhook/test": _bare,
-    f"POST {API}create_sampling_session": lambda own: Sent(
+    f"POST {API}create_sampling_session": lambda own: PinnedBuffer(
         json={
             "session_id": own.session,
             "sampling_session_seq_id": 7,
@@ -248,7 +247,7 @@ REQUESTS: Mapping[str, Callable[[Things], Sent]] = {
         }
     ),
     f"GET {API}billing/usage/events": _today,
-    f"GET {API}tokenizers": lambda _: Sent(query={"base_model": POOL.base_model}),
+    f"GET {API}tokenizers": lambda _: PinnedBuffer(query={"base_model": POOL.base_model}),
     "POST /oai/api/v1/completions": _json(model=POOL.base_model, max_tokens=4, prompt="a"),
     "POST /oai/api/v1/chat/completions": _json(**CHAT),
     "POST /anthropic/api/v1/messages": _json(**CHAT),
@@ -267,9 +266,9 @@ REQUESTS: Mapping[str, Callable[[Things], Sent]] = {
     # ---- Pages ---------------------------------------------------------------------------------------
     "POST /ui/login": _form(key="tml-nobody_x", next="/ui"),
     "POST /ui/logout": _form(),
-    "POST /ui/checkpoints": lambda own: Sent(form={"path": own.path, "do": "publish"}),
-    "POST /ui/checkpoints/download": lambda own: Sent(form={"path": own.path}),
-    "POST /ui/playground": lambda _: Sent(
+    "POST /ui/checkpoints": lambda own: PinnedBuffer(form={"path": own.path, "do": "publish"}),
+    "POST /ui/checkpoints/download": lambda own: PinnedBuffer(form={"path": own.path}),
+    "POST /ui/playground": lambda _: PinnedBuffer(
         form={
             "model-0": POOL.base_model,
             "prompt": "a",
@@ -291,7 +290,7 @@ REQUESTS: Mapping[str, Callable[[Things], Sent]] = {
     "POST /ui/tenants/{tenant_id}/runs/{run_id}/close": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/drain": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/undrain": _form(),
-    "POST /ui/workers/{pool_id}/{worker_id}/move": lambda own: Sent(
+    "POST /ui/workers/{pool_id}/{worker_id}/move": lambda own: PinnedBuffer(
         form={"tenant": own.ids["tenant_id"], "run": own.run, "worker": "w1"}
     ),
 }

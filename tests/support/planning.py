@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from cotrain_scheduler.fair_queue import FairQueue
 from cotrain_scheduler.waiting import Waiting
-from cotrain_store.messages.ids import RunId
-from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from cotrain_scheduler.fair_queue import FairQueue
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.ops import RunQueue
+from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
 
 
 def waiting_of(rows: Iterable[RunQueue], fair_queue: FairQueue) -> Waiting:

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain_scheduler.cycle_start import GATHER_S
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_store.errors import PlanOutdated
-from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
+from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
-from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue, Step
-from cotrain_store.messages.pauses import PlanPolicy
-from cotrain_store.messages.queue_changes import QueueChanges, Wake
+from cotrain_store.messages.ops import OpKind, QueueChanges, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.monitoring.backlog import Demand
+from cotrain_store.oplog.moves import Move
 from cotrain_store.settings.scheduler import SchedulerSettings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from cotrain_store.messages.pauses import Pauses
-    from cotrain_store.messages.scaling import Scaling
-    from cotrain_store.oplog.moves import Move
 
 POOL, WORKER = PoolId("pool"), WorkerId("w0")
 NOW = 1_000_000.0
@@ -44,7 +37,7 @@ class InMemory:
         self.expired: list[RunId] = []
         self.resigned = False
         self.workers = [WORKER]
-        self.takes_saves = True
+        self.accepts_saves = True
         self.dead: list[WorkerId] = []
         self.reassigned: list[tuple[WorkerId, WorkerId]] = []
         self.calls = self.passed = 0
@@ -93,9 +86,9 @@ class InMemory:
         return [POOL]
 
     async def worker_slots(self, _: PoolId) -> list[WorkerSlot]:
-        room = self.takes_saves
+        room = self.accepts_saves
         beats = [
-            WorkerHeartbeat(w, 1, "serving", "cpu", TOKENS_PER_S, 0, 0, NOW, takes_saves=room)
+            WorkerHeartbeat(w, 1, "serving", "cpu", TOKENS_PER_S, 0, 0, NOW, accepts_saves=room)
             for w in self.workers
         ]
         return [WorkerSlot(beat.id, 1, beat) for beat in beats] + [

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from cotrain_store.disk.spool import Spool
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
+from cotrain_store.redis_client.connection import Connection
+from cotrain_store.results.futures import Futures
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import Records
 from tests.support.limits import always
 from tests.support.stack import MODEL, Stack
 from tests.warm.popen import Popen, run
 from tests.warm.sources import SOURCES
-
-if TYPE_CHECKING:
-    import subprocess
-
-    from cotrain_store.disk.spool import Spool
-    from cotrain_store.redis_client.connection import Connection
-    from cotrain_store.results.futures import Futures
 
 PATIENCE_S = 300
 #: A worker that copies its runs out often.

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.keys import run_keys
-from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ids import RequestId, RunId, request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.runs import HistoryPoint, LoraSpec, RunRecord
 from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.op_codec import CYCLE_METRIC
 from tests.support.bodies import sequences
 from tests.support.stack import POOL, Stack, make_worker, worker
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.history import HistoryPoint
-    from cotrain_store.messages.ids import RequestId, RunId
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_workers.engine.engine import Engine
 
 LORA = LoraSpec(rank=4, seed=7)
 STEPS = 3

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import ssl
-    from collections.abc import AsyncIterator
 
 
 @dataclass(frozen=True)

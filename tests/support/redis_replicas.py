@@ -6,9 +6,10 @@ import contextlib
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pytest
 import redis
@@ -19,9 +20,6 @@ from cotrain_store.redis_client.embedded_server import (
     redis_version,
 )
 from tests.support.ports import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SERVICE = "cotrain"
 PATIENCE_S = 120

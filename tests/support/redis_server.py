@@ -8,14 +8,12 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
 import redis
 
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class EmbeddedRedis:

@@ -10,12 +10,14 @@ sums are not played.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,11 +35,6 @@ from tests.support.rehearsed_tensor import (
     on_device,
     pin,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import pytest
 
 aten: Any = torch.ops.aten
 TOTAL_BYTES = 150_000_000_000  # of an H200, about

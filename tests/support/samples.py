@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from cotrain_store.bodies.sample_body import SampleBody
-from cotrain_store.keys import fleet_keys, result_keys, sample_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import (
+    OpId,
+    PoolId,
     RequestId,
     SessionId,
     TenantId,
@@ -19,10 +23,14 @@ from cotrain_store.messages.ids import (
 )
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.messages.samples import SamplerRecord
-from cotrain_store.messages.saves import SaveRecords
-from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
+from cotrain_store.messages.saves import (
+    CheckpointKind,
+    CheckpointRecord,
+    SaveRecords,
+    WeightsRecord,
+)
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.completions import Completions
@@ -32,14 +40,6 @@ from cotrain_store.weights.saved_weights import SavedWeights
 from tests.support.limits import always
 from tests.support.log import WORKER, Log, open_log
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import OpId, PoolId
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.weights import CheckpointKind
 
 BODY = SampleBody(
     prompt=(1, 2, 3),
@@ -88,10 +88,8 @@ def weights_record(run: RunRecord, seq: int) -> WeightsRecord:
 
 def count_waiting(redis: Any, pool: PoolId) -> int:
     """Count the sample requests that wait in the pool, for any worker or for one."""
-    tenants = [
-        TenantId(name.decode()) for name in redis.lrange(sample_keys.sample_ring(pool), 0, -1)
-    ]
-    loads = [redis.hget(sample_keys.sample_load(pool, tenant), "waiting") for tenant in tenants]
+    tenants = [TenantId(name.decode()) for name in redis.lrange(run_keys.sample_ring(pool), 0, -1)]
+    loads = [redis.hget(run_keys.sample_load(pool, tenant), "waiting") for tenant in tenants]
     return sum(int(waiting or 0) for waiting in loads)
 
 
@@ -186,7 +184,7 @@ class Samples:
     def load(self, tenant: str = "a") -> tuple[int, int, int]:
         """Read a tenant's (waiting, running, bytes)."""
         row = self.log.redis.hmget(
-            sample_keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"]
+            run_keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"]
         )
         waiting, running, size = (int(value or 0) for value in row)
         return waiting, running, size

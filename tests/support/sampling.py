@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain.wire.proto import wire_pb2
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import SessionId, TenantId, sampler_id
+from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_store.messages.ids import RequestId, SessionId, TenantId, encode, sampler_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.saves import SaveRequest
 from tests.support.samples import BODY
-from tests.support.stack import MODEL, POOL
-
-if TYPE_CHECKING:
-    from cotrain_store.bodies.sample_body import SampleBody
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.messages.runs import RunRecord
-    from tests.support.stack import Stack
+from tests.support.stack import MODEL, POOL, Stack
 
 #: Long enough to be interrupted.
 LONG = replace(BODY, max_tokens=200, stop=(), prompt=tuple(range(1, 40)))

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyrage
 import torch
 
 from cotrain_store.blobs.folder import Folder
+from cotrain_store.messages.runs import RunRecord
+from cotrain_store.messages.saves import WeightsRecord
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
+from tests.support.samples import Samples
 from tests.support.stack import MODEL
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.weights import WeightsRecord
-    from tests.support.samples import Samples
-
 
 SPEC = AdapterSpec(rank=2, seed=0)
 

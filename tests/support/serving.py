@@ -9,14 +9,12 @@ import select
 import signal
 import subprocess
 import threading
-from typing import TYPE_CHECKING, Self
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
 
 from tests.warm.popen import Popen
 from tests.warm.sources import COMMAND
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 READY = "cotrain ready at "
 PATIENCE_S = 300

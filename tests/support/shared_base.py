@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cotrain_workers.engine.lock_step import Alone
-from cotrain_workers.engine.model.base_model import make_base_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
-    from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.base_model import BaseModel, make_base_model
 
 
 def shared_base(

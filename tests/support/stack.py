@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cotrain_scheduler.clock import Clock
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, run_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.pools import PoolRecord
-from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
@@ -24,19 +25,13 @@ from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 from cotrain_store.settings.worker import WorkerSettings, pool_of
 from cotrain_store.tenants.records import Records
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.spec import lora_widths
-from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
+from cotrain_workers.recovery.snapshot_file import SnapshotPolicy
 from cotrain_workers.worker.bootstrap import Tuning, enter_pool
+from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.bodies import optim_body, pass_body
 from tests.support.limits import always
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
-    from pathlib import Path
-
-    from cotrain_store.messages.results import Result
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.worker.loop import WorkerLoop
 
 MODEL = "tiny"
 #: As a worker is that nothing was passed to.

@@ -6,37 +6,42 @@ import contextlib
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from cotrain_scheduler.backlog import runnable_prefix
+from cotrain_scheduler.planner import runnable_prefix
+from cotrain_server.services import Services
 from cotrain_store.bodies.sample_body import encode_sample_output
 from cotrain_store.disk.spool import RESULTS, new_writer
-from cotrain_store.messages.history import PassEntry, StepEntry
-from cotrain_store.messages.ids import OpId, RunId, SessionId, WeightsRef, WorkerId
-from cotrain_store.messages.ops import PASSES, OpKind, RunUsage, Step
+from cotrain_store.messages.ids import (
+    OpId,
+    RequestId,
+    RunId,
+    SessionId,
+    TenantId,
+    WeightsRef,
+    WorkerId,
+)
+from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunUsage, Step
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.runs import HistoryEntry, LoraSpec, PassEntry, StepEntry
 from cotrain_store.messages.samples import SamplerRecord, SampleUsage
-from cotrain_store.messages.saves import LoadRequest, SaveRecords, SaveRequest
-from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
+from cotrain_store.messages.saves import (
+    CheckpointRecord,
+    LoadRequest,
+    SaveRecords,
+    SaveRequest,
+    WeightsRecord,
+)
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
-from cotrain_store.sampling.claims import SampleClaims
+from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
 from cotrain_store.weights.saved_weights import SavedWeights
 from tests.support.http_api import POOL
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from cotrain_server.services import Services
-    from cotrain_store.messages.history import HistoryEntry
-    from cotrain_store.messages.ids import RequestId, TenantId
-    from cotrain_store.messages.ops import QueuedOp
-    from cotrain_store.sampling.claims import ClaimedSample
 
 WORKER = WorkerId("w0")
 #: Digest and bytes of the files that every save claims to have written.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import http.client
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from urllib.parse import urlsplit
 
 from typing_extensions import override
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 

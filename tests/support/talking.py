@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import uvicorn
 from tokenizers import Tokenizer
 
 from cotrain_server.app import create_app
+from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
-from cotrain_store.bodies.sample_body import encode_sample_output
+from cotrain_store.bodies.sample_body import SampleBody, encode_sample_output
+from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.redis_client.connection import open_sync_connection
-from cotrain_store.sampling.endings import CANCELLED
+from cotrain_store.sampling.claims import CANCELLED, ClaimedSample
 from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
 from tests.support.http_api import ALICE, BOB, POOL
 from tests.support.stand_in import StandIn, output, stand_in
 from tests.support.tiny_models import trained_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from cotrain_server.services import Services
-    from cotrain_store.bodies.sample_body import SampleBody
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.sampling.claims import ClaimedSample
 
 (EOS,) = POOL.eos_token_ids
 CACHED_TOKENS = 1

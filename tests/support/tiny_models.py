@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sysconfig
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -19,9 +20,6 @@ from tokenizers import (
     processors,
     trainers,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cotrain_workers.engine.ops import Create, Datum, OptimStep, Pass
-from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.ops import Create, Datum, Op, OptimStep, Pass
+from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.engine.training.losses import LOSSES
 from tests.support.shared_base import load_plain
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from cotrain_workers.engine.adapters.bank import AdapterState
-    from cotrain_workers.engine.ops import Op
-    from cotrain_workers.engine.spec import Layout
 
 MODULES = {
     "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),

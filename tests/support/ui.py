@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import httpx
+import httpx
 
 
 async def log_in(http: httpx.AsyncClient, key: str, target: str = "/ui") -> httpx.Response:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG = "adapter_config.json"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,10 +32,6 @@ from cotrain_workers.engine.ops import (
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 from tests.support.training import random_datum
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
 BASE = "tiny/qwen3"
 VOCAB = 512

@@ -10,15 +10,17 @@ import re
 import tomllib
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import jsonschema_rs
 import pytest
 import yaml
+from pydantic_settings import BaseSettings
 from typer.testing import CliRunner
 
 from cotrain.cli import command_line
-from cotrain.wire.fleet import Fleet, FleetPool
+from cotrain.wire.status import Fleet, FleetPool
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
 from cotrain_store.redis_client.address import parse_address
@@ -27,11 +29,6 @@ from cotrain_store.settings.store import PREFIX
 from cotrain_store.settings.worker import WorkerSettings
 from tests.chart.render import CHART, RENDERED, examples
 from tests.support.compose_files import ROOT, dockerfile_instructions, module_of, read_compose
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pydantic_settings import BaseSettings
 
 SETTINGS: dict[str, type[BaseSettings]] = {
     "api": ServerSettings,

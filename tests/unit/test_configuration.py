@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
+from pydantic_settings import BaseSettings
 
 from cotrain_server.settings import Quotas, ServerSettings
 from cotrain_store.settings.scheduler import SchedulerSettings
 from cotrain_store.settings.store import PREFIX, StoreSettings
 from cotrain_store.settings.worker import WorkerSettings
-
-if TYPE_CHECKING:
-    from pydantic_settings import BaseSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
 UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1024**2, "GiB": 1024**3}

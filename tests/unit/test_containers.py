@@ -7,10 +7,11 @@ import re
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
+from pydantic_settings import BaseSettings
 
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
@@ -26,9 +27,6 @@ from tests.support.compose_files import (
     module_of,
     read_compose,
 )
-
-if TYPE_CHECKING:
-    from pydantic_settings import BaseSettings
 
 COMPOSE = read_compose("docker-compose.yml")
 GPU = read_compose("docker-compose.gpu.yml")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cotrain_server.services import Services
 from cotrain_server.views import fleet_metrics as collector
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import TenantId, WorkerId
@@ -17,9 +18,6 @@ from cotrain_store.monitoring.definitions import METRICS, Kind, Metric, Source, 
 from cotrain_store.monitoring.metrics import REGISTRIES
 from cotrain_store.monitoring.status import PoolStatus, QueueStatus, RedisStatus
 from tests.support.stack import POOL, pool_record_for_tests
-
-if TYPE_CHECKING:
-    from cotrain_server.services import Services
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 NUMBERS = {"train": 1.0, "idle": 2.0}

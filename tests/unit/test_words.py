@@ -5,13 +5,10 @@ from __future__ import annotations
 import io
 import re
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("client", "scheduler", "server", "workers", "docs", "examples", "docker")

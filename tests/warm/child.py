@@ -13,12 +13,10 @@ import tempfile
 import threading
 import types
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
 #: Descriptors are put out of the way up here, before each gets the number it is to have.

@@ -13,8 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from execnet import gateway_io
@@ -23,9 +24,6 @@ from typing_extensions import override
 
 from tests.warm.parent import Parent, build_routes, compile_names_of_weights, ready_to_fork
 from tests.warm.popen import RUN, Popen, reached
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
 
 
 def fork_processes_of(config: pytest.Config) -> None:

@@ -18,15 +18,13 @@ import signal
 import socket
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.warm.child import become
 from tests.warm.sources import SOURCES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: What programs of ours import, at once or when they are used.
 PROGRAMS = ("cotrain_server", "cotrain_scheduler", "cotrain_workers")
@@ -46,7 +44,7 @@ MODULES = (
 #: What programs of the official SDK import.
 SDK_MODULES = ("tinker", "tinker.types", "transformers")
 LARGEST_ORDER = 1 << 20
-MOST_DESCRIPTORS = 32
+MAX_DESCRIPTORS = 32
 
 
 @dataclass
@@ -86,7 +84,7 @@ class Parent:
 
     def _obey(self, orderer: socket.socket) -> None:
         try:
-            text, descriptors, _, _ = socket.recv_fds(orderer, LARGEST_ORDER, MOST_DESCRIPTORS)
+            text, descriptors, _, _ = socket.recv_fds(orderer, LARGEST_ORDER, MAX_DESCRIPTORS)
         except ConnectionError:
             text, descriptors = b"", []
         if text:

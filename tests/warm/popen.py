@@ -17,13 +17,11 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tests.warm.sources import COMMAND, ROOT, SDKS, SOURCES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _PYTHONPATH = os.pathsep.join(SOURCES)
 AT_START = dict(os.environ)

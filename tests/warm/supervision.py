@@ -6,15 +6,13 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain_server.supervisor import process
 from tests.warm.popen import is_same, order, read_command
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 
 def have_children_forked(address: Any) -> None:

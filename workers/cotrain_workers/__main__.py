@@ -7,22 +7,26 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_store.blobs.claim import claim_blobs
+from cotrain_store.blobs.opening import claim_blobs
 from cotrain_store.disk.spool import RESULTS, new_writer
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
-from cotrain_store.messages.ids import WorkerId
+from cotrain_store.messages.ids import PoolId, WorkerId
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.logs import start_logs
 from cotrain_store.monitoring.metrics import count_blob_failures
 from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
 from cotrain_store.oplog.execution import latest_heartbeat
-from cotrain_store.redis_client.connection import check_store_sync, open_sync_connection
+from cotrain_store.redis_client.connection import (
+    SyncConnection,
+    check_store_sync,
+    open_sync_connection,
+)
 from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
 from cotrain_store.settings.worker import FIRST_FREE, WorkerSettings, pool_of
 from cotrain_workers.engine.cores import use_cores
@@ -30,11 +34,12 @@ from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel
 from cotrain_workers.engine.progress import listen, report
+from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
 from cotrain_workers.group.engine import GroupEngine
 from cotrain_workers.group.launch import launch
 from cotrain_workers.group.links import Links
-from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
+from cotrain_workers.recovery.snapshot_file import SnapshotPolicy
 from cotrain_workers.worker.bootstrap import (
     Tuning,
     device_of,
@@ -43,20 +48,13 @@ from cotrain_workers.worker.bootstrap import (
     measured_engine,
     pool_record,
 )
-from cotrain_workers.worker.instance_lock import (
+from cotrain_workers.worker.heartbeat import (
     WorkerIdInUse,
     await_absence,
     claim_free_worker_id,
     lock_worker_id,
 )
 from cotrain_workers.worker.tokenizer import publish_tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_store.messages.ids import PoolId
-    from cotrain_store.redis_client.connection import SyncConnection
-    from cotrain_workers.engine.trainer import Trainer
 
 log = structlog.get_logger()
 

@@ -5,20 +5,21 @@ place that knows both.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.bodies.pass_body import decode_pass, encode_pass_output, parse_pass
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl, reverse_kl_answer
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages.encoding import decode
-from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.ids import WeightsRef, decode
+from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, SaveRequest
 from cotrain_workers.checkpoints.encrypted_export import refuse_recipients
-from cotrain_workers.engine.adapters.interpolation import mix
+from cotrain_workers.engine.adapters.lifecycle import mix
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
@@ -44,14 +45,7 @@ from cotrain_workers.engine.ops import (
     StepOutput,
     WeightsMissing,
 )
-from cotrain_workers.engine.spec import AdapterSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_store.messages.ids import WeightsRef
-    from cotrain_store.messages.ops import QueuedOp
-    from cotrain_workers.engine.spec import Layout
+from cotrain_workers.engine.spec import AdapterSpec, Layout
 
 #: What a training result says of the cycle it ran in.
 CYCLE_METRIC = "clock_cycle:unique"

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from cotrain.clients.rest_calls import RestCalls, checkpoint_url
-from cotrain.clients.run_factory import Made
+from cotrain.clients.rest import RestCalls, checkpoint_url
+from cotrain.clients.run_factory import Made, Runs
 from cotrain.errors import MalformedMessage
+from cotrain.requests.connection import BackgroundLoop
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json
-from cotrain.transport.http import reader
-from cotrain.transport.upload_archive import archive_of
+from cotrain.transport.download import archive_of
+from cotrain.transport.http import Transport, reader
 from cotrain.wire.checkpoints import (
     CopyWeightsRequest,
     CopyWeightsResponse,
@@ -23,22 +25,11 @@ from cotrain.wire.checkpoints import (
     UploadQuery,
     UploadResponse,
 )
-from cotrain.wire.futures import UntypedAPIFuture
-from cotrain.wire.mint import InterpolateResponse
-from cotrain.wire.rest import CheckpointsListResponse
+from cotrain.wire.rest import Checkpoint, CheckpointsListResponse
+from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, UntypedAPIFuture
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from cotrain.clients.run_factory import Runs
-    from cotrain.requests.event_loop_thread import BackgroundLoop
-    from cotrain.transport.http import Transport
-    from cotrain.wire.mint import InterpolateRequest
-    from cotrain.wire.rest import Checkpoint
-
-    # How many bytes went over the wire, and how many there are; 0 where it is not known.
-    Progress = Callable[[int, int], None]
+# How many bytes went over the wire, and how many there are; 0 where it is not known.
+Progress = Callable[[int, int], None]
 
 PAGE = 100
 #: Names a server may have files written under: the folder may hold the caller's own work.

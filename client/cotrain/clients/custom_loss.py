@@ -8,21 +8,18 @@ weights. By the chain rule its gradient is the loss's own. Torch is needed here,
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, SupportsFloat
 
 from cotrain.errors import TorchMissing, UnsupportedInput
 from cotrain.wire.datums import Datum, datums_of
+from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import TensorData
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from cotrain.wire.runs import ForwardBackwardOutput
-
-    LossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, SupportsFloat]]]
-    """Of the datums and their log-probs (float32 tensors, of the shape of each datum's
-    `target_tokens`): the loss, a tensor, and numbers to put among the metrics."""
+LossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, SupportsFloat]]]
+"""Of the datums and their log-probs (float32 tensors, of the shape of each datum's
+`target_tokens`): the loss, a tensor, and numbers to put among the metrics."""
 
 TARGETS, WEIGHTS = "target_tokens", "weights"
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pydantic import BaseModel
+
+from cotrain.clients.sampling import Samplers
+from cotrain.clients.session import Session
 from cotrain.clients.training import TrainingClient
 from cotrain.errors import MalformedMessage
+from cotrain.requests.connection import Connection
 from cotrain.requests.polling import wait_for_json
 from cotrain.transport.http import reader
 from cotrain.wire.checkpoints import CreateFromWeightsRequest
-from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.model import WireModel
-from cotrain.wire.runs import CreateModelRequest, GetInfoRequest, GetInfoResponse
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from cotrain.clients.sampler_factory import Samplers
-    from cotrain.clients.session import Session
-    from cotrain.requests.connection import Connection
-    from cotrain.wire.runs import LoraConfig
+from cotrain.wire.runs import (
+    CreateModelRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoraConfig,
+    UntypedAPIFuture,
+)
 
 
 class Made(WireModel):

@@ -1,41 +1,70 @@
-"""SamplingClient: continues prompts, and scores them, with weights that never change."""
+"""SamplingClient: continues prompts, and scores them, with weights that never change.
+
+Which sampler to sample from, as a string that may be passed to other processes and machines.
+
+Makes the sampling clients of one session.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import logging
 import secrets
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from urllib.parse import quote
 
 from typing_extensions import override
 
-from cotrain.clients.sampler_handle import SamplerHandle
+from cotrain.clients.session import Session
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.compat.unsupported_arguments import absent, hosted
 from cotrain.errors import APIStatusError, MalformedMessage, UnsupportedInput
-from cotrain.requests.batch_polling import Completions
-from cotrain.requests.connection import shared_connection
-from cotrain.requests.futures import Future
-from cotrain.requests.sync_async import submitted
-from cotrain.settings import client_settings
+from cotrain.requests.connection import Connection, shared_connection
+from cotrain.requests.futures import Future, submitted
+from cotrain.requests.polling import Completions
+from cotrain.settings import ClientSettings, client_settings
+from cotrain.transport.http import reader
 from cotrain.wire.datums import ModelInput
+from cotrain.wire.model import WireModel
+from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sampling import (
     CLONE_SEQ_IDS,
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    GetSamplerResponse,
     SampleRequest,
+    SampleResponse,
     SamplingParams,
     SamplingSessionTarget,
 )
+from cotrain.wire.tensors import TensorData
 
-if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Callable, Generator
 
-    from cotrain.requests.connection import Connection
-    from cotrain.settings import ClientSettings
-    from cotrain.wire.futures import UntypedAPIFuture
-    from cotrain.wire.sampling import SampleResponse
-    from cotrain.wire.tensors import TensorData
+class SamplerHandle(WireModel):
+    """A sampler of a server. It opens nothing: to use it takes a key of the sampler's tenant."""
+
+    base_url: str
+    sampler_id: str
+    base_model: str
+    polls_in_batches: bool
+
+    def text(self) -> str:
+        """Write it as letters, digits, `-`, `_` and `=`."""
+        return urlsafe_b64encode(self.model_dump_json().encode()).decode()
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Read it. Raises ValueError for what is none."""
+        try:
+            return cls.model_validate_json(urlsafe_b64decode(text))
+        except ValueError as error:
+            message = "this is no handle of a sampler: get_sampler_handle() gives one"
+            raise ValueError(message) from error
+
 
 T = TypeVar("T")
 
@@ -275,3 +304,49 @@ def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
     if response.prompt_logprobs is None:
         raise MalformedMessage("the server left out the log-probs of the prompt")
     return response.prompt_logprobs
+
+
+class Samplers:
+    """Makes the samplers of a session, and numbers them in the order they are asked for."""
+
+    def __init__(self, connection: Connection, session: Session) -> None:
+        self._connection = connection
+        self._session = session
+        self._seq_ids = itertools.count()
+
+    def reserve(self) -> int:
+        """Take the next `sampling_session_seq_id`."""
+        return next(self._seq_ids)
+
+    async def create(
+        self, *, model_path: str | None = None, base_model: str | None = None
+    ) -> SamplingClient:
+        """Make a sampler of saved weights, or of a base model. Raises APIError."""
+        request = CreateSamplingSessionRequest(
+            session_id=await self._session.id(),
+            sampling_session_seq_id=self.reserve(),
+            base_model=base_model,
+            model_path=model_path,
+        )
+        made = await self._connection.transport.post(
+            "create_sampling_session", request, reader(CreateSamplingSessionResponse)
+        )
+        sampler_id = made.sampling_session_id
+        if model_path is not None or base_model is None:
+            base_model = await self._base_model_of(sampler_id)
+        return await self.client(sampler_id, base_model)
+
+    async def client(self, sampler_id: str, base_model: str) -> SamplingClient:
+        """Make the client of a sampler that exists."""
+        config = await self._connection.config()
+        return SamplingClient(
+            self._connection,
+            sampler_id,
+            base_model,
+            polls_in_batches=config.sample_use_retrieve_futures,
+        )
+
+    async def _base_model_of(self, sampler_id: str) -> str:
+        path = f"samplers/{quote(sampler_id)}"
+        found = await self._connection.transport.get(path, reader(GetSamplerResponse))
+        return found.base_model

@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+import httpx
 from typing_extensions import override
 
-from cotrain.clients.checkpoints import Adapter, Checkpoints, interpolate
-from cotrain.clients.rest import RestClient
-from cotrain.clients.rest_calls import checkpoint_url
+from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, interpolate
+from cotrain.clients.rest import RestClient, checkpoint_url
 from cotrain.clients.run_factory import Labels, Runs, Start
-from cotrain.clients.sampler_factory import Samplers
-from cotrain.clients.session import Session
+from cotrain.clients.sampling import Samplers, SamplingClient
+from cotrain.clients.session import Outcome, Session
+from cotrain.clients.training import TrainingClient
 from cotrain.compat.unsupported_arguments import absent, hosted
 from cotrain.requests.connection import Connection
-from cotrain.requests.futures import Future
-from cotrain.requests.sync_async import both_ways, submitted
+from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.settings import client_settings
 from cotrain.transport.http import reader
-from cotrain.wire.mint import InterpolateRequest
-from cotrain.wire.runs import LoraConfig
+from cotrain.transport.retries import RetryPolicy
+from cotrain.wire.rest import Checkpoint
+from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, LoraConfig
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import httpx
-
-    from cotrain.clients.checkpoints import Progress
-    from cotrain.clients.sampling import SamplingClient
-    from cotrain.clients.session import Outcome
-    from cotrain.clients.training import TrainingClient
-    from cotrain.transport.retries import RetryPolicy
-    from cotrain.wire.mint import InterpolateResponse
-    from cotrain.wire.rest import Checkpoint
 
 
 class ServiceClient:

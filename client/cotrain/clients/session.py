@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from typing_extensions import override
 
 from cotrain.errors import APIError, APIStatusError
-from cotrain.transport.http import acknowledged, reader
+from cotrain.transport.http import Transport, acknowledged, reader
 from cotrain.version import __version__
 from cotrain.wire.sessions import (
     CreateSessionRequest,
@@ -20,9 +20,6 @@ from cotrain.wire.sessions import (
     SessionHeartbeatRequest,
     SessionHeartbeatResponse,
 )
-
-if TYPE_CHECKING:
-    from cotrain.transport.http import Transport
 
 log = logging.getLogger("cotrain")
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 
 from cotrain.errors import BadRequestError, NotFoundError, TokenizerMissing
+from cotrain.requests.connection import Connection
 from cotrain.transport.responses import reader
 from cotrain.wire.runs import TOKENIZER_FILES, TokenizerResponse
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain.requests.connection import Connection
 
 LLAMA_3 = "meta-llama/Llama-3"
 # The same tokenizer where no licence must be accepted first.

@@ -1,20 +1,26 @@
-"""TrainingClient: one run, whose requests the server executes in the order of these calls."""
+"""TrainingClient: one run, whose requests the server executes in the order of these calls.
+
+One step of training as one call: a forward_backward and the optim_step behind it, sent together.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from collections.abc import Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from typing_extensions import override
 
-from cotrain.clients.custom_loss import CustomLoss
-from cotrain.clients.rest_calls import url_of
+from cotrain.clients.custom_loss import CustomLoss, LossFn
+from cotrain.clients.rest import url_of
+from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.tokenizer import load_tokenizer
-from cotrain.clients.train_step import joined
 from cotrain.compat.unsupported_arguments import absent, hosted
 from cotrain.errors import UnsupportedInput
+from cotrain.requests.connection import BackgroundLoop, Connection
+from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.polling import wait_for_json
 from cotrain.requests.run_requests import RunRequests
-from cotrain.requests.sync_async import both_ways, submitted
 from cotrain.transport.http import reader
 from cotrain.wire.checkpoints import (
     LoadWeightsRequest,
@@ -24,8 +30,7 @@ from cotrain.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
-from cotrain.wire.futures import UntypedAPIFuture
-from cotrain.wire.mint import PlacedReverseKlRequest, ReverseKlResponse
+from cotrain.wire.datums import Datum
 from cotrain.wire.rest import TrainingRunHistory
 from cotrain.wire.runs import (
     AdamParams,
@@ -34,22 +39,55 @@ from cotrain.wire.runs import (
     GetInfoResponse,
     OptimStepRequest,
     OptimStepResponse,
+    PlacedReverseKlRequest,
+    ReverseKlDatum,
+    ReverseKlResponse,
     UnloadModelRequest,
     UnloadModelResponse,
+    UntypedAPIFuture,
 )
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse
+from cotrain.wire.tensors import TensorData
 
-if TYPE_CHECKING:
-    from collections.abc import Coroutine, Generator, Mapping, Sequence
+T = TypeVar("T")
 
-    from cotrain.clients.custom_loss import LossFn
-    from cotrain.clients.sampler_factory import Samplers
-    from cotrain.clients.sampling import SamplingClient
-    from cotrain.clients.train_step import TrainOutput
-    from cotrain.requests.connection import Connection
-    from cotrain.requests.futures import Future
-    from cotrain.wire.datums import Datum
-    from cotrain.wire.mint import ReverseKlDatum
+
+@dataclass(frozen=True)
+class TrainOutput:
+    """What a step gave: the pass's losses, taken before the step, and the step's own numbers."""
+
+    forward_backward: ForwardBackwardOutput
+    optim_step: OptimStepResponse
+
+    @property
+    def loss(self) -> float:
+        """The loss of the batch; see `ForwardBackwardOutput.loss`."""
+        return self.forward_backward.loss
+
+    @property
+    def loss_fn_outputs(self) -> list[dict[str, TensorData]]:
+        """Named arrays per datum in the order they were sent, as `forward_backward` gives them."""
+        return self.forward_backward.loss_fn_outputs
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers of both; a name that both have is the pass's."""
+        return {**(self.optim_step.metrics or {}), **self.forward_backward.metrics}
+
+
+def joined(
+    loop: BackgroundLoop, passed: Future[ForwardBackwardOutput], stepped: Future[OptimStepResponse]
+) -> Future[TrainOutput]:
+    """Make one future of both: accepted and done when both are. It fails with the first that does."""
+
+    async def accept() -> None:
+        await passed.accepted_async()
+        await stepped.accepted_async()
+
+    async def finish() -> TrainOutput:
+        return TrainOutput(await passed, await stepped)
+
+    return Future(loop.start(accept()), loop.start(finish()), what="a train call")
 
 
 class TrainingClient:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.filesize import decimal
 from rich.table import Table
 
+from cotrain.clients.rest import RestClient
 from cotrain.commands.terminal import (
     AsJson,
     PathOf,
@@ -20,10 +21,7 @@ from cotrain.commands.terminal import (
 )
 from cotrain.errors import CotrainError
 from cotrain.wire.checkpoints import ParsedCheckpointTinkerPath
-
-if TYPE_CHECKING:
-    from cotrain.clients.rest import RestClient
-    from cotrain.wire.rest import Checkpoint
+from cotrain.wire.rest import Checkpoint
 
 PATH = "tinker://1f2e3d4c:train:0/weights/final"
 SECONDS_BY_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}

@@ -1,24 +1,97 @@
-"""`cotrain sample`: continue one text, or chat, in the terminal."""
+"""`cotrain sample`: continue one text, or chat, in the terminal.
+
+Text in, text out, by the server's own tokenizer: none is needed here.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
+import httpx
 import typer
 
-from cotrain.commands.http import plain_http
-from cotrain.commands.terminal import AsJson, failing_in_a_sentence, harmless, opened, print_json
-from cotrain.commands.text_endpoints import Asked, sample, stream, text_of
+from cotrain.commands.terminal import (
+    AsJson,
+    checked,
+    failing_in_a_sentence,
+    harmless,
+    opened,
+    plain_http,
+    print_json,
+)
+from cotrain.errors import InternalServerError, MalformedMessage
 from cotrain.settings import client_settings
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+COMPLETIONS, CHATS = "/oai/api/v1/completions", "/oai/api/v1/chat/completions"
 
-    import httpx
+Message = dict[str, str]
+"""`role` and `content`."""
 
-    from cotrain.commands.text_endpoints import Message
+
+@dataclass(frozen=True)
+class TextRequest:
+    """How to sample; None is left to the server."""
+
+    model: str
+    """A base model, or the path of sampler weights."""
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+
+
+def sample(
+    http: httpx.Client, about: str | Sequence[Message], asked: TextRequest
+) -> dict[str, Any]:
+    """Continue a text, or answer a chat; the answer as the server gives it. Raises APIStatusError."""
+    path, body = _question(about, asked)
+    answer: dict[str, Any] = checked(http.post(path, json=body)).json()
+    return answer
+
+
+def stream(
+    http: httpx.Client, about: str | Sequence[Message], asked: TextRequest
+) -> Generator[str]:
+    """Give the text in parts, as each becomes certain. Leaving it early cancels the sample.
+
+    Raises APIStatusError, also in the middle.
+    """
+    path, body = _question(about, asked)
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        for line in checked(response).iter_lines():
+            kind, _, content = line.partition(":")
+            if kind == "data" and content.strip() != "[DONE]":
+                yield _text_in(content)
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """Read the text of one choice, of whichever shape."""
+    holder = choice.get("message") or choice.get("delta")
+    return (holder["content"] if holder and "content" in holder else choice.get("text")) or ""
+
+
+def _question(about: str | Sequence[Message], asked: TextRequest) -> tuple[str, dict[str, Any]]:
+    how = {name: value for name, value in asdict(asked).items() if value is not None}
+    if isinstance(about, str):
+        return COMPLETIONS, {**how, "prompt": about}
+    return CHATS, {**how, "messages": list(about)}
+
+
+def _text_in(content: str) -> str:
+    try:
+        event = json.loads(content)
+    except ValueError as error:
+        raise MalformedMessage("the server streamed what is not JSON") from error
+    if "error" in event:
+        raise InternalServerError(event["error"].get("message", "it failed"), 500, event)
+    return "".join(text_of(choice) for choice in event.get("choices", ()))
 
 
 def sample_text(
@@ -53,7 +126,7 @@ def sample_text(
     if prompt == "-":
         prompt = typer.get_text_stream("stdin").read()
     model = model_path or base_model or _only_model()
-    asked = Asked(model, num_samples, max_tokens, temperature, top_p, seed, stop or None)
+    asked = TextRequest(model, num_samples, max_tokens, temperature, top_p, seed, stop or None)
     before = [{"role": "system", "content": system}] if system else []
     with failing_in_a_sentence(), plain_http(client_settings()) as http:
         if prompt is None:
@@ -76,7 +149,7 @@ def _only_model() -> str:
 
 
 def _sample(
-    http: httpx.Client, about: str | Sequence[Message], asked: Asked, as_json: bool
+    http: httpx.Client, about: str | Sequence[Message], asked: TextRequest, as_json: bool
 ) -> None:
     if as_json:
         print_json(_as_json(sample(http, about, asked)))
@@ -102,7 +175,7 @@ def _as_json(answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _chat(http: httpx.Client, before: list[Message], asked: Asked) -> None:
+def _chat(http: httpx.Client, before: list[Message], asked: TextRequest) -> None:
     messages = list(before)
     while (line := _next_line()) is not None:
         if line.strip():
@@ -119,7 +192,7 @@ def _next_line() -> str | None:
         return None
 
 
-def _answer(http: httpx.Client, messages: Sequence[Message], asked: Asked) -> str:
+def _answer(http: httpx.Client, messages: Sequence[Message], asked: TextRequest) -> str:
     """Print an answer as it comes, and return it. Ctrl-C ends it and keeps what came."""
     shown: list[str] = []
     with suppress(KeyboardInterrupt), closing(stream(http, messages, asked)) as texts:

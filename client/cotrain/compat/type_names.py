@@ -10,7 +10,6 @@ from cotrain.wire.checkpoints import (
     SaveWeightsExternalResponse,
     SaveWeightsResponse,
 )
-from cotrain.wire.futures import RequestFailedResponse, TryAgainResponse
 from cotrain.wire.rest import (
     ActiveStatusQuery,
     CancelledStatusQuery,
@@ -28,6 +27,8 @@ from cotrain.wire.runs import (
     ForwardBackwardOutput,
     OptimizerConfig,
     OptimStepResponse,
+    RequestFailedResponse,
+    TryAgainResponse,
     UnloadModelResponse,
 )
 from cotrain.wire.sampling import (

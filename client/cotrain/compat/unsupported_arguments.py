@@ -6,14 +6,12 @@ where their value asks for nothing; type checkers and `help()` do not show them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from cotrain.errors import UnsupportedInput
 from cotrain.wire.runs import OptimizerConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 P = ParamSpec("P")
 T = TypeVar("T")

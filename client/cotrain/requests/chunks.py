@@ -6,16 +6,12 @@ the protocol say how large a request may be, and have each one succeed or fail o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from cotrain.errors import UnsupportedInput
+from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import ForwardBackwardOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from cotrain.wire.proto import wire_pb2 as wire
-    from cotrain.wire.sessions import ClientConfigResponse
+from cotrain.wire.sessions import ClientConfigResponse
 
 MIB = 1024**2
 HEAD_BYTES = 4096

@@ -15,12 +15,10 @@ import asyncio
 import heapq
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar
 
 from cotrain.errors import RateLimitError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 T = TypeVar("T")
 

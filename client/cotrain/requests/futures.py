@@ -1,28 +1,28 @@
 """Future[T]: a request that was sent, and the result it will have. Submitted[T]: awaiting that it is.
 
 Both work from any thread and any event loop, for any number of waiters, any number of times.
+
+A method that is written once and called in either way: plainly, or as code for an event loop does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import inspect
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 from typing_extensions import override
 
 from cotrain.errors import ClientClosed
-from cotrain.requests.event_loop_thread import check_not_forked
+from cotrain.requests.connection import BackgroundLoop, check_not_forked
 from cotrain.transport.progress import PROGRESS
-
-if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Callable, Generator, Iterator
 
 T = TypeVar("T")
 Value = TypeVar("Value")
@@ -280,3 +280,55 @@ def _task_here() -> object:
 def _log_failure(what: str, outcome: concurrent.futures.Future[Any]) -> None:
     if not outcome.cancelled() and (error := outcome.exception()) is not None:
         log.warning("%s failed, and its result was never asked for: %s", what, error)
+
+
+class OnALoop(Protocol):
+    """What has a loop that its calls run on."""
+
+    _loop: BackgroundLoop
+
+
+S = TypeVar("S")
+Looped = TypeVar("Looped", bound=OnALoop)
+P = ParamSpec("P")
+
+
+def both_ways(
+    work: Callable[Concatenate[Looped, P], Coroutine[Any, Any, T]],
+) -> tuple[
+    Callable[Concatenate[Looped, P], T], Callable[Concatenate[Looped, P], Coroutine[Any, Any, T]]
+]:
+    """Make of `async def _x` the methods `x`, which blocks, and `x_async`, to be awaited on any loop."""
+
+    @wraps(work)
+    def blocking(self: Looped, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._loop.run(work(self, *args, **kwargs))
+
+    @wraps(work)
+    async def awaited(self: Looped, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._loop.run_async(work(self, *args, **kwargs))
+
+    blocking.__name__ = work.__name__.removeprefix("_")
+    awaited.__name__ = f"{blocking.__name__}_async"
+    for method in (blocking, awaited):
+        owner = work.__qualname__.rpartition(".")[0]
+        method.__qualname__ = f"{owner}.{method.__name__}"
+    return blocking, awaited
+
+
+def submitted(
+    send: Callable[Concatenate[S, P], Future[T]],
+) -> Callable[Concatenate[S, P], Submitted[T]]:
+    """Make of the method `x`, which sends a request, its twin `x_async`: it sends at once, too."""
+
+    @wraps(send)
+    def sent(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Submitted[T]:
+        return Submitted(send(self, *args, **kwargs))
+
+    sent.__name__, sent.__qualname__ = f"{send.__name__}_async", f"{send.__qualname__}_async"
+    sent.__doc__ = f"Send a `{send.__name__}`; await it for the future, once the server has it."
+    # For `help()` alone: a type checker reads the annotations of this function.
+    signature = inspect.signature(send)
+    given = f"Submitted{str(signature.return_annotation).removeprefix('Future')}"
+    sent.__signature__ = signature.replace(return_annotation=given)  # type: ignore[attr-defined]
+    return sent

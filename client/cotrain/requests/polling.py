@@ -1,31 +1,50 @@
-"""Waiting for one request's result: the long poll, and what each answer to it means."""
+"""Waiting for one request's result: the long poll, and what each answer to it means.
+
+Batch polling: one poll for all waiting samples of a sampler.
+
+The HTTP calls of sampling, no more at once than either side bears.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import TYPE_CHECKING, Any, TypeVar
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
 
+import httpx
 from pydantic import BaseModel, ValidationError
 
 from cotrain.errors import (
     APIError,
     APIStatusError,
     CheckpointNotFound,
+    CotrainError,
     ForeignAnswer,
     MalformedMessage,
+    RateLimitError,
     RequestFailed,
 )
-from cotrain.transport.http import JSON, Transport, read
-from cotrain.wire.futures import FutureRetrieveRequest, RequestFailedResponse
+from cotrain.transport.http import JSON, Transport, acknowledged, read, reader
 from cotrain.wire.pass_codec import PROTOBUF, decode_pass_output
-from cotrain.wire.runs import ForwardBackwardOutput
+from cotrain.wire.runs import (
+    ForwardBackwardOutput,
+    FutureRetrieveRequest,
+    RequestFailedResponse,
+    UntypedAPIFuture,
+)
 from cotrain.wire.sample_codec import decode_sample_response
-from cotrain.wire.sampling import SampleResponse
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import httpx
+from cotrain.wire.sampling import (
+    MAX_RETRIEVED,
+    CancelFutureRequest,
+    RetrieveFuturesRequest,
+    RetrieveFuturesResponse,
+    SampleRequest,
+    SampleResponse,
+    SamplingSessionTarget,
+)
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound=BaseModel)
@@ -118,3 +137,139 @@ def _json_object(response: httpx.Response) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise MalformedMessage("retrieve_future did not answer a JSON object")
     return answer
+
+
+log = logging.getLogger("cotrain")
+
+
+class Completions:
+    """Knows which requests of one sampler have ended. Lives on the client's own loop.
+
+    It says when to ask for a result, never what the result is: where batch polling fails, each
+    request is polled on its own, and the server's answer to that counts.
+    """
+
+    def __init__(self, transport: Transport, target: SamplingSessionTarget) -> None:
+        self._transport = transport
+        self._target = target
+        self._waiting: dict[str, asyncio.Event] = {}
+        self._ended: set[str] = set()
+        """Ended before a caller waited for them."""
+        self._retrieved: set[str] = set()
+        """Results that have arrived, which the server does not know yet."""
+        self._cursor = 0
+        self._failed = False
+        self.task: asyncio.Task[None] | None = None
+        """Polls while a result is awaited, or has arrived and is not acknowledged."""
+
+    async def ended(self, request_id: str) -> None:
+        """Wait until a request has ended, or has to be polled on its own."""
+        if self._failed or request_id in self._ended:
+            self._ended.discard(request_id)
+            return
+        ended = self._waiting[request_id] = asyncio.Event()
+        self._go_on()
+        try:
+            await ended.wait()
+        finally:
+            self._waiting.pop(request_id, None)
+
+    def retrieved(self, request_id: str) -> None:
+        """Note that a result has arrived, so that the server need not keep it."""
+        if not self._failed:
+            self._retrieved.add(request_id)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self.task is None:
+            self.task = asyncio.create_task(self._poll())
+
+    async def _poll(self) -> None:
+        patience = self._transport.patience()
+        try:
+            while self._waiting or self._retrieved:
+                try:
+                    await self._poll_once()
+                    patience.renew()
+                except APIError as error:
+                    await patience.wait_out(error)
+        except APIError as error:
+            self._fail(error)
+        finally:
+            self.task = None
+
+    async def _poll_once(self) -> None:
+        retrieved = sorted(self._retrieved)[:MAX_RETRIEVED]  # the rest goes with the next poll
+        request = RetrieveFuturesRequest(
+            target=self._target,
+            prev_cursor=self._cursor,
+            timeout=None if self._waiting else 0.0,
+            retrieved_request_ids=retrieved,
+        )
+        answer = await self._transport.post_once(
+            "retrieve_futures", request, reader(RetrieveFuturesResponse)
+        )
+        self._retrieved.difference_update(retrieved)
+        self._cursor = answer.cursor
+        for completion in answer.completions:
+            self._note(completion.request_id)
+        if self._waiting and not answer.completions:
+            await self._transport.sleep(GAP_S)
+
+    def _note(self, request_id: str) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
+            self._ended.add(request_id)
+        else:
+            waiting.set()
+
+    def _fail(self, error: CotrainError) -> None:
+        log.warning("batch polling failed; polling each sample on its own from now on: %s", error)
+        self._failed = True
+        for waiting in self._waiting.values():
+            waiting.set()
+
+
+POSTS_AT_ONCE = 32
+"""Of a thousand samples that a busy server turns away, so many ask again and the others wait."""
+POLLS_AT_ONCE = 500
+"""Each holds a connection; the other half is for training and heartbeats."""
+CANCEL_WITHIN_S = 5.0
+
+
+class SampleRequests:
+    """Shared by all samplers of one connection."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.limit(POLLS_AT_ONCE)
+
+    def limit(self, samples: int) -> None:
+        """Have no more than so many on their way; the server says so before the first is sent."""
+        self._posts = asyncio.Semaphore(min(samples, POSTS_AT_ONCE))
+        self._polls = asyncio.Semaphore(min(samples, POLLS_AT_ONCE))
+
+    async def accept(self, request: SampleRequest) -> UntypedAPIFuture:
+        """POST a sample request until the server has it, however long it is busy.
+
+        The same `seq_id` each time: to ask twice is to ask once. Raises APIError.
+        """
+        async with self._posts:
+            while True:
+                try:
+                    return await self._transport.post("asample", request, reader(UntypedAPIFuture))
+                except RateLimitError:
+                    continue  # which the transport has reported
+
+    async def retrieve(self, request_id: str) -> SampleResponse:
+        """Wait for the result of a sample request. Raises RequestFailed or APIError."""
+        async with self._polls:
+            return await wait_for_sample(self._transport, request_id)
+
+    async def cancel(self, request_id: str) -> None:
+        """Cancel a sample whose result is no longer wanted; one that this does not reach is done all the same."""
+        with suppress(APIError, TimeoutError):
+            async with asyncio.timeout(CANCEL_WITHIN_S):
+                await self._transport.post_once(
+                    "cancel_future", CancelFutureRequest(request_id=request_id), acknowledged
+                )

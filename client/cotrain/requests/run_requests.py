@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from google.protobuf.message import Message
 from pydantic import BaseModel
 from typing_extensions import override
 
 from cotrain.errors import APIError, RateLimitError
 from cotrain.requests.chunks import chunks_of, combine
-from cotrain.requests.event_loop_thread import check_not_forked
+from cotrain.requests.connection import Connection, check_not_forked
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
-from cotrain.transport.http import is_transient, reader
-from cotrain.wire.datums import total_weight
-from cotrain.wire.futures import UntypedAPIFuture
+from cotrain.transport.http import Transport, is_transient, reader
+from cotrain.wire.datums import Datum, total_weight
 from cotrain.wire.model import SequencedRequest
 from cotrain.wire.pass_codec import encode_datums, wrap_datums
-
-if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
-
-    from google.protobuf.message import Message
-
-    from cotrain.requests.connection import Connection
-    from cotrain.transport.http import Transport
-    from cotrain.wire.datums import Datum
-    from cotrain.wire.proto import wire_pb2 as wire
-    from cotrain.wire.runs import ForwardBackwardOutput
+from cotrain.wire.proto import wire_pb2 as wire
+from cotrain.wire.runs import ForwardBackwardOutput, UntypedAPIFuture
 
 POLLS_AT_ONCE = 16
 """Of a run's thousand futures so many hold a connection each; the others have no result yet."""

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import httpx
 
 from cotrain.errors import SettingsMissing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
 """The first that is set counts."""

@@ -3,22 +3,35 @@
 Everything a client POSTs may be sent twice: the server knows a repeated request by its `seq_id` in
 its run, and a session opened twice gets no heartbeats and ends. What is tried again, and for how
 long, is for `retries.py`.
+
+The connections to one server, in several small pools.
+
+A pool of httpx looks at each of its connections whenever a request comes or ends, which for a hundred
+requests in flight costs more than all else this client does. Small pools keep that from growing.
+
+The caller's span, where its program traces with OpenTelemetry: a server that traces puts its own below it.
+
+Nothing is imported for this: a program that traces has imported it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import httpx
+from google.protobuf.message import Message
 from pydantic import BaseModel
 
 from cotrain.errors import APIError, APIStatusError, ForeignAnswer, RateLimitError
-from cotrain.transport.connection_pools import ConnectionPools
 from cotrain.transport.download import Download, size_of
 from cotrain.transport.environment import proxy_of, through_proxy, trusted
 from cotrain.transport.responses import (
@@ -31,15 +44,68 @@ from cotrain.transport.responses import (
     unreached,
 )
 from cotrain.transport.retries import Contact, Patience, RetryPolicy, is_transient
-from cotrain.transport.traceparent import traceparent
 from cotrain.version import __version__
 from cotrain.wire.pass_codec import PROTOBUF
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-    from pathlib import Path
+AT_ONCE = 4
+"""Requests in flight in one pool, and so its connections, before the next pool is used."""
+POOLS = 250
+"""More than AT_ONCE times so many requests share the pools evenly."""
 
-    from google.protobuf.message import Message
+
+@dataclass
+class _Pool:
+    http: httpx.AsyncClient
+    in_flight: int = 0
+
+
+class ConnectionPools:
+    """Sends each request through the first pool that is not full. Lives on the client's own loop."""
+
+    def __init__(self, make_pool: Callable[[], httpx.AsyncClient]) -> None:
+        self._make_pool = make_pool
+        self._pools = [_Pool(make_pool())]
+
+    @property
+    def first(self) -> httpx.AsyncClient:
+        """The pool that is always there, to build requests with."""
+        return self._pools[0].http
+
+    async def send(self, request: httpx.Request) -> httpx.Response:
+        """Send a request and read its answer. Raises what httpx raises."""
+        pool = self._free_pool()
+        pool.in_flight += 1
+        try:
+            return await pool.http.send(request)
+        finally:
+            pool.in_flight -= 1
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for pool in self._pools:
+            await pool.http.aclose()
+
+    def _free_pool(self) -> _Pool:
+        for pool in self._pools:
+            if pool.in_flight < AT_ONCE:
+                return pool
+        if len(self._pools) == POOLS:
+            return min(self._pools, key=lambda pool: pool.in_flight)
+        self._pools.append(_Pool(self._make_pool()))
+        return self._pools[-1]
+
+
+def traceparent() -> dict[str, str]:
+    """Give the header that names the caller's span; nothing where there is none."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return {}
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return {}
+    flags = int(context.trace_flags)
+    return {"traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"}
+
 
 __all__ = ["JSON", "RetryPolicy", "Transport", "acknowledged", "is_transient", "read", "reader"]
 
@@ -50,7 +116,7 @@ BINARY = "application/octet-stream"
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 # Before it answers, a server unpacks what it was sent, maybe after what others have sent.
 STREAM_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None, read=600.0)
-# How many there are is for `connection_pools.py`. A server lets an idle one live for longer.
+# How many there are is for `http.py`. A server lets an idle one live for longer.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
 ZSTD = "zstd"
 COMPRESSED_BYTES = 1_000

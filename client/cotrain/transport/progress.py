@@ -13,11 +13,9 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 log = logging.getLogger("cotrain")
 
@@ -36,14 +34,14 @@ class Wait(NamedTuple):
     what: Callable[[], str]
 
 
-class Word(NamedTuple):
+class ServerMessage(NamedTuple):
     """What the server said last, and until when it is worth showing."""
 
     text: str
     until: float
 
 
-def line(waits: list[Wait], word: Word | None, now: float) -> str | None:
+def line(waits: list[Wait], word: ServerMessage | None, now: float) -> str | None:
     """Say what is waited for, the longest wait first; None while none of them is long."""
     late = [wait for wait in waits if now - wait.since >= SHOWN_AFTER_S]
     if not late:
@@ -66,7 +64,7 @@ class Progress:
 
     def _begin_anew(self) -> None:
         self._waits: dict[object, Wait] = {}
-        self._word: Word | None = None
+        self._word: ServerMessage | None = None
         self._starting, self._drawing = threading.Lock(), threading.Lock()
         self._drawn = ""
         self._logged_at = -LOGGED_EVERY_S
@@ -98,9 +96,9 @@ class Progress:
         finally:
             self._hidden -= 1
 
-    def show_word(self, text: str, for_s: float) -> None:
+    def show_message(self, text: str, for_s: float) -> None:
         """Show what the server says, for so long."""
-        self._word = Word(text, time.monotonic() + for_s)
+        self._word = ServerMessage(text, time.monotonic() + for_s)
 
     def clear(self) -> None:
         """Take the line away, for one who prints."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -17,9 +18,6 @@ from cotrain.errors import (
     SettingsMissing,
     status_error,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")

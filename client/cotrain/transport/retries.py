@@ -12,14 +12,11 @@ import logging
 import random
 import re
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from cotrain.errors import APIConnectionError, APIError, APIStatusError, ForeignAnswer
 from cotrain.transport.progress import PROGRESS
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("cotrain")
 
@@ -90,7 +87,7 @@ class Contact:
     def lost(self, error: APIConnectionError, patience_s: float) -> None:
         """Note that there was no answer; warn once each time the server stops answering."""
         self._silent_since = self._silent_since or time.monotonic()
-        PROGRESS.show_word(str(error), WORD_LASTS_S)
+        PROGRESS.show_message(str(error), WORD_LASTS_S)
         if not self._has_warned and time.monotonic() - self._silent_since >= WARN_AFTER_S:
             self._has_warned = True
             PROGRESS.clear()
@@ -99,7 +96,7 @@ class Contact:
     def busy(self, error: APIStatusError, waited_s: float) -> None:
         """Note why the server lets a call wait; warn of it once where the wait is long."""
         why = queue_state_reason(error)
-        PROGRESS.show_word(why or str(error), WORD_LASTS_S)
+        PROGRESS.show_message(why or str(error), WORD_LASTS_S)
         # What is said holds numbers that change: a position, seconds.
         about = re.sub(r"\d+", "", why) if why else error.status_code
         now = time.monotonic()
@@ -136,7 +133,7 @@ class Patience:
         self.renew()
         reason = queue_state_reason(error)
         if reason and is_moving(error):
-            PROGRESS.show_word(reason, WORD_LASTS_S)
+            PROGRESS.show_message(reason, WORD_LASTS_S)
         elif reason:
             self.contact.busy(error, time.monotonic() - self._began)
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.model import Listed, ModelSeqId, Name, SequencedRequest, WireModel
+from cotrain.wire.runs import UntypedAPIFuture
 
 #: `tinker://<run>/<kind>/<name>`.
 Path = Annotated[str, Field(min_length=1, max_length=1024)]

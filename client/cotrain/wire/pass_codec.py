@@ -6,22 +6,18 @@ Knows how arrays lie in bytes; does not know which inputs a loss needs, or which
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.wire.datums import Datum, EncodedTextChunk, datums_of
+from cotrain.wire.datums import Datum, EncodedTextChunk, ModelInputChunk, datums_of
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import DType, TensorData, from_bytes, to_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from cotrain.wire.datums import ModelInputChunk
 
 PROTOBUF = "application/x-protobuf"
 """Media type of every message here."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from math import isnan
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from google.protobuf.message import DecodeError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.wire.proto import wire_pb2 as wire
-from cotrain.wire.sampling import SampledSequence, SampleResponse
+from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
 from cotrain.wire.tensors import DType, TensorData, from_bytes
-
-if TYPE_CHECKING:
-    from cotrain.wire.sampling import TopK
 
 NOTHING = (0, -99999.0)
 """Fills the cells of a top-k matrix that no token belongs to."""

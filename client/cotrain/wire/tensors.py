@@ -8,20 +8,17 @@ from __future__ import annotations
 import reprlib
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import accumulate, chain, pairwise
 from math import prod
 from numbers import Integral
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.wire.model import Listed, in_a_sentence
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 DType = Literal["int64", "float32"]
 

@@ -1,27 +1,63 @@
-"""Blobs as objects of a store (S3, GCS, Azure), through obstore: each put whole, read whole or by range."""
+"""Blobs as objects of a store (S3, GCS, Azure), through obstore: each put whole, read whole or by range.
+
+What a process could not do with its object store: every failure is counted, one in so long is logged.
+"""
 
 from __future__ import annotations
 
 import errno
 import io
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import Any, BinaryIO, Self
 
+import structlog
 from obstore import exceptions
-from typing_extensions import override
+from obstore.store import ObjectStore
+from typing_extensions import Buffer, override
 
-from cotrain_store.blobs.failures import FAILURES
-from cotrain_store.blobs.protocol import Blob, BlobsUnavailable
+from cotrain_store.blobs.protocol import Blob, BlobsUnavailable, Moments
 from cotrain_store.failpoints import failpoint
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from typing import Any, BinaryIO
+log = structlog.get_logger()
 
-    from obstore.store import ObjectStore
-    from typing_extensions import Buffer
+LOG_EVERY_S = 10.0
 
-    from cotrain_store.blobs.protocol import Moments
+
+class Failures:
+    """What one process cannot do with its store: counted, and logged now and then. Any thread may note one."""
+
+    def __init__(self) -> None:
+        self.count: Callable[[str], None] = lambda _: None
+        """Counts a failure of an operation; set by the process that shows metrics."""
+        self._lock = threading.Lock()
+        self._logged_at = -LOG_EVERY_S
+        self._failed_since = 0.0
+
+    def note(self, operation: str, key: str, reason: str) -> None:
+        """Count a failure."""
+        self.count(operation)
+        now = time.monotonic()
+        with self._lock:
+            self._failed_since = self._failed_since or now
+            is_due = now - self._logged_at >= LOG_EVERY_S
+            self._logged_at = now if is_due else self._logged_at
+        if is_due:
+            log.error("object_store_unavailable", operation=operation, key=key, reason=reason)
+
+    def note_success(self) -> None:
+        """Say once that the store answers again."""
+        if self._failed_since:
+            with self._lock:
+                since, self._failed_since = self._failed_since, 0.0
+            if since:
+                log.info("object_store_available", after_s=round(time.monotonic() - since, 1))
+
+
+FAILURES = Failures()
+
 
 #: Which Redis these objects belong to. Without it a store that has nothing of ours is not the one that was set.
 MARK = "belongs-to"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-    from typing import BinaryIO
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, Protocol, Self
 
 
 class BlobsUnavailable(OSError):

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages.encoding import decode
+from cotrain_store.messages.ids import decode
 from cotrain_store.messages.runs import LoraSpec
 
 _MAGIC = b"CTI1"

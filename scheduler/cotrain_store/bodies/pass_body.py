@@ -5,18 +5,15 @@ The API reads a body once to check it, the worker once to run it; the scheduler 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.errors import MalformedBody
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 #: A tensor is refused when it claims more elements than this, before anything is allocated.
 MAX_ELEMENTS = 1 << 26

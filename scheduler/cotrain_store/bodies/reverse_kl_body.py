@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import WeightsRef
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 #: Bytes of the JSON part.
 _HEADER = struct.Struct("<I")

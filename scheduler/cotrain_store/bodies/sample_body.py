@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages.encoding import decode
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from cotrain_store.messages.ids import decode
 
 #: Bytes of the JSON part, tokens of the prompt, rows and columns of the targets.
 _HEADER = struct.Struct("<4I")

@@ -12,13 +12,10 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from cotrain_store.blobs.durable_files import sync_folder
+from cotrain_store.blobs.folder import sync_folder
 from cotrain_store.redis_client.embedded_server import LOG_FOLDER
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 #: Where Redis 6.2 keeps its log, in one file; one of 7 moves it on its first start.
 ONE_FILE = "appendonly.aof"

@@ -5,27 +5,22 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import structlog
 
 from cotrain_store.blobs.protocol import BlobsUnavailable
-from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool
 from cotrain_store.errors import DiskReserveReached, StoreFull, StoreUnavailable
-from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-    from concurrent.futures import Future
-
-    from cotrain_store.disk.spool import Spool
-    from cotrain_store.redis_client.connection import Connection
-
-    #: Spools a body that is too large for Redis, and gives its reference, or `inline`.
-    #: Raises DiskReserveReached, StoreUnavailable where it cannot be written.
-    StoreBody: TypeAlias = Callable[[bytes], Awaitable[str]]
+#: Spools a body that is too large for Redis, and gives its reference, or `inline`.
+#: Raises DiskReserveReached, StoreUnavailable where it cannot be written.
+StoreBody: TypeAlias = Callable[[bytes], Awaitable[str]]
 
 log = structlog.get_logger()
 

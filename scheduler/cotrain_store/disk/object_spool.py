@@ -5,19 +5,15 @@ A store has no locks, so that what is unreferenced goes only after `OBJECTS_REST
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from typing_extensions import override
 
+from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.disk.spool import Spool, SpoolRef, record_of
 from cotrain_store.failpoints import failpoint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from cotrain_store.blobs.protocol import Blobs
 
 #: Between the put of a body and its acceptance a process may stand still for an hour (6 x ORPHAN_AGE_S), not longer.
 OBJECTS_REST = 6

@@ -6,10 +6,7 @@ file's date says nothing of its age, and neither does that of an object in a sto
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
 
 #: A file that nothing refers to may be one that a process is about to refer to; not after so long.
 ORPHAN_AGE_S = 600.0

@@ -1,18 +1,21 @@
-"""Results as Redis values: small ones whole, large ones as a reference into the spool."""
+"""Results as Redis values: small ones whole, large ones as a reference into the spool.
+
+The SHA-256 of an adapter's files, in a file next to them: written with them, checked before they are read.
+
+In the form of `sha256sum`, so that `sha256sum -c SHA256SUMS` checks a folder as well. Files without it are not
+used: nothing tells a damaged one from a whole one.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool
 from cotrain_store.keys import result_keys
 from cotrain_store.messages.results import Result, ResultKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from cotrain_store.disk.spool import Spool
 
 #: What the requests of a run resolve to that was closed before they were planned.
 UNLOADED = Result.failed("The training run was unloaded before this request ran.", "user")
@@ -82,3 +85,31 @@ def is_spooled(result: Result) -> bool:
 def whole_result(result: Result, spool: Spool) -> Result:
     """Read the payload of a spooled result; raises SpoolCorrupt when it is gone."""
     return Result(_WHOLE[result.kind], spool.read(result.payload.decode()))
+
+
+SUMS = "SHA256SUMS"
+REMEDY = (
+    f"Save the checkpoint again, or have the operator restore {SUMS} from a backup (of files that are known to be "
+    f"right, `sha256sum * > {SUMS}` writes it anew)."
+)
+#: As `sha256sum` writes it, with or without `--binary`.
+_ROW = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+
+def sums_of(contents: Mapping[str, bytes]) -> str:
+    """Write the content of SUMS for files of these names and contents."""
+    rows = ((hashlib.sha256(content).hexdigest(), name) for name, content in contents.items())
+    return "".join(f"{digest}  {name}\n" for digest, name in rows)
+
+
+def read_sums(content: bytes) -> dict[str, str]:
+    """Read the content of SUMS: name → SHA-256 (hex)."""
+    rows = map(_ROW.fullmatch, content.decode(errors="replace").splitlines())
+    return {row[2]: row[1] for row in rows if row}
+
+
+def fault_of(sums: Mapping[str, str] | None, names: Iterable[str]) -> str | None:
+    """Return why these files cannot be checked (None: there is no file SUMS), or None where they can be."""
+    if sums is None:
+        return f"{SUMS} is missing"
+    return next((f"{SUMS} has no line for {name}" for name in names if name not in sums), None)

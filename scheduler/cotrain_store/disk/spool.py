@@ -5,6 +5,8 @@ fdatasync (group commit): 64 KB bodies go 36 times faster than as Redis values (
 
 A writer holds a lock on each segment that it may still add to, or whose references are not accepted yet
 (`Spool.settle`). What is locked is never swept, however old it looks; a process that ends lets go.
+
+What refers to the segments of the spool, and which of them take no references any more.
 """
 
 from __future__ import annotations
@@ -18,22 +20,21 @@ import re
 import struct
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import structlog
 from typing_extensions import override
 
-from cotrain_store.blobs.durable_files import make_folder, passes, sync_folder
+from cotrain_store.blobs.folder import make_folder, passes, sync_folder
+from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from cotrain_store.blobs.protocol import Blobs
+from cotrain_store.keys import result_keys
+from cotrain_store.redis_client.connection import SyncConnection
+from cotrain_store.redis_client.scripts import sync_script
 
 log = structlog.get_logger()
 
@@ -317,3 +318,33 @@ def new_writer(process: str) -> str:
 
 def _digest(payload: bytes) -> bytes:
     return hashlib.sha256(payload).digest()[:16]
+
+
+_AT_ONCE = 500
+
+
+class SpoolReferences:
+    """The counts in Redis, as one worker that sweeps sees them."""
+
+    def __init__(self, connection: SyncConnection) -> None:
+        self._redis = connection
+        self._sweep = sync_script(connection, "spool_sweep")
+
+    def referenced(self) -> set[str]:
+        """Name the segments that some op or result still needs."""
+        counts = (result_keys.spool_segment_refs(), result_keys.spool_results())
+        return {name.decode() for count in counts for name in self._redis.hkeys(count)}
+
+    def close(self, segments: Sequence[str]) -> list[str]:
+        """Let segments take no references from now on; return those without any, to be removed.
+
+        A process that stood still between writing a body and having it accepted hears then that it has to
+        be sent again; a worker writes its results again.
+        """
+        script_keys = [result_keys.spool_segment_refs(), result_keys.spool_results()]
+        closed: list[str] = []
+        for start in range(0, len(segments), _AT_ONCE):
+            some = segments[start : start + _AT_ONCE]
+            args = {"segments": list(some), "ttl_ms": result_keys.SWEPT_TTL_MS}
+            closed += [name.decode() for name in self._sweep(script_keys, args)]
+        return closed

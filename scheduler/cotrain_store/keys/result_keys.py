@@ -1,11 +1,11 @@
-"""The keys of results: what they are, who has not read them, and which files they hold."""
+"""The keys of results: what they are, who has not read them, and which files they hold.
+
+The keys of time: what it is for the store, and what ends when.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.ids import RequestId, TenantId
 
 #: A client may sleep over lunch or overnight and still learn its outcome.
 SMALL_RESULT_TTL_MS = 24 * 3600 * 1000
@@ -55,3 +55,16 @@ def spool_swept(writer: str) -> str:
 def notify_results() -> str:
     """Name the channel that carries the request ids of a commit."""
     return "cotrain:notify:results"
+
+
+def clock() -> str:
+    """Name the store's clock, in ms; lives permanently, and only grows.
+
+    It began at the time of day. Since then the scheduler that leads counts on a clock that is never set.
+    """
+    return "cotrain:clock"
+
+
+def ends() -> str:
+    """Name the sorted set of keys that end (score: when, by `clock`)."""
+    return "cotrain:ends"

@@ -1,11 +1,17 @@
-"""The keys of tenants: their API keys, their sessions, and lists of what they have."""
+"""The keys of tenants: their API keys, their sessions, and lists of what they have.
+
+The keys of webhooks: where a tenant wants to be notified of its events, and those that it was not notified of yet.
+
+What runs and samplers used, by the keys and fields under which their tenants' hours hold it.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import SessionId, TenantId
+from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId
+from cotrain_store.messages.ops import RunUsage
+from cotrain_store.messages.samples import SampleUsage, parse_sample
 
 #: A session that sent no heartbeat for this long is shown as ended; the SDK sends one every 10 s and
 #: itself warns after 120 s.
@@ -190,3 +196,82 @@ def audit(tenant: TenantId) -> str:
 def audit_of_all() -> str:
     """Name the stream of what all tenants and the operator did; the last 10,000 or so are kept."""
     return "cotrain:audit"
+
+
+#: Who delivers is followed by another process when it has not said for so long that it lives.
+LEASE_MS = 10_000
+
+
+def webhook(tenant: TenantId) -> str:
+    """Name the hash of a tenant's webhook: id, url, secret, and what became of its events; until removed."""
+    return f"cotrain:tenant:{tenant}:webhook"
+
+
+def events(tenant: TenantId) -> str:
+    """Name the hash event id → when it came (ms), attempts and body; a field goes when it is over."""
+    return f"cotrain:tenant:{tenant}:webhook_events"
+
+
+def due_events(tenant: TenantId) -> str:
+    """Name the sorted set of those events (score: when to send it next, in ms of the store's clock)."""
+    return f"cotrain:tenant:{tenant}:webhook_due"
+
+
+def due_tenants() -> str:
+    """Name the sorted set of tenants with events (score: when the first one is due, in ms)."""
+    return "cotrain:webhooks:due"
+
+
+def lease() -> str:
+    """Name who delivers; expires unless renewed."""
+    return "cotrain:webhooks:lease"
+
+
+def epoch() -> str:
+    """Name the number of the newest process that delivers; lives permanently, only grows."""
+    return "cotrain:webhooks:epoch"
+
+
+def usage_hour(now_s: float) -> int:
+    """Give the start of an hour, as `keys.usage` names it."""
+    return int(now_s // 3600) * 3600
+
+
+def usage_field(what: str, base_model: str, user: str) -> str:
+    """Name an amount in the hash of an hour; `user` is a run or a sampler."""
+    return f"{what}|{base_model}|{user.partition(':')[0]}|{user}"
+
+
+def training_amounts(
+    used_by_run: Mapping[RunId, RunUsage],
+    tenant_by_run: Mapping[RunId, TenantId],
+    base_model: str,
+    now_s: float,
+) -> dict[str, dict[str, float]]:
+    """Sort what runs used by the hours (keys) of their tenants."""
+    amounts: dict[str, dict[str, float]] = {}
+    for run, used in used_by_run.items():
+        hour = amounts.setdefault(usage(tenant_by_run[run], usage_hour(now_s)), {})
+        hour[usage_field("training_tokens", base_model, run)] = used.tokens
+        hour[usage_field("device_s", base_model, run)] = used.device_s
+    return amounts
+
+
+def sampling_amounts(
+    request: RequestId, used: SampleUsage | None, base_model: str
+) -> dict[str, float]:
+    """Name what a sample request used; nothing where that is not known."""
+    name = parse_sample(request)
+    if used is None or name is None:
+        return {}
+    amounts: dict[str, float] = {
+        "prefill_tokens": used.prompt_tokens,
+        "cached_tokens": used.cached_tokens,
+        "sampled_tokens": used.sampled_tokens,
+        "device_s": used.device_s,
+    }
+    return {
+        usage_field(what, base_model, name.sampler): amount
+        for what, amount in amounts.items()
+        if amount
+    }

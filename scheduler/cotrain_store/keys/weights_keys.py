@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cotrain_store.keys.fleet_keys import prefix
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import PoolId, RunId, TenantId, WeightsRef, WorkerId
+from cotrain_store.messages.ids import PoolId, RunId, TenantId, WeightsRef, WorkerId
 
 
 def weights(ref: WeightsRef) -> str:

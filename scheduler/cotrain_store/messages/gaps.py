@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from cotrain_store.keys import run_keys
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import PoolId, RunId
-    from cotrain_store.redis_client.connection import Connection
+from cotrain_store.messages.ids import PoolId, RunId
+from cotrain_store.redis_client.connection import Connection
 
 
 async def client_seq(connection: Connection, pool: PoolId, run: RunId, log_seq: int) -> int:

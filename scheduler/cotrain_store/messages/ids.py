@@ -1,8 +1,14 @@
-"""What everything is called. Ids are strings that a client sees; some say what they belong to."""
+"""What everything is called. Ids are strings that a client sees; some say what they belong to.
+
+How a message is written as JSON and read again, in the next version as well.
+"""
 
 from __future__ import annotations
 
-from typing import NewType, TypeAlias
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, NewType, TypeAlias, TypeVar
 
 TenantId = NewType("TenantId", str)
 SessionId = NewType("SessionId", str)
@@ -50,3 +56,21 @@ def sampler_id(session: SessionId, sampling_seq_id: int) -> SamplerId:
 def sample_id(sampler: SamplerId, seq: int) -> RequestId:
     """Name a sample request by its sampler and the number its client gave it (64 bits)."""
     return RequestId(f"{sampler}:{seq}")
+
+
+_Message = TypeVar("_Message")
+
+
+def encode(record: Any) -> str:
+    """Write a dataclass of this package as compact JSON.
+
+    Half a surrogate pair, which a tenant's text may hold, is no Unicode: the scripts could not read it.
+    """
+    text = json.dumps(asdict(record), separators=(",", ":"), ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()
+
+
+def decode(message: type[_Message], raw: Mapping[str, Any]) -> _Message:
+    """Build a message of what `encode` wrote, in this version or the next: unknown fields are dropped."""
+    known = {field.name for field in fields(message)}  # type: ignore[arg-type]  # always a dataclass
+    return message(**{name: value for name, value in raw.items() if name in known})

@@ -1,17 +1,28 @@
-"""What a run is asked to do, in its order, and the step in which a worker does it."""
+"""What a run is asked to do, in its order, and the step in which a worker does it.
+
+How the rows of Redis are read as records: what was written once, with what became of it since.
+
+What the scheduler hears of a pool's queue: what changed, and why it is woken.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-from cotrain_store.messages.encoding import decode
-from cotrain_store.messages.ids import request_id
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import RequestId, RunId, TenantId, WorkerId
+from cotrain_store.messages.ids import (
+    PoolId,
+    RequestId,
+    RunId,
+    TenantId,
+    WorkerId,
+    decode,
+    request_id,
+)
+from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, RunState, SessionRecord
+from cotrain_store.messages.saves import WeightsRecord
 
 
 class OpKind(StrEnum):
@@ -83,7 +94,7 @@ class RunQueue:
     tenant: TenantId
     worker: WorkerId | None
     ops: tuple[QueuedOp, ...]
-    begun_tokens: int = 0
+    done_tokens: int = 0
     """Of the first op, what its worker ran in steps before: it is a pass that is open there."""
 
 
@@ -124,3 +135,86 @@ class RunUsage:
 
     tokens: int
     device_s: float
+
+
+#: What `weights_record` reads.
+WEIGHTS_FIELDS = ("record", "digest", "size", "optimizer")
+
+
+def session_record(row: dict[bytes, bytes]) -> SessionRecord:
+    """Read a session, as its hash has it."""
+    raw = json.loads(row[b"record"])
+    raw["tags"] = tuple(raw["tags"])
+    raw["project_id"] = row.get(b"project_id", b"").decode() or raw["project_id"]
+    raw["finish_reason"] = row.get(b"reason", b"").decode()
+    finished = row.get(b"finished_at")
+    raw["finished_at"] = float(finished) if finished else None
+    return decode(SessionRecord, raw)
+
+
+def run_record(row: dict[bytes, bytes]) -> RunRecord:
+    """Read a run, as its hash has it."""
+    raw = json.loads(row[b"record"])
+    raw["lora"] = decode(LoraSpec, raw["lora"])
+    raw["state"] = RunState(row.get(b"state", b"live").decode())
+    last = row.get(b"last_request_at")
+    raw["last_request_at"] = float(last) if last else None
+    raw["weights_epoch"] = int(row.get(b"weights_epoch", b"0"))
+    raw["rolled_back_to"] = row.get(b"rolled_back_to", b"").decode()
+    raw["note"] = row.get(b"note", b"").decode()
+    raw["tags"] = tags_of(row.get(b"tags"))
+    return decode(RunRecord, raw)
+
+
+def tags_of(field: bytes | None) -> tuple[str, ...]:
+    """Read the tags of a run."""
+    return tuple(json.loads(field)) if field else ()
+
+
+def pool_record(row: bytes) -> PoolRecord:
+    """Read a pool, as its worker wrote it."""
+    raw = json.loads(row)
+    raw["eos_token_ids"] = tuple(raw.get("eos_token_ids", ()))
+    return decode(PoolRecord, raw)
+
+
+def weights_record(row: Sequence[bytes]) -> WeightsRecord:
+    """Read a record of weights and what became of them (WEIGHTS_FIELDS)."""
+    raw = json.loads(row[0])
+    raw["lora"] = decode(LoraSpec, raw["lora"])
+    return replace(
+        decode(WeightsRecord, raw),
+        digest=row[1].decode(),
+        size=int(row[2]),
+        optimizer_digest=(row[3] or b"").decode(),
+    )
+
+
+@dataclass(frozen=True)
+class QueueChanges:
+    """What changed in a pool's queue since a number that the store gave."""
+
+    number: int
+    """To ask for next. Less than what was asked for: Redis has lost what it knew."""
+    queues: Sequence[RunQueue]
+    """As they are now; without ops where a run can not go on any more."""
+    ready: int
+    """How many runs can go on in all."""
+    are_all: bool
+
+
+@dataclass(frozen=True)
+class Wake:
+    """Why the scheduler is woken: an op of a run became ready, or a worker became free."""
+
+    pool: PoolId
+    worker: WorkerId | None
+    """Which has the run; None where none has it, and for one that became free."""
+    is_free: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Wake:
+        """Read `ready {pool}:worker` or `free {pool}:`, as the scripts write it."""
+        what, _, where = text.partition(" ")
+        pool, _, worker = where.removeprefix("{").partition("}:")
+        return cls(PoolId(pool), WorkerId(worker) if worker else None, what == "free")

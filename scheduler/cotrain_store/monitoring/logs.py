@@ -9,18 +9,14 @@ import logging
 import re
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any, TextIO
 
 import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
 from typing_extensions import override
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
-    from typing import TextIO
-
-    from structlog.typing import EventDict, Processor, WrappedLogger
 
 #: Anything that looks like an API key, wherever it got into an event.
 _KEY = re.compile(r"\b(?:tml|sk)-[A-Za-z0-9_.-]+")

@@ -1,15 +1,87 @@
 """What each process counts itself, as prometheus_client's objects; what they are called is in `definitions.py`.
 
 Cheap enough for every request and every cycle (about a microsecond each), and safe from any thread.
+
+A histogram that takes many equal observations at once: a decode step gives hundreds of sequences a token each.
+
+Labels for tenants, of which one process shows a hundred at most.
+
+What one worker counts, under its own labels. Any thread may count.
 """
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import math
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import accumulate
 
-from cotrain_store.blobs.failures import FAILURES
-from cotrain_store.monitoring.counted_histogram import CountedHistogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+from typing_extensions import override
+
+from cotrain_store.blobs.objects import FAILURES
+from cotrain_store.messages.ids import TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.monitoring.definitions import METRICS, Metric, Source
+
+
+class Series:
+    """One set of labels."""
+
+    def __init__(self, ends: tuple[float, ...]) -> None:
+        self._ends = ends
+        self._lock = threading.Lock()
+        self.counts = [0] * len(ends)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value so often."""
+        with self._lock:
+            self.counts[bisect_left(self._ends, value)] += times
+            self.sum += value * times
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Return each bucket's end with all it and those below it hold, and the sum of all values."""
+        with self._lock:
+            counts, total = list(self.counts), self.sum
+        ends = map(floatToGoString, self._ends)
+        return list(zip(ends, map(float, accumulate(counts)), strict=True)), total
+
+
+class CountedHistogram(Collector):
+    """What prometheus_client's Histogram shows, with `series` for its `labels`."""
+
+    def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
+        self._metric = metric
+        self._ends = (*metric.buckets, math.inf)
+        self._series: dict[tuple[str, ...], Series] = {}
+        registry.register(self)
+
+    def series(self, *labels: str) -> Series:
+        """Return the series with these labels."""
+        return self._series.setdefault(labels, Series(self._ends))
+
+    def describe(self) -> Iterable[Family]:
+        """Name it, so that no other takes its name."""
+        return [self._family()]
+
+    @override
+    def collect(self) -> Iterable[Family]:
+        family = self._family()
+        for labels, series in list(self._series.items()):
+            family.add_metric(labels, *series.buckets())
+        return [family]
+
+    def _family(self) -> HistogramMetricFamily:
+        return HistogramMetricFamily(
+            self._metric.name, self._metric.help, labels=self._metric.labels
+        )
+
 
 REGISTRIES: dict[Source, CollectorRegistry] = {
     source: CollectorRegistry(auto_describe=True) for source in Source if source != Source.FLEET
@@ -83,3 +155,53 @@ SAMPLE_QUEUE = _histogram("cotrain_sample_queue_seconds")
 SAMPLE_FIRST_TOKEN = _histogram("cotrain_sample_time_to_first_token_seconds")
 SNAPSHOT_DURATION = _histogram("cotrain_snapshot_seconds")
 TENANT_DEVICE_SECONDS = _counter("cotrain_tenant_device_seconds_total")
+
+
+#: Tenants with a line of their own; the others are summed up, so that a scrape stays small.
+TENANTS_SHOWN = 100
+OTHERS = "other"
+
+
+class TenantLabels:
+    """The tenants that came first keep their label for the life of the process: a counter never goes back."""
+
+    def __init__(self, most: int = TENANTS_SHOWN) -> None:
+        self._most = most
+        self._shown: set[TenantId] = set()
+
+    def label(self, tenant: TenantId) -> str:
+        """Return a tenant's label."""
+        if tenant in self._shown:
+            return tenant
+        if len(self._shown) >= self._most:
+            return OTHERS
+        self._shown.add(tenant)
+        return tenant
+
+
+class WorkerMetrics:
+    """The worker's part of `metrics`. `pool` is the base model."""
+
+    def __init__(self, pool: str, worker: WorkerId) -> None:
+        self._labels = (pool, worker)
+        self._tenants = TenantLabels()
+        self._device_seconds: dict[TenantId, Counter] = {}
+        self.cycle_duration = CYCLE_DURATION.labels(*self._labels)
+        self.snapshot_duration = SNAPSHOT_DURATION.labels(*self._labels)
+        self.sample_queue = SAMPLE_QUEUE.labels(*self._labels)
+        self.first_token = SAMPLE_FIRST_TOKEN.labels(*self._labels)
+        self.inter_token = SAMPLE_INTER_TOKEN.series(*self._labels)
+
+    def resolved(self, kind: OpKind, latency_s: float) -> None:
+        """Count an op that resolved."""
+        OP_LATENCY.labels(*self._labels, kind.value).observe(max(0.0, latency_s))
+
+    def used_device(self, tenant: TenantId, seconds: float) -> None:
+        """Count what a tenant's work took of the device's time."""
+        counter = self._device_seconds.get(tenant)
+        if counter is None:
+            label = self._tenants.label(tenant)
+            counter = TENANT_DEVICE_SECONDS.labels(*self._labels, label)
+            if label != OTHERS:  # else this would grow with the tenants
+                self._device_seconds[tenant] = counter
+        counter.inc(seconds)

@@ -6,23 +6,19 @@ Off by default. Whatever runs in the process goes on: a scrape only reads, and t
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from typing_extensions import override
 
 from cotrain_store.listening import CannotListen, listen
+from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics import REGISTRIES
 from cotrain_store.refusal import refuse
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from cotrain_store.monitoring.definitions import Source
-    from cotrain_store.settings.store import StoreSettings
+from cotrain_store.settings.store import StoreSettings
 
 log = structlog.get_logger()
 

@@ -12,7 +12,8 @@ import os
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import structlog
 from opentelemetry.context import Context
@@ -26,6 +27,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
+    Span,
     SpanContext,
     SpanKind,
     Status,
@@ -39,11 +41,6 @@ from cotrain.version import __version__
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics import TRACE_SPANS_DROPPED
 from cotrain_store.monitoring.traceparent import read_traceparent
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from opentelemetry.trace import Span
 
 log = structlog.get_logger()
 

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, run_keys
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import RunId
-from cotrain_store.messages.scaling import parse_scaling
+from cotrain_store.messages.fleet import Pauses, Scaling, parse_scaling
+from cotrain_store.messages.ids import PoolId, RunId, encode
 from cotrain_store.monitoring.backlog import Demand, computed
-from cotrain_store.monitoring.status import pool_status
+from cotrain_store.monitoring.status import PoolStatus, pool_status
+from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import PoolId
-    from cotrain_store.messages.pauses import Pauses
-    from cotrain_store.messages.scaling import Scaling
-    from cotrain_store.monitoring.status import PoolStatus
-    from cotrain_store.redis_client.connection import Connection
-
 
 #: Runs that are looked at one by one where some are held back; any more count as if they were not.
 RUNS_READ = 1_000
@@ -28,7 +18,7 @@ RUNS_READ = 1_000
 def demand_of(status: PoolStatus, pauses: Pauses, paused_runs: int = 0) -> Demand:
     """Sum up what a pool has to do; `paused_runs` of those that could go on are held back."""
     queues = [queue for queue in status.queues if queue.tenant not in pauses.tenants]
-    serving = [worker for worker in status.workers if not worker.hands_over]
+    serving = [worker for worker in status.workers if not worker.is_handing_over]
     return Demand(
         tokens=sum(queue.tokens for queue in queues),
         runs=max(0, status.ready_runs - paused_runs) + status.open_cycles,

@@ -1,26 +1,38 @@
-"""What operators and dashboards see: workers, queues, cycles, Redis. Reads only."""
+"""What operators and dashboards see: workers, queues, cycles, Redis. Reads only.
+
+The newest ops of a run's log, with what became of each; and which worker runs are at. Reads only.
+
+What pools did minute by minute, for charts. Reads only, as many keys as there are minutes.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cotrain_store.keys import age_keys, fleet_keys, run_keys, tenant_keys, weights_keys
-from cotrain_store.messages.encoding import decode
-from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import PoolId, SessionId, TenantId, WorkerId
-from cotrain_store.messages.scaling import parse_scaling
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
+from cotrain_store.keys.fleet_keys import FIELDS, minute_of, tenant_seconds, tenant_tokens
+from cotrain_store.messages.fleet import Scaling, WorkerHeartbeat, parse_scaling
+from cotrain_store.messages.ids import (
+    PoolId,
+    RunId,
+    SessionId,
+    TenantId,
+    WorkerId,
+    decode,
+    request_id,
+)
+from cotrain_store.messages.ops import QueuedOp
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring.backlog import backlog_seconds
+from cotrain_store.redis_client.connection import Connection, parse_ms
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.redis_client.store_clock import parse_ms
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from cotrain_store.messages.scaling import Scaling
-    from cotrain_store.redis_client.connection import Connection
 
 #: Cycle records of a full pool have some 10 KB each, and Redis does nothing else while it sends them.
 READ_AT_ONCE = 50
@@ -103,7 +115,7 @@ class PoolStatus:
 
     @property
     def _rates(self) -> list[float]:
-        return [worker.tokens_per_s for worker in self.workers if not worker.hands_over]
+        return [worker.tokens_per_s for worker in self.workers if not worker.is_handing_over]
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,7 @@ async def pool_status(
     pipeline = connection.pipeline(transaction=False)
     pipeline.zrange(run_keys.ready(pool), 0, 0, withscores=True)
     pipeline.zrange(run_keys.gaps(pool), 0, 0, withscores=True)
-    pipeline.get(age_keys.clock())
+    pipeline.get(result_keys.clock())
     pipeline.get(fleet_keys.cycle_counter(pool))
     pipeline.hgetall(fleet_keys.counters(pool))
     pipeline.scard(weights_keys.pool_weights(pool))
@@ -196,7 +208,7 @@ async def pools_with_workers(connection: Connection, pools: Iterable[PoolId]) ->
             WorkerId(name.decode()) for name in await connection.smembers(fleet_keys.workers(pool))
         ]
         rows = await connection.mget([fleet_keys.worker(pool, name) for name in ids]) if ids else []
-        if any(row and not json.loads(row).get("hands_over") for row in rows):
+        if any(row and not json.loads(row).get("is_handing_over") for row in rows):
             alive.add(pool)
     return frozenset(alive)
 
@@ -284,3 +296,140 @@ def _age_s(oldest: list[tuple[bytes, float]], now_ms: float) -> float:
 
 def _is_of(session: SessionId, run: str) -> bool:
     return run.partition(":")[0] == session
+
+
+#: A failure's sentence lies within this; of other results only the first byte is of interest.
+_BYTES_READ = 4_096
+
+
+@dataclass(frozen=True)
+class LoggedOp:
+    """One op of a log."""
+
+    seq: int
+    kind: str
+    """Empty where the log has no op of this seq: it never came, or a snapshot covers it."""
+    tokens: int
+    accepted_at: float | None
+    result: ResultKind | None
+    """None without one: not done yet, or expired."""
+    error: str
+    """Why it failed; empty if it did not."""
+
+
+async def newest_ops(
+    connection: Connection, run: RunRecord, last: int, most: int
+) -> list[LoggedOp]:
+    """Read the ops up to seq `last`, in order; covered ones of which no result is left are left out."""
+    seqs = range(max(0, last - most + 1), last + 1)
+    if not seqs:
+        return []
+    pipeline = connection.pipeline(transaction=False)
+    pipeline.hmget(run_keys.ops(run.pool, run.id), [str(seq) for seq in seqs])
+    for seq in seqs:
+        pipeline.getrange(result_keys.result(request_id(run.id, seq)), 0, _BYTES_READ - 1)
+    envelopes, *results = await pipeline.execute()
+    rows = zip(seqs, envelopes, results, strict=True)
+    return [_op(run, *row) for row in rows if row[1] or row[2]]
+
+
+def _op(run: RunRecord, seq: int, envelope: bytes | None, result: bytes) -> LoggedOp:
+    op = QueuedOp.parse(run.id, seq, envelope.decode()) if envelope else None
+    return LoggedOp(
+        seq=seq,
+        kind=op.kind.value if op else "",
+        tokens=op.tokens if op else 0,
+        accepted_at=op.accepted_at if op else None,
+        result=ResultKind(result[:1].decode()) if result else None,
+        error=_error(result),
+    )
+
+
+def _error(result: bytes) -> str:
+    if result[:1] != ResultKind.FAILURE.encode():
+        return ""
+    try:
+        text = Result.decode(result).json()["error"]
+    except (ValueError, KeyError):  # longer than what was read
+        return "It failed; its client has the reason."
+    return str(text)
+
+
+async def owners(
+    connection: Connection, pool: PoolId, runs: Sequence[RunId]
+) -> dict[RunId, WorkerId]:
+    """Say which worker each of these runs of a pool is at; those that ended, or have none, are left out."""
+    pipeline = connection.pipeline(transaction=False)
+    for run in runs:
+        pipeline.hmget(run_keys.log(pool, run), ["state", "worker"])
+    rows = await pipeline.execute() if runs else []
+    return {
+        run: WorkerId(worker.decode())
+        for run, (state, worker) in zip(runs, rows, strict=True)
+        if state == b"live" and worker
+    }
+
+
+MINUTES = 60
+#: Whose share of the device is added up over so many minutes.
+TOP_MINUTES = 15
+#: Of 1,000 tenants each costs Redis 1.6 ms.
+MINUTES_AT_ONCE = 3
+
+
+@dataclass(frozen=True)
+class Minute:
+    """What happened in one minute; the last one is not over."""
+
+    start_s: int
+    counts: Mapping[str, float]
+    """By `minute_fields.FIELDS`; with a tenant asked for, `own_tokens` and `own_device_s` as well."""
+
+    def of(self, name: str) -> float:
+        """Give a count; 0 where nothing was counted."""
+        return self.counts.get(name, 0.0)
+
+
+async def last_minutes(
+    connection: Connection, pool: PoolId, now_s: float, tenant: TenantId | None = None
+) -> list[Minute]:
+    """Read the last hour of a pool, oldest minute first, the current one last."""
+    starts = _starts(now_s, MINUTES)
+    names = list(FIELDS)
+    stored = list(FIELDS)
+    if tenant is not None:
+        names += ["own_tokens", "own_device_s"]
+        stored += [tenant_tokens(tenant), tenant_seconds(tenant)]
+    pipeline = connection.pipeline(transaction=False)
+    for start in starts:
+        pipeline.hmget(fleet_keys.minute(pool, start), stored)
+    rows = await pipeline.execute()
+    return [
+        Minute(start, {name: float(value) for name, value in zip(names, row, strict=True) if value})
+        for start, row in zip(starts, rows, strict=True)
+    ]
+
+
+async def busiest_tenants(
+    connection: Connection, pools: Sequence[PoolId], now_s: float, most: int
+) -> list[tuple[TenantId, float]]:
+    """Name those that used the most seconds of the devices in the last minutes, the first one first.
+
+    Redis is asked for a few minutes at a time: then others have their turn.
+    """
+    busy_minute = async_script(connection, "busy_minute")
+    seconds: defaultdict[TenantId, float] = defaultdict(float)
+    for pool in pools:
+        starts = _starts(now_s, TOP_MINUTES)
+        for first in range(0, TOP_MINUTES, MINUTES_AT_ONCE):
+            part = starts[first : first + MINUTES_AT_ONCE]
+            rows = (busy_minute([fleet_keys.minute(pool, start)], {}) for start in part)
+            for row in await asyncio.gather(*rows):
+                for tenant, value in json.loads(row).items():
+                    seconds[TenantId(tenant)] += float(value)
+    return sorted(seconds.items(), key=lambda item: (-item[1], item[0]))[:most]
+
+
+def _starts(now_s: float, minutes: int) -> list[int]:
+    newest = minute_of(now_s)
+    return [newest - 60 * back for back in range(minutes - 1, -1, -1)]

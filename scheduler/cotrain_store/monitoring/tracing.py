@@ -7,13 +7,11 @@ opentelemetry). Across processes a span is named as W3C's header `traceparent` n
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    Attributes = Mapping[str, str | int | float | bool]
+Attributes = Mapping[str, str | int | float | bool]
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED
 from cotrain_store.disk.spool import SpoolRef
-from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys, weights_keys
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.history import HISTORY_POINTS
-from cotrain_store.messages.ops import OpKind
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, encode
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.runs import HISTORY_POINTS, HistoryEntry, RunState
 from cotrain_store.messages.samples import SamplerRecord
-from cotrain_store.messages.weights import external_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from cotrain_store.messages.history import HistoryEntry
-    from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId
-    from cotrain_store.messages.ops import QueuedOp, Step
-    from cotrain_store.messages.saves import SaveRecords
-    from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.messages.saves import CheckpointRecord, SaveRecords, external_folder
 
 _FAILURES: dict[str, str] = {
     RunState.CLOSED: UNLOADED.encode().decode(),
@@ -179,7 +170,7 @@ def save_row(records: SaveRecords) -> dict[str, Any]:
 
 
 def _sampler_row(sampler: SamplerRecord) -> dict[str, Any]:
-    idle_ms = sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral)
+    idle_ms = run_keys.sampler_idle_ms(ephemeral=sampler.ephemeral)
     return {"kind": "s", "name": sampler.id, "session": sampler.session, "idle_ms": idle_ms}
 
 

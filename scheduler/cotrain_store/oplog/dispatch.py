@@ -1,37 +1,31 @@
 """Read what is ready and write plans: the scheduler's side of the log.
 
 Only the holder of the newest epoch may write; an older one gets Fenced, and stands by.
+
+Strike idle tenants off a pool's list. Whatever ends work does so at once; an older version never did.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from cotrain_store.errors import Fenced, PlanOutdated
-from cotrain_store.keys import age_keys, fleet_keys, result_keys, run_keys, sample_keys
-from cotrain_store.messages.encoding import decode, encode
-from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
+from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.messages.fleet import PlanPolicy, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.gaps import client_seq, given_up
-from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
-from cotrain_store.messages.ops import QueuedOp, RunQueue, Step
-from cotrain_store.messages.pauses import PlanPolicy
-from cotrain_store.messages.queue_changes import QueueChanges, Wake
+from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId, decode, encode
+from cotrain_store.messages.ops import QueueChanges, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.messages.results import Result
 from cotrain_store.monitoring.scaling import ScalingRecords
+from cotrain_store.oplog.intake import rejection
 from cotrain_store.oplog.moves import Moves
-from cotrain_store.oplog.rejection import rejection
-from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.redis_client.store_clock import clock_ms
-from cotrain_store.sampling.endings import CANCEL, LIVES
-from cotrain_store.tenants.pauses import read_pauses
-from cotrain_store.tenants.policies import read_weights
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from cotrain_store.redis_client.connection import Connection
+from cotrain_store.redis_client.connection import Connection, SyncConnection, clock_ms
+from cotrain_store.redis_client.scripts import async_script, sync_script
+from cotrain_store.sampling.claims import CANCEL, TTL_MS
+from cotrain_store.tenants.policies import read_pauses, read_weights
 
 #: Runs that one call reads: Redis does nothing else during it.
 RUNS_AT_ONCE = 256
@@ -59,7 +53,7 @@ class Dispatch:
         self._plan = async_script(connection, "plan")
         self._lease = async_script(connection, "lease")
         self._reassign = async_script(connection, "reassign")
-        self._strike_off = async_script(connection, "strike_off")
+        self._deregister = async_script(connection, "deregister")
         self._expire_gap = async_script(connection, "expire_gap")
         self._tick = async_script(connection, "tick")
         self.moves = Moves(connection)
@@ -92,7 +86,7 @@ class Dispatch:
         """
         now = time.monotonic()
         passed_s = min(now - (now if self._counted_at is None else self._counted_at), MAX_STEP_S)
-        script_keys = [fleet_keys.scheduler_epoch(), age_keys.clock(), age_keys.ends()]
+        script_keys = [fleet_keys.scheduler_epoch(), result_keys.clock(), result_keys.ends()]
         for passed_ms in (int(passed_s * 1000), *([0] * (_CALLS_AT_ONCE - 1))):
             args = {"epoch": self._epoch, "passed_ms": passed_ms, "most": ENDS_AT_ONCE}
             ended = await self._tick(script_keys, args)
@@ -152,14 +146,14 @@ class Dispatch:
         args = {
             "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "dead": dead.worker,
             "seen_epoch": str(dead.epoch), "successor": successor,
-            "any_worker": sample_keys.ANY_WORKER, "cancel": CANCEL, "lives": LIVES,
+            "any_worker": run_keys.ANY_WORKER, "cancel": CANCEL, "lives": TTL_MS,
         }  # fmt: skip
         answer = await self._reassign(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
 
-    async def strike_off(self, pool: PoolId, drained: WorkerSlot, successor: WorkerId) -> bool:
+    async def deregister(self, pool: PoolId, drained: WorkerSlot, successor: WorkerId) -> bool:
         """Take a drained worker off its pool's list: its runs can go anywhere. False where it is not yet drained.
 
         Raises:
@@ -173,9 +167,9 @@ class Dispatch:
         args = {
             "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "worker": drained.worker,
             "seen_epoch": str(drained.epoch), "successor": successor,
-            "any_worker": sample_keys.ANY_WORKER,
+            "any_worker": run_keys.ANY_WORKER,
         }  # fmt: skip
-        answer = await self._strike_off(script_keys, args)
+        answer = await self._deregister(script_keys, args)
         if answer == b"FENCED":
             raise Fenced
         return bool(answer == b"OK")
@@ -186,7 +180,7 @@ class Dispatch:
         Raises:
             Fenced: a newer scheduler leads.
         """
-        return await self.moves.ask_as_scheduler(pool, run, to, self._epoch)
+        return await self.moves.request_move(pool, run, to, self._epoch)
 
     async def open_steps(self, pool: PoolId, worker: WorkerId) -> int:
         """Count a worker's steps that are planned and not yet committed."""
@@ -322,3 +316,18 @@ def _runs_of(ops: Sequence[QueuedOp]) -> list[dict[str, Any]]:
         run = runs.setdefault(op.run, {"run": op.run, "first": op.seq, "ops": []})
         run["ops"].append(op.envelope())
     return list(runs.values())
+
+
+#: Redis does nothing else while it looks at these.
+TENANTS_AT_ONCE = 1_000
+
+
+def strike_idle_tenants(connection: SyncConnection, pool: PoolId) -> None:
+    """Leave on the list only those for which something waits or runs. Twice is harmless."""
+    strike, prefix = sync_script(connection, "idle_tenants"), fleet_keys.prefix(pool)
+    cursor = None
+    while cursor != 0:
+        cursor, names = connection.sscan(
+            run_keys.queue_tenants(pool), cursor or 0, count=TENANTS_AT_ONCE
+        )
+        strike([], {"prefix": prefix, "tenants": [name.decode() for name in names]})

@@ -2,48 +2,153 @@
 
 Plain synchronous, as the worker's engine is. Everything is fenced by the worker's epoch: a worker
 that was paused while another took its place gets Fenced and must exit.
+
+During which parts of steps processes crashed, for the next process to be careful with.
+
+A part of a step is named by the request that it begins with, and anything behind.
+
+Let a run go on from a checkpoint when its newest state was lost with a disk. Never silent.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED, stored_results
-from cotrain_store.disk.spool_references import SpoolReferences
+from cotrain_store.disk.spool import Spool, SpoolReferences
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
-from cotrain_store.keys.minute_fields import cycle_counts, minute_of
-from cotrain_store.keys.usage_fields import training_amounts
-from cotrain_store.messages.encoding import decode, encode
+from cotrain_store.keys.fleet_keys import cycle_counts, minute_of
+from cotrain_store.keys.tenant_keys import training_amounts
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import OpId, PoolId, RunId, WorkerId, request_id
-from cotrain_store.messages.ops import QueuedOp, RunUsage, Step
-from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.ids import (
+    OpId,
+    PoolId,
+    RunId,
+    TenantId,
+    WorkerId,
+    decode,
+    encode,
+    request_id,
+    run_of,
+    seq_of,
+)
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import HistoryEntry, PoolRecord, RunState
+from cotrain_store.messages.saves import CheckpointRecord, SaveRecords
 from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, save_row
-from cotrain_store.oplog.crash_counts import CrashCounts
-from cotrain_store.oplog.drains import OwnDrain
-from cotrain_store.oplog.moves import OwnMoves
-from cotrain_store.oplog.reader import RunLogs
-from cotrain_store.oplog.rollback import DIGESTS_KEPT, Rollback
+from cotrain_store.oplog.intake import rejection
+from cotrain_store.oplog.moves import OwnDrain, OwnMoves
+from cotrain_store.oplog.reader import LogPosition, RunLogs
+from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
-from cotrain_store.tenants.names import TenantNames
+from cotrain_store.tenants.catalog import TenantNames
 from cotrain_store.tenants.run_bytes import STATES_KEPT
-from cotrain_store.weights.sweep_lease import SweepLease
+from cotrain_store.weights.saved_weights import SweepLease
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
 
-    from cotrain_store.disk.spool import Spool
-    from cotrain_store.messages.history import HistoryEntry
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.messages.results import Result
-    from cotrain_store.messages.saves import SaveRecords
-    from cotrain_store.messages.weights import CheckpointRecord
-    from cotrain_store.redis_client.connection import SyncConnection
+class CrashCounts:
+    """The crashes in one pool."""
+
+    def __init__(self, connection: SyncConnection, pool: PoolId) -> None:
+        self._redis = connection
+        self._key = fleet_keys.crash_counts(pool)
+
+    def by_part(self) -> dict[str, int]:
+        """Read during which parts of steps processes crashed, and how often."""
+        rows = self._redis.hgetall(self._key)
+        return {part.decode(): int(count) for part, count in rows.items()}
+
+    def risk(self, part: str) -> None:
+        """Count a crash in advance: `survived` takes it back, if the process lives to call it."""
+        self._redis.hincrby(self._key, part, 1)
+
+    def survived(self, part: str) -> None:
+        """Take back what `risk` counted."""
+        self._redis.hdel(self._key, part)
+
+
+#: Digests of this many ops before a snapshot are kept, for retries that come very late.
+DIGESTS_KEPT = 1_024
+
+
+class Rollback:
+    """One worker's way to give a run's newest state up."""
+
+    def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId) -> None:
+        self._redis = connection
+        self._pool = pool
+        self._open = fleet_keys.open_steps(pool, worker)
+        self._epoch_key = fleet_keys.worker_epoch(pool, worker)
+        self._script = sync_script(connection, "roll_back")
+
+    def __call__(
+        self,
+        epoch: int,
+        position: LogPosition,
+        checkpoint: CheckpointRecord,
+        file: str,
+        sha256: str,
+    ) -> int:
+        """Make `file` the run's only base, as of `position.done`; return the new weights_epoch.
+
+        Raises:
+            Fenced: another process took this worker id.
+        """
+        pool, run, weights_epoch = self._pool, checkpoint.run, position.weights_epoch + 1
+        failure = _failure(checkpoint, weights_epoch)
+        script_keys = [
+            self._epoch_key, run_keys.log(pool, run), run_keys.run(run), self._open,
+            run_keys.ops(pool, run), run_keys.bodies(pool, run), run_keys.digests(pool, run),
+            result_keys.spool_segment_refs(), run_keys.queue(pool, position.tenant),
+            result_keys.notify_results(), fleet_keys.counters(pool),
+        ]  # fmt: skip
+        args = {
+            "epoch": str(epoch), "prefix": fleet_keys.prefix(pool), "run": run, "done": position.done, "file": file, "sha256": sha256,
+            "weights_epoch": weights_epoch, "path": checkpoint.path, "digests_kept": DIGESTS_KEPT,
+            "failure": rejection(run, failure),
+            "steps": self._steps_without(run, len(failure.payload)),
+            "tenant": position.tenant, "weights": checkpoint.weights,
+            "kept": seq_of(checkpoint.weights),
+        }  # fmt: skip
+        answer = self._script(script_keys, args)
+        if answer == b"FENCED":
+            raise Fenced
+        if answer == b"OUTDATED":
+            raise AssertionError(f"the log of run {run} moved under the worker that owns it")
+        return weights_epoch
+
+    def _steps_without(self, run: RunId, size: int) -> list[dict[str, str]]:
+        """Write each open step with ops of a run as it is, and with those rejected."""
+        changes: list[dict[str, str]] = []
+        for cycle, text in self._redis.hgetall(self._open).items():
+            step = Step.parse(text)
+            ops = tuple(_rejected(op, size) if op.run == run else op for op in step.ops)
+            if ops != step.ops:
+                left = {at: n for at, n in step.allowances.items() if run_of(at) != run}
+                after = encode(replace(step, ops=ops, allowances=left))
+                changes.append({"cycle": cycle.decode(), "before": text.decode(), "after": after})
+        return changes
+
+
+def _rejected(op: QueuedOp, size: int) -> QueuedOp:
+    if op.kind is OpKind.REJECTED:
+        return op
+    return replace(op, kind=OpKind.REJECTED, tokens=0, size=size, ref="inline")
+
+
+def _failure(checkpoint: CheckpointRecord, weights_epoch: int) -> Result:
+    return Result.failed(
+        "The server lost this run's newest state; it goes on from "
+        f"{checkpoint.path} (after request {seq_of(checkpoint.weights)}). "
+        f"weights_epoch is now {weights_epoch}.",
+        "server",
+    )
 
 
 class Execution:

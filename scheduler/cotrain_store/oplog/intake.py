@@ -2,47 +2,106 @@
 
 When `submit` returns, the op is durable and its future will resolve. Calling it again with the same
 content gives the same request id and runs nothing twice.
+
+What `submit.lua` refuses, as the errors that its callers raise.
+
+What becomes of an op that is accepted and will never run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
-from cotrain_store.disk.capacity import Capacity
+from cotrain_store.disk.capacity import Capacity, StoreBody
 from cotrain_store.disk.result_storage import UNLOADED
-from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, SpoolRef
-from cotrain_store.errors import RunNotFound, StoreUnavailable
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
+from cotrain_store.errors import (
+    BodySwept,
+    QueueFull,
+    RecordQuotaReached,
+    RunBytesQuotaReached,
+    RunClosed,
+    RunFailed,
+    RunNotFound,
+    RunQuotaReached,
+    RunTooLarge,
+    SamplerQuotaReached,
+    SeqConflict,
+    SeqTooFar,
+    StoreUnavailable,
+    UnreadQuotaReached,
+    WeightsDeleted,
+)
 from cotrain_store.failpoints import failpoint
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import RequestId, request_id
-from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.messages.ids import RequestId, RunId, SamplerId, WeightsRef, encode, request_id
+from cotrain_store.messages.ops import OpKind, QueuedOp, pool_record
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.rows import pool_record
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.tracing import CURRENT
-from cotrain_store.oplog.refusals import refusal
-from cotrain_store.oplog.submission import Submission, SubmittedOp, submission_keys
-from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.oplog.submission import (
+    MAX_SEQ_GAP,
+    Submission,
+    SubmittedOp,
+    TenantLimits,
+    submission_keys,
+)
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.tenants.run_bytes import weigh_run
+from cotrain_store.tenants.policies import LimitsOf
+from cotrain_store.tenants.run_bytes import RunWeight, weigh_run
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+_OF_OPS: dict[str, Callable[[str], Exception]] = {
+    "CONFLICT": lambda what: SeqConflict(f"{what} was already used with different content."),
+    "FAR": lambda what: SeqTooFar(f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."),
+    "WEIGHTS": lambda _: WeightsDeleted(),
+    "GONE": lambda _: RunNotFound(),
+    "CLOSED": lambda _: RunClosed(),
+    "FAILED": lambda _: RunFailed(),
+    "BUSY": lambda _: QueueFull(),
+    "UNREAD": lambda _: UnreadQuotaReached(),
+    "RUNS": lambda _: RunQuotaReached(),
+    "RECORDS": lambda _: RecordQuotaReached(),
+    "SWEPT": lambda _: BodySwept(),
+    "SAMPLERS": lambda _: SamplerQuotaReached(),
+}
 
-    from cotrain_store.disk.capacity import StoreBody
-    from cotrain_store.disk.spool import Spool
-    from cotrain_store.messages.ids import SamplerId, WeightsRef
-    from cotrain_store.oplog.submission import TenantLimits
-    from cotrain_store.redis_client.connection import Connection
-    from cotrain_store.tenants.policies import LimitsOf
-    from cotrain_store.tenants.run_bytes import RunWeight
+
+def refusal(answer: str, numbers: Sequence[int], asked: Submission) -> Exception | None:
+    """Name the error of an answer; None for one that takes the op, or would.
+
+    `numbers` follow the answer: of a run that would hold too much, what its tenant's runs hold, and what
+    there is for them.
+    """
+    if asked.weighs and answer in ("RUN_BYTES", "RUN_DISK"):
+        return _too_heavy(answer, *numbers, weight=asked.weighs.bytes)
+    error = _OF_OPS.get(answer)
+    return error and error("This request" if asked.seq is None else f"seq_id {asked.seq}")
+
+
+def _too_heavy(answer: str, present: int, most: int, *, weight: int) -> Exception:
+    if answer == "RUN_BYTES" and weight > most:
+        return RunTooLarge(
+            f"A run of this rank holds {weight} bytes, and all runs of a tenant may hold {most}; "
+            "the operator can raise run_bytes of COTRAIN_QUOTAS."
+        )
+    asked = f"the runs of this tenant hold {present} bytes, and this one would hold {weight}"
+    if answer == "RUN_BYTES":
+        return RunBytesQuotaReached(
+            f"Quota run_bytes reached: {asked}; they may hold {most}. Unload some that are done with."
+        )
+    return RunBytesQuotaReached(
+        f"The disk has too little left for another run: {asked}, and {most} are left for all tenants. "
+        "Unload some that are done with."
+    )
+
 
 log = structlog.get_logger()
 
@@ -270,3 +329,14 @@ async def _stored(
         envelope=op.envelope(),
         segment=None if ref == "inline" else SpoolRef.parse(ref).segment,
     )
+
+
+def rejection(run: RunId, failure: Result) -> dict[str, Any]:
+    """Write, as `reject.lua` reads it, what the op resolves to and what is left of it in the log."""
+    op = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
+    return {
+        "result": failure.encode().decode(),
+        "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
+        "body": failure.payload.decode(),
+        "envelope": op.envelope(),
+    }

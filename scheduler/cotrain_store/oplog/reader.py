@@ -1,31 +1,27 @@
 """What a worker reads of a run's log to bring the run back: where it stands, its ops, their results.
 
 Nothing here writes, so nothing is fenced.
+
+Read the history of a run, which its commits wrote.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cotrain_store.disk.result_storage import is_spooled, whole_result
+from cotrain_store.disk.spool import Spool
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
-from cotrain_store.messages.encoding import decode
-from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, run_of, seq_of
-from cotrain_store.messages.ops import QueuedOp
+from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, decode, run_of, seq_of
+from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunState
-from cotrain_store.messages.weights import CheckpointRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_store.disk.spool import Spool
-    from cotrain_store.messages.ops import Step
-    from cotrain_store.redis_client.connection import SyncConnection
+from cotrain_store.messages.runs import HistoryPoint, RunState, read_points
+from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.redis_client.connection import Connection, SyncConnection
 
 
 @dataclass(frozen=True)
@@ -171,3 +167,26 @@ def log_position(row: Mapping[str, str]) -> LogPosition:
         weights_epoch=int(row.get("epoch", 0)),
         rolled_back_to=row.get("rolled_back_to", ""),
     )
+
+
+async def read_history(
+    connection: Connection, run: RunId, after_step: int = -1
+) -> list[HistoryPoint]:
+    """Read the points after a step of a run that was found through its tenant, in the order of its log."""
+    pipeline = connection.pipeline(transaction=True)  # a rollback cuts both lists at once
+    pipeline.lrange(run_keys.steps(run), 0, -1)
+    pipeline.lrange(run_keys.evaluations(run), 0, -1)
+    steps, evaluations = await pipeline.execute()
+    points = read_points("optim_step", steps) + read_points("forward", evaluations)
+    return sorted((p for p in points if p.step > after_step), key=lambda point: point.seq)
+
+
+async def newest_points(connection: Connection, runs: list[RunId]) -> dict[RunId, HistoryPoint]:
+    """Read the newest optimizer step of each of these runs; one without a history is left out."""
+    pipeline = connection.pipeline(transaction=False)
+    for run in runs:
+        pipeline.lrange(
+            run_keys.steps(run), -2, -1
+        )  # what the last stands for, the one before says
+    found = zip(runs, await pipeline.execute() if runs else [], strict=True)
+    return {run: read_points("optim_step", rows)[-1] for run, rows in found if rows}

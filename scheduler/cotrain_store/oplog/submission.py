@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, tenant_keys
-from cotrain_store.messages.history import HISTORY_POINTS
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import RunId, SamplerId, TenantId, WeightsRef
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.tenants.run_bytes import RunWeight
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
+from cotrain_store.messages.ids import RunId, SamplerId, TenantId, WeightsRef
+from cotrain_store.messages.runs import HISTORY_POINTS, RunRecord
+from cotrain_store.tenants.run_bytes import RunWeight
 
 #: A seq further behind the last committed one than this is a client's mistake.
 MAX_SEQ_GAP = 1_024
@@ -79,7 +75,7 @@ class Submission:
     weighs: RunWeight | None = None
     """Of the run, by the op that makes it; None where that is not known."""
     max_seq_gap: int = MAX_SEQ_GAP
-    sampler_idle_ms: int = sample_keys.EPHEMERAL_SAMPLER_IDLE_MS
+    sampler_idle_ms: int = run_keys.EPHEMERAL_SAMPLER_IDLE_MS
     sampler_rest_ms: int = SAMPLER_REST_MS
 
 

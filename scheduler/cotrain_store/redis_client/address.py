@@ -6,18 +6,30 @@
 
 Options behind `?` are redis-py's, but for two of ours: `replicas=1` says on the disks of how many replicas a write has
 to be (`replicas.py`), and what begins with `sentinel_` is for the Sentinels instead of Redis. TLS is for both.
+
+Pools of connections to the master that Sentinels name; they follow when it is another one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
+import redis
+import redis.asyncio
+import redis.asyncio.sentinel
+import redis.sentinel
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from typing_extensions import override
+
 SCHEMES = ("unix", "redis", "rediss")
 OF_SENTINELS = ("redis+sentinel", "rediss+sentinel")
 SENTINEL_PORT = 26_379
-MOST_REPLICAS = 8
+MAX_REPLICAS = 8
 _OF_SENTINEL = "sentinel_"
 
 
@@ -47,7 +59,7 @@ def parse_address(url: str) -> RedisAddress:
     scheme, _, rest = url.partition("://")
     where, _, query = rest.partition("?")
     options = dict(parse_qsl(query))
-    replicas = _number(options.pop("replicas", "0"), "replicas", MOST_REPLICAS)
+    replicas = _number(options.pop("replicas", "0"), "replicas", MAX_REPLICAS)
     if scheme in SCHEMES:
         left = f"?{urlencode(options)}" if options else ""
         return RedisAddress(f"{scheme}://{where}{left}", replicas)
@@ -107,3 +119,42 @@ def _number(given: str, what: str, most: int = 2**31) -> int:
     if not given.isdecimal() or int(given) > most:
         raise ValueError(f"redis_url: {what} {given!r} is no number up to {most}")
     return int(given)
+
+
+class BlockingSentinelPool(
+    redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool
+):
+    """Of asynchronous connections: callers queue for one, as in any blocking pool."""
+
+    @override
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        """Close connections; with those in use, which is the end, those to the Sentinels as well."""
+        await super().disconnect(inuse_connections)
+        if inuse_connections:
+            await self.sentinel_manager.aclose()
+
+
+class BlockingSyncSentinelPool(redis.sentinel.SentinelConnectionPool, redis.BlockingConnectionPool):
+    """Of synchronous ones."""
+
+
+def sentinel_pool(address: RedisAddress, settings: Mapping[str, Any]) -> Any:
+    """Make a pool of asynchronous connections. Connects on first use."""
+    once = AsyncRetry(NoBackoff(), 0)
+    return _made(redis.asyncio.sentinel.Sentinel, BlockingSentinelPool, address, settings, once)
+
+
+def sync_sentinel_pool(address: RedisAddress, settings: Mapping[str, Any]) -> Any:
+    """Make a pool of synchronous connections. Connects on first use."""
+    once = Retry(NoBackoff(), 0)
+    return _made(redis.sentinel.Sentinel, BlockingSyncSentinelPool, address, settings, once)
+
+
+def _made(
+    watchers: Any, pool: Any, address: RedisAddress, settings: Mapping[str, Any], once: Any
+) -> Any:
+    # A Sentinel is asked once, and has no longer than Redis to take a connection: the next one is asked then.
+    wait_s = settings["socket_connect_timeout"]
+    waits = {"socket_timeout": wait_s, "socket_connect_timeout": wait_s, "retry": once}
+    found = watchers(address.sentinels, sentinel_kwargs={**waits, **address.sentinel_options})
+    return pool(address.service, found, **{**settings, **address.options})

@@ -9,17 +9,15 @@ it costs what it would have anyway.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import redis.asyncio
 from redis.exceptions import RedisError
 from typing_extensions import override
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 #: Commands in one batch, at most: Redis is held by one for a few milliseconds.
-MOST = 256
+LIMITS = 256
 
 #: A command, and what redis-py is to know of its answer.
 Command: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
@@ -49,7 +47,7 @@ class BatchingRedis(redis.asyncio.Redis):
         batch: list[_Asked] = []
         try:
             while self._asked:
-                batch, self._asked = self._asked[:MOST], self._asked[MOST:]
+                batch, self._asked = self._asked[:LIMITS], self._asked[LIMITS:]
                 answers = await self._answers([command for command, _ in batch])
                 for (_, answer), value in zip(batch, answers, strict=True):
                     _give(answer, value)

@@ -2,12 +2,18 @@
 
 The classes that own one role each (intake, dispatch, execution, futures, records, tenants, status, and
 those of sampling) all get their connection from here.
+
+What time it is for the store: a time of day once, and since then counted by the scheduler that leads.
+
+It does not go on while nothing runs, and never jumps, as the host's and Redis' own do.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeAlias
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import redis
 import redis.asyncio
@@ -20,8 +26,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
-from cotrain_store.keys import fleet_keys
-from cotrain_store.redis_client.address import parse_address
+from cotrain_store.keys import fleet_keys, result_keys
+from cotrain_store.redis_client.address import (
+    RedisAddress,
+    parse_address,
+    sentinel_pool,
+    sync_sentinel_pool,
+)
 from cotrain_store.redis_client.batching import BatchingRedis
 from cotrain_store.redis_client.refusals import REFUSALS, name_refusals
 from cotrain_store.redis_client.replicas import (
@@ -30,12 +41,6 @@ from cotrain_store.redis_client.replicas import (
     ReplicatedRedis,
     ReplicatedSyncRedis,
 )
-from cotrain_store.redis_client.sentinel import sentinel_pool, sync_sentinel_pool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from cotrain_store.redis_client.address import RedisAddress
 
 _UNANSWERED = (RedisConnectionError, RedisTimeoutError)
 #: What passes, and is waited for: Redis is unavailable, or takes nothing for now (full, read-only, busy …).
@@ -198,3 +203,13 @@ def refuse_unsafe(
             f"This Redis holds a store of schema version {theirs}; this program reads and writes "
             f"version {ours} alone, and leaves it as it is. Start the cotrain that wrote it."
         )
+
+
+async def clock_ms(connection: Connection) -> int:
+    """Read the store's clock, in ms. Before the first scheduler it is the host's."""
+    return parse_ms(await connection.get(result_keys.clock()))
+
+
+def parse_ms(value: bytes | None) -> int:
+    """Read the value of `age_keys.clock`."""
+    return int(time.time() * 1000) if value is None else int(value)

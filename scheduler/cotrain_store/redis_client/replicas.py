@@ -7,19 +7,15 @@ hears that Redis refuses for now, as with a full disk, and repeats it, which cha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import redis
 import redis.asyncio
 from typing_extensions import override
 
-from cotrain_store.redis_client.batching import BatchingRedis
+from cotrain_store.redis_client.batching import BatchingRedis, Command
 from cotrain_store.redis_client.refusals import RedisRefuses
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_store.redis_client.batching import Command
 
 #: How long Redis waits for its replicas, twice; less than the socket's timeout.
 WAIT_MS = 4_000

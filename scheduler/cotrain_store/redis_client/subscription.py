@@ -7,18 +7,19 @@ everything.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import structlog
 
-from cotrain_store.redis_client.connection import ANY_TROUBLE, CONNECTION_LOST, stop_tasks
+from cotrain_store.redis_client.connection import (
+    ANY_TROUBLE,
+    CONNECTION_LOST,
+    Connection,
+    stop_tasks,
+)
 from cotrain_store.redis_client.refusals import NEEDS_OPERATOR
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-
-    from cotrain_store.redis_client.connection import Connection
 
 log = structlog.get_logger()
 

@@ -11,22 +11,25 @@ them, and takes none away from the client that waits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cotrain_store.keys import result_keys, run_keys, sample_keys, tenant_keys
-from cotrain_store.messages.ids import TenantId, run_of, sample_id, session_of
-from cotrain_store.messages.sample_ids import SampleName
-from cotrain_store.redis_client.connection import ANY_TROUBLE
+from cotrain_store.keys import result_keys, run_keys, tenant_keys
+from cotrain_store.messages.ids import (
+    PoolId,
+    RequestId,
+    RunId,
+    SessionId,
+    TenantId,
+    run_of,
+    sample_id,
+    session_of,
+)
+from cotrain_store.messages.samples import SampleName
+from cotrain_store.redis_client.connection import ANY_TROUBLE, Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.subscription import note_trouble
 from cotrain_store.tenants.session_owners import THIS_SERVER, is_owner, session_owners
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_store.messages.ids import PoolId, RequestId, RunId, SessionId
-    from cotrain_store.redis_client.connection import Connection
 
 #: How long a client may take to ask again for an answer that was lost.
 READ_AFTER_S = 600.0
@@ -135,7 +138,7 @@ class DeliveryLog:
             args = {
                 "requests": [sample_id(*name) for name in read],
                 "ttl_ms": result_keys.READ_RESULT_TTL_MS,
-                "record_ms": sample_keys.SAMPLE_RECORD_EXTRA_MS,
+                "record_ms": run_keys.SAMPLE_RECORD_EXTRA_MS,
             }
             await self._sample_read([], args)
         for sent in old:
@@ -150,7 +153,7 @@ class DeliveryLog:
         return {session for session, at in zip(asked, heartbeats, strict=True) if at is not None}
 
 
-async def most_unread(connection: Connection, most: int) -> dict[TenantId, int]:
+async def max_unread(connection: Connection, most: int) -> dict[TenantId, int]:
     """Measure the results of those tenants that have the most unread."""
     names = await connection.zrange(result_keys.unread_tenants(), 0, most - 1, desc=True)
     return await unread_bytes(connection, [TenantId(name.decode()) for name in names])

@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from cotrain_store.disk.result_storage import is_spooled, whole_result
+from cotrain_store.disk.spool import Spool
 from cotrain_store.errors import (
     RequestNotFound,
     RunNotFound,
@@ -21,27 +23,18 @@ from cotrain_store.errors import (
     SamplerNotFound,
     SpoolCorrupt,
 )
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, sample_keys, weights_keys
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
 from cotrain_store.messages.gaps import client_seq, not_yet_here, still_waiting
-from cotrain_store.messages.ids import RequestId, RunId, WeightsRef, run_of
+from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, WeightsRef, run_of
 from cotrain_store.messages.ops import QueuedOp
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.sample_ids import parse_sample
-from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.redis_client.store_clock import clock_ms
+from cotrain_store.messages.samples import SampleName, parse_sample
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, clock_ms
 from cotrain_store.redis_client.subscription import RETRY_S, ChannelSubscriber, repeat
 from cotrain_store.results.delivery import FLUSH_EVERY_S, DeliveryLog
 from cotrain_store.results.queue_notice import Backlogs, sample_notice, training_notice
 from cotrain_store.tenants.records import Records
 from cotrain_store.tenants.session_owners import THIS_SERVER
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from cotrain_store.disk.spool import Spool
-    from cotrain_store.messages.ids import PoolId, TenantId
-    from cotrain_store.messages.sample_ids import SampleName
-    from cotrain_store.redis_client.connection import Connection
 
 SWEEP_S = 5.0
 #: A gap younger than this is a client that is still sending.
@@ -184,7 +177,7 @@ class Futures:
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
         """Look at a sample request; raises SampleExpired for one that may be asked for again."""
-        owner, state = await self._redis.hmget(sample_keys.sample(request), ["tenant", "state"])
+        owner, state = await self._redis.hmget(run_keys.sample(request), ["tenant", "state"])
         if owner is None:
             with contextlib.suppress(SamplerNotFound):
                 await self._records.sampler(tenant, name.sampler)
@@ -239,8 +232,8 @@ class Futures:
         """Count the sample requests of a tenant that wait before one of them; None where it does not wait."""
         workers = await self._redis.smembers(fleet_keys.workers(pool))
         pipeline = self._redis.pipeline(transaction=False)
-        for queue in (sample_keys.ANY_WORKER, *(worker.decode() for worker in workers)):
-            pipeline.lpos(sample_keys.waiting_samples(pool, queue, tenant), request)
+        for queue in (run_keys.ANY_WORKER, *(worker.decode() for worker in workers)):
+            pipeline.lpos(run_keys.waiting_samples(pool, queue, tenant), request)
         return next((found for found in await pipeline.execute() if found is not None), None)
 
     async def _pending(self, tenant: TenantId, pool: PoolId, request: RequestId) -> Pending:

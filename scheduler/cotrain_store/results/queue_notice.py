@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cotrain_store.keys import fleet_keys, run_keys, sample_keys
-from cotrain_store.messages.ids import TenantId, WorkerId
-from cotrain_store.messages.pauses import WEIGHT, PlanPolicy
-from cotrain_store.tenants.pauses import read_pauses
-from cotrain_store.tenants.policies import read_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_store.messages.ids import PoolId
-    from cotrain_store.redis_client.connection import Connection
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.fleet import WEIGHT, PlanPolicy
+from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
+from cotrain_store.redis_client.connection import Connection
+from cotrain_store.tenants.policies import read_pauses, read_weights
 
 #: Polls end by the thousand at once, and numbers of a second ago are as good.
 KEPT_S = 1.0
@@ -53,7 +48,7 @@ class Backlog:
         )
         return _seconds(before, self.tokens_per_s)
 
-    def most_sampling_s(self, tenant: TenantId) -> float:
+    def max_sampling_s(self, tenant: TenantId) -> float:
         """Return the seconds until all that a tenant wants sampled is, if none of it stops early.
 
         Decoders give tenants turns by tokens, whatever their weights.
@@ -81,7 +76,7 @@ def training_notice(backlog: Backlog, tenant: TenantId, position: int) -> str:
 def sample_notice(backlog: Backlog, tenant: TenantId, waiting_before: int | None) -> str:
     """Say where a sample request stands: how many of its tenant's wait before it; None: a worker has it."""
     where = "with a worker" if waiting_before is None else f"{waiting_before} before it wait"
-    about = _about("at most about", backlog.most_sampling_s(tenant))
+    about = _about("at most about", backlog.max_sampling_s(tenant))
     return (
         f"one of your {backlog.samples.get(tenant, 0)} sample requests ({where}), next to "
         f"{_others(backlog.samples, tenant)}{about}"
@@ -125,7 +120,7 @@ class Backlogs:
         for name in tenants:
             pipeline.hget(run_keys.queue(pool, TenantId(name)), "tokens")
             pipeline.hmget(
-                sample_keys.sample_load(pool, TenantId(name)), ["waiting", "running", "tokens"]
+                run_keys.sample_load(pool, TenantId(name)), ["waiting", "running", "tokens"]
             )
         for name in workers:
             pipeline.get(fleet_keys.worker(pool, WorkerId(name)))

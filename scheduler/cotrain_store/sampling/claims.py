@@ -1,6 +1,8 @@
 """Claim sample requests and resolve them: a worker's side of sampling.
 
 Plain synchronous and fenced by the worker's epoch, as execution is.
+
+How a sample request ends: what the scripts need to know that end one.
 """
 
 from __future__ import annotations
@@ -8,31 +10,39 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
-from cotrain_store.bodies.sample_body import decode_sample
+from cotrain_store.bodies.sample_body import SampleBody, decode_sample
 from cotrain_store.disk.result_storage import stored_results
+from cotrain_store.disk.spool import Spool
 from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
-from cotrain_store.keys import fleet_keys, result_keys, sample_keys, tenant_keys
-from cotrain_store.keys.minute_fields import minute_of, sample_counts
-from cotrain_store.keys.usage_fields import sampling_amounts, usage_hour
-from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
-from cotrain_store.messages.pauses import WEIGHT
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
+from cotrain_store.keys.fleet_keys import minute_of, sample_counts
+from cotrain_store.keys.tenant_keys import sampling_amounts, usage_hour
+from cotrain_store.messages.fleet import WEIGHT
+from cotrain_store.messages.ids import PoolId, RequestId, SamplerId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.samples import SampleUsage
+from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
-from cotrain_store.sampling.endings import CANCEL, LIVES
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_store.bodies.sample_body import SampleBody
-    from cotrain_store.disk.spool import Spool
-    from cotrain_store.messages.ids import PoolId, WorkerId
-    from cotrain_store.messages.samples import SampleUsage
-    from cotrain_store.redis_client.connection import SyncConnection
+#: What a request resolves to that its client gave up.
+CANCELLED = Result.failed("Cancelled by the client.", "user")
+#: The like, as the scripts take it.
+CANCEL = {
+    "result": CANCELLED.encode().decode(),
+    "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
+    "size": len(CANCELLED.payload),
+}
+#: In ms: how much longer the record of an ended request lives than its result, and for how long its end
+#: is published.
+TTL_MS = {
+    "record": run_keys.SAMPLE_RECORD_EXTRA_MS,
+    "published": run_keys.COMPLETION_TTL_MS,
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ class SampleClaims:
     def claim(
         self,
         most: int,
-        most_of_tenant: int | None = None,
+        max_of_tenant: int | None = None,
         waiting: Mapping[TenantId, int] = MappingProxyType({}),
     ) -> list[ClaimedSample]:
         """Take waiting requests, one per tenant in turn; of a tenant's, those first that only this
@@ -104,13 +114,13 @@ class SampleClaims:
         """
         pool, me = self._pool, self._worker
         script_keys = [
-            self._epoch_key, sample_keys.sample_ring(pool), sample_keys.claimed_samples(pool, me),
-            fleet_keys.workers(pool), sample_keys.last_claim(pool, me),
+            self._epoch_key, run_keys.sample_ring(pool), run_keys.claimed_samples(pool, me),
+            fleet_keys.workers(pool), run_keys.last_claim(pool, me),
         ]  # fmt: skip
         args = {
             "epoch": str(self._epoch), "prefix": fleet_keys.prefix(pool), "worker": me,
-            "any_worker": sample_keys.ANY_WORKER, "most": most, "token": self._claim_token,
-            "most_of_tenant": most if most_of_tenant is None else most_of_tenant,
+            "any_worker": run_keys.ANY_WORKER, "most": most, "token": self._claim_token,
+            "most_of_tenant": most if max_of_tenant is None else max_of_tenant,
             "waiting": dict(waiting),
         }  # fmt: skip
         rows = self._claim(script_keys, args)
@@ -122,7 +132,7 @@ class SampleClaims:
 
     def risk(self, request: RequestId) -> None:
         """Count a crash during this claimed request in advance: the process may not live to do it after."""
-        self._redis.hincrby(sample_keys.sample(request), "deaths", 1)
+        self._redis.hincrby(run_keys.sample(request), "deaths", 1)
 
     def resolve(
         self,
@@ -151,7 +161,7 @@ class SampleClaims:
                 for (request, result), (_, ttl_ms) in zip(results.items(), encoded, strict=True)
             ]  # fmt: skip
             args = {
-                "epoch": str(self._epoch), "requests": ended, "counted": dict(counted), "lives": LIVES,
+                "epoch": str(self._epoch), "requests": ended, "counted": dict(counted), "lives": TTL_MS,
                 "hour": usage_hour(time.time()), "usage_ttl_s": tenant_keys.USAGE_TTL_S,
                 "minute": fleet_keys.minute(self._pool, minute_of(time.time())),
                 "minute_ttl_s": fleet_keys.MINUTE_TTL_S,
@@ -170,7 +180,7 @@ class SampleClaims:
 
     def cancelled(self) -> list[RequestId]:
         """List this worker's requests that their clients gave up; each is to be resolved, CANCELLED."""
-        members = self._redis.smembers(sample_keys.cancelled_samples(self._pool, self._worker))
+        members = self._redis.smembers(run_keys.cancelled_samples(self._pool, self._worker))
         return sorted(RequestId(member.decode()) for member in members)
 
     def _put_back(self, *, crashes: int) -> int:
@@ -181,7 +191,7 @@ class SampleClaims:
         ]
         args = {
             "epoch": str(self._epoch), "prefix": fleet_keys.prefix(self._pool), "worker": self._worker,
-            "crashes": crashes, "cancel": CANCEL, "lives": LIVES,
+            "crashes": crashes, "cancel": CANCEL, "lives": TTL_MS,
         }  # fmt: skip
         count = self._requeue(script_keys, args)
         if count == b"FENCED":

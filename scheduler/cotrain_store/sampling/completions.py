@@ -11,30 +11,24 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from cotrain_store.keys import result_keys, sample_keys
-from cotrain_store.messages.ids import sample_id
-from cotrain_store.messages.sample_ids import parse_sample
-from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.keys import result_keys, run_keys
+from cotrain_store.messages.ids import RequestId, SamplerId, sample_id
+from cotrain_store.messages.samples import SamplerRecord, parse_sample
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.subscription import ChannelSubscriber
 from cotrain_store.tenants.session_owners import THIS_SERVER, is_owner, session_owners
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from cotrain_store.messages.ids import RequestId, SamplerId
-    from cotrain_store.messages.samples import SamplerRecord
-    from cotrain_store.redis_client.connection import Connection
 
 #: How long a poll without a timeout is held.
 HOLD_S = 30.0
 #: A wake-up can be lost; look by ourselves this often.
 SWEEP_S = 5.0
 #: What is more goes with the next poll's answer.
-MOST = 1_000
+LIMITS = 1_000
 #: Results in one script: Redis serves no other client while it runs, half a millisecond.
 ACKNOWLEDGED_AT_ONCE = 100
 #: Scores of a sorted set are exact up to here.
@@ -121,21 +115,21 @@ class Completions:
             args = {
                 "requests": some,
                 "ttl_ms": result_keys.READ_RESULT_TTL_MS,
-                "record_ms": sample_keys.SAMPLE_RECORD_EXTRA_MS,
+                "record_ms": run_keys.SAMPLE_RECORD_EXTRA_MS,
             }
             await self._read([], args)
 
     async def _ended(
         self, sampler: SamplerId, clone: int, after: int
     ) -> tuple[list[Completion], int]:
-        name, read = sample_keys.completions(sampler, clone), min(after, _LARGEST)
+        name, read = run_keys.completions(sampler, clone), min(after, _LARGEST)
         rows = await self._redis.zrangebyscore(
-            name, f"({read}", "+inf", start=0, num=MOST, withscores=True
+            name, f"({read}", "+inf", start=0, num=LIMITS, withscores=True
         )
         requests = [sample_id(sampler, int(seq)) for seq, _ in rows]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for request in requests:
-                pipeline.hmget(sample_keys.sample(request), ["failed", "size"])
+                pipeline.hmget(run_keys.sample(request), ["failed", "size"])
             facts = await pipeline.execute()
         ended = [
             Completion(request, failed == b"1", int(size or 0))

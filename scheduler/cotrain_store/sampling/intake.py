@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from cotrain_store.bodies.sample_body import encode_sample
+from cotrain_store.bodies.sample_body import SampleBody, encode_sample
 from cotrain_store.disk.capacity import Capacity
-from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, SpoolRef
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
 from cotrain_store.errors import (
     BodySwept,
     SamplerNotFound,
@@ -25,31 +25,15 @@ from cotrain_store.errors import (
     UnreadQuotaReached,
 )
 from cotrain_store.failpoints import failpoint
-from cotrain_store.keys import (
-    fleet_keys,
-    result_keys,
-    run_keys,
-    sample_keys,
-    tenant_keys,
-    weights_keys,
-)
-from cotrain_store.messages.ids import RequestId, WeightsRef, sample_id
-from cotrain_store.messages.sample_ids import CLONE_SIZE, OWN_SEQS, parse_sample
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef, sample_id
+from cotrain_store.messages.samples import CLONE_SIZE, OWN_SEQS, SamplerRecord, parse_sample
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.tracing import CURRENT
-from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.sampling.endings import CANCEL, LIVES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_store.bodies.sample_body import SampleBody
-    from cotrain_store.disk.spool import Spool
-    from cotrain_store.messages.ids import SamplerId, TenantId
-    from cotrain_store.messages.samples import SamplerRecord
-    from cotrain_store.redis_client.connection import Connection
-    from cotrain_store.tenants.policies import LimitsOf
+from cotrain_store.sampling.claims import CANCEL, TTL_MS
+from cotrain_store.tenants.policies import LimitsOf
 
 
 @dataclass(frozen=True)
@@ -90,7 +74,7 @@ class SampleSubmission:
     limits: SampleLimits
     trace: str | None
     """The span of its request, as a `traceparent`, where that is reported."""
-    any_worker: str = sample_keys.ANY_WORKER
+    any_worker: str = run_keys.ANY_WORKER
 
 
 class SampleIntake:
@@ -124,7 +108,7 @@ class SampleIntake:
         """
         await self._capacity.check()
         request, content = sample_id(sampler.id, seq), encode_sample(body)
-        tokens = most_tokens(body, longest)
+        tokens = token_limit(body, longest)
         answer = b"ROOM"
         if len(content) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
             answer = await self._accept(sampler, request, seq, content, tokens, None)
@@ -155,11 +139,11 @@ class SampleIntake:
         if parse_sample(request) is None:
             return
         script_keys = [
-            sample_keys.sample(request),
+            run_keys.sample(request),
             result_keys.spool_segment_refs(),
             result_keys.notify_results(),
         ]
-        args = {"request": request, "tenant": tenant, "cancel": CANCEL, "lives": LIVES}
+        args = {"request": request, "tenant": tenant, "cancel": CANCEL, "lives": TTL_MS}
         try:
             await self._cancel(script_keys, args)
         except CONNECTION_LOST as lost:
@@ -178,10 +162,10 @@ class SampleIntake:
         limits = await self._limits_of(tenant)
         weights = sampler.weights or WeightsRef("")
         script_keys = [
-            sample_keys.sample(request), sample_keys.sampler(sampler.id),
+            run_keys.sample(request), run_keys.sampler(sampler.id),
             tenant_keys.session(sampler.session), weights_keys.weights(weights),
-            sample_keys.sample_load(pool, tenant), run_keys.queue_tenants(pool),
-            sample_keys.sample_ring(pool), result_keys.spool_segment_refs(),
+            run_keys.sample_load(pool, tenant), run_keys.queue_tenants(pool),
+            run_keys.sample_ring(pool), result_keys.spool_segment_refs(),
             fleet_keys.workers(pool),
         ]  # fmt: skip
         unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
@@ -190,7 +174,7 @@ class SampleIntake:
             digest=hashlib.sha256(content).hexdigest(), size=len(content), tokens=tokens, ref=ref,
             segment=SpoolRef.parse(ref).segment if ref and ref != "inline" else None,
             accepted_at=repr(time.time()), prefix=fleet_keys.prefix(pool),
-            idle_ms=sample_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
+            idle_ms=run_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
             limits=replace(limits, unread_bytes=unread_bytes), trace=CURRENT.get() or None,
         )  # fmt: skip
         try:
@@ -202,7 +186,7 @@ class SampleIntake:
         return answer
 
 
-def most_tokens(body: SampleBody, longest: int) -> int:
+def token_limit(body: SampleBody, longest: int) -> int:
     """Count what a request may come to: its prompt, and each sample up to its end or that of the context."""
     left = max(0, longest - len(body.prompt))
     each = left if body.max_tokens is None else min(left or body.max_tokens, body.max_tokens)

@@ -10,20 +10,17 @@ import asyncio
 import contextlib
 import json
 from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from cotrain_store.keys import sample_keys
+from cotrain_store.keys import run_keys
+from cotrain_store.messages.ids import RequestId
+from cotrain_store.redis_client.connection import Connection, SyncConnection
 from cotrain_store.redis_client.subscription import ChannelSubscriber
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator
-
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.redis_client.connection import Connection, SyncConnection
-
 #: Messages kept for a follower that is slow to read; what comes on top is left to the final result.
-MOST_UNREAD = 4_096
+MAX_UNREAD = 4_096
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class TokenPublisher:
     def publish(self, request: RequestId, events: Iterable[StreamedTokens]) -> None:
         """Publish to the subscribers of this request, if any."""
         message = [request, [astuple(event) for event in events]]
-        self._redis.publish(sample_keys.notify_tokens(), json.dumps(message, separators=(",", ":")))
+        self._redis.publish(run_keys.notify_tokens(), json.dumps(message, separators=(",", ":")))
 
 
 class TokenFeed:
@@ -57,7 +54,7 @@ class TokenFeed:
 
     def put(self, event: StreamedTokens) -> None:
         """Add what came."""
-        if self._unread.qsize() < MOST_UNREAD:
+        if self._unread.qsize() < MAX_UNREAD:
             self._unread.put_nowait(event)
 
     def close(self) -> None:
@@ -75,7 +72,7 @@ class TokenStream:
 
     def __init__(self, connection: Connection) -> None:
         self._feeds: defaultdict[str, set[TokenFeed]] = defaultdict(set)
-        self._subscriber = ChannelSubscriber(connection, sample_keys.notify_tokens(), self._receive)
+        self._subscriber = ChannelSubscriber(connection, run_keys.notify_tokens(), self._receive)
 
     async def __aenter__(self) -> Self:
         """Start listening."""

@@ -15,7 +15,7 @@ end
 local row = redis.call('HMGET', log, 'state', 'worker', 'next', 'done', 'snap')
 local heartbeat = redis.call('GET', to_heartbeat)
 if row[1] ~= 'live' or row[2] ~= args.worker or redis.call('SISMEMBER', workers, args.to) == 0
-  or not heartbeat or cjson.decode(heartbeat).hands_over then
+  or not heartbeat or cjson.decode(heartbeat).is_handing_over then
   redis.call('HDEL', moves, run)
   return 'OUTDATED'
 end

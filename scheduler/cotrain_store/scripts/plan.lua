@@ -14,7 +14,7 @@ if tonumber(redis.call('GET', counter) or 0) ~= cycle - 1 or redis.call('HLEN', 
   return 'OUTDATED'
 end
 local heartbeat = redis.call('GET', prefix .. 'worker:' .. worker)
-if heartbeat and cjson.decode(heartbeat).hands_over then
+if heartbeat and cjson.decode(heartbeat).is_handing_over then
   return 'OUTDATED' -- it said so after the scheduler looked
 end
 for _, part in ipairs(args.runs) do

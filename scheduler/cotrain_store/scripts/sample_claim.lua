@@ -1,5 +1,5 @@
 -- sample_claim: give a worker waiting sample requests, one of each tenant in turn, and of none more than it
--- may have waiting at the worker (`most_of_tenant`, with those that `waiting` counts there).
+-- may have waiting at the worker (`max_of_tenant`, with those that `waiting` counts there).
 -- Fenced by the worker's epoch. What only this worker can run comes first, then what any can, then
 -- what waits for a worker that is dead and yet needs nothing of it: its weights are stored.
 -- A tenant that is paused is passed over.
@@ -65,7 +65,7 @@ local tenants, at = redis.call('LRANGE', ring, 0, -1), 1
 while #requests < args.most and at <= #tenants do
   local tenant = tenants[at]
   local has = waiting[tenant] or 0
-  local request = has < args.most_of_tenant and not is_paused(tenant) and next_of(tenant)
+  local request = has < args.max_of_tenant and not is_paused(tenant) and next_of(tenant)
   if request then
     local load = prefix .. 'samples:' .. tenant
     waiting[tenant] = has + 1

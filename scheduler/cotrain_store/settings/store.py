@@ -1,24 +1,26 @@
-"""Settings every process shares; each process adds its own. Read once at start, then passed down."""
+"""Settings every process shares; each process adds its own. Read once at start, then passed down.
+
+Settings that are none any more: a process that is given one says at its start what to do instead.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path  # pydantic reads the annotation at run time
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from typing_extensions import override
 
 from cotrain_store.blobs.opening import check_url, open_blobs
+from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import Spool
 from cotrain_store.redis_client.address import parse_address, with_password
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
-
-    from cotrain_store.blobs.protocol import Blobs
 
 PREFIX = "COTRAIN_"
 
@@ -136,3 +138,46 @@ def with_password_of(url: str, file: Path) -> str:
     if not password:
         raise ValueError(f"redis_password_file: {file} is empty.")
     return with_password(url, password)
+
+
+_CONSTANT = "unset it, the server decides now"
+
+_QUOTAS = (
+    *("ops", "tokens", "bytes", "runs", "unread_bytes", "record_bytes", "sessions", "samplers"),
+    *("sampler_bytes", "polls", "samples", "checkpoints", "checkpoint_bytes"),
+)
+
+#: What to do instead, by the name without its prefix. An old value must not be ignored in silence.
+REPLACED_BY: Mapping[str, str] = MappingProxyType(
+    {
+        "BATCH_POLLING": _CONSTANT,
+        "CHUNK_BYTES": "lower COTRAIN_MAX_BODY_BYTES: a chunk is half of it at most",
+        "CHUNK_DATUMS": _CONSTANT,
+        "COMPRESS_REQUESTS": _CONSTANT,
+        "EVICT_IDLE_S": _CONSTANT,
+        "FUSION": _CONSTANT,
+        "GATHER_MS": _CONSTANT,
+        "LISTEN_FD": "start `python -m cotrain_server --listen-fd FD`",
+        "LONG_POLL_S": _CONSTANT,
+        "LORA_BACKEND": _CONSTANT,
+        "OWED_MEMORY_BYTES": _CONSTANT,
+        **{f"QUOTA_{name.upper()}": f"write {name}=NUMBER into COTRAIN_QUOTAS" for name in _QUOTAS},
+        "QUANTUM_TOKENS": _CONSTANT,
+        "RECOMPUTE": _CONSTANT,
+        "SNAPSHOT_DEBT_BYTES": "set COTRAIN_REPLAY_BACKLOG_S",
+        "SNAPSHOT_DEBT_OPS": "set COTRAIN_REPLAY_BACKLOG_S",
+        "SNAPSHOT_DEBT_S": "set COTRAIN_REPLAY_BACKLOG_S",
+        "SNAPSHOT_IDLE_S": _CONSTANT,
+        "WEIGHTS_MEMORY_BYTES": _CONSTANT,
+    }
+)
+
+
+def removed_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Say of each removed setting that is set what to do instead, one sentence each."""
+    present = os.environ if environ is None else environ
+    return [
+        f"{PREFIX}{name} is no setting any more: {instead}."
+        for name, instead in sorted(REPLACED_BY.items())
+        if f"{PREFIX}{name}" in present
+    ]

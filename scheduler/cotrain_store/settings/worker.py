@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from hashlib import sha256
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
 from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S
 from cotrain_store.messages.ids import PoolId
 from cotrain_store.settings.store import StoreSettings
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 #: A worker id that is to be found.
 FIRST_FREE = "auto"

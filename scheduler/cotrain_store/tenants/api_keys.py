@@ -3,6 +3,11 @@
 Of a key only the SHA-256 is kept. Those that were issued are rows in Redis. Those that an operator chose
 are good exactly as long as they stand in the settings of the process that is asked: Redis knows whose
 they are, so that one that comes back finds its tenant, but no process takes one because of that.
+
+What an API key looks like, what of it may be shown, and the keys that an operator chose. Knows no store.
+
+One that we make is `tml-<id>_<secret>`, or `sk-…`: then the stock SDK wants to exchange it for a token.
+One that an operator chose begins the same way and stands in the server's settings.
 """
 
 from __future__ import annotations
@@ -11,32 +16,126 @@ import hashlib
 import hmac
 import json
 import math
+import re
 import secrets
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from cotrain_store.errors import ExpiredKey, InvalidKey, KeyInSettings
 from cotrain_store.keys import tenant_keys
-from cotrain_store.messages.encoding import decode, encode
-from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.sessions import Tenant
-from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.tenants.key_format import (
-    KeyRecord,
-    digest_of_key,
-    issued_key_id,
-    new_api_key,
-    new_tenant,
-)
-from cotrain_store.tenants.names import name_tenant
+from cotrain_store.messages.ids import TenantId, decode, encode
+from cotrain_store.messages.runs import Role, Tenant
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
+from cotrain_store.tenants.catalog import name_tenant
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+KeyPrefix = Literal["tml", "sk"]
 
-    from cotrain_store.messages.sessions import Role
-    from cotrain_store.redis_client.connection import Connection
-    from cotrain_store.tenants.key_format import ChosenKey, KeyPrefix
+#: Behind `tml-`, of a key that an operator chose.
+MIN_CHARACTERS = 16
+#: Behind `tml-`, of the same: what lists show of it. The rest stays hard to guess.
+SHOWN_CHARACTERS = 4
+
+_FORM = re.compile(r"(?:tml|sk)-[A-Za-z0-9_.-]{1,322}")
+_ISSUED_FORM = re.compile(r"(?:tml|sk)-([A-Za-z0-9]{1,64})_[A-Za-z0-9_-]{1,256}")
+_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+
+
+@dataclass(frozen=True)
+class KeyRecord:
+    """An API key without its secret."""
+
+    id: str
+    tenant: TenantId
+    name: str
+    created_at: float
+    not_after: float | None
+    prefix: str
+    """How it begins, for people who hold several."""
+    role: Role = "member"
+    in_settings: bool = False
+    """Chosen by the operator: it stands in the server's settings, and is taken back there."""
+
+    def has_expired(self, now_s: float) -> bool:
+        """Tell whether it is good no more."""
+        return self.not_after is not None and self.not_after < now_s
+
+
+@dataclass(frozen=True)
+class ChosenKey:
+    """A key of the server's settings."""
+
+    given_name: str
+    api_key: str = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """What it is called: without a name of its own, by how it begins."""
+        return self.given_name or f"key {self.prefix.partition('-')[2]}…"
+
+    @property
+    def prefix(self) -> str:
+        """What may be shown of it."""
+        start, _, rest = self.api_key.partition("-")
+        return f"{start}-{rest[:SHOWN_CHARACTERS]}"
+
+
+def read_chosen_keys(entries: Iterable[str]) -> tuple[ChosenKey, ...]:
+    """Read entries `KEY` or `NAME=KEY`; one without a name is called by how it begins.
+
+    Raises:
+        InvalidKey: one is not of this form, or too easy to guess; the message shows none of it but its name.
+    """
+    return tuple(_chosen_key(entry) for entry in entries)
+
+
+def _chosen_key(entry: str) -> ChosenKey:
+    name, _, api_key = entry.rpartition("=")
+    if name and not _NAME.fullmatch(name):
+        raise InvalidKey(
+            "The name of an API key is at most 64 letters, digits, `_`, `.`, `@` or `-`."
+        )
+    which = f"API key {name!r}" if name else "An API key"
+    if not _FORM.fullmatch(api_key):
+        raise InvalidKey(
+            f"{which} is not `tml-` or `sk-` and letters, digits, `_`, `.` or `-`, at most 322 of them."
+        )
+    if len(api_key.partition("-")[2]) < MIN_CHARACTERS:
+        raise InvalidKey(
+            f"{which} is too easy to guess: behind `tml-` or `sk-` it needs {MIN_CHARACTERS} characters "
+            "or more. `cotrain keys create` makes good ones, and so does `openssl rand -hex 16`."
+        )
+    return ChosenKey(name, api_key)
+
+
+def issued_key_id(api_key: str) -> str | None:
+    """Take the public part of a key that we made; None if it cannot be one of those.
+
+    Raises:
+        InvalidKey: it is no key of any kind.
+    """
+    if not _FORM.fullmatch(api_key):
+        raise InvalidKey
+    match = _ISSUED_FORM.fullmatch(api_key)
+    return match[1] if match else None
+
+
+def new_api_key(prefix: KeyPrefix) -> str:
+    """Make up a key: its public part, and a secret that is hard to guess."""
+    return f"{prefix}-{secrets.token_hex(8)}_{secrets.token_urlsafe(32)}"
+
+
+def new_tenant() -> TenantId:
+    """Make up the id of a tenant."""
+    return TenantId(f"t-{secrets.token_hex(8)}")
+
+
+def digest_of_key(api_key: str) -> str:
+    """Name a key by its hash: of 128 random bits or more, so a slow one would only make floods dear."""
+    return hashlib.sha256(api_key.encode()).hexdigest()
+
 
 #: A revoked key stops working within this time.
 CACHE_S = 5.0
@@ -252,8 +351,8 @@ async def signing_keys(connection: Connection) -> tuple[bytes, bytes]:
     before it, whose signatures hold as well.
     """
     name = tenant_keys.signing_secret()
-    for field in ("current", "previous"):
-        await connection.hsetnx(name, field, secrets.token_bytes(_SIGNING_KEY_BYTES))
+    for half in ("current", "previous"):
+        await connection.hsetnx(name, half, secrets.token_bytes(_SIGNING_KEY_BYTES))
     current, previous = await connection.hmget(name, ["current", "previous"])
     return current, previous
 

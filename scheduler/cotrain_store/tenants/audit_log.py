@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.keys import tenant_keys
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.runs import Tenant
+from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-    from contextlib import AbstractAsyncContextManager
-
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.sessions import Tenant
-    from cotrain_store.redis_client.connection import Connection
 
 #: Redis cuts in whole nodes of its stream, so somewhat more are kept.
 EVENTS_KEPT = 10_000

@@ -2,30 +2,26 @@
 
 A page is cut by position (`offset`). What is added while a client pages moves everything one on: a
 page then repeats the end of the one before, and nothing is left out. What is deleted moves it back.
+
+What people call tenants, in addition to the ids that records hold: for operators, in status and logs.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from cotrain_store.errors import RunNotFound
 from cotrain_store.keys import run_keys, tenant_keys, weights_keys
-from cotrain_store.messages.encoding import decode
-from cotrain_store.messages.ids import RunId, SessionId
-from cotrain_store.messages.rows import run_record, session_record
-from cotrain_store.messages.weights import CheckpointRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
-
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.sessions import SessionRecord
-    from cotrain_store.redis_client.connection import Connection
-    from cotrain_store.tenants.records import Records
-    from cotrain_store.weights.checkpoints import Checkpoints
+from cotrain_store.messages.ids import RunId, SessionId, TenantId, decode
+from cotrain_store.messages.ops import run_record, session_record
+from cotrain_store.messages.runs import RunRecord, SessionRecord
+from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection
+from cotrain_store.tenants.records import Records
+from cotrain_store.weights.checkpoints import Checkpoints
 
 Item = TypeVar("Item")
 
@@ -226,3 +222,40 @@ def _newest_of_each_kind(run: RunId, newest_first: Sequence[bytes]) -> list[str]
 def _parts(member: str) -> tuple[RunId, str, str]:
     run, kind, name = member.split("/")
     return RunId(run), kind, name
+
+
+async def name_tenant(connection: Connection, tenant: TenantId, name: str) -> None:
+    """Name a tenant after its first key; a second name changes nothing."""
+    await connection.hsetnx(tenant_keys.tenant_names(), tenant, name)
+
+
+async def tenant_names(
+    connection: Connection, tenants: Collection[TenantId]
+) -> dict[TenantId, str]:
+    """Look up names; a tenant that never had a key is left out."""
+    ids = sorted(tenants)
+    return _named(ids, await connection.hmget(tenant_keys.tenant_names(), ids)) if ids else {}
+
+
+class TenantNames:
+    """Names for a process that writes a line per cycle: each is asked for once."""
+
+    def __init__(self, connection: SyncConnection) -> None:
+        self._redis = connection
+        self._known: dict[TenantId, str] = {}
+
+    def of(self, tenants: Collection[TenantId]) -> dict[TenantId, str]:
+        """Look up names; of those unknown now (or while Redis is away) there is none."""
+        unknown = sorted(set(tenants) - self._known.keys())
+        if unknown:
+            try:
+                found = self._redis.hmget(tenant_keys.tenant_names(), unknown)
+            except CONNECTION_LOST:
+                found = [None] * len(unknown)
+            self._known.update(_named(unknown, found))
+        return {tenant: self._known[tenant] for tenant in tenants if tenant in self._known}
+
+
+def _named(tenants: Sequence[TenantId], names: Sequence[bytes | None]) -> dict[TenantId, str]:
+    found = zip(tenants, names, strict=True)
+    return {tenant: name.decode() for tenant, name in found if name is not None}

@@ -9,8 +9,9 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain_store.errors import (
     BaseModelNotServed,
@@ -26,30 +27,30 @@ from cotrain_store.errors import (
     SessionNotFound,
     SessionQuotaReached,
 )
-from cotrain_store.keys import fleet_keys, run_keys, sample_keys, tenant_keys, weights_keys
-from cotrain_store.messages.encoding import decode, encode
-from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef
-from cotrain_store.messages.rows import (
+from cotrain_store.keys import fleet_keys, run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.ids import (
+    PoolId,
+    RunId,
+    SamplerId,
+    SessionId,
+    TenantId,
+    WeightsRef,
+    decode,
+    encode,
+)
+from cotrain_store.messages.ops import (
     WEIGHTS_FIELDS,
     pool_record,
     run_record,
     session_record,
     weights_record,
 )
+from cotrain_store.messages.runs import FinishReason, PoolRecord, RunRecord, SessionRecord
 from cotrain_store.messages.samples import SamplerRecord
-from cotrain_store.messages.sessions import SessionRecord
-from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord
+from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.sessions import FinishReason
-    from cotrain_store.messages.weights import WeightsRecord
-    from cotrain_store.redis_client.connection import Connection
-    from cotrain_store.tenants.policies import LimitsOf
+from cotrain_store.tenants.policies import LimitsOf
 
 #: Session ids, and run ids (`<session>:train:<n>`). Anything else a client sends names no record.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}(:train:[0-9]{1,20})?")
@@ -226,7 +227,7 @@ class Records:
     async def sampler(self, tenant: TenantId, sampler: str) -> SamplerRecord:
         """Find a sampler; raises SamplerNotFound."""
         text = (
-            await self._redis.get(sample_keys.sampler(SamplerId(sampler)))
+            await self._redis.get(run_keys.sampler(SamplerId(sampler)))
             if _SAMPLER_ID.fullmatch(sampler)
             else None
         )
@@ -246,14 +247,14 @@ class Records:
         """
         weights = record.weights or WeightsRef("")
         script_keys = [
-            sample_keys.sampler(record.id), tenant_keys.session(record.session),
+            run_keys.sampler(record.id), tenant_keys.session(record.session),
             weights_keys.weights(weights), weights_keys.weights_users(weights),
             tenant_keys.session_samplers(record.session),
         ]  # fmt: skip
         args = {
             "sampler": record.id, "tenant": record.tenant, "record": encode(record),
             "has_weights": record.weights is not None,
-            "idle_ms": sample_keys.sampler_idle_ms(ephemeral=record.ephemeral),
+            "idle_ms": run_keys.sampler_idle_ms(ephemeral=record.ephemeral),
             "max_samplers": (await self._limits_of(record.tenant)).samplers,
         }  # fmt: skip
         answer = await self._sampler(script_keys, args)
@@ -271,7 +272,7 @@ class Records:
     async def samplers_of(self, session: SessionId) -> tuple[SamplerRecord, ...]:
         """List the living samplers of a session that was found through its tenant, by age."""
         members = await self._redis.smembers(tenant_keys.session_samplers(session))
-        names = [sample_keys.sampler(SamplerId(member.decode())) for member in members]
+        names = [run_keys.sampler(SamplerId(member.decode())) for member in members]
         rows = await self._redis.mget(names) if names else []
         living = [decode(SamplerRecord, json.loads(row)) for row in rows if row]
         return tuple(sorted(living, key=lambda sampler: sampler.created_at))

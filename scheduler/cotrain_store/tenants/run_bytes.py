@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.messages.runs import LoraSpec
-    from cotrain_store.redis_client.connection import Connection
+from cotrain_store.messages.runs import LoraSpec, PoolRecord
+from cotrain_store.redis_client.connection import Connection
 
 #: Weights, gradient and both moments of Adam, each value of them 4 bytes.
 BYTES_PER_VALUE = 4 * 4

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from cotrain_store.keys import tenant_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from cotrain_store.messages.ids import SessionId
-    from cotrain_store.redis_client.connection import Connection
+from cotrain_store.messages.ids import SessionId
+from cotrain_store.redis_client.connection import Connection
 
 #: In place of the id of a key: the server takes a result itself, for a client that waits.
 THIS_SERVER = ""

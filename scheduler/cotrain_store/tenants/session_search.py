@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cotrain_store.keys import run_keys, tenant_keys, weights_keys
-from cotrain_store.messages.ids import RunId, SessionId
-from cotrain_store.messages.rows import session_record
-from cotrain_store.messages.runs import RunState
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.sessions import SessionRecord
-    from cotrain_store.redis_client.connection import Connection
-    from cotrain_store.weights.checkpoints import Checkpoints
+from cotrain_store.messages.ids import RunId, SessionId, TenantId
+from cotrain_store.messages.ops import session_record
+from cotrain_store.messages.runs import RunState, SessionRecord
+from cotrain_store.redis_client.connection import Connection
+from cotrain_store.weights.checkpoints import Checkpoints
 
 #: A score is created_at in s; clients get it in µs.
 _MICROSECONDS = 1_000_000

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from datetime import datetime, timedelta
+from typing import Literal, TypeAlias, cast
 
 from cotrain_store.keys import tenant_keys
-
-if TYPE_CHECKING:
-    from datetime import datetime
-
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.redis_client.connection import Connection
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.redis_client.connection import Connection
 
 What: TypeAlias = Literal[
     "training_tokens",

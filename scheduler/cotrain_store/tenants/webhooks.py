@@ -10,16 +10,14 @@ from __future__ import annotations
 import secrets
 import time
 from base64 import b64encode
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain_store.errors import Fenced, WebhookFull, WebhookNotFound
-from cotrain_store.keys import webhook_keys
+from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.webhooks import DueEvent, Outcome, WebhookRecord
+from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-
-if TYPE_CHECKING:
-    from cotrain_store.redis_client.connection import Connection
 
 SECRET_PREFIX = "whsec_"  # noqa: S105  # how the secret begins, and none
 
@@ -44,21 +42,21 @@ class Webhooks:
         """Send the tenant's events there from now on; returns the new secret, which nothing shows again."""
         secret = SECRET_PREFIX + b64encode(secrets.token_bytes(32)).decode()
         row = {"url": url, "secret": secret, "created_at": repr(time.time())}
-        name = webhook_keys.webhook(tenant)
+        name = tenant_keys.webhook(tenant)
         await self._redis.hset(name, mapping=row)
         await self._redis.hsetnx(name, "id", secrets.token_hex(8))  # last: with it there are events
         return secret
 
     async def find(self, tenant: TenantId) -> WebhookRecord:
         """Read a tenant's webhook, but for its secret; raises WebhookNotFound."""
-        row = await self._redis.hgetall(webhook_keys.webhook(tenant))
+        row = await self._redis.hgetall(tenant_keys.webhook(tenant))
         if not row:
             raise WebhookNotFound
         text = {name.decode(): value.decode() for name, value in row.items()}
         return WebhookRecord(
             url=text["url"],
             created_at=float(text["created_at"]),
-            waiting=int(await self._redis.hlen(webhook_keys.events(tenant))),
+            waiting=int(await self._redis.hlen(tenant_keys.events(tenant))),
             delivered=int(text.get("delivered", 0)),
             retried=int(text.get("retried", 0)),
             given_up=int(text.get("given_up", 0)),
@@ -71,7 +69,7 @@ class Webhooks:
 
     async def remove(self, tenant: TenantId) -> None:
         """Forget a tenant's webhook and its events; raises WebhookNotFound."""
-        script_keys = [*_keys_of(tenant), webhook_keys.due_tenants()]
+        script_keys = [*_keys_of(tenant), tenant_keys.due_tenants()]
         if not await self._remove(script_keys, {"tenant": tenant}):
             raise WebhookNotFound
 
@@ -89,8 +87,8 @@ class Webhooks:
 
     async def lead(self) -> bool:
         """Become, or stay, the one process that delivers."""
-        args = {"name": self._process, "epoch": self._epoch, "ttl_ms": webhook_keys.LEASE_MS}
-        answer = await self._lease([webhook_keys.lease(), webhook_keys.epoch()], args)
+        args = {"name": self._process, "epoch": self._epoch, "ttl_ms": tenant_keys.LEASE_MS}
+        answer = await self._lease([tenant_keys.lease(), tenant_keys.epoch()], args)
         self._epoch = answer.decode()
         return bool(self._epoch)
 
@@ -112,12 +110,12 @@ class Webhooks:
         }  # fmt: skip
         if outcome is Outcome.RETRIED:
             args["retry_in_ms"] = int(retry_in_s * 1000)
-        script_keys = [webhook_keys.epoch(), *_keys_of(event.tenant), webhook_keys.due_tenants()]
+        script_keys = [tenant_keys.epoch(), *_keys_of(event.tenant), tenant_keys.due_tenants()]
         if await self._tried(script_keys, args) == b"FENCED":
             raise Fenced
 
     async def _read(self, args: dict[str, Any]) -> list[DueEvent]:
-        rows = await self._due([webhook_keys.epoch(), webhook_keys.due_tenants()], args)
+        rows = await self._due([tenant_keys.epoch(), tenant_keys.due_tenants()], args)
         if rows == b"FENCED":
             raise Fenced
         return [_due_event(*row) for row in rows]
@@ -125,7 +123,7 @@ class Webhooks:
 
 def _keys_of(tenant: TenantId) -> list[str]:
     return [
-        webhook_keys.webhook(tenant), webhook_keys.events(tenant), webhook_keys.due_events(tenant),
+        tenant_keys.webhook(tenant), tenant_keys.events(tenant), tenant_keys.due_events(tenant),
     ]  # fmt: skip
 
 

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from cotrain_store.errors import CheckpointNotFound, SeqConflict
 from cotrain_store.keys import run_keys, tenant_keys, weights_keys
-from cotrain_store.messages.encoding import decode, encode
-from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.messages.ids import RunId, TenantId, decode, encode
+from cotrain_store.messages.runs import RunRecord
+from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
+from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_store.messages.ids import RunId
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.weights import CheckpointKind
-    from cotrain_store.redis_client.connection import Connection
 
 
 class Checkpoints:

@@ -1,32 +1,62 @@
 """What is known of saved weights, from the save to their last user: a worker's side of them.
 
 Plain synchronous and fenced by the worker's epoch, as execution is.
+
+Of all workers that could remove what nothing refers to from an object store, one does.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from cotrain_store.disk.result_storage import UNLOADED
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, result_keys, tenant_keys, weights_keys
-from cotrain_store.keys.usage_fields import usage_field, usage_hour
-from cotrain_store.messages.encoding import decode, encode
-from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, run_of
+from cotrain_store.keys.tenant_keys import usage_field, usage_hour
+from cotrain_store.messages.ids import (
+    PoolId,
+    RequestId,
+    TenantId,
+    WeightsRef,
+    WorkerId,
+    decode,
+    encode,
+    run_of,
+)
+from cotrain_store.messages.ops import WEIGHTS_FIELDS, weights_record
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.rows import WEIGHTS_FIELDS, weights_record
-from cotrain_store.messages.weights import CheckpointRecord, external_folder
+from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord, external_folder
+from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
-from cotrain_store.weights.sweep_lease import SweepLease
 
-if TYPE_CHECKING:
-    from cotrain_store.messages.ids import PoolId, WorkerId
-    from cotrain_store.messages.weights import WeightsRecord
-    from cotrain_store.redis_client.connection import SyncConnection
+LEASE_MS = 60_000
+_RENEW_S = 20.0
+
+
+class SweepLease:
+    """The right to sweep what `key` stands for. Two that hold it at once only look twice."""
+
+    def __init__(self, connection: SyncConnection, key: str, holder: str) -> None:
+        self._redis = connection
+        self._key = key
+        self._holder = holder
+        self._is_mine = False
+        self._ask_at = -math.inf
+
+    def is_mine(self, now: float) -> bool:
+        """Take it, keep it, or tell that another worker has it; `now` is of the monotonic clock, in s."""
+        if now >= self._ask_at:
+            self._ask_at = now + _RENEW_S
+            taken = self._redis.set(self._key, self._holder, nx=True, px=LEASE_MS)
+            self._is_mine = bool(taken) or self._redis.get(self._key) == self._holder.encode()
+            if self._is_mine and not taken:
+                self._redis.pexpire(self._key, LEASE_MS)
+        return self._is_mine
+
 
 #: Redis does nothing else while it looks at these: about 20 µs for each.
 WEIGHTS_AT_ONCE = 250

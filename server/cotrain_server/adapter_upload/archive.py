@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import tarfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, Protocol
 
 from cotrain_server.adapter_upload.peft_config import CONFIG, TENSORS
 from cotrain_server.adapter_upload.safetensors_header import named
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
-from cotrain_store.disk.checksums import SUMS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from cotrain_store.disk.result_storage import SUMS
 
 #: What tools put into the folder of an adapter; not read.
 IGNORED = {"README.md", "checkpoint_complete", SUMS}

@@ -7,22 +7,18 @@ refused, with the key that says so. Plain PEFT and the names of `tinker_cookbook
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from cotrain_server.adapter_upload.safetensors_header import named, read_header
+from cotrain_server.adapter_upload.safetensors_header import TensorEntry, named, read_header
 from cotrain_server.adapter_upload.strict_json import read_object
 from cotrain_server.errors import Invalid
 from cotrain_store.bodies.import_body import PeftAdapter, PeftModule
 from cotrain_store.messages.runs import LoraSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from cotrain_server.adapter_upload.safetensors_header import TensorEntry
-
-    Family = Literal["attn", "mlp", "unembed"]
+Family = Literal["attn", "mlp", "unembed"]
 
 Number = TypeVar("Number", int, float)
 

@@ -6,15 +6,13 @@ tensors' bytes, every one of them belonging to exactly one tensor.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain_server.adapter_upload.strict_json import read_object
 from cotrain_server.errors import Invalid
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_HEADER_BYTES = 1_000_000
 MAX_DIMENSIONS = 8

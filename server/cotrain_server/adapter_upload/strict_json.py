@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
-from cotrain_server.http.json_size import MANY, count_json
+from cotrain_server.http.request_body import MANY, count_json
 
 
 def read_object(subject: str, content: bytes) -> dict[str, Any]:

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain.wire.admin import DayUsage, Pause, QuotaUse, TenantDetail, TenantList, TenantRow
-from cotrain_server.administration.tenant_keys import list_keys
+from cotrain_server.administration.tenant_grants import list_keys
+from cotrain_server.services import Services
 from cotrain_server.settings import Quotas
 from cotrain_server.views.usage import total_of
-from cotrain_store.keys import run_keys, sample_keys, tenant_keys
+from cotrain_store.keys import run_keys, tenant_keys
+from cotrain_store.messages.fleet import WEIGHT
+from cotrain_store.messages.fleet import Pause as StoredPause
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.pauses import WEIGHT
-from cotrain_store.redis_client.store_clock import clock_ms
+from cotrain_store.redis_client.connection import clock_ms
 from cotrain_store.results.delivery import unread_bytes
-from cotrain_store.tenants.pauses import read_pauses
-from cotrain_store.tenants.policies import read_weights
+from cotrain_store.tenants.policies import read_pauses, read_weights
 from cotrain_store.tenants.run_bytes import default_quota
-from cotrain_store.tenants.usage import HOUR
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_server.services import Services
-    from cotrain_store.messages.pauses import Pause as StoredPause
-    from cotrain_store.tenants.usage import UsageRow
+from cotrain_store.tenants.usage import HOUR, UsageRow
 
 DAYS_SHOWN = 14
 
@@ -76,7 +71,7 @@ async def _rows(services: Services, names: Mapping[TenantId, str]) -> list[Tenan
         pipeline.zscore(tenant_keys.run_bytes(), tenant)
         for pool in pools:
             pipeline.hmget(run_keys.queue(pool.id, tenant), ["ops", "tokens"])
-            pipeline.hmget(sample_keys.sample_load(pool.id, tenant), ["waiting", "running"])
+            pipeline.hmget(run_keys.sample_load(pool.id, tenant), ["waiting", "running"])
     answers = await pipeline.execute()
     size = 2 + 2 * len(pools)
     rows = []
@@ -137,7 +132,7 @@ async def _used(services: Services, tenant: TenantId) -> dict[str, int]:
     pools = await services.records.pools()
     for pool in pools:
         pipeline.hmget(run_keys.queue(pool.id, tenant), ["ops", "tokens", "bytes"])
-        pipeline.hmget(sample_keys.sample_load(pool.id, tenant), ["waiting", "running", "tokens"])
+        pipeline.hmget(run_keys.sample_load(pool.id, tenant), ["waiting", "running", "tokens"])
     answers = [_number(answer) for answer in await pipeline.execute()]
     names = (
         "runs", "run_bytes", "record_bytes", "sessions", "samplers", "sampler_bytes", "history_points",

@@ -1,19 +1,26 @@
-"""The workers of all pools as the operator sees them, and whether one is to be drained."""
+"""The workers of all pools as the operator sees them, and whether one is to be drained.
+
+The fleet as an autoscaler asks for it: how many are wanted of each base model, and what those there do.
+
+One run of a tenant, held back, moved or ended by the operator.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import time
 
 from cotrain.wire.admin import WorkerShown
+from cotrain.wire.status import FleetPool, FleetWorker
+from cotrain_server.services import Services
 from cotrain_store.keys import fleet_keys
-from cotrain_store.messages.ids import PoolId, WorkerId
-from cotrain_store.oplog.drains import Drains
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
+from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.monitoring.backlog import backlog_seconds, computed
+from cotrain_store.monitoring.status import PoolStatus, pool_status
+from cotrain_store.oplog.moves import Drains, Moves
 from cotrain_store.tenants.audit_log import AuditEvent
-
-if TYPE_CHECKING:
-    from cotrain_server.services import Services
-    from cotrain_store.messages.pools import PoolRecord
 
 
 async def list_workers(services: Services) -> list[WorkerShown]:
@@ -56,9 +63,95 @@ async def _of_pool(services: Services, pool: PoolRecord) -> list[WorkerShown]:
                 id=name,
                 state=heartbeat["state"] if heartbeat else "away",
                 drain_asked_at=asked.get(name),
-                drain_waits=bool(heartbeat and name in asked and not heartbeat.get("hands_over")),
+                drain_waits=bool(
+                    heartbeat and name in asked and not heartbeat.get("is_handing_over")
+                ),
                 heartbeat=heartbeat,
                 open_steps=open_steps,
             )
         )
     return shown
+
+
+async def list_pools(services: Services) -> list[FleetPool]:
+    """Read all pools, and base models that this server is set to serve and no worker has served yet."""
+    now = time.time()
+    records = await services.records.pools()
+    pools = [_pool(each, await pool_status(services.connection, each.id), now) for each in records]
+    unknown = await services.records.not_yet_served()
+    return [*pools, *(_unknown(base_model) for base_model in unknown)]
+
+
+def _pool(record: PoolRecord, found: PoolStatus, now: float) -> FleetPool:
+    queues = found.queues
+    return FleetPool(
+        base_model=record.base_model,
+        pool=record.id,
+        workers_wanted=found.workers_wanted(now),
+        workers_unavailable=list(found.workers_unavailable),
+        workers=[_worker(each, found) for each in found.workers],
+        ops=sum(queue.ops for queue in queues),
+        tokens=sum(queue.tokens for queue in queues),
+        oldest_s=round(found.oldest_ready_s, 3),
+        backlog_s=round(found.backlog_s, 3),
+        samples_waiting=sum(queue.samples_waiting for queue in queues),
+        samples_running=sum(queue.samples_running for queue in queues),
+    )
+
+
+def _worker(heartbeat: WorkerHeartbeat, found: PoolStatus) -> FleetWorker:
+    waiting = found.scaling.waiting_tokens.get(heartbeat.id, 0) if found.scaling else 0
+    return FleetWorker(
+        id=heartbeat.id,
+        state=heartbeat.state,
+        is_draining=heartbeat.state != "serving",
+        host=heartbeat.host,
+        device=heartbeat.device,
+        tokens_per_s=heartbeat.tokens_per_s,
+        runs=heartbeat.runs,
+        busy=round(computed(heartbeat.duty), 3),
+        backlog_s=round(backlog_seconds(waiting, [heartbeat.tokens_per_s], 0.0), 3),
+    )
+
+
+def _unknown(base_model: str) -> FleetPool:
+    """Show a base model that is to be served: its first worker has to come before anything can wait for one."""
+    return FleetPool(
+        base_model=base_model, pool=None, workers_wanted=1, workers_unavailable=[], workers=[],
+        ops=0, tokens=0, oldest_s=0.0, backlog_s=0.0, samples_waiting=0, samples_running=0,
+    )  # fmt: skip
+
+
+async def pause_run(services: Services, tenant: TenantId, run_id: str, reason: str) -> None:
+    """Hold a run back; raises RunNotFound, or RunClosed for one that has ended."""
+    run = await services.records.run(tenant, run_id)
+    details = {"run": run.id, "reason": reason}
+    async with services.audit.act_of_operator(tenant, AuditEvent.RUN_PAUSE, details):
+        await services.pauses.pause_run(run, reason)
+
+
+async def resume_run(services: Services, tenant: TenantId, run_id: str) -> None:
+    """Let a run go on; raises RunNotFound. Twice is harmless."""
+    run = await services.records.run(tenant, run_id)
+    details = {"run": run.id}
+    async with services.audit.act_of_operator(tenant, AuditEvent.RUN_RESUME, details) as act:
+        act.is_done = await services.pauses.resume_run(run)
+
+
+async def move_run(services: Services, tenant: TenantId, run_id: str, worker: str) -> None:
+    """Have a run go to another worker of its pool, which replays nothing. Twice is harmless.
+
+    Raises:
+        RunNotFound, RunClosed, WorkerNotFound, CannotMove: as `Moves.ask` says.
+    """
+    run = await services.records.run(tenant, run_id)
+    details = {"run": run.id, "worker": worker}
+    async with services.audit.act_of_operator(tenant, AuditEvent.RUN_MOVE, details):
+        await Moves(services.connection).ask(run.pool, run.id, WorkerId(worker))
+
+
+async def close_run(services: Services, tenant: TenantId, run_id: str) -> None:
+    """End a run as its owner can: what waits fails, what is planned commits; raises RunNotFound."""
+    run = await services.records.run(tenant, run_id)
+    async with services.audit.act_of_operator(tenant, AuditEvent.RUN_CLOSE, {"run": run.id}):
+        await services.intake.close_run(run)

@@ -1,28 +1,29 @@
-"""`cotrain keys`: make, list and revoke API keys, in the Redis of a running server."""
+"""`cotrain keys`: make, list and revoke API keys, in the Redis of a running server.
+
+API keys as `cotrain serve` is given them: on its command line, in a variable, in a file.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
 
 from cotrain.commands.terminal import AsJson, examples, print_json, print_rich
 from cotrain_server.commands.options import DEFAULT_DATA_DIR, DataDir, ServersRedisUrl, fail
+from cotrain_server.settings import split_words
 from cotrain_server.supervisor.data_folder import UnsafeFolder, found_socket
 from cotrain_store.errors import KeyInSettings
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST, open_connection
-from cotrain_store.tenants.api_keys import Tenants
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from cotrain_store.tenants.key_format import KeyRecord
+from cotrain_store.tenants.api_keys import KeyRecord, Tenants, read_chosen_keys
 
 #: A Redis that does not answer would otherwise keep the command waiting without a word of why.
 TIMEOUT_S = 10.0
@@ -180,3 +181,46 @@ def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
         "created_at": record.created_at,
         "not_after": record.not_after,
     }
+
+
+OPTION = "--api-key"
+
+
+def out_of_sight(keys: Sequence[str]) -> None:
+    """Start this command anew with `keys` in its environment, if it has some among its arguments.
+
+    Every user of the host can read those (`ps`) for as long as the process lives.
+    """
+    arguments = without_option(sys.orig_argv[1:], OPTION)
+    if len(arguments) == len(sys.orig_argv) - 1:
+        return
+    environment = {**os.environ, "COTRAIN_API_KEYS": ",".join(keys)}
+    os.execve(sys.executable, [sys.executable, *arguments], environment)  # noqa: S606  # ourselves
+
+
+def without_option(arguments: Sequence[str], option: str) -> list[str]:
+    """Leave out an option and its values, written `--option VALUE` or `--option=VALUE`."""
+    is_value = [False, *(argument == option for argument in arguments)]
+    return [
+        argument
+        for argument, of_option in zip(arguments, is_value, strict=False)
+        if not of_option and argument != option and not argument.startswith(f"{option}=")
+    ]
+
+
+def all_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """Put the keys of a file (`-`: standard input) behind the others.
+
+    Raises:
+        InvalidKey: one has not the form, or is too easy to guess.
+        OSError: the file cannot be read.
+    """
+    keys = (*given, *split_words(_content(file)))
+    read_chosen_keys(keys)
+    return keys
+
+
+def _content(file: Path | None) -> str:
+    if file is None:
+        return ""
+    return sys.stdin.read() if str(file) == "-" else file.read_text()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path  # noqa: TC003  # typer reads the annotation at run time
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from cotrain_server.commands.given_keys import all_keys, out_of_sight
+from cotrain_server.commands.keys import all_keys, out_of_sight
 from cotrain_server.commands.options import (
     DEFAULT_DATA_DIR,
     BaseModels,
@@ -36,13 +36,10 @@ from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder, Unu
 from cotrain_server.supervisor.environment import refused_variables
 from cotrain_server.supervisor.process import CannotServe
 from cotrain_server.supervisor.programs import WORKERS_PORT, Plan
-from cotrain_server.supervisor.supervisor import Supervisor
+from cotrain_server.supervisor.supervisor import Announcement, Supervisor
 from cotrain_store.errors import InvalidKey, UnsafeRedis
 from cotrain_store.listening import CannotListen
 from cotrain_store.redis_client.embedded_server import NoRedisFound
-
-if TYPE_CHECKING:
-    from cotrain_server.supervisor.supervisor import Announcement
 
 console = Console(highlight=False, soft_wrap=True)
 

@@ -32,10 +32,10 @@ from cotrain_server.supervisor.environment import refused_variables
 from cotrain_server.supervisor.process import CannotServe
 from cotrain_server.supervisor.programs import Plan
 from cotrain_server.supervisor.supervisor import Supervisor
-from cotrain_store.blobs.claim import MARK
+from cotrain_store.blobs.opening import MARK
 
 #: Of a worker id, before its number.
-MOST_CHARACTERS = 56
+MAX_CHARACTERS = 56
 
 
 def worker(
@@ -107,4 +107,4 @@ def worker(
 def prefix_of(host: str) -> str:
     """Make a host's name the beginning of a worker id. Pure."""
     fit = re.sub(r"[^A-Za-z0-9_-]+", "-", host.partition(".")[0]).strip("-_")
-    return fit[:MOST_CHARACTERS] or "host"
+    return fit[:MAX_CHARACTERS] or "host"

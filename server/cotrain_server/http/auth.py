@@ -6,19 +6,15 @@ from __future__ import annotations
 import hmac
 import re
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
 
 import structlog
+from starlette.requests import Request
 
 from cotrain_server.errors import InvalidToken, OperatorsOnly, ReadOnlyKey
+from cotrain_server.services import Services
+from cotrain_server.settings import ServerSettings
 from cotrain_store.errors import AuthenticationFailed, InvalidKey
-from cotrain_store.messages.sessions import Tenant
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
-    from cotrain_server.services import Services
-    from cotrain_server.settings import ServerSettings
+from cotrain_store.messages.runs import Tenant
 
 READS = ("GET", "HEAD")
 #: What begins the id of a viewer's session. No record of such a session is kept.

@@ -2,6 +2,11 @@
 
 uvicorn waits for the rest of a request's head as long as there is a connection, and takes every one, so
 that a client without a key could occupy all that this process may have.
+
+Decides whose request is read next, when more come than can be answered. Pure: no socket, no clock.
+
+A request costs some twenty times as much to answer as to receive. So what arrives is not parsed at once but round robin:
+one request of each caller, then the next of each. A tenant that sends thousands waits behind itself alone.
 """
 
 from __future__ import annotations
@@ -10,28 +15,58 @@ import asyncio
 import resource
 import socket
 import time
-from ipaddress import ip_address, ip_network
-from typing import TYPE_CHECKING, Any, cast
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import Any, Generic, TypeVar, cast
 
 import structlog
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import override
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from cotrain_server.http.connection_table import Admission, ConnectionTable, owner_of
-from cotrain_server.http.request_id import request_id_of
-from cotrain_server.http.request_queue import RequestQueue
+from cotrain_server.http.connection_table import Admission, ConnectionTable, subnet_of
+from cotrain_server.http.middleware import request_id_of
 from cotrain_store.listening import plain_address
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring import metrics
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
-    from ipaddress import IPv4Network, IPv6Network
+Waiting = TypeVar("Waiting")
 
-    from starlette.types import ASGIApp, Receive, Scope, Send
-    from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+#: Requests taken in one iteration of the event loop, of all callers. More of them make each longer, and a request takes many;
+#: fewer cost throughput: what goes to Redis in one iteration goes there in one batch.
+AT_ONCE = 16
 
-    from cotrain_store.messages.ids import TenantId
+
+class RequestQueue(Generic[Waiting]):
+    """What waits, by caller. Each caller's own comes in the order in which it arrived."""
+
+    def __init__(self, at_once: int = AT_ONCE) -> None:
+        """Let `at_once` go at a time."""
+        self._at_once = at_once
+        self._by_caller: OrderedDict[Hashable, deque[Waiting]] = OrderedDict()  # who is next, first
+
+    def __bool__(self) -> bool:
+        """Tell whether anything waits."""
+        return bool(self._by_caller)
+
+    def wait(self, caller: Hashable, waiting: Waiting) -> None:
+        """Put it behind all that its caller has here."""
+        self._by_caller.setdefault(caller, deque()).append(waiting)
+
+    def take(self) -> list[Waiting]:
+        """Take the first of each caller, and so on."""
+        taken: list[Waiting] = []
+        while self._by_caller and len(taken) < self._at_once:
+            caller, waiting = next(iter(self._by_caller.items()))
+            taken.append(waiting.popleft())
+            if waiting:
+                self._by_caller.move_to_end(caller)
+            else:
+                del self._by_caller[caller]
+        return taken
+
 
 log = structlog.get_logger()
 
@@ -41,7 +76,7 @@ HEAD_TIMEOUT_S = 30.0
 #: hold one of its tenant's downloads open for as long as it likes.
 TAKEN_TIMEOUT_S = 60.0
 #: A poll holds one of them, and 30 KB.
-MOST_CONNECTIONS = 20_000
+MAX_CONNECTIONS = 20_000
 #: Descriptors for all else: Redis, the spool, uploads, the files that are sent.
 RESERVED_DESCRIPTORS = 256
 #: New connections taken in one iteration of the event loop; the rest waits in the kernel, which holds BACKLOG.
@@ -61,7 +96,7 @@ _FULL = {
 }
 
 
-class ImpatientProtocol(H11Protocol):
+class LimitedH11Protocol(H11Protocol):
     """Closes a connection whose next request does not come to its end, or whose client does not take the answer.
 
     Between requests uvicorn's own `timeout_keep_alive` holds; the body is for the routes, but what
@@ -69,12 +104,12 @@ class ImpatientProtocol(H11Protocol):
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
-    taken_timeout_s = TAKEN_TIMEOUT_S
-    table: ConnectionTable[ImpatientProtocol] = ConnectionTable(MOST_CONNECTIONS, MOST_CONNECTIONS)
-    queue: RequestQueue[ImpatientProtocol] = RequestQueue()
+    write_timeout_s = TAKEN_TIMEOUT_S
+    table: ConnectionTable[LimitedH11Protocol] = ConnectionTable(MAX_CONNECTIONS, MAX_CONNECTIONS)
+    queue: RequestQueue[LimitedH11Protocol] = RequestQueue()
     tenant_of: Callable[[bytes], TenantId | None] = staticmethod(lambda _: None)
     _deadline: asyncio.TimerHandle | None = None
-    _untaken: asyncio.TimerHandle | None = None
+    _write_deadline: asyncio.TimerHandle | None = None
     _is_queued = False
     _owner = ""
 
@@ -86,7 +121,7 @@ class ImpatientProtocol(H11Protocol):
         if self.client:
             self.client = (plain_address(self.client[0]), self.client[1])
         address = self.client[0] if self.client else ""
-        self._owner = owner_of(address)
+        self._owner = subnet_of(address)
         admission, victim, reached = self.table.add(self, address)
         if victim is not None:
             victim.transport.abort()
@@ -121,12 +156,12 @@ class ImpatientProtocol(H11Protocol):
         return self.tenant_of(head) or (self._owner, head.startswith(_HEALTH_CHECKS))
 
     @staticmethod
-    def _read_next(queue: RequestQueue[ImpatientProtocol]) -> None:
+    def _read_next(queue: RequestQueue[LimitedH11Protocol]) -> None:
         loop = asyncio.get_running_loop()
         for protocol in queue.take():
             loop.call_soon(protocol._read)  # apart: an error in one is not the others'
         if queue:  # else the first that waits again calls this
-            loop.call_soon(ImpatientProtocol._read_next, queue)
+            loop.call_soon(LimitedH11Protocol._read_next, queue)
 
     def _read(self) -> None:
         self._is_queued = False
@@ -157,7 +192,7 @@ class ImpatientProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Wait for the client to take what was written, for so long."""
         super().pause_writing()
-        self._untaken = self.loop.call_later(self.taken_timeout_s, self.transport.abort)
+        self._write_deadline = self.loop.call_later(self.write_timeout_s, self.transport.abort)
 
     @override
     def resume_writing(self) -> None:
@@ -174,9 +209,9 @@ class ImpatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _end_untaken(self) -> None:
-        if self._untaken is not None:
-            self._untaken.cancel()
-            self._untaken = None
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
 
     def _begin_to_wait(self) -> None:
         if self._deadline is None:
@@ -197,17 +232,17 @@ class ImpatientProtocol(H11Protocol):
         return cycle is not None and not cycle.response_complete
 
 
-def _read_at_once(transport: asyncio.BaseTransport, most_bytes: int) -> None:
+def _read_at_once(transport: asyncio.BaseTransport, max_bytes: int) -> None:
     """Limit what is read at once; other loops than asyncio's own have no such limit."""
     if hasattr(transport, "max_size"):
-        transport.max_size = most_bytes
+        transport.max_size = max_bytes
 
 
 def limited_protocol(
     most: int,
     proxies: Iterable[str],
     find_tenant: Callable[[bytes], TenantId | None] = lambda _: None,
-) -> type[ImpatientProtocol]:
+) -> type[LimitedH11Protocol]:
     """Make the protocol of a process that holds `most` connections, half of them from one address.
 
     Not where many clients share one: this host's own, and that of a proxy (addresses or networks).
@@ -225,9 +260,9 @@ def limited_protocol(
         is_proxy = "*" in named or any(parsed in network for network in networks)
         return is_proxy or parsed.is_loopback
 
-    class LimitedProtocol(ImpatientProtocol):
-        table = ConnectionTable[ImpatientProtocol](most, most // 2, is_shared)
-        queue = RequestQueue[ImpatientProtocol]()
+    class LimitedProtocol(LimitedH11Protocol):
+        table = ConnectionTable[LimitedH11Protocol](most, most // 2, is_shared)
+        queue = RequestQueue[LimitedH11Protocol]()
         tenant_of = staticmethod(find_tenant)
 
     return LimitedProtocol
@@ -261,15 +296,15 @@ def allow_many_connections() -> int:
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return most_connections()
+    return max_connections()
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """Say how many connections this process may have: fewer than its descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    return max(min(MOST_CONNECTIONS, limit - RESERVED_DESCRIPTORS), limit // 2)
+        return MAX_CONNECTIONS
+    return max(min(MAX_CONNECTIONS, limit - RESERVED_DESCRIPTORS), limit // 2)
 
 
 def listen_long(servers: Iterable[asyncio.Server]) -> None:

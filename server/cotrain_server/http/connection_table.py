@@ -7,12 +7,10 @@ are too many, the one that has waited longest makes way. One on which a request 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Hashable
 from enum import Enum, StrEnum, auto
 from ipaddress import IPv6Address, ip_address
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, TypeVar
 
 #: Connections over the limit on which health checks are answered, and nothing else.
 HEALTH_CONNECTIONS = 64
@@ -52,12 +50,12 @@ class ConnectionTable(Generic[Connection]):
     def __init__(
         self,
         most: int,
-        most_of_address: int,
+        max_of_address: int,
         is_shared: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """Hold `most` connections; of one address `most_of_address`, unless many clients share it."""
         self._most = most
-        self._most_of_address = most_of_address
+        self._max_of_address = max_of_address
         self._is_shared = is_shared
         self._address: dict[Connection, str] = {}
         self._surplus: set[Connection] = set()
@@ -74,9 +72,9 @@ class ConnectionTable(Generic[Connection]):
 
     def add(self, connection: Connection, address: str) -> Added[Connection]:
         """Take in a new one."""
-        owner = owner_of(address)
+        owner = subnet_of(address)
         victim, reached = None, None
-        if self._count_by_address[owner] >= self._most_of_address and not self._is_shared(address):
+        if self._count_by_address[owner] >= self._max_of_address and not self._is_shared(address):
             victim, reached = next(iter(self._waiting_by_address[owner]), None), Limit.ADDRESS
             if victim is None:
                 return Added(Admission.NOTHING, reached=reached)
@@ -135,7 +133,7 @@ class ConnectionTable(Generic[Connection]):
         self.waits(connection)
 
 
-def owner_of(address: str) -> str:
+def subnet_of(address: str) -> str:
     """Give an address of IPv4, or the network of one of IPv6: its owner has all of the others in it."""
     try:
         parsed = ip_address(address)

@@ -9,31 +9,24 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import io
 import os
 import re
 import tarfile
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import structlog
 from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
-from cotrain_store.blobs.protocol import BlobsUnavailable
-from cotrain_store.disk.checksums import REMEDY, SUMS, fault_of, read_sums
+from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable
+from cotrain_store.disk.result_storage import REMEDY, SUMS, fault_of, read_sums
 from cotrain_store.errors import CheckpointDamaged, CheckpointNotFound, StoreUnavailable
-from cotrain_store.messages.weights import external_folder
-
-if TYPE_CHECKING:
-    import io
-    from collections.abc import AsyncIterator, Sequence
-    from contextlib import AsyncExitStack
-
-    from starlette.types import Receive, Scope, Send
-
-    from cotrain_store.blobs.protocol import Blob, Blobs
-    from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
+from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord, external_folder
 
 log = structlog.get_logger()
 

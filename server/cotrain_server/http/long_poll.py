@@ -5,20 +5,25 @@ and twice that while Redis looked up its key: after a restart all of them come a
 
 A poll never answers 5xx, which SDKs repeat at once and without end: a store that is unavailable is
 "not yet".
+
+Work only as long as the client is connected.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cotrain.wire.futures import TryAgainResponse
+from cotrain.wire.model import WireModel
+from cotrain.wire.runs import TryAgainResponse
 from cotrain_server.errors import (
     CLIENT_CLOSED_REQUEST,
     RequestError,
@@ -26,25 +31,45 @@ from cotrain_server.errors import (
     schema_refusal,
 )
 from cotrain_server.http.auth import authenticate
-from cotrain_server.http.disconnect import while_connected
-from cotrain_server.http.json_size import FEW
-from cotrain_server.http.request_body import BodyReader, is_json
+from cotrain_server.http.request_body import FEW, BodyReader, is_json
+from cotrain_server.services import Services
 from cotrain_store.errors import StoreError, StoreUnavailable
-from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.runs import Tenant
+from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-    from typing import Any
+Answer = TypeVar("Answer")
 
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from cotrain.wire.model import WireModel
-    from cotrain_server.services import Services
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.sessions import Tenant
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
+    """Await `work` as long as its client does; cancel it and give None when that has gone."""
+    working: asyncio.Task[Any] = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_end_with_client(receive, working))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        if _is_cancelled():
+            raise
+        return None
+    finally:
+        watching.cancel()
+        if not working.done():
+            await stop_tasks([working])
 
-    Wait = Callable[[], Coroutine[Any, Any, Response]]
-    Endpoint = Callable[[Any, Request, Services, Tenant], Coroutine[Any, Any, Response | Wait]]
+
+async def _end_with_client(receive: Receive, working: asyncio.Task[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    await stop_tasks([working])
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+Wait = Callable[[], Coroutine[Any, Any, Response]]
+Endpoint = Callable[[Any, Request, Services, Tenant], Coroutine[Any, Any, Response | Wait]]
 
 Ready = TypeVar("Ready")
 

@@ -2,26 +2,40 @@
 
 One of the two places where everything may be caught; it logs where it happened, never the message
 of an exception, which may quote what a tenant sent.
+
+What a request is called in its answer, in the log and in traces: as its client called it, or a name of ours.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
 import traceback
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import structlog
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST, ambiguous_length, internal_error
-from cotrain_server.http.request_id import HEADER, request_id_of
 from cotrain_server.http.request_trace import begin_request, end_request
+from cotrain_server.services import Services
 from cotrain_store.monitoring import metrics
+from cotrain_store.monitoring.logs import looks_like_key
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+HEADER = b"x-request-id"
+#: What may stand in a line of a log, in a header and in a shell without being more than a name.
+_SAFE = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 
-    from cotrain_server.services import Services
+
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Take over the `X-Request-Id` of a request where it is 1 to 64 safe characters, and no key; else make one."""
+    given = [value.decode("latin-1") for name, value in headers if name == HEADER]
+    if len(given) == 1 and _SAFE.fullmatch(given[0]) and not looks_like_key(given[0]):
+        return given[0]
+    return secrets.token_hex(8)
+
 
 log = structlog.get_logger()
 

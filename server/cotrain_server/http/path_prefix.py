@@ -6,11 +6,9 @@ the proxy left it on, and puts it on all that leads a browser to another page.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 #: Headers whose value is an address.
 _LEADING = (b"location", b"hx-redirect")

@@ -6,21 +6,15 @@ Polls have none while they wait: the one that brings a result is reported with i
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import structlog
+from starlette.types import Scope
 
-from cotrain_store.messages.results import ResultKind
+from cotrain_server.services import Services
+from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.monitoring.traceparent import if_sampled, trace_id
-from cotrain_store.monitoring.tracing import CURRENT, tracer
-
-if TYPE_CHECKING:
-    from starlette.types import Scope
-
-    from cotrain_server.services import Services
-    from cotrain_store.messages.ids import RequestId, TenantId
-    from cotrain_store.messages.results import Result
-    from cotrain_store.monitoring.tracing import Span
+from cotrain_store.monitoring.tracing import CURRENT, Span, tracer
 
 _TRACED = ("/api/v1/", "/oai/", "/anthropic/")
 #: Asked again and again: by clients that wait, and by what looks whether the server lives.

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from cotrain_server.settings import Quotas
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_server.settings import Quotas
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.oplog.submission import TenantLimits
-    from cotrain_store.sampling.intake import SampleLimits
-    from cotrain_store.tenants.policies import Policies
-    from cotrain_store.tenants.records import RecordLimits
+from cotrain_store.sampling.intake import SampleLimits
+from cotrain_store.tenants.policies import Policies
+from cotrain_store.tenants.records import RecordLimits
 
 #: What the operator changes holds in every API process after so long.
 CACHE_S = 1.0

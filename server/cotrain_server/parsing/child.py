@@ -14,16 +14,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
 import cotrain_server.blas_threads  # noqa: F401  # its import sets them, before that of numpy
 from cotrain_server.errors import BodyTooLarge
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 log = structlog.get_logger()
 

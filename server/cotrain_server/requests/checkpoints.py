@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -21,20 +22,25 @@ from cotrain_server.requests.checkpoint_validation import (
     check_recipients,
     check_ttl,
 )
-from cotrain_server.requests.passes import Op, canonical_json, digest_of, op_or_refusal
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import sampler_id
+from cotrain_server.requests.passes import (
+    AddressedFields,
+    Op,
+    canonical_json,
+    digest_of,
+    op_or_refusal,
+)
+from cotrain_store.messages.ids import encode, sampler_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.saves import (
+    CheckpointKind,
+    LoadRequest,
+    LoadSource,
+    SaveRequest,
+    WeightsRecord,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from cotrain_server.requests.passes import AddressedFields
-    from cotrain_store.messages.runs import LoraSpec, RunRecord
-    from cotrain_store.messages.weights import CheckpointKind, WeightsRecord
-
-    SaveReader = Callable[[AddressedFields, RunRecord], SaveRequest]
+SaveReader = Callable[[AddressedFields, RunRecord], SaveRequest]
 
 Shape = TypeVar("Shape", bound=BaseModel)
 

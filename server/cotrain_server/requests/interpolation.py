@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from cotrain.wire.runs import InterpolateRequest
 from cotrain_server.errors import Invalid
 from cotrain_server.requests.checkpoint_validation import check_name
-from cotrain_store.messages.encoding import encode
+from cotrain_store.messages.ids import encode
 from cotrain_store.messages.runs import DEFAULT_ALPHA, LoraSpec
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain.wire.mint import InterpolateRequest
-    from cotrain_store.messages.weights import WeightsRecord
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest, WeightsRecord
 
 #: The name of a combination whose client gave it none; it lies in a run of its own.
 UNNAMED = "interpolated"

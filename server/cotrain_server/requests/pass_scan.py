@@ -7,20 +7,17 @@ value is read. A walk ends at the limit. Nothing is read behind it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from cotrain_server.errors import Invalid
 from cotrain_store.errors import MalformedBody
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
 #: `client/config` has SDKs cut larger calls (`fwdbwd_max_chunk_len`); our client says so itself.
 MAX_DATUMS = 65_536
-MOST: Mapping[str, int] = MappingProxyType({
+LIMITS: Mapping[str, int] = MappingProxyType({
     "data": MAX_DATUMS,
     "model_input": 4 * MAX_DATUMS,
     "loss_fn_inputs": 4 * MAX_DATUMS,
@@ -53,7 +50,7 @@ class TooManyObjects(Invalid):
 
     def __init__(self, field: str) -> None:
         super().__init__(
-            f"{field}: one request holds at most {MOST[field]} {_UNITS[field]}. Send it in several "
+            f"{field}: one request holds at most {LIMITS[field]} {_UNITS[field]}. Send it in several "
             "calls."
         )
 
@@ -104,16 +101,16 @@ _PASS = {
 }
 
 
-def lean_pass(body: bytes, most_fields: int | None = None) -> bytes:
+def strip_unknown_fields(body: bytes, max_fields: int | None = None) -> bytes:
     """Give a pass without the fields that nothing here reads; the same bytes where there are none.
 
     Raises:
         TooManyObjects: it holds more than MOST of something, or more than `most_fields` fields.
         MalformedBody: it is no message.
     """
-    left = dict(MOST)
-    if most_fields is not None:
-        left["field"] = most_fields
+    left = dict(LIMITS)
+    if max_fields is not None:
+        left["field"] = max_fields
     try:
         lean = _lean(body, 0, len(body), _PASS, left)
     except IndexError as cut:

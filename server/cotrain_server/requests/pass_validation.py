@@ -3,23 +3,53 @@
 Nothing invalid may be accepted: a bad token id would kill the device for every tenant, and a replay
 must never meet an op that cannot run. What is refused here still takes its seq in the run's order
 (as a rejected op), because its client has already used up the seq_id.
+
+What each loss needs from a request: its inputs and its numbers. The engine holds the formulas.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
+from cotrain.wire.runs import AdamParams
 from cotrain_server.errors import Invalid
-from cotrain_server.requests.loss_inputs import NEEDS_BY_LOSS, TARGETS, LossNeeds
+from cotrain_store.bodies.pass_body import DatumArrays, PassBody
+from cotrain_store.messages.runs import PoolRecord
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+TARGETS = "target_tokens"
 
-    from cotrain.wire.runs import AdamParams
-    from cotrain_store.bodies.pass_body import DatumArrays, PassBody
-    from cotrain_store.messages.pools import PoolRecord
+
+@dataclass(frozen=True)
+class LossNeeds:
+    """What a request must bring for one loss."""
+
+    inputs: tuple[str, ...]
+    """Required loss inputs other than `target_tokens`, one float per target."""
+    config: frozenset[str] = field(default_factory=frozenset)
+    """Numbers it may set in `loss_fn_config`; all are at least 0."""
+    bounds_surrogate: bool = False
+    """Whether a ratio out of bounds has no gradient, so that the bounds must enclose 1."""
+    takes_columns: bool = False
+    """Whether targets may be `(N, K)`: K weighted targets per position."""
+
+
+_CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
+_POLICY = ("logprobs", "advantages")
+
+NEEDS_BY_LOSS: Mapping[str, LossNeeds] = MappingProxyType(
+    {
+        "cross_entropy": LossNeeds(("weights",), takes_columns=True),
+        "importance_sampling": LossNeeds(_POLICY),
+        "ppo": LossNeeds(_POLICY, _CLIP, bounds_surrogate=True),
+        "cispo": LossNeeds(_POLICY, _CLIP),
+        "dro": LossNeeds(_POLICY, frozenset({"beta"})),
+        "gspo": LossNeeds((*_POLICY, "sequence_ratio_mask"), _CLIP, bounds_surrogate=True),
+    }
+)
 
 
 #: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass, which then

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -18,21 +19,22 @@ from pydantic_core import from_json
 from cotrain.errors import UnsupportedInput
 from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.pass_codec import encode_pass_request
+from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
 from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepRequest
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
-from cotrain_server.requests.pass_scan import HEAD_BYTES, TooManyObjects, head_of, lean_pass
+from cotrain_server.requests.pass_scan import (
+    HEAD_BYTES,
+    TooManyObjects,
+    head_of,
+    strip_unknown_fields,
+)
 from cotrain_server.requests.pass_validation import check_adam, check_pass
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
 from cotrain_store.errors import MalformedBody
+from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_store.messages.ops import OpKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
-    from cotrain_store.messages.ids import SamplerId, WeightsRef
-    from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.messages.runs import PoolRecord
 
 #: Sparse tensors are small on the wire and full size here; this many elements is 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24
@@ -42,14 +44,14 @@ MAX_AXES = 8
 FEW_FIELDS = CHILD_ABOVE // JSON_VALUE_WEIGHT
 
 
-class PlacedRequest(WireModel):
+class RunRequest(WireModel):
     """Whose a pass or a step is, and where it stands; it may leave its place to the server."""
 
     model_id: Name
     seq_id: SeqId | None = None
 
 
-_Address = TypeVar("_Address", SequencedRequest, PlacedRequest)
+_Address = TypeVar("_Address", SequencedRequest, RunRequest)
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,14 @@ class Op:
         """Make of an op that may not run one that takes its place and fails."""
         return Op(OpKind.REJECTED, _failure(message), 0, self.digest)
 
-    def fitting(self, most_tokens: int, most_bytes: int) -> Op:
+    def fitting(self, token_limit: int, max_bytes: int) -> Op:
         """Give an op that an empty queue can take: this one, or one that fails and says why not.
 
         The client of one that never fits would be asked to wait without end.
         """
         for size, most, unit in (
-            (self.tokens, most_tokens, "tokens"),
-            (len(self.body), most_bytes, "bytes"),
+            (self.tokens, token_limit, "tokens"),
+            (len(self.body), max_bytes, "bytes"),
         ):
             if size > most:
                 return self.refused(
@@ -93,7 +95,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class AddressedPass:
+class ParsedPass:
     """A forward or forward_backward whose run and place are known."""
 
     model_id: str
@@ -129,7 +131,7 @@ class AddressedFields:
     fields: dict[str, Any]
 
 
-def read_binary_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
+def read_binary_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     """Read a pass as SDK 0.38 sends it; `forward_only` for an endpoint that is never anything else.
 
     Of one with more than FEW_FIELDS only the head is read here: `pass_op` reads the rest.
@@ -138,17 +140,17 @@ def read_binary_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
         Unreadable: not the message, or without a run.
     """
     try:
-        message = parse_pass(lean_pass(body, FEW_FIELDS))
+        message = parse_pass(strip_unknown_fields(body, FEW_FIELDS))
     except TooManyObjects:
         return _read_head(body, forward_only=forward_only)
     except MalformedBody as error:
         raise Unreadable(str(error)) from error
     address = _address_in(message)
     message.forward_only |= forward_only
-    return AddressedPass(address.model_id, address.seq_id, message, "", _canonical(message))
+    return ParsedPass(address.model_id, address.seq_id, message, "", _canonical(message))
 
 
-def _read_head(body: bytes, *, forward_only: bool) -> AddressedPass:
+def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
     try:
         message = parse_pass(head_of(body))
     except MalformedBody as error:
@@ -159,24 +161,22 @@ def _read_head(body: bytes, *, forward_only: bool) -> AddressedPass:
             f"datum, within its first {HEAD_BYTES} bytes."
         )
     address = _address_in(message)
-    return AddressedPass(
-        address.model_id, address.seq_id, None, "", body, forward_only, is_read=False
-    )
+    return ParsedPass(address.model_id, address.seq_id, None, "", body, forward_only, is_read=False)
 
 
-def _address_in(message: PassMessage) -> PlacedRequest:
+def _address_in(message: PassMessage) -> RunRequest:
     seq = message.seq_id or None  # the wire has no other way to leave it out
-    return address_of(PlacedRequest, {"model_id": message.model_id, "seq_id": seq})
+    return parse_run_and_seq(RunRequest, {"model_id": message.model_id, "seq_id": seq})
 
 
-def read_json_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
+def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     """Read a pass as SDK 0.22 sends it, and turn it into the same message.
 
     Raises:
         Unreadable: not a JSON object, or without a run.
     """
     fields = json_object(body)
-    address = address_of(PlacedRequest, fields)
+    address = parse_run_and_seq(RunRequest, fields)
     message, refusal = None, ""
     try:
         message = _pass_message(fields, forward_only=forward_only)
@@ -185,24 +185,24 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> AddressedPass:
     except UnsupportedInput as error:
         refusal = str(error)
     content = canonical_json(fields) if message is None else _canonical(message)
-    return AddressedPass(address.model_id, address.seq_id, message, refusal, content)
+    return ParsedPass(address.model_id, address.seq_id, message, refusal, content)
 
 
 def read_fields(body: bytes) -> AddressedFields:
     """Read a save or a load. Raises Unreadable: not a JSON object, or without a run and a place in its order."""
     fields = json_object(body)
-    address = address_of(SequencedRequest, fields)
+    address = parse_run_and_seq(SequencedRequest, fields)
     return AddressedFields(address.model_id, address.seq_id, fields)
 
 
 def read_step(body: bytes) -> AddressedStep:
     """Read an optim_step. Raises Unreadable as `read_json_pass` does."""
     fields = json_object(body)
-    address = address_of(PlacedRequest, fields)
+    address = parse_run_and_seq(RunRequest, fields)
     return AddressedStep(address.model_id, address.seq_id, fields)
 
 
-def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
+def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
     """Check a pass against its run's base model and make its op; read it first where that is still to do."""
     if not request.is_read:
         request = _read_all(request)
@@ -218,10 +218,10 @@ def pass_op(request: AddressedPass, pool: PoolRecord) -> Op:
     return Op(kind, request.content, decoded.num_tokens, digest_of(request.content))
 
 
-def _read_all(request: AddressedPass) -> AddressedPass:
+def _read_all(request: ParsedPass) -> ParsedPass:
     """Read a pass whose head is known. Where that fails, it is one that says why."""
     try:
-        message = parse_pass(lean_pass(request.content))
+        message = parse_pass(strip_unknown_fields(request.content))
     except (TooManyObjects, MalformedBody) as error:
         return replace(request, refusal=str(error), is_read=True)
     if (message.model_id, message.seq_id) != (request.model_id, request.seq or 0):
@@ -247,7 +247,7 @@ def op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
 
 
 def _step_op(fields: dict[str, Any]) -> Op:
-    params = OptimStepRequest.model_validate(_placed(fields)).adam_params
+    params = OptimStepRequest.model_validate(_with_default_seq(fields)).adam_params
     check_adam(params)
     body = params.model_dump_json().encode()
     return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
@@ -264,7 +264,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def address_of(kind: type[_Address], fields: dict[str, Any]) -> _Address:
+def parse_run_and_seq(kind: type[_Address], fields: dict[str, Any]) -> _Address:
     """Read whose a request is and where it stands; raises Unreadable where it does not say."""
     try:
         return kind.model_validate(fields)
@@ -274,9 +274,9 @@ def address_of(kind: type[_Address], fields: dict[str, Any]) -> _Address:
 
 def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
     content = (
-        ForwardRequest.model_validate(_placed(fields)).forward_input
+        ForwardRequest.model_validate(_with_default_seq(fields)).forward_input
         if forward_only
-        else ForwardBackwardRequest.model_validate(_placed(fields)).forward_backward_input
+        else ForwardBackwardRequest.model_validate(_with_default_seq(fields)).forward_backward_input
     )
     return encode_pass_request(
         fields["model_id"],
@@ -288,7 +288,7 @@ def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
     )
 
 
-def _placed(fields: dict[str, Any]) -> dict[str, Any]:
+def _with_default_seq(fields: dict[str, Any]) -> dict[str, Any]:
     """Put in the place that the wire's shapes ask for: the address is read already."""
     return {**fields, "seq_id": fields.get("seq_id") or 1}
 

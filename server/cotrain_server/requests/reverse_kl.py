@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import ValidationError
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.mint import ReverseKlRequest
+from cotrain.wire.datums import ModelInput
+from cotrain.wire.runs import ReverseKlDatum, ReverseKlRequest
+from cotrain.wire.tensors import TensorData
 from cotrain_server.errors import Invalid, sentence
 from cotrain_server.requests.pass_validation import check_finite, check_tokens
 from cotrain_server.requests.passes import (
     Op,
-    PlacedRequest,
-    address_of,
+    RunRequest,
     canonical_json,
     digest_of,
     json_object,
+    parse_run_and_seq,
 )
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
+from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.ops import OpKind
-
-if TYPE_CHECKING:
-    from cotrain.wire.datums import ModelInput
-    from cotrain.wire.mint import ReverseKlDatum
-    from cotrain.wire.tensors import TensorData
-    from cotrain_store.messages.ids import WeightsRef
-    from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.messages.runs import PoolRecord
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class AddressedKl:
 def read_reverse_kl(content: bytes) -> AddressedKl:
     """Read a reverse KL; raises Unreadable where it does not say whose it is."""
     fields = json_object(content)
-    address = address_of(PlacedRequest, fields)
+    address = parse_run_and_seq(RunRequest, fields)
     path = fields.get("reference_model_path")
     body, refusal = None, ""
     try:

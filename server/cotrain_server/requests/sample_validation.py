@@ -5,16 +5,12 @@ A wrong one is refused at once: it holds no place in any order, so nothing waits
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
-from typing import TYPE_CHECKING
 
 from cotrain_server.errors import Invalid
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_store.bodies.sample_body import SampleBody
-    from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_store.messages.runs import PoolRecord
 
 MAX_SAMPLES = 1_024
 MAX_TOKENS = 2**31 - 1

@@ -8,19 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from cotrain.wire.datums import EncodedTextChunk
+from cotrain.wire.datums import EncodedTextChunk, ModelInput
 from cotrain.wire.sampling import SampleRequest
+from cotrain.wire.tensors import TensorData
 from cotrain_server.errors import Invalid, sentence
 from cotrain_server.requests.sample_validation import MAX_TARGETS, SKIPPED
 from cotrain_store.bodies.sample_body import SampleBody
-
-if TYPE_CHECKING:
-    from cotrain.wire.datums import ModelInput
-    from cotrain.wire.tensors import TensorData
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from fastapi import Request
 
-from cotrain.wire.futures import UntypedAPIFuture
-
-if TYPE_CHECKING:
-    from fastapi import Request
-
-    from cotrain_server.requests.passes import Op
-    from cotrain_server.services import Services
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.runs import RunRecord
+from cotrain.wire.runs import UntypedAPIFuture
+from cotrain_server.requests.passes import Op
+from cotrain_server.services import Services
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.runs import RunRecord
 
 
 async def submit(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from typing_extensions import override
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.finite_json import FiniteJSONResponse
-from cotrain_server.http.openapi import body_of
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, body_of
 from cotrain_server.requests.sample_validation import is_sampleable
 from cotrain_server.text_apis.anthropic_requests import (
     AnthropicError,
@@ -22,19 +21,16 @@ from cotrain_server.text_apis.anthropic_requests import (
 )
 from cotrain_server.text_apis.anthropic_responses import MessageReply, answer, stream
 from cotrain_server.text_apis.generation import Generation
-from cotrain_server.text_apis.model_names import find_target
-from cotrain_server.text_apis.prompts import characters_of, chat_body, text_weight
+from cotrain_server.text_apis.prompts import characters_of, chat_body, find_target, text_weight
 from cotrain_server.text_apis.route import (
     STREAMS,
     EventStream,
     InferenceRoute,
+    Refusal,
     finished,
     read_asked,
     responses,
 )
-
-if TYPE_CHECKING:
-    from cotrain_server.text_apis.route import Refusal
 
 
 class AnthropicRoute(InferenceRoute):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
@@ -12,16 +11,13 @@ from cotrain.wire.checkpoints import ApiKeyResponse, KeyDetails, OrganizationDet
 from cotrain.wire.sessions import AuthTokenResponse
 from cotrain_server.errors import KeyOfTheOperator
 from cotrain_server.http.auth import is_token, shown_key
-from cotrain_server.http.dependencies import ServicesDep, api_key
-from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.http.tenant_routes import ServicesDep, TenantRoute, api_key
+from cotrain_server.services import Services
 from cotrain_server.signed_tokens import Token
 from cotrain_store.errors import InvalidKey
-from cotrain_store.messages.sessions import Tenant
+from cotrain_store.messages.runs import Tenant
+from cotrain_store.tenants.api_keys import KeyRecord
 from cotrain_store.tenants.audit_log import AuditEvent
-
-if TYPE_CHECKING:
-    from cotrain_server.services import Services
-    from cotrain_store.tenants.key_format import KeyRecord
 
 router = APIRouter(
     prefix="/api/v1/auth", tags=["auth"], route_class=TenantRoute, dependencies=[api_key]

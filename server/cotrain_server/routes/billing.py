@@ -2,18 +2,23 @@
 
 Nothing here has a price. Storage by the hour is not reported either: what was deleted since, or has
 expired, would be missing from it. What is stored now is reported.
+
+What a tenant changed, shared or took away.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from datetime import UTC, date, datetime
+from typing import Annotated, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 
 from cotrain.wire.model import Name
 from cotrain.wire.usage import (
+    AuditLogEntry,
+    AuditLogResponse,
     BillingUsageResponse,
     StorageItem,
     StorageResponse,
@@ -22,18 +27,15 @@ from cotrain.wire.usage import (
     UsageSession,
 )
 from cotrain_server.errors import Invalid
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
+from cotrain_server.services import Services
 from cotrain_server.views.records import text_by_name
 from cotrain_server.views.usage import events_of, last_day, sources_of, total_of, window
 from cotrain_store.messages.ids import SessionId
+from cotrain_store.messages.runs import Tenant
 from cotrain_store.results.delivery import unread_bytes
 from cotrain_store.tenants.run_bytes import run_bytes
 from cotrain_store.tenants.session_search import Stored
-
-if TYPE_CHECKING:
-    from cotrain_server.services import Services
-    from cotrain_store.messages.sessions import Tenant
 
 router = APIRouter(
     prefix="/api/v1", tags=["usage"], route_class=TenantRoute, dependencies=[api_key]
@@ -125,3 +127,40 @@ async def _stored_by_project(services: Services, tenant: Tenant) -> dict[str | N
     for session, stored in by_session.items():
         by_project[sessions[session].project_id] += stored
     return dict(by_project)
+
+
+EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
+_RESOURCE_BY_TYPE: Mapping[EventType, str] = {
+    "all": "",
+    "checkpoints": "checkpoint",
+    "projects": "project",
+    "teams": "team",
+    "organizations": "organization",
+}
+
+
+@router.get("/audit")
+async def audit_log(
+    services: ServicesDep,
+    tenant: TenantDep,
+    event_type: Annotated[EventType, Query()] = "all",
+    day: date | None = None,
+) -> AuditLogResponse:
+    """Tell what was done on one day (UTC; today), oldest first. There are no teams or organizations."""
+    asked = day or datetime.now(UTC).date()
+    entries = await services.audit.entries(tenant.id, asked, _RESOURCE_BY_TYPE[event_type])
+    return AuditLogResponse(
+        entries=[
+            AuditLogEntry(
+                timestamp=entry.at,
+                event=entry.event,
+                event_details={
+                    **entry.details,
+                    "key_id": entry.key_id,
+                    "key_name": entry.key_name,
+                },
+                tinker_path=entry.details.get("tinker_path"),
+            )
+            for entry in entries
+        ]
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import Annotated, get_args
 
 from fastapi import APIRouter, Header, HTTPException, Request
 
@@ -18,23 +18,22 @@ from cotrain.wire.checkpoints import (
     CopyWeightsResponse,
 )
 from cotrain_server.errors import Invalid
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.tenant_routes import TenantRoute
-from cotrain_server.requests.checkpoint_lookup import CHECKPOINT, find_source, path_of, reader_of
-from cotrain_server.requests.checkpoint_validation import check_ttl
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
+from cotrain_server.requests.checkpoint_validation import (
+    CHECKPOINT,
+    Source,
+    check_ttl,
+    find_source,
+    path_of,
+    reader_of,
+)
 from cotrain_server.requests.submission import quota_reached
+from cotrain_server.services import Services
 from cotrain_store.errors import MalformedPath, RunNotFound, SessionFinished
-from cotrain_store.messages.ids import SessionId, run_id
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.weights import CheckpointKind
+from cotrain_store.messages.ids import RunId, SessionId, TenantId, run_id
+from cotrain_store.messages.runs import RunRecord, RunState, Tenant
+from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
 from cotrain_store.tenants.audit_log import AuditEvent
-
-if TYPE_CHECKING:
-    from cotrain_server.requests.checkpoint_lookup import Source
-    from cotrain_server.services import Services
-    from cotrain_store.messages.ids import RunId, TenantId
-    from cotrain_store.messages.sessions import Tenant
-    from cotrain_store.messages.weights import CheckpointRecord
 
 router = APIRouter(
     prefix="/api/v1", tags=["checkpoints"], route_class=TenantRoute, dependencies=[api_key]

@@ -6,14 +6,14 @@ Declared as routes for the OpenAPI page; `LongPolls` answers their POSTs in fron
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 from fastapi import APIRouter, Request, Response
 
-from cotrain.wire.futures import FutureRetrieveRequest, TryAgainResponse
 from cotrain.wire.pass_codec import PROTOBUF, pass_output_to_json
+from cotrain.wire.runs import FutureRetrieveRequest, TryAgainResponse
 from cotrain.wire.sample_codec import sample_response_to_json
 from cotrain.wire.sampling import (
     CancelFutureRequest,
@@ -21,25 +21,18 @@ from cotrain.wire.sampling import (
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
 )
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.long_poll import Poll, try_again
+from cotrain_server.http.long_poll import Poll, Wait, try_again
 from cotrain_server.http.request_trace import trace_retrieval
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key
 from cotrain_server.parsing.parser import JSON_VALUE_WEIGHT
+from cotrain_server.services import Services
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RequestId
-from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import Tenant
+from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.results.futures import Pending
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from cotrain_server.http.long_poll import Wait
-    from cotrain_server.services import Services
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.results import Result
-    from cotrain_store.messages.samples import SamplerRecord
-    from cotrain_store.messages.sessions import Tenant
-    from cotrain_store.sampling.completions import Completion
+from cotrain_store.sampling.completions import Completion
 
 log = structlog.get_logger()
 

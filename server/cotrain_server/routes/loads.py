@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 
 from cotrain.wire.checkpoints import CreateFromWeightsRequest, LoadWeightsRequest
-from cotrain.wire.futures import UntypedAPIFuture
+from cotrain.wire.runs import UntypedAPIFuture
 from cotrain_server.errors import Invalid
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.openapi import body_of
 from cotrain_server.http.request_body import json_body
-from cotrain_server.http.tenant_routes import TenantRoute
-from cotrain_server.requests.checkpoint_lookup import WRONG_PATH, find_loadable, reader_of
-from cotrain_server.requests.checkpoint_validation import check_metadata, check_optimizer
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key, body_of
+from cotrain_server.requests.checkpoint_validation import (
+    WRONG_PATH,
+    Source,
+    check_metadata,
+    check_optimizer,
+    find_loadable,
+    reader_of,
+)
 from cotrain_server.requests.checkpoints import load_body, load_op, read_as
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.passes import Op, canonical_json, digest_of, json_object, read_fields
 from cotrain_server.requests.submission import submit
+from cotrain_server.services import Services
 from cotrain_store.errors import RunNotFound, SessionFinished
 from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunRecord
-
-if TYPE_CHECKING:
-    from cotrain_server.requests.checkpoint_lookup import Source
-    from cotrain_server.services import Services
-    from cotrain_store.messages.sessions import SessionRecord, Tenant
+from cotrain_store.messages.runs import RunRecord, SessionRecord, Tenant
 
 router = APIRouter(
     prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 
-from cotrain.wire.futures import UntypedAPIFuture
-from cotrain.wire.mint import InterpolateRequest, ReverseKlRequest
+from cotrain.wire.runs import InterpolateRequest, ReverseKlRequest, UntypedAPIFuture
 from cotrain_server.errors import Invalid
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.openapi import body_of
 from cotrain_server.http.request_body import body_weight, json_body
-from cotrain_server.http.tenant_routes import DataRoute, TenantRoute
-from cotrain_server.requests.checkpoint_lookup import WRONG_PATH, find_loadable
+from cotrain_server.http.tenant_routes import (
+    DataRoute,
+    ServicesDep,
+    TenantDep,
+    TenantRoute,
+    api_key,
+    body_of,
+)
+from cotrain_server.requests.checkpoint_validation import WRONG_PATH, find_loadable
 from cotrain_server.requests.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
 from cotrain_server.requests.pass_validation import check_rank
-from cotrain_server.requests.reverse_kl import read_reverse_kl, refused_reverse_kl, reverse_kl_op
+from cotrain_server.requests.reverse_kl import (
+    AddressedKl,
+    read_reverse_kl,
+    refused_reverse_kl,
+    reverse_kl_op,
+)
 from cotrain_server.requests.submission import idempotency_key, quota_reached, submit
+from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
-from cotrain_store.messages.ids import request_id, run_id
+from cotrain_store.messages.ids import TenantId, WeightsRef, request_id, run_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_server.requests.reverse_kl import AddressedKl
-    from cotrain_server.services import Services
-    from cotrain_store.messages.ids import TenantId, WeightsRef
-    from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.messages.sessions import Tenant
-    from cotrain_store.messages.weights import WeightsRecord
+from cotrain_store.messages.runs import PoolRecord, RunRecord, Tenant
+from cotrain_store.messages.saves import WeightsRecord
 
 router = APIRouter(prefix="/api/v1/mint", tags=["mint"], dependencies=[api_key])
 passes = APIRouter(route_class=DataRoute)

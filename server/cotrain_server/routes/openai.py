@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from typing_extensions import override
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.finite_json import FiniteJSONResponse
-from cotrain_server.http.openapi import body_of
 from cotrain_server.http.request_body import body_weight
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, body_of
 from cotrain_server.requests.sample_validation import is_sampleable
+from cotrain_server.services import Services
 from cotrain_server.text_apis.generation import Generation
-from cotrain_server.text_apis.model_names import find_target
-from cotrain_server.text_apis.openai_choices import ChatShape, CompletionShape
 from cotrain_server.text_apis.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -27,10 +26,18 @@ from cotrain_server.text_apis.openai_requests import (
     OpenAIError,
     openai_error,
 )
-from cotrain_server.text_apis.openai_responses import Reply, answer, chunks
+from cotrain_server.text_apis.openai_responses import (
+    ChatShape,
+    CompletionShape,
+    Reply,
+    answer,
+    chunks,
+)
 from cotrain_server.text_apis.prompts import (
+    Target,
     characters_of,
     chat_body,
+    find_target,
     prompt_bodies,
     text_weight,
     written_characters,
@@ -39,18 +46,12 @@ from cotrain_server.text_apis.route import (
     STREAMS,
     EventStream,
     InferenceRoute,
+    Refusal,
     finished,
     read_asked,
     responses,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_server.services import Services
-    from cotrain_server.text_apis.model_names import Target
-    from cotrain_server.text_apis.route import Refusal
-    from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_store.bodies.sample_body import SampleBody
 
 
 class OpenAIRoute(InferenceRoute):

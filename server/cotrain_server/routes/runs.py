@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.runs import (
     CreateModelRequest,
     GetInfoRequest,
@@ -17,21 +15,18 @@ from cotrain.wire.runs import (
     LoraConfig,
     ModelData,
     UnloadModelRequest,
+    UntypedAPIFuture,
 )
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import is_local
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
 from cotrain_server.requests.checkpoint_validation import check_metadata
 from cotrain_server.requests.pass_validation import check_rank
+from cotrain_server.services import Services
 from cotrain_server.text_apis.tokenizer_cache import published_tokenizer
 from cotrain_store.errors import SessionFinished
 from cotrain_store.messages.ids import RunId, run_id
-from cotrain_store.messages.runs import LoraSpec, RunRecord
-
-if TYPE_CHECKING:
-    from cotrain_server.services import Services
-    from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -1,29 +1,38 @@
-"""create_sampling_session and samplers/{id}: what a tenant samples from."""
+"""create_sampling_session and samplers/{id}: what a tenant samples from.
+
+asample: check, accept, answer at once. It waits for no cycle of the clock, and for no other one.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
+from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
+    SampleRequest,
 )
 from cotrain_server.errors import Invalid
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.http.request_body import body_weight, json_body
+from cotrain_server.http.tenant_routes import (
+    DataRoute,
+    ServicesDep,
+    TenantDep,
+    TenantRoute,
+    api_key,
+    body_of,
+)
 from cotrain_server.requests.checkpoint_validation import check_loadable
-from cotrain_server.requests.sample_validation import check_sampleable
-from cotrain_store.errors import SessionFinished
-from cotrain_store.messages.ids import sampler_id
+from cotrain_server.requests.sample_validation import check_sample, check_sampleable
+from cotrain_server.requests.samples import read_sample
+from cotrain_server.services import Services
+from cotrain_store.errors import BaseModelNotServed, SessionFinished
+from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, sampler_id
 from cotrain_store.messages.samples import SamplerRecord
-
-if TYPE_CHECKING:
-    from cotrain_server.services import Services
-    from cotrain_store.messages.ids import TenantId, WeightsRef
 
 router = APIRouter(
     prefix="/api/v1", tags=["sampling"], route_class=TenantRoute, dependencies=[api_key]
@@ -82,3 +91,37 @@ async def _source(
     if request.base_model is not None:
         return request.base_model, None
     raise Invalid("One of base_model and model_path is needed.")
+
+
+sampling_router = APIRouter(
+    prefix="/api/v1", tags=["sampling"], route_class=DataRoute, dependencies=[api_key]
+)
+
+
+@sampling_router.post(
+    "/asample", response_model_exclude_none=True, openapi_extra=body_of(SampleRequest)
+)
+async def asample(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
+    """Queue a sample request.
+
+    Twice is harmless: the client's own number for it names it. Over the tenant's quota the answer
+    is 429, and SDKs slow down and send the same number again.
+    """
+    content, weight = await json_body(request), body_weight(request)
+    sample = await services.parser.parse_json(tenant.id, weight, read_sample, content)
+    sampler = await services.records.sampler(tenant.id, sample.sampler)
+    pool = await services.records.pool(sampler.pool)
+    if pool is None:
+        raise BaseModelNotServed(f"Base model {sampler.base_model!r} is not served here any more.")
+    await services.parser.run(tenant.id, weight, check_sample, sample.body, pool)
+    longest = pool.max_sequence_tokens
+    request_id = await services.sample_intake.submit(sampler, sample.seq, sample.body, longest)
+    return UntypedAPIFuture(
+        request_id=request_id,
+        sample_sequence_ids=_sequence_ids(request_id, sample.body.num_samples),
+    )
+
+
+def _sequence_ids(request: RequestId, num_samples: int) -> list[str]:
+    """Name each sequence; SDK 0.38 takes no answer without exactly as many names."""
+    return [f"{request}:{number}" for number in range(num_samples)]

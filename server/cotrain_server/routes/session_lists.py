@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fastapi import APIRouter
 
 from cotrain.wire.rest import (
@@ -13,15 +11,16 @@ from cotrain.wire.rest import (
     SessionSearchRequest,
     SessionSearchResponse,
 )
-from cotrain_server.http.dependencies import (
+from cotrain_server.http.tenant_routes import (
     Limit,
     Offset,
     Scope,
     ServicesDep,
     TenantDep,
+    TenantRoute,
     api_key,
 )
-from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.services import Services
 from cotrain_server.views.records import text_by_name
 from cotrain_server.views.session_search import (
     cursor_at,
@@ -30,14 +29,10 @@ from cotrain_server.views.session_search import (
     position_of,
     summary_of,
 )
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.run_labels import LabelQuery
-from cotrain_store.tenants.session_search import Stored
-
-if TYPE_CHECKING:
-    from cotrain_server.services import Services
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.tenants.session_search import Cursor, SessionEntry
+from cotrain_store.tenants.run_list import LabelQuery
+from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
 
 router = APIRouter(
     prefix="/api/v1", tags=["lists"], route_class=TenantRoute, dependencies=[api_key]

@@ -22,8 +22,7 @@ from cotrain.wire.sessions import (
     TelemetryResponse,
 )
 from cotrain_server.http.auth import UNKEPT_SESSION, exchanges_key, is_local
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
 from cotrain_server.requests.checkpoint_validation import check_notes
 from cotrain_server.requests.pass_scan import MAX_DATUMS
 from cotrain_server.requests.sample_validation import is_sampleable

@@ -1,19 +1,26 @@
-"""How this server is: for load balancers, dashboards, Prometheus, and tenants about themselves."""
+"""How this server is: for load balancers, dashboards, Prometheus, and tenants about themselves.
+
+tokenizers: the tokenizer of a base model, for clients that no hub can give it to.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import gzip
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from cotrain.wire.runs import TOKENIZER_FILES, TokenizerResponse
 from cotrain.wire.sessions import HealthResponse
 from cotrain_server.http.auth import authenticate, check_operator, is_operator
-from cotrain_server.http.dependencies import ServicesDep
-from cotrain_server.views.fleet_metrics import fleet_metrics
-from cotrain_server.views.process_metrics import process_metrics
+from cotrain_server.http.tenant_routes import ServicesDep, TenantRoute, api_key
+from cotrain_server.text_apis.tokenizer_cache import tokenizer_folder
+from cotrain_server.views.fleet_metrics import fleet_metrics, process_metrics
 from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready
 from cotrain_server.views.server_status import own_status, whole_status
 from cotrain_store.errors import StoreUnavailable
@@ -59,3 +66,31 @@ async def metrics_of_fleet(request: Request, services: ServicesDep) -> Response:
     """Show Prometheus the store and all pools. Every API process has the same numbers: scrape one of them."""
     check_operator(request, services)
     return Response(await fleet_metrics(services), media_type=CONTENT_TYPE_LATEST)
+
+
+tokenizers_router = APIRouter(
+    prefix="/api/v1", tags=["sampling"], route_class=TenantRoute, dependencies=[api_key]
+)
+
+
+@tokenizers_router.get("/tokenizers", responses={200: {"model": TokenizerResponse}})
+async def get_tokenizer(
+    request: Request, services: ServicesDep, base_model: Annotated[str, Query(max_length=4_096)]
+) -> Response:
+    """Send the files of a base model's tokenizer, as its workers use it."""
+    pool = await services.records.pool_of(base_model)
+    folder = await tokenizer_folder(pool, services.settings)
+    content = await asyncio.to_thread(_compressed, folder)
+    headers = {"Vary": "Accept-Encoding"}
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        headers["Content-Encoding"] = "gzip"
+    else:
+        content = await asyncio.to_thread(gzip.decompress, content)
+    return Response(content, headers=headers, media_type="application/json")
+
+
+@lru_cache(maxsize=8)  # a folder is named after its content; one of a large vocabulary takes 8 MB
+def _compressed(folder: Path) -> bytes:
+    paths = [folder / name for name in TOKENIZER_FILES]
+    files = {path.name: path.read_text(encoding="utf-8") for path in paths if path.exists()}
+    return gzip.compress(TokenizerResponse(files=files).model_dump_json().encode(), mtime=0)

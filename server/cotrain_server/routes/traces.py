@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from cotrain.wire.rest import TraceExportResponse
 from cotrain_server.errors import BadLink
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
 from cotrain_server.http.finite_json import finite_json
-from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
+from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
 from cotrain_server.views.perfetto_trace import trace_of
 from cotrain_store.keys.fleet_keys import CYCLES_KEPT
-from cotrain_store.messages.ids import SessionId, WeightsRef
+from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef
 from cotrain_store.monitoring.status import session_cycles
-
-if TYPE_CHECKING:
-    from cotrain_server.services import Services
-    from cotrain_store.messages.ids import TenantId
 
 router = APIRouter(prefix="/api/v1", tags=["lists"])
 exports = APIRouter(route_class=TenantRoute, dependencies=[api_key])

@@ -7,20 +7,22 @@ an answer that waited for an earlier chunk would never end.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
-from cotrain.wire.futures import UntypedAPIFuture
 from cotrain.wire.pass_codec import PROTOBUF
-from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepRequest
+from cotrain.wire.runs import (
+    ForwardBackwardRequest,
+    ForwardRequest,
+    OptimStepRequest,
+    UntypedAPIFuture,
+)
 from cotrain_server.errors import BodyTooLarge, UnsupportedMediaType
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.openapi import body_of
 from cotrain_server.http.request_body import body_weight, is_json, is_protobuf, json_body
-from cotrain_server.http.tenant_routes import DataRoute
+from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, api_key, body_of
 from cotrain_server.requests.passes import (
     Op,
+    ParsedPass,
     pass_op,
     read_binary_pass,
     read_json_pass,
@@ -28,13 +30,9 @@ from cotrain_server.requests.passes import (
     step_op,
 )
 from cotrain_server.requests.submission import idempotency_key, submit
+from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
-
-if TYPE_CHECKING:
-    from cotrain_server.requests.passes import AddressedPass
-    from cotrain_server.services import Services
-    from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.messages.sessions import Tenant
+from cotrain_store.messages.runs import PoolRecord, Tenant
 
 router = APIRouter(
     prefix="/api/v1", tags=["training"], route_class=DataRoute, dependencies=[api_key]
@@ -102,7 +100,7 @@ async def _pass_op(
     services: Services,
     tenant: Tenant,
     weight: int,
-    addressed: AddressedPass,
+    addressed: ParsedPass,
     pool: PoolRecord,
     *,
     is_json: bool,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -17,23 +18,19 @@ from cotrain.wire.rest import (
     TrainingRunsResponse,
     UpdateTrainingRunRequest,
 )
-from cotrain_server.http.dependencies import (
+from cotrain_server.http.tenant_routes import (
     Limit,
     Offset,
     Scope,
     ServicesDep,
     TenantDep,
+    TenantRoute,
     api_key,
 )
-from cotrain_server.http.tenant_routes import TenantRoute
-from cotrain_server.views.history import csv_of, history_of
-from cotrain_server.views.records import checkpoint_of, training_run_of
-from cotrain_store.oplog.history import read_history
+from cotrain_server.views.records import checkpoint_of, csv_of, history_of, training_run_of
+from cotrain_store.oplog.reader import read_history
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.run_labels import LabelQuery
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from cotrain_store.tenants.run_list import LabelQuery
 
 router = APIRouter(
     prefix="/api/v1", tags=["lists"], route_class=TenantRoute, dependencies=[api_key]

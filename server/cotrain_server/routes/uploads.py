@@ -10,9 +10,9 @@ import asyncio
 import hashlib
 import time
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 from typing_extensions import override
 
@@ -22,31 +22,21 @@ from cotrain_server.adapter_upload.peft_config import CONFIG, read_adapter
 from cotrain_server.adapter_upload.strict_json import read_object
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import authenticate
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.multipart import file_in_form
-from cotrain_server.http.upload_body import received
+from cotrain_server.http.tenant_routes import Handler, ServicesDep, TenantDep, api_key
+from cotrain_server.http.upload_body import file_in_form, received
 from cotrain_server.requests.checkpoint_validation import check_metadata, check_name, check_ttl
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.submission import quota_reached
+from cotrain_server.services import Services
 from cotrain_store.bodies.import_body import PeftAdapter, encode_import
 from cotrain_store.errors import RunClosed, SeqConflict, SessionFinished, StoreUnavailable
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import request_id, run_id
+from cotrain_store.messages.ids import encode, request_id, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import ResultKind
-from cotrain_store.messages.runs import RunRecord
+from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, SessionRecord, Tenant
 from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.results.futures import Pending
 from cotrain_store.tenants.audit_log import AuditEvent
-
-if TYPE_CHECKING:
-    from fastapi import Response
-
-    from cotrain_server.http.tenant_routes import Handler
-    from cotrain_server.services import Services
-    from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.messages.runs import LoraSpec
-    from cotrain_store.messages.sessions import SessionRecord, Tenant
 
 #: What an upload leaves out begins the same way in every run.
 SEED = 0

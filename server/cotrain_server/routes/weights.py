@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fastapi import APIRouter, Request
 
 from cotrain.wire.checkpoints import (
@@ -12,21 +10,17 @@ from cotrain.wire.checkpoints import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
-from cotrain.wire.futures import UntypedAPIFuture
+from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.openapi import body_of
 from cotrain_server.http.request_body import json_body
-from cotrain_server.http.tenant_routes import TenantRoute
-from cotrain_server.requests.checkpoint_lookup import find_source
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key, body_of
+from cotrain_server.requests.checkpoint_validation import find_source
 from cotrain_server.requests.checkpoints import save_op
 from cotrain_server.requests.passes import read_fields
 from cotrain_server.requests.submission import quota_reached, submit
-
-if TYPE_CHECKING:
-    from cotrain_server.services import Services
-    from cotrain_store.messages.sessions import Tenant
-    from cotrain_store.messages.weights import CheckpointKind
+from cotrain_server.services import Services
+from cotrain_store.messages.runs import Tenant
+from cotrain_store.messages.saves import CheckpointKind
 
 router = APIRouter(
     prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]

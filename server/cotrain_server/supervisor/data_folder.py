@@ -7,16 +7,14 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cotrain_store.blobs.durable_files import make_folder
+from cotrain_store.blobs.folder import make_folder
 from cotrain_store.redis_client.embedded_server import LOG_FOLDER, MAX_SOCKET_PATH
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 SOCKET_NAME = "redis.sock"
 METRICS_TARGETS = "prometheus-targets.json"

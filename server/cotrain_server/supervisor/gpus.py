@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 #: Of the NVIDIA driver: a folder per GPU of this host.
 DRIVER = Path("/proc/driver/nvidia/gpus")

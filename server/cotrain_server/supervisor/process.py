@@ -8,17 +8,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_store.refusal import EXIT_CODE, last_reason
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from cotrain_server.supervisor.data_folder import DataFolder
 
 TETHER = Path(__file__).with_name("exec_with_parent.py")
 FIRST_DELAY_S = 0.1
@@ -98,7 +94,7 @@ class Child:
     program: Program
     folder: DataFolder
     say: Callable[[str], None]
-    report_trouble: Callable[[str, str | None], None]
+    report_problem: Callable[[str, str | None], None]
     """Called with the name and what is wrong, or None when it is well again."""
     give_up: Callable[[str], bool] = lambda reason: False
     """Called with why it refused to start, if it did; True ends the keeping."""
@@ -132,7 +128,7 @@ class Child:
             self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}{why}")
             if self.restarts.is_crash_loop:
                 times = f"{len(self.restarts.times)} times in the last minute"
-                self.report_trouble(name, f"{ended}, {times}{why or '; its log says why.'}")
+                self.report_problem(name, f"{ended}, {times}{why or '; its log says why.'}")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), self.restarts.delay_s)
 
@@ -211,7 +207,7 @@ class Child:
             return await process.wait()
         with suppress(TimeoutError):
             return await asyncio.wait_for(process.wait(), HEALED_AFTER_S)
-        self.report_trouble(self.program.name, None)
+        self.report_problem(self.program.name, None)
         self.restarts = RestartHistory()
         return await process.wait()
 

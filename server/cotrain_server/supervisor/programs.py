@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from cotrain_server.supervisor import environment as variables
+from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.gpus import gpus, notice, variables_of
 from cotrain_server.supervisor.process import Program
 from cotrain_server.supervisor.redis_log import reason_of_redis
@@ -22,12 +25,6 @@ from cotrain_store.redis_client.embedded_server import (
 )
 from cotrain_store.settings.store import PREFIX
 from cotrain_store.settings.worker import WorkerSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from cotrain_server.supervisor.data_folder import DataFolder
 
 API_GRACE_S = 10.0
 SCHEDULER_GRACE_S = 5.0

@@ -6,22 +6,18 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.json_log import as_json
 from cotrain_server.supervisor.process import CannotServe, Reason
 from cotrain_store.disk.append_only_file import cut_zeros
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from cotrain_server.supervisor.data_folder import DataFolder
-
 #: Lines of the reason that are repeated.
-MOST_LINES = 3
+MAX_LINES = 3
 _START = "Redis is starting"
 #: Warnings that a Redis which starts writes, too.
 _USUAL = re.compile(
@@ -63,7 +59,7 @@ def reason_of_redis(folder: DataFolder, binary: Path, lines: Sequence[str]) -> R
     warnings = _warnings(lines)
     if not warnings:
         return None
-    text = " ".join(warnings[-MOST_LINES:])
+    text = " ".join(warnings[-MAX_LINES:])
     if any(map(_NEWER.search, warnings)):
         return Reason(
             f"Redis cannot read {folder.redis}: {text} A newer Redis or Valkey than {binary} wrote it. Put that one on "

@@ -11,21 +11,22 @@ import json
 import math
 import os
 import signal
+import socket
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cotrain_server.probe import probe
+from cotrain_server.problems import write_troubles
 from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
-from cotrain_server.supervisor.process import CannotServe, Child
-from cotrain_server.supervisor.programs import Programs
+from cotrain_server.supervisor.environment import NewLines, follow
+from cotrain_server.supervisor.process import CannotServe, Child, Program
+from cotrain_server.supervisor.programs import Plan, Programs
 from cotrain_server.supervisor.redis_log import mend_log
-from cotrain_server.supervisor.startup_progress import NewLines, follow
-from cotrain_server.troubles import write_troubles
-from cotrain_store.blobs.claim import claim_blobs
+from cotrain_store.blobs.opening import claim_blobs
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.listening import ANY_ADDRESS, address, listen
 from cotrain_store.redis_client.connection import (
@@ -35,13 +36,6 @@ from cotrain_store.redis_client.connection import (
     open_sync_connection,
 )
 from cotrain_store.tenants.api_keys import Tenants
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Sequence
-
-    from cotrain_server.supervisor.process import Program
-    from cotrain_server.supervisor.programs import Plan
 
 #: Processes of a server that was just killed need a moment to be gone.
 LOCK_PATIENCE_S = 5.0

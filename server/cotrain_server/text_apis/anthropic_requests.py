@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cotrain.wire.model import Listed
-from cotrain_server.text_apis.unsupported_fields import refuse_unsupported, text_of
+from cotrain_server.text_apis.chat_template import Message
+from cotrain_server.text_apis.openai_requests import refuse_unsupported, text_of
+from cotrain_server.text_apis.route import Refusal
 from cotrain_store.bodies.sample_body import SampleBody
-
-if TYPE_CHECKING:
-    from cotrain_server.text_apis.chat_template import Message
-    from cotrain_server.text_apis.route import Refusal
 
 HARMLESS = frozenset({
     "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cotrain.wire.sampling import SampledSequence, SampleResponse
 from cotrain_server.text_apis.anthropic_requests import anthropic_error
-from cotrain_server.text_apis.detokenizer import VisibleText
-from cotrain_server.text_apis.generation import Ended, Idle, NewTokens
+from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens
+from cotrain_server.text_apis.prompts import Target
 from cotrain_server.text_apis.route import REFUSED, event, refusal_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-    from cotrain.wire.sampling import SampledSequence, SampleResponse
-    from cotrain_server.text_apis.generation import Event
-    from cotrain_server.text_apis.model_names import Target
-    from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_server.text_apis.tokenizer_cache import VisibleText
+from cotrain_store.bodies.sample_body import SampleBody
 
 
 @dataclass(frozen=True)

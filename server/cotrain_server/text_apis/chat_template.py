@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from pathlib import Path
+from typing import Any, NoReturn, Self
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from typing_extensions import override
 
 from cotrain_server.errors import Invalid
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from jinja2.parser import Parser
 
 #: One message: `role` and `content`, and nothing that is not text.
 Message = dict[str, str]

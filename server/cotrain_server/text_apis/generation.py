@@ -8,30 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from cotrain.wire.sample_codec import decode_sample_response
+from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
 from cotrain_server.errors import RequestError
 from cotrain_server.parsing.parser import BINARY_BYTE_WEIGHT
+from cotrain_server.services import Services
+from cotrain_server.text_apis.prompts import Target
+from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import StoreError
-from cotrain_store.messages.ids import sample_id
-from cotrain_store.messages.results import ResultKind
-from cotrain_store.messages.sample_ids import OWN_SEQS
+from cotrain_store.messages.ids import RequestId, sample_id
+from cotrain_store.messages.results import Category, Result, ResultKind
+from cotrain_store.messages.samples import OWN_SEQS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.results.futures import Pending
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
-
-    from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
-    from cotrain_server.services import Services
-    from cotrain_server.text_apis.model_names import Target
-    from cotrain_store.bodies.sample_body import SampleBody
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.messages.results import Category, Result
-    from cotrain_store.sampling.token_stream import TokenFeed
+from cotrain_store.sampling.token_stream import TokenFeed
 
 #: Proxies close connections on which nothing moves for a minute or so.
 IDLE_S = 15.0

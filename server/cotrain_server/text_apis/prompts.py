@@ -1,22 +1,94 @@
-"""Turn what was written into the sample requests of a base model, bounded before it is tokenized."""
+"""Turn what was written into the sample requests of a base model, bounded before it is tokenized.
+
+What the `model` of an OpenAI or Anthropic request names, and the sampler that stands for it.
+
+`<base model>`, `tinker://<run>/sampler_weights/<name>`, or both as `<base model>;<path>`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from cotrain_server.errors import Invalid
 from cotrain_server.parsing.parser import THREAD_ABOVE
-from cotrain_server.requests.sample_validation import check_sample
-from cotrain_server.text_apis.detokenizer import TextGrowth
+from cotrain_server.requests.checkpoint_validation import check_loadable
+from cotrain_server.requests.sample_validation import check_sample, check_sampleable
+from cotrain_server.services import Services
+from cotrain_server.text_apis.chat_template import Message
+from cotrain_server.text_apis.tokenizer_cache import Language, TextGrowth, Tokenizer, language_of
+from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_store.errors import BaseModelNotServed
+from cotrain_store.messages.ids import SamplerId, SessionId, TenantId
+from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.saves import CheckpointRecord
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+SCHEME = "tinker://"
 
-    from cotrain_server.text_apis.chat_template import Message
-    from cotrain_server.text_apis.detokenizer import Tokenizer
-    from cotrain_server.text_apis.model_names import Target
-    from cotrain_store.bodies.sample_body import SampleBody
-    from cotrain_store.messages.pools import PoolRecord
+
+@dataclass(frozen=True)
+class Target:
+    """Something to sample from, and how to talk with it."""
+
+    sampler: SamplerRecord
+    pool: PoolRecord
+    language: Language
+
+
+async def find_target(services: Services, tenant: TenantId, model: str) -> Target:
+    """Find what a tenant names, and its sampler: made at the first request, the same ever after.
+
+    Raises:
+        BaseModelNotServed, CheckpointNotFound, MalformedPath: it names nothing of this tenant's.
+        Invalid: the two halves do not fit, or it cannot be sampled from in words.
+    """
+    base_model, path = _halves(model)
+    checkpoint = await services.records.checkpoint(tenant, path) if path else None
+    if checkpoint:
+        check_loadable(checkpoint)
+    if checkpoint and base_model not in ("", checkpoint.base_model):
+        raise Invalid(f"model: {path} was trained on {checkpoint.base_model}, not {base_model}.")
+    pool = await services.records.pool_of(checkpoint.base_model if checkpoint else base_model)
+    check_sampleable(pool)
+    language = await language_of(pool, services.settings)
+    sampler = _sampler(tenant, pool, checkpoint, path)
+    return Target(await services.records.create_sampler(sampler), pool, language)
+
+
+def _halves(model: str) -> tuple[str, str]:
+    """Cut into base model and path; either may be empty."""
+    base_model, _, path = model.partition(";")
+    if base_model.startswith(SCHEME) and not path:
+        return "", base_model
+    if path and not path.startswith(SCHEME):
+        raise BaseModelNotServed(f"{model!r} is neither a base model nor a {SCHEME} path.")
+    return base_model, path
+
+
+def _sampler(
+    tenant: TenantId, pool: PoolRecord, checkpoint: CheckpointRecord | None, path: str
+) -> SamplerRecord:
+    weights = checkpoint.weights if checkpoint else None
+    # Named by all that it is made of: naming a checkpoint anew gives another sampler. No session
+    # that a client opened has such an id.
+    made_of = "\0".join([tenant, pool.id, path, weights or ""])
+    session = SessionId("words-" + hashlib.sha256(made_of.encode()).hexdigest()[:32])
+    return SamplerRecord(
+        id=SamplerId(f"{session}:sample:0"),
+        tenant=tenant,
+        session=session,
+        pool=pool.id,
+        base_model=pool.base_model,
+        model_path=path or None,
+        weights=weights,
+        ephemeral=False,
+        created_at=time.time(),
+    )
+
 
 #: English has four or five, code with its indentation eight. No tokenizer has sixteen on average of what
 #: fills a context, and a text that is longer is no prompt for this model.
@@ -24,7 +96,7 @@ CHARACTERS_PER_TOKEN = 16
 #: A context may be small; what a text of this length costs is small, too.
 ALWAYS_READ = 64 * 1024
 #: Of all prompts of one request together, where a single one may not be longer.
-MOST_CHARACTERS = 4 * 1024**2
+MAX_CHARACTERS = 4 * 1024**2
 #: A character takes this much while it is cut into tokens.
 _CHARACTER_WEIGHT = 200
 
@@ -84,7 +156,7 @@ def prompt_bodies(
                 f"prompt has {len(prompt)} tokens; {pool.base_model} samples from prompts of 1 to "
                 f"{pool.max_sequence_tokens}."
             )
-    characters, most = written_characters(prompts), max(MOST_CHARACTERS, longest_text(pool))
+    characters, most = written_characters(prompts), max(MAX_CHARACTERS, longest_text(pool))
     if characters > most:
         raise Invalid(
             f"prompt: the texts of one request have at most {most} characters together, not "

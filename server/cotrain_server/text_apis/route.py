@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
+from cotrain.wire.sampling import SampleResponse
 from cotrain_server import errors
 from cotrain_server.errors import Invalid, RequestError, sentence
-from cotrain_server.http.disconnect import while_connected
 from cotrain_server.http.finite_json import FiniteJSONResponse, finite_json
-from cotrain_server.http.json_size import CHATS
-from cotrain_server.http.request_body import body_weight, json_body
-from cotrain_server.http.tenant_routes import DataRoute
-from cotrain_server.text_apis.generation import GenerationFailed, ShuttingDown
+from cotrain_server.http.long_poll import while_connected
+from cotrain_server.http.request_body import CHATS, JsonLimits, body_weight, json_body
+from cotrain_server.http.tenant_routes import DataRoute, Handler
+from cotrain_server.services import Services
+from cotrain_server.text_apis.generation import Generation, GenerationFailed, ShuttingDown
 from cotrain_store.errors import BaseModelNotServed, StoreError, StoreUnavailable
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.types import Receive, Scope, Send
-
-    from cotrain.wire.sampling import SampleResponse
-    from cotrain_server.http.json_size import JsonLimits
-    from cotrain_server.http.tenant_routes import Handler
-    from cotrain_server.services import Services
-    from cotrain_server.text_apis.generation import Generation
-    from cotrain_store.messages.ids import TenantId
-
-Asked = TypeVar("Asked", bound=BaseModel)
+TextRequest = TypeVar("TextRequest", bound=BaseModel)
 
 #: What a request can end with that is answered to its tenant; the middleware catches the rest.
 REFUSED = (RequestError, StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
@@ -97,14 +89,14 @@ class EventStream(StreamingResponse):
 
 
 async def read_asked(
-    request: Request, services: Services, tenant: TenantId, model: type[Asked]
-) -> Asked:
+    request: Request, services: Services, tenant: TenantId, model: type[TextRequest]
+) -> TextRequest:
     """Read the JSON of a request; raises Invalid with the name of its first wrong field."""
     content, weight = await json_body(request), body_weight(request)
     return await services.parser.parse_json(tenant, weight, _read, model, content)
 
 
-def _read(model: type[Asked], content: bytes) -> Asked:
+def _read(model: type[TextRequest], content: bytes) -> TextRequest:
     try:
         return model.model_validate_json(content)
     except ValidationError as error:

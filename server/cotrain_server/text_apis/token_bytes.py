@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import tokenizers
+import tokenizers
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from cotrain_server.text_apis.detokenizer import TextGrowth
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from cotrain_server.text_apis.detokenizer import Tokenizer
+from cotrain_server.text_apis.tokenizer_cache import TextGrowth, Tokenizer
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
@@ -12,33 +13,34 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
 
 from cotrain.wire.admin import KeyRequest, MoveRequest, PauseRequest
-from cotrain_server.administration.runs import close_run, move_run, pause_run, resume_run
 from cotrain_server.administration.tenant_grants import (
     TenantChange,
     change_tenant,
     find_tenant,
+    make_key,
     pause_tenant,
     resume_tenant,
+    revoke_key,
 )
-from cotrain_server.administration.tenant_keys import make_key, revoke_key
-from cotrain_server.administration.workers import drain_worker, take_worker_back
+from cotrain_server.administration.workers import (
+    close_run,
+    drain_worker,
+    move_run,
+    pause_run,
+    resume_run,
+    take_worker_back,
+)
 from cotrain_server.errors import Invalid, sentence
+from cotrain_server.services import Services
 from cotrain_server.settings import Quotas
-from cotrain_server.ui.access.visitors import check_operator, form_of
+from cotrain_server.ui.access.session import Visitor, check_operator, form_of
 from cotrain_server.ui.navigation import PAGES
 from cotrain_server.ui.page import page_context
-from cotrain_server.ui.pages import tenant as tenant_page
+from cotrain_server.ui.pages import tenants as tenant_page
 from cotrain_server.ui.rendering import HEADERS, guarded, html
 from cotrain_store.messages.ids import TenantId
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-    from typing import Any
-
-    from cotrain_server.services import Services
-    from cotrain_server.ui.access.session import Visitor
-
-    _Act = Callable[["_Form"], Awaitable[Response | None]]
+_Act = Callable[["_Form"], Awaitable[Response | None]]
 
 _Asked = TypeVar("_Asked", bound=BaseModel)
 
@@ -210,6 +212,6 @@ def _decimal(text: str) -> float | str | None:
 
 
 def _new_key(visitor: Visitor, tenant: str, key: str) -> Response:
-    context = page_context(tenant_page.PAGE, PAGES, visitor, time.time())
+    context = page_context(tenant_page.TENANT_PAGE, PAGES, visitor, time.time())
     shown = {"tenant_id": tenant, "key": key, "layout": "layout.html"}
     return html("new_key.html", context | shown)

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from cotrain_server.ui.pages import (
-    audit,
-    checkpoints,
-    cycles,
-    overview,
-    playground,
-    run,
-    runs,
-    settings,
-    tenant,
-    tenants,
-    usage,
-    workers,
-)
+from fastapi import APIRouter
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fastapi import APIRouter
-
-    from cotrain_server.ui.page import Page
+from cotrain_server.ui.page import Page
+from cotrain_server.ui.pages import checkpoints, cycles, overview, playground, run, tenants
 
 PAGES: Sequence[Page] = (
-    overview.PAGE,
+    overview.OVERVIEW_PAGE,
     cycles.PAGE,
     cycles.ONE,
-    runs.PAGE,
+    run.RUNS_PAGE,
     run.COMPARED,
-    run.PAGE,
+    run.RUN_PAGE,
     checkpoints.PAGE,
     playground.PAGE,
-    usage.PAGE,
-    tenants.PAGE,
-    tenant.PAGE,
-    workers.PAGE,
-    audit.PAGE,
-    settings.PAGE,
+    tenants.USAGE_PAGE,
+    tenants.TENANTS_PAGE,
+    tenants.TENANT_PAGE,
+    overview.WORKERS_PAGE,
+    tenants.AUDIT_PAGE,
+    overview.SETTINGS_PAGE,
 )
 #: What pages have next to themselves: forms, downloads.
 ROUTERS: Sequence[APIRouter] = (run.router, checkpoints.router, playground.router)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup, escape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 #: A value that is not known.
 NOTHING = "\u2013"

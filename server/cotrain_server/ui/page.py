@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 from fastapi.encoders import jsonable_encoder
 from fastapi.responses import RedirectResponse
+from starlette.datastructures import QueryParams
 
 from cotrain_server.errors import NotLoggedIn
 from cotrain_server.http.finite_json import FiniteJSONResponse
+from cotrain_server.services import Services
 from cotrain_server.ui.access.login import LOGIN
-from cotrain_server.ui.access.visitors import check_operator, visitor_of
+from cotrain_server.ui.access.session import Visitor, check_operator, visitor_of
 from cotrain_server.ui.rendering import HEADERS, guarded, html
 from cotrain_server.views.readiness import LOOK_TIMEOUT_S
 from cotrain_store.errors import StoreUnavailable
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-    from starlette.datastructures import QueryParams
-
-    from cotrain_server.services import Services
-    from cotrain_server.ui.access.session import Visitor
-
 
 @dataclass(frozen=True)
-class Look:
+class PageRequest:
     """One look at a page: who asks, what for, and when."""
 
     services: Services
@@ -52,7 +47,7 @@ class Page:
     name: str
     """In the navigation and the title."""
     template: str
-    read: Callable[[Look], Awaitable[dict[str, Any]]]
+    read: Callable[[PageRequest], Awaitable[dict[str, Any]]]
     """Make the page's data: what the template is given, and what the twin shows. A tenant's holds
     nothing of another's."""
     poll_s: int = 0
@@ -122,13 +117,13 @@ def _html_route(page: Page, pages: Sequence[Page]) -> Callable[[Request], Awaita
     return shown
 
 
-async def _look(request: Request, page: Page) -> Look:
+async def _look(request: Request, page: Page) -> PageRequest:
     services: Services = request.app.state.services
     visitor = await visitor_of(request, services)
     if page.for_operator:
         check_operator(visitor)
     address = services.settings.public_url or str(request.base_url)
-    return Look(
+    return PageRequest(
         services,
         visitor,
         request.query_params,
@@ -138,7 +133,7 @@ async def _look(request: Request, page: Page) -> Look:
     )
 
 
-async def _data(page: Page, look: Look) -> dict[str, Any]:
+async def _data(page: Page, look: PageRequest) -> dict[str, Any]:
     """Read a page's data. Raises StoreUnavailable where Redis takes too long."""
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S):

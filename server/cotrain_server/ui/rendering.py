@@ -1,11 +1,17 @@
-"""From a page's data to HTML: the templates, and what stands in the head of every answer."""
+"""From a page's data to HTML: the templates, and what stands in the head of every answer.
+
+The pages' own files: read once, served under a name that changes with what is in them.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ParamSpec
 
+from fastapi import APIRouter, HTTPException, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -13,17 +19,47 @@ from cotrain.version import __version__
 from cotrain_server.errors import RequestError, status_of
 from cotrain_server.http.finite_json import finite_json
 from cotrain_server.ui import number_format
-from cotrain_server.ui.static_files import static_url
 from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-    from typing import ParamSpec
+router = APIRouter(include_in_schema=False)
 
-    from fastapi import Response
+FOLDER = Path(__file__).parent / "static"
+MOUNTED_AT = "/ui/static"
+_TYPES = {
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
+_A_YEAR_S = 365 * 24 * 3600
 
-    Given = ParamSpec("Given")
+_FILES = {
+    str(path.relative_to(FOLDER)): path.read_bytes()
+    for path in sorted(FOLDER.rglob("*"))
+    if path.suffix in _TYPES
+}
+_HASHES = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in _FILES.items()}
+
+
+def static_url(name: str) -> str:
+    """Name a file in a page. Raises KeyError for one that is not there."""
+    return f"{MOUNTED_AT}/{name}?v={_HASHES[name]}"
+
+
+@router.get(MOUNTED_AT + "/{name:path}", response_model=None)
+async def static_file(name: str, v: str = "") -> Response:
+    """Give one of the files; a browser keeps what was asked for with its hash."""
+    content = _FILES.get(name)
+    if content is None:
+        raise HTTPException(404)
+    headers: dict[str, Any] = {"X-Content-Type-Options": "nosniff"}
+    if v == _HASHES[name]:
+        headers["Cache-Control"] = f"public, max-age={_A_YEAR_S}, immutable"
+    return Response(content, media_type=_TYPES[Path(name).suffix], headers=headers)
+
+
+Given = ParamSpec("Given")
 
 #: No script and no style but our own files; no other host; no frame.
 HEADERS = {

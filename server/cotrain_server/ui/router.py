@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import RedirectResponse
 
-from cotrain_server.ui import admin_forms, static_files
+from cotrain_server.ui import admin_forms, rendering
 from cotrain_server.ui.access import login
 from cotrain_server.ui.navigation import PAGES, ROUTERS
 from cotrain_server.ui.page import router_of
@@ -19,7 +19,7 @@ async def home() -> RedirectResponse:
     return RedirectResponse("/ui", 303)
 
 
-router.include_router(static_files.router)
+router.include_router(rendering.router)
 router.include_router(login.router)
 for more in ROUTERS:
     router.include_router(more)

@@ -1,36 +1,42 @@
-"""What the store knows of all processes, for Prometheus: the same, whichever API process is asked."""
+"""What the store knows of all processes, for Prometheus: the same, whichever API process is asked.
+
+What an API process shows on its metrics port: what it counts itself, and what the store knows of the fleet.
+
+What this API process counts itself, for Prometheus.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
+from cotrain_server.services import Services
 from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.monitoring.definitions import METRICS, POOL_COUNTERS, Kind
-from cotrain_store.monitoring.status import QueueStatus, pool_status, redis_status
-from cotrain_store.monitoring.tenant_labels import OTHERS, TENANTS_SHOWN
+from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.monitoring import metrics
+from cotrain_store.monitoring.definitions import METRICS, POOL_COUNTERS, Kind, Source
+from cotrain_store.monitoring.metrics import OTHERS, TENANTS_SHOWN
+from cotrain_store.monitoring.status import (
+    PoolStatus,
+    QueueStatus,
+    RedisStatus,
+    pool_status,
+    redis_status,
+)
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.tenants.run_bytes import largest_run_bytes
 from cotrain_store.weights.checkpoints import largest_checkpoint_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from prometheus_client.core import Metric
-
-    from cotrain_server.services import Services
-    from cotrain_store.messages.fleet import WorkerHeartbeat
-    from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.monitoring.status import PoolStatus, RedisStatus
 
 
 @dataclass(eq=False)  # a registry keeps its collectors by identity
@@ -131,7 +137,7 @@ def _add_worker(found: _Families, pool: str, worker: WorkerHeartbeat) -> None:
     found.add("cotrain_worker_halvings_total", worker.halvings, **of)
     found.add("cotrain_worker_lora_fell_back", bool(worker.lora_fallback), **of)
     found.add("cotrain_worker_restored_ops_total", worker.restored_ops, **of)
-    found.add("cotrain_worker_takes_saves", worker.takes_saves, **of)
+    found.add("cotrain_worker_takes_saves", worker.accepts_saves, **of)
     found.add("cotrain_worker_samples_running", worker.samples_running, **of)
     found.add("cotrain_worker_samples_waiting", worker.samples_waiting, **of)
     found.add("cotrain_owed_save_bytes", worker.unstored_bytes, **of)
@@ -174,3 +180,24 @@ def _sum(queues: Sequence[QueueStatus]) -> QueueStatus:
         samples_waiting=sum(queue.samples_waiting for queue in queues),
         samples_running=sum(queue.samples_running for queue in queues),
     )
+
+
+def process_metrics(services: Services) -> bytes:
+    """Write it in the Prometheus text format."""
+    metrics.LONGPOLL_WAITERS.set(services.futures.waiters)
+    return generate_latest(metrics.REGISTRIES[Source.API])
+
+
+#: What Prometheus waits by default.
+TIMEOUT_S = 10.0
+
+
+def metrics_pages(services: Services) -> Mapping[str, Callable[[], bytes]]:
+    """Return the pages, which a thread may ask for while this event loop runs."""
+    loop = asyncio.get_running_loop()
+
+    def fleet() -> bytes:
+        asked = asyncio.run_coroutine_threadsafe(fleet_metrics(services), loop)
+        return asked.result(TIMEOUT_S)
+
+    return {"/metrics": partial(process_metrics, services), "/metrics/fleet": fleet}

@@ -6,10 +6,8 @@ tenant sees its own ops and the times, which it shares with every tenant of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 _PASSES = ("forward", "forward_backward", "reverse_kl")
 _PROCESS = 1

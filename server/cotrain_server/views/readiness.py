@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from cotrain_server.troubles import read_troubles
+from cotrain_server.problems import read_troubles
+from cotrain_server.services import Services
+from cotrain_server.settings import ServerSettings
 from cotrain_store.monitoring.status import (
     pools_to_zero,
     pools_with_workers,
     redis_status,
     scheduler_alive,
 )
-from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
 from cotrain_store.redis_client.refusals import REFUSALS
 from cotrain_store.tenants.records import Records
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_server.services import Services
-    from cotrain_server.settings import ServerSettings
-    from cotrain_store.redis_client.connection import Connection
 
 REDIS_TIMEOUT_S = 1.0
 #: A server whose Redis does not answer says so before its caller gives up: Prometheus waits 10 s.

@@ -1,20 +1,24 @@
-"""Show records of the store as the wire has them."""
+"""Show records of the store as the wire has them.
+
+The history of a run as the wire has it, and as a table for other programs.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, fields
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cotrain.wire.rest import Checkpoint, CheckpointType, TrainingRun
-from cotrain_store.messages.runs import RunState
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.weights import CheckpointKind, CheckpointRecord
-    from cotrain_store.tenants.catalog import RunEntry
+from cotrain.wire.rest import Checkpoint, CheckpointType, TrainingRun, TrainingRunHistory
+from cotrain.wire.rest import HistoryPoint as WirePoint
+from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.runs import HistoryPoint, RunState
+from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
+from cotrain_store.tenants.catalog import RunEntry
 
 TYPE_BY_KIND: Mapping[CheckpointKind, CheckpointType] = {
     "weights": "training",
@@ -80,3 +84,18 @@ def text_by_name(metadata: Mapping[str, Any]) -> dict[str, str] | None:
 def utc(seconds: float) -> datetime:
     """Show a time; seconds since the epoch."""
     return datetime.fromtimestamp(seconds, UTC)
+
+
+def history_of(run: RunId, points: Sequence[HistoryPoint]) -> TrainingRunHistory:
+    """Show a history."""
+    shown = [WirePoint(**asdict(point)) for point in points]
+    return TrainingRunHistory(training_run_id=run, points=shown)
+
+
+def csv_of(points: Sequence[HistoryPoint]) -> str:
+    """Write a history as CSV: a line of names, then one for each point; doubles to their last digit."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(field.name for field in fields(HistoryPoint))
+    table.writerows(astuple(point) for point in points)
+    return text.getvalue()

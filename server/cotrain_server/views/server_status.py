@@ -5,29 +5,27 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cotrain.version import __version__
+from cotrain_server.services import Services
 from cotrain_server.views.readiness import reasons_not_ready
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.monitoring.metrics import TENANTS_SHOWN
 from cotrain_store.monitoring.status import (
+    PoolStatus,
+    QueueStatus,
     cycle_records,
     pool_status,
     redis_status,
     scheduler_epoch,
 )
-from cotrain_store.monitoring.tenant_labels import TENANTS_SHOWN
-from cotrain_store.results.delivery import most_unread, unread_bytes
-from cotrain_store.tenants.names import tenant_names
+from cotrain_store.results.delivery import max_unread, unread_bytes
+from cotrain_store.tenants.catalog import tenant_names
 from cotrain_store.tenants.run_bytes import largest_run_bytes, run_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_server.services import Services
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.monitoring.status import PoolStatus, QueueStatus
 
 CYCLES_SHOWN = 20
 _STARTED_AT = time.time()
@@ -49,7 +47,7 @@ async def whole_status(services: Services) -> dict[str, Any]:
             {**pool, **await _details(services, status)}
             for pool, (_, status) in zip(brief["pools"], found, strict=True)
         ],
-        "unread_bytes": await most_unread(connection, TENANTS_SHOWN),
+        "unread_bytes": await max_unread(connection, TENANTS_SHOWN),
         "run_bytes": await largest_run_bytes(connection, TENANTS_SHOWN),
         "waiters": services.futures.waiters,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
 
 from cotrain.wire.rest import (
     AccessibleSearchOwner,
@@ -13,21 +12,20 @@ from cotrain.wire.rest import (
     FailedStatusQuery,
     FinishReason,
     OwnSearchOwner,
+    SearchOwner,
     SessionActive,
     SessionFailed,
     SessionFinished,
     SessionSearchCursor,
+    SessionSearchRequest,
     SessionStatus,
     SessionSummary,
+    StatusQuery,
 )
 from cotrain_server.views.records import text_by_name
 from cotrain_store.errors import RunFailed
-from cotrain_store.tenants.session_search import Cursor, Stored
-
-if TYPE_CHECKING:
-    from cotrain.wire.rest import SearchOwner, SessionSearchRequest, StatusQuery
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.tenants.session_search import SessionEntry
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)

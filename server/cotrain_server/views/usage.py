@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from cotrain.wire.usage import (
     Amounts,
@@ -19,13 +20,8 @@ from cotrain.wire.usage import (
 )
 from cotrain_server.errors import Invalid
 from cotrain_store.messages.ids import SessionId
-from cotrain_store.tenants.usage import HOUR, What
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from cotrain_store.messages.sessions import SessionRecord, Tenant
-    from cotrain_store.tenants.usage import UsageRow
+from cotrain_store.messages.runs import SessionRecord, Tenant
+from cotrain_store.tenants.usage import HOUR, UsageRow, What
 
 LONGEST = timedelta(days=14)
 

@@ -6,20 +6,18 @@ An address is looked at when it is connected to, so that no name leads elsewhere
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from socket import SOCK_STREAM, getaddrinfo
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpcore
 from httpcore import AnyIOBackend, AsyncNetworkBackend
 from typing_extensions import override
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    Address = IPv4Address | IPv6Address
-    Network = IPv4Network | IPv6Network
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
 
 #: Of IPv4, beyond what Python 3.11 counts as not global: protocol assignments (with the metadata of Oracle's cloud
 #: at 192.0.0.192), relays of 6to4, and the host agent of Azure.

@@ -2,31 +2,38 @@
 
 An API process does it, and not the scheduler, which shall wait for nothing outside; any of them takes over when
 the one that does it dies. A receiver that is slow holds its own tenant's events, and those alone.
+
+When an event is tried again, and when it is given up. Pure; times in seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_server.webhooks.retries import LONGEST_RETRY_S, retry_in
 from cotrain_server.webhooks.sender import Sender, Undelivered
 from cotrain_store.errors import Fenced
-from cotrain_store.messages.webhooks import Outcome
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.webhooks import DueEvent, Outcome
 from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
+from cotrain_store.tenants.webhooks import Webhooks
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+FIRST_RETRY_S = 5.0
+LONGEST_RETRY_S = 3600.0
+GIVEN_UP_AFTER_S = 24 * 3600.0
 
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.webhooks import DueEvent
-    from cotrain_store.tenants.webhooks import Webhooks
+
+def retry_in(attempts: int, age_s: float) -> float | None:
+    """Say when to try an event again after so many attempts: 5 s, 10 s, 20 s, … an hour. None: never."""
+    wait_s: float = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempts - 1, 20))
+    return wait_s if age_s + wait_s <= GIVEN_UP_AFTER_S else None
+
 
 log = structlog.get_logger()
 

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from fastapi import APIRouter
 
-from cotrain.wire.webhooks import (
+from cotrain.wire.usage import (
     NewWebhook,
     SetWebhookRequest,
     Webhook,
@@ -15,8 +15,7 @@ from cotrain.wire.webhooks import (
     WebhookTest,
 )
 from cotrain_server.errors import Invalid
-from cotrain_server.http.dependencies import ServicesDep, TenantDep, api_key
-from cotrain_server.http.tenant_routes import TenantRoute
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
 from cotrain_store.tenants.audit_log import AuditEvent
 
 router = APIRouter(

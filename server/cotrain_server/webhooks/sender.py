@@ -11,24 +11,20 @@ import hashlib
 import hmac
 import ssl
 from base64 import b64decode, b64encode
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from ipaddress import ip_network
-from typing import TYPE_CHECKING
 
 import httpcore
 
 from cotrain.version import __version__
 from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork, NameUnknown
+from cotrain_store.messages.webhooks import DueEvent
 from cotrain_store.tenants.webhooks import SECRET_PREFIX
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from cotrain_store.messages.webhooks import DueEvent
 
 #: Of a whole attempt, names looked up and the answer read.
 TIMEOUT_S = 10.0
-MOST_READ = 16 * 1024
+MAX_READ = 16 * 1024
 
 
 #: What an attempt can end with, besides an answer.
@@ -93,7 +89,7 @@ class Sender:
             read = 0
             async for part in answer.aiter_stream():
                 read += len(part)
-                if read > MOST_READ:
+                if read > MAX_READ:
                     break
             return answer.status
 

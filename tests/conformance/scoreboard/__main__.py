@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.conformance.running import KEYS, ROOT
-from tests.conformance.scoreboard.page import Found, render
+from tests.conformance.scoreboard.page import HistoryEntries, render
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 
@@ -25,7 +25,9 @@ PAGE = ROOT / "docs" / "compatibility.md"
 PATIENCE_S = 1800
 
 
-def walk(sdk: str, address: str, base_model: str, *rows: str, exchanging: str = "") -> Found:
+def walk(
+    sdk: str, address: str, base_model: str, *rows: str, exchanging: str = ""
+) -> HistoryEntries:
     """Walk through one SDK in a process of its own; with names of rows, through those alone.
 
     `exchanging` is the address of a server that gives every API key a token.
@@ -51,7 +53,7 @@ def walk(sdk: str, address: str, base_model: str, *rows: str, exchanging: str = 
         timeout=PATIENCE_S,
         check=True,
     )
-    found: Found = json.loads(done.stdout)
+    found: HistoryEntries = json.loads(done.stdout)
     assert found["version"] == sdk, f"walked {found['version']}; run tests/conformance/sdks.sh all"
     return found
 

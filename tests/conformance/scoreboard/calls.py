@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import tinker
 
 from tests.conformance.scoreboard.marks import ABSENT, FAILED, REFUSED, SUPPORTED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.conformance.scoreboard.place import Place
+from tests.conformance.scoreboard.place import Place
 
 PATIENCE_S = 60
 # What an SDK raises when it refuses by itself; their subclasses are faults of another kind.

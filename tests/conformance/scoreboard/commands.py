@@ -6,18 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from tests.conformance.scoreboard.calls import PATIENCE_S, Outcome
 from tests.conformance.scoreboard.marks import FAILED, REFUSED, SUPPORTED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from tests.conformance.scoreboard.place import Place
+from tests.conformance.scoreboard.place import Place
 
 ENTRY = "import sys; sys.argv[0] = 'tinker'; from tinker.cli.__main__ import main; main()"
 STYLED = re.compile(r"\x1b\[[0-9;]*m")

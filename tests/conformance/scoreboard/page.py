@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from typing import Any
 
 from tests.conformance.scoreboard.marks import ABSENT, FAILED, NOT_TRIED, REFUSED, SUPPORTED
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from datetime import date
-
-Found = dict[str, Any]
+HistoryEntries = dict[str, Any]
 """What `walk` prints: the version, its rows, and the arguments that no row passes."""
 
 INTRODUCTION = """\
@@ -48,7 +46,7 @@ PASSING: Mapping[str, str] = {
 }
 
 
-def render(founds: Sequence[Found], day: date) -> str:
+def render(founds: Sequence[HistoryEntries], day: date) -> str:
     """Write the whole page; the same results give the same text."""
     versions = [found["version"] for found in founds]
     sections = [INTRODUCTION.format(day=day.isoformat()), _counts(founds)]
@@ -83,7 +81,7 @@ def _detail(match: re.Match[str]) -> str:
         return match[0]
 
 
-def _owners(founds: Sequence[Found]) -> list[str]:
+def _owners(founds: Sequence[HistoryEntries]) -> list[str]:
     names = {_owner(name) for found in founds for name in found["rows"]}
     return sorted(names, key=lambda name: (name == "tinker", name == "auth", name))
 
@@ -92,7 +90,7 @@ def _owner(row: str) -> str:
     return "tinker" if row.startswith("tinker ") else row.partition(".")[0]
 
 
-def _counts(founds: Sequence[Found]) -> str:
+def _counts(founds: Sequence[HistoryEntries]) -> str:
     lines = ["| SDK | yes | no | fails | not tried |", "|---|--:|--:|--:|--:|"]
     for found in founds:
         outcomes = [outcome for outcome, _ in found["rows"].values()]
@@ -101,7 +99,9 @@ def _counts(founds: Sequence[Found]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _section(owner: str, founds: Sequence[Found], versions: Sequence[str]) -> Iterator[str]:
+def _section(
+    owner: str, founds: Sequence[HistoryEntries], versions: Sequence[str]
+) -> Iterator[str]:
     title = "The command line" if owner == "tinker" else owner
     yield f"## {title}\n"
     yield "| | " + " | ".join(versions) + " |"
@@ -129,7 +129,7 @@ def _cell(outcome: Sequence[str], reasons: list[str]) -> str:
     return f"no ({number})" if what == REFUSED else f"fails ({number})"
 
 
-def _unpassed(founds: Sequence[Found]) -> Iterator[str]:
+def _unpassed(founds: Sequence[HistoryEntries]) -> Iterator[str]:
     """List what the newest version's methods take that no row has passed."""
     newest = founds[-1]
     yield "## Arguments that no row passes\n"

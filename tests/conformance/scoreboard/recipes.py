@@ -7,19 +7,15 @@ those of its options, as `method(option)`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from tests.conformance.scoreboard.calls import call
+from tests.conformance.scoreboard.calls import Recipe, call
+from tests.conformance.scoreboard.place import Place
 from tests.conformance.scoreboard.rest_recipes import REST, billing
 from tests.conformance.scoreboard.sampling_recipes import sampling
 from tests.conformance.scoreboard.service_recipes import AUTH, SERVICE
 from tests.conformance.scoreboard.training_recipes import CROSS_ENTROPY, training
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from tests.conformance.scoreboard.calls import Recipe
-    from tests.conformance.scoreboard.place import Place
 
 
 def future(future_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:

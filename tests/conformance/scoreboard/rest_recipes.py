@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinker import types
 
-from tests.conformance.scoreboard.calls import call, check
-from tests.conformance.scoreboard.place import PROJECT
+from tests.conformance.scoreboard.calls import Call, Recipe, call, check
+from tests.conformance.scoreboard.place import PROJECT, Place
 from tests.conformance.scoreboard.service_recipes import is_new_path, serves
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from tests.conformance.scoreboard.calls import Call, Recipe
-    from tests.conformance.scoreboard.place import Place
 
 EVERYTHING = {"limit": 1000, "offset": 0}
 ACCESSIBLE = {"access_scope": "accessible"}

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from tinker import types
 from tinker.lib.retry_handler import RetryConfig
 
-from tests.conformance.scoreboard.calls import call, check
-from tests.conformance.scoreboard.place import MAX_TOKENS, PROMPT
+from tests.conformance.scoreboard.calls import Recipe, call, check
+from tests.conformance.scoreboard.place import MAX_TOKENS, PROMPT, Place
 from tests.conformance.scoreboard.service_recipes import samples
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from tests.conformance.scoreboard.calls import Recipe
-    from tests.conformance.scoreboard.place import Place
 
 
 def sampling(sampler_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tinker import types
 from tinker.lib.retry_handler import RetryConfig
 
-from tests.conformance.scoreboard.calls import call, check
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from tests.conformance.scoreboard.calls import Recipe
-    from tests.conformance.scoreboard.place import Place
+from tests.conformance.scoreboard.calls import Recipe, call, check
+from tests.conformance.scoreboard.place import Place
 
 METADATA = {"a": "b"}
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pyrage
 import torch
 from tinker import types
 from tinker.lib.retry_handler import RetryConfig
 
-from tests.conformance.scoreboard.calls import call, check
+from tests.conformance.scoreboard.calls import Recipe, call, check
+from tests.conformance.scoreboard.place import Place
 from tests.conformance.scoreboard.service_recipes import METADATA, samples
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from tests.conformance.scoreboard.calls import Recipe
-    from tests.conformance.scoreboard.place import Place
 
 CROSS_ENTROPY = "cross_entropy"
 CLIP = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}

@@ -11,23 +11,18 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.conformance.scoreboard import surface
-from tests.conformance.scoreboard.calls import Outcome, attempt, parameters, perform
-from tests.conformance.scoreboard.commands import COMMANDS, type_command
+from tests.conformance.scoreboard.calls import Outcome, Recipe, attempt, parameters, perform
+from tests.conformance.scoreboard.commands import COMMANDS, Typed, type_command
 from tests.conformance.scoreboard.marks import NOT_TRIED
 from tests.conformance.scoreboard.place import Place
 from tests.conformance.scoreboard.recipes import RECIPES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from tests.conformance.scoreboard.calls import Recipe
-    from tests.conformance.scoreboard.commands import Typed
 
 ASYNC = "_async"
 

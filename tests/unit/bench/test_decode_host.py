@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bench.decode_host import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_overlapped_the_device_waits_for_nothing_between_two_steps(tmp_path: Path) -> None:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from typing_extensions import override
 
-from cotrain import ServiceClient
+from cotrain import ServiceClient, TrainingClient
 from cotrain.errors import ClientClosed
 from cotrain.requests import flow_control as flow
 from tests.support.fake_api import FakeApi, refusal
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import httpx
-
-    from cotrain import TrainingClient
 
 LIMIT = 10
 STEPS = 40

@@ -3,8 +3,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import typer
@@ -12,9 +13,6 @@ from typer.testing import CliRunner
 
 from cotrain import __version__
 from cotrain.cli import COMMANDS, command_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HERE = EntryPoint("version2", "cotrain.cli:version", COMMANDS)
 MISSING = EntryPoint("serve", "a_library_that_is_not_there.cli:serve", COMMANDS)

@@ -1,21 +1,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from cotrain import ServiceClient
 from cotrain.cli import command_line
 from cotrain.commands import terminal
 from tests.support.fake_api import refusal
 from tests.support.fake_checkpoints import FakeCheckpoints
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from typer.testing import Result
 
 PATH = "tinker://s1:train:0/weights/mine"
 URL = "training_runs/s1:train:0/checkpoints/weights/mine"

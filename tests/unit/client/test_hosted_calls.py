@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from cotrain import AdamParams, ModelInput, SamplingClient, ServiceClient, UnsupportedInput, types
 from tests.support.fake_sampling import FakeSampling
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PROMPT = ModelInput.from_ints([7, 8, 9])
 

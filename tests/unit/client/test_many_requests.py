@@ -4,23 +4,18 @@ import asyncio
 import gc
 import threading
 import tracemalloc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import pytest
 
-from cotrain import Datum, ModelInput, ServiceClient
+from cotrain import Datum, ModelInput, ServiceClient, TrainingClient
 from cotrain.requests.run_requests import POLLS_AT_ONCE
+from cotrain.types import ForwardBackwardOutput
 from cotrain.wire.proto import wire_pb2 as wire
 from tests.support.fake_api import FakeApi
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import TrainingClient
-    from cotrain.types import ForwardBackwardOutput
 
 MANY = 1_000
 THREADS = 8

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+from collections.abc import Iterator
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,7 @@ import cotrain
 from cotrain import Future, RestClient, SamplingClient, ServiceClient, TrainingClient
 from cotrain.compat.unsupported_arguments import ARGUMENTS, METHODS
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    Function = ast.FunctionDef | ast.AsyncFunctionDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 CLIENTS = {
     ServiceClient: "ServiceClient",

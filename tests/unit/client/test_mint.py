@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -9,9 +10,6 @@ import pytest
 import cotrain.mint as mintx
 from cotrain import BadRequestError, ModelInput, ServiceClient
 from tests.support.fake_api import FakeApi, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 KL = "mint/forward_backward_reverse_kl"
 MIX = "mint/checkpoints/interpolate"

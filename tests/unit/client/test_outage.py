@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from cotrain import Datum, ModelInput, ServiceClient
+from cotrain import Datum, ModelInput, ServiceClient, TrainingClient
 from cotrain.errors import APIConnectionError, APIError
 from cotrain.transport.retries import RetryPolicy
 from cotrain.wire.proto import wire_pb2 as wire
 from tests.support.fake_api import FakeApi, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import TrainingClient
 
 DATUM = Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs={})
 NEVER_AGAIN = RetryPolicy(give_up_after_s=-1.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,7 @@ from transformers import BatchEncoding
 from cotrain import types as ours
 from cotrain.errors import UnsupportedInput
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Made = Callable[[Any], Any]
+Made = Callable[[Any], Any]
 
 
 def tensor_of(name: str, value: Any) -> Made:

@@ -1,21 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING
 
 import pytest
 from pydantic import ValidationError
 
-from cotrain import BadRequestError, ModelInput, SamplingParams, ServiceClient
+from cotrain import BadRequestError, ModelInput, SamplingParams, ServiceClient, TrainingClient
 from tests.support.fake_api import refusal
 from tests.support.fake_sampling import FakeSampling
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import TrainingClient
 
 PATH = "tinker://s1:train:0/sampler_weights/"
 

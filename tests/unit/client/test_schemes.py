@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -14,9 +14,6 @@ from typer.testing import CliRunner
 from cotrain import APIConnectionError, BadRequestError, RetryPolicy, ServiceClient, SettingsMissing
 from cotrain.cli import command_line
 from tests.support.fake_api import FakeApi
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 AT_ONCE = RetryPolicy(give_up_after_s=0.0)
 PLAIN = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"

@@ -4,19 +4,23 @@ import asyncio
 import concurrent.futures
 import gc
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
-from cotrain import BadRequestError, Datum, Future, ModelInput, RequestFailed, ServiceClient
+from cotrain import (
+    BadRequestError,
+    Datum,
+    Future,
+    ModelInput,
+    RequestFailed,
+    ServiceClient,
+    Submitted,
+    TrainingClient,
+)
+from cotrain.types import ForwardBackwardOutput
 from tests.support.fake_api import FakeApi, refusal
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import Submitted, TrainingClient
-    from cotrain.types import ForwardBackwardOutput
 
 DATUM = Datum(model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tokens": [6]})
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from cotrain.commands import sample
-from cotrain.commands.text_endpoints import Asked, stream
+from cotrain.commands.sample import TextRequest, stream
 from cotrain.errors import BadRequestError, InternalServerError, MalformedMessage
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ASKED = Asked("m")
+ASKED = TextRequest("m")
 ONE = b'data: {"choices": [{"text": "one"}]}\n\n'
 
 

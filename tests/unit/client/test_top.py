@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,14 +14,11 @@ from typer.testing import CliRunner
 
 from cotrain.cli import command_line
 from cotrain.commands import top
-from cotrain.commands.http import plain_http
-from cotrain.commands.top_view import tokens_per_s, view
+from cotrain.commands.terminal import plain_http
+from cotrain.commands.top import tokens_per_s, view
 from cotrain.errors import APIConnectionError, MalformedMessage
 from cotrain.settings import ClientSettings
 from cotrain.wire.status import CycleRecord, ServerStatus
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:

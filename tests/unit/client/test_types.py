@@ -4,9 +4,9 @@ import ast
 import importlib.util
 import json
 import pickle
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -21,9 +21,6 @@ from cotrain.types import (
     OptimStepRequest,
     RequestErrorCategory,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Names of the hosted SDK's types that stay out, and why.
 LEFT_OUT = {

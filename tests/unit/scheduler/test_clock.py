@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -12,17 +13,11 @@ from cotrain_scheduler import clock as clock_module
 from cotrain_scheduler import pool_clock as pool_clock_module
 from cotrain_scheduler.clock import Clock
 from cotrain_store.errors import Fenced
+from cotrain_store.messages.fleet import WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from cotrain_store.messages.fleet import WorkerSlot
-
-
 from tests.support.pool_in_memory import POOL, InMemory, settings_of, wake
+from tests.support.waiting import until
 
 ConnectionLost = CONNECTION_LOST[0]
 

@@ -55,7 +55,7 @@ class Pool:
 
     def cancel(self, number: int, count: int) -> None:
         if known := self.runs.get(RunId(f"r{number}")):
-            self.put(replace(known, ops=known.ops[count:], begun_tokens=0))
+            self.put(replace(known, ops=known.ops[count:], done_tokens=0))
 
     def put(self, row: RunQueue) -> None:
         self.queue.put([row])
@@ -64,14 +64,14 @@ class Pool:
         else:
             self.runs.pop(row.run, None)
 
-    def cycle(self, budget: int, ran: float, takes_saves: bool, weights: Weights) -> None:
+    def cycle(self, budget: int, ran: float, accepts_saves: bool, weights: Weights) -> None:
         waiting = self.queue.waiting(W0)
         if not waiting:
             return
         chosen = select(
-            waiting, self.fair_queue, budget, 100, takes_saves=takes_saves, weights=weights
+            waiting, self.fair_queue, budget, 100, accepts_saves=accepts_saves, weights=weights
         )
-        naive = self.naive.select(waiting, budget, weights, takes_saves=takes_saves)
+        naive = self.naive.select(waiting, budget, weights, accepts_saves=accepts_saves)
         assert replace(chosen, fair_queue=naive.fair_queue) == naive
         if not chosen.ops:
             return
@@ -83,12 +83,12 @@ class Pool:
             last = [op for op in chosen.ops if op.run == run][-1]
             left = tuple(op for op in row.ops if op.seq > last.seq)
             allowed = chosen.allowances.get(last.request_id, last.tokens)
-            begun = row.begun_tokens if last == row.ops[0] else 0
+            begun = row.done_tokens if last == row.ops[0] else 0
             tokens = begun + max(1, int(allowed * ran))
             if last.request_id in chosen.allowances and tokens < last.tokens:
-                row = replace(row, ops=(last, *left), begun_tokens=tokens)
+                row = replace(row, ops=(last, *left), done_tokens=tokens)
             else:
-                row = replace(row, ops=left, begun_tokens=0)
+                row = replace(row, ops=left, done_tokens=0)
             self.put(row)
 
 
@@ -99,7 +99,7 @@ class Naive:
         self.fair_queue = FairQueue()
 
     def select(
-        self, waiting: Waiting, budget: int, weights: Weights, *, takes_saves: bool
+        self, waiting: Waiting, budget: int, weights: Weights, *, accepts_saves: bool
     ) -> Selection:
         everything = Waiting()
         for row in waiting:
@@ -107,7 +107,7 @@ class Naive:
         everything.changed.update(self.fair_queue.waiting)
         before = self.fair_queue.copy()
         before.quantum = 0  # whatever it was: all parts are made anew
-        return select(everything, before, budget, 100, takes_saves=takes_saves, weights=weights)
+        return select(everything, before, budget, 100, accepts_saves=accepts_saves, weights=weights)
 
 
 @given(st.lists(acts, min_size=1, max_size=60))

@@ -59,7 +59,7 @@ class Pool:
         took_s, ended = 0.0, []
         for queue in waiting:
             for op in [op for op in selection.ops if op.run == queue.run]:
-                begun = self.queues[queue.run].begun_tokens
+                begun = self.queues[queue.run].done_tokens
                 left = op.tokens - begun
                 allowed = selection.allowances.get(op.request_id, left)
                 if op.request_id in selection.allowances:  # a slice, and what the period leaves
@@ -68,11 +68,11 @@ class Pool:
                 took_s += allowed / TOKENS_PER_S
                 if allowed < left:
                     self.queues[queue.run] = replace(
-                        self.queues[queue.run], begun_tokens=begun + allowed
+                        self.queues[queue.run], done_tokens=begun + allowed
                     )
                     break
                 rest = self.queues[queue.run].ops[1:]
-                self.queues[queue.run] = replace(queue, ops=rest, begun_tokens=0)
+                self.queues[queue.run] = replace(queue, ops=rest, done_tokens=0)
                 ended.append(self.answers[op.run][op.seq])
         self.now += took_s
         for answer in ended:

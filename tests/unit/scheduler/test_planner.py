@@ -1,3 +1,8 @@
+"""
+
+What of a run one cycle may hold.
+"""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -7,15 +12,22 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cotrain_scheduler import backlog
-from cotrain_scheduler.backlog import MOST, cost, runnable_prefix
+from cotrain_scheduler import planner
 from cotrain_scheduler.fair_queue import FairQueue
-from cotrain_scheduler.planner import FIRST_TOKENS, GROWTH, QUANTA_PER_CYCLE, Selection, budget
+from cotrain_scheduler.planner import (
+    FIRST_TOKENS,
+    GROWTH,
+    LIMITS,
+    QUANTA_PER_CYCLE,
+    Selection,
+    budget,
+    cost,
+    runnable_prefix,
+)
 from cotrain_scheduler.planner import select as select_of_waiting
-from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT, WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
-from cotrain_store.messages.pauses import LEAST_WEIGHT, MOST_WEIGHT
 from tests.support.draws import examples
 from tests.support.planning import leads, op, waiting_of
 
@@ -41,12 +53,12 @@ def heartbeat(name: str, runs: int = 0, tokens_per_s: float = 100.0) -> WorkerHe
 
 
 @st.composite
-def queues(draw: st.DrawFn, most_tokens: int = 300) -> list[RunQueue]:
+def queues(draw: st.DrawFn, token_limit: int = 300) -> list[RunQueue]:
     rows = []
     for number in range(draw(st.integers(1, 8))):
         kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=8))
         sizes = draw(
-            st.lists(st.integers(1, most_tokens), min_size=len(kinds), max_size=len(kinds))
+            st.lists(st.integers(1, token_limit), min_size=len(kinds), max_size=len(kinds))
         )
         ops = [
             op(f"r{number}", 5 + i, k, n) for i, (k, n) in enumerate(zip(kinds, sizes, strict=True))
@@ -87,7 +99,7 @@ def test_a_run_is_only_saved_and_loaded_after_a_save_or_load_in_the_same_cycle(
         kinds = [chosen_op.kind for chosen_op in chosen if chosen_op.run == row.run]
         first = next((place for place, kind in enumerate(kinds) if kind in TAIL), len(kinds))
         assert set(kinds[first:]) <= TAIL | {OpKind.REJECTED}
-        assert all(kinds.count(kind) <= most for kind, most in MOST.items())
+        assert all(kinds.count(kind) <= most for kind, most in LIMITS.items())
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
@@ -110,7 +122,7 @@ def planned_tokens(selection: Selection) -> int:
     return sum(selection.allowances.get(op.request_id, cost(op)) for op in selection.ops)
 
 
-@given(queues(most_tokens=3_000), st.integers(1, 1000), st.integers(1, 500))
+@given(queues(token_limit=3_000), st.integers(1, 1000), st.integers(1, 500))
 def test_a_pass_is_divided_into_quanta_and_small_ones_are_not(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
@@ -127,7 +139,7 @@ def test_a_pass_is_divided_into_quanta_and_small_ones_are_not(
             assert least <= allowance <= cost(part) - least
 
 
-@given(queues(most_tokens=3_000), st.integers(1, 1000), st.integers(1, 500))
+@given(queues(token_limit=3_000), st.integers(1, 1000), st.integers(1, 500))
 @settings(max_examples=examples(50))
 def test_repeated_cycles_serve_every_op_once_and_every_token_once(
     rows: list[RunQueue], budget_tokens: int, quantum: int
@@ -160,10 +172,10 @@ def after(rows: list[RunQueue], selection: Selection) -> list[RunQueue]:
             continue
         last, begun = row.ops[count - 1], 0
         if last.request_id in selection.allowances:
-            begun = selection.allowances[last.request_id] + (count == 1) * row.begun_tokens
+            begun = selection.allowances[last.request_id] + (count == 1) * row.done_tokens
         is_open = 0 < begun < cost(last)
         left.append(
-            replace(row, ops=row.ops[count - is_open :], begun_tokens=begun if is_open else 0)
+            replace(row, ops=row.ops[count - is_open :], done_tokens=begun if is_open else 0)
         )
     return [row for row in left if row.ops]
 
@@ -196,7 +208,7 @@ class Backlogged:
             tokens = selection.allowances.get(chosen.request_id, chosen.tokens - begun)
             self.served[int(chosen.run[1:])] += tokens
         kept = {row.run: row for row in after(self.rows, selection)}
-        self.rows = [kept.get(row.run, replace(row, ops=(), begun_tokens=0)) for row in self.rows]
+        self.rows = [kept.get(row.run, replace(row, ops=(), done_tokens=0)) for row in self.rows]
         return selection
 
     def refilled(self, tenant: int) -> RunQueue:
@@ -209,7 +221,7 @@ class Backlogged:
 
     def begun(self, chosen: QueuedOp) -> int:
         row = self.rows[int(chosen.run[1:])]
-        return row.begun_tokens if chosen == row.ops[0] else 0
+        return row.done_tokens if chosen == row.ops[0] else 0
 
 
 mixed = st.lists(st.lists(st.integers(20, 4_000), min_size=1, max_size=4), min_size=2, max_size=5)
@@ -257,7 +269,7 @@ def test_who_had_nothing_waiting_is_served_before_others_get_more_than_it_asks_f
 
 
 weights = st.lists(
-    st.floats(LEAST_WEIGHT, MOST_WEIGHT).map(lambda w: round(w, 1)), min_size=5, max_size=5
+    st.floats(LEAST_WEIGHT, MAX_WEIGHT).map(lambda w: round(w, 1)), min_size=5, max_size=5
 )
 
 
@@ -285,7 +297,7 @@ def test_a_tenant_with_weight_2_gets_twice_the_tokens_under_contention() -> None
 
 @given(
     mixed, weights, st.integers(1, 600), st.integers(100, 1500), st.integers(1, 10),
-    st.integers(1, 99), st.floats(LEAST_WEIGHT, MOST_WEIGHT),
+    st.integers(1, 99), st.floats(LEAST_WEIGHT, MAX_WEIGHT),
 )  # fmt: skip
 @settings(max_examples=examples(50))
 def test_who_had_nothing_waiting_waits_for_no_more_than_weights_say(
@@ -334,21 +346,19 @@ def test_a_large_pass_leaves_the_other_runs_of_its_tenant_their_turn() -> None:
 
 
 def test_what_is_left_of_an_open_pass_is_what_it_costs() -> None:
-    rest = replace(queue_of("a", "t", [op("a", 1, tokens=500)]), begun_tokens=450)
+    rest = replace(queue_of("a", "t", [op("a", 1, tokens=500)]), done_tokens=450)
     others = [queue_of("b", "u", [op("b", 1, tokens=50)])]
     selection = select([rest, *others], FairQueue(), 100, 50)
     assert (len(selection.ops), selection.allowances, selection.tokens) == (2, {}, 100)
-    overrun = replace(
-        rest, begun_tokens=501
-    )  # it was not counted to the token: it still has to end
+    overrun = replace(rest, done_tokens=501)  # it was not counted to the token: it still has to end
     assert select([overrun, *others], FairQueue(), 100, 50).tokens == 51
 
 
 def test_what_is_begun_is_the_first_op_and_no_other() -> None:
     row = queue_of("a", "t", [op("a", 0, OpKind.SAVE), op("a", 1, tokens=500)])
-    assert select([replace(row, begun_tokens=450)], FairQueue(), 1000).tokens == 0
+    assert select([replace(row, done_tokens=450)], FairQueue(), 1000).tokens == 0
     row = queue_of("a", "t", [op("a", 0, OpKind.CREATE), op("a", 1, tokens=500)])
-    assert select([replace(row, begun_tokens=450)], FairQueue(), 1000).tokens == 500
+    assert select([replace(row, done_tokens=450)], FairQueue(), 1000).tokens == 500
 
 
 @pytest.mark.parametrize("tail", [OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD])
@@ -379,12 +389,12 @@ def test_a_pass_that_is_alone_may_take_a_whole_period_and_its_step_comes_with_it
     selection = select([queue_of("a", "t", step)], FairQueue(), 100)
     assert (selection.ops, selection.allowances) == (tuple(step), {"a:1": 900})
     assert leads(selection.fair_queue) == {}  # a tenant that comes meanwhile finds no other in debt
-    begun = replace(queue_of("a", "t", step), begun_tokens=700)
+    begun = replace(queue_of("a", "t", step), done_tokens=700)
     assert select([begun], FairQueue(), 100).allowances == {"a:1": 200}
     saving = queue_of("b", "u", [op("b", 1, OpKind.SAVE)])
     divided = select([begun, saving], FairQueue(), 100)
     assert divided.allowances == {"a:1": 96}  # sixteen quanta
-    blocked = select([begun, saving], FairQueue(), 100, takes_saves=False)
+    blocked = select([begun, saving], FairQueue(), 100, accepts_saves=False)
     assert blocked.allowances == {"a:1": 200}
 
 
@@ -411,9 +421,7 @@ def test_who_is_served_more_or_less_than_was_planned_is_charged_what_ran() -> No
     rows = [queue_of(name, name, [op(name, 1, tokens=5_000)]) for name in ("a", "b")]
     first = select(rows, FairQueue(), 1_600, 100)
     assert first.allowances == {"a:1": 800, "b:1": 800}
-    ran = [
-        replace(row, begun_tokens=tokens) for row, tokens in zip(rows, (1_200, 700), strict=True)
-    ]
+    ran = [replace(row, done_tokens=tokens) for row, tokens in zip(rows, (1_200, 700), strict=True)]
     second = select(ran, first.fair_queue, 1_600, 100)
     assert second.allowances == {"a:1": 600, "b:1": 1_000}
     ended = [queue_of("a", "a", [op("a", 2, tokens=5_000)]), ran[1]]
@@ -441,7 +449,7 @@ def test_only_those_are_read_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -
         read.append(ops[0].run)
         return runnable_prefix(ops, **more)
 
-    monkeypatch.setattr(backlog, "runnable_prefix", noted)
+    monkeypatch.setattr(planner, "runnable_prefix", noted)
     rows = [queue_of(f"{t}{n}", t, [op(f"{t}{n}", 5)]) for t in "abc" for n in range(100)]
     chosen = select(rows, FairQueue(), 160)
     assert len(chosen.ops) == 16
@@ -456,3 +464,50 @@ def test_a_tenant_that_did_not_change_is_not_looked_at() -> None:
     waiting.passes = {TenantId(t): waiting.passes[TenantId(t)] for t in "ab"}  # c cannot be seen
     assert [turn for turn in before.waiting if turn == "c"] == ["c"]
     assert {o.run[0] for o in select_of_waiting(waiting, before, 20).ops} <= {"a", "b"}
+
+
+def test_a_step_submitted_whole_runs_in_one_cycle() -> None:
+    step = [op("r", 1), op("r", 2), op("r", 3, OpKind.OPTIM_STEP)]
+    assert runnable_prefix([*step, op("r", 4)]) == step
+
+
+def test_what_is_saved_is_what_the_step_left() -> None:
+    step = [op("r", 1), op("r", 2, OpKind.OPTIM_STEP), op("r", 3, OpKind.SAVE)]
+    rejected = op("r", 4, OpKind.REJECTED)
+    saves = [op("r", 5, OpKind.SAVE), op("r", 6, OpKind.SAVE)]
+    cycle = [*step, rejected, *saves]
+    assert runnable_prefix([*cycle, op("r", 7)]) == cycle
+    assert runnable_prefix([*cycle, op("r", 7, OpKind.OPTIM_STEP)]) == cycle
+    assert runnable_prefix([op("r", 1), op("r", 2, OpKind.SAVE), op("r", 3)]) == [
+        op("r", 1),
+        op("r", 2, OpKind.SAVE),
+    ]
+
+
+def test_weights_are_not_reassigned_under_a_pass() -> None:
+    cycle = [op("r", 1), op("r", 3, OpKind.SAVE), op("r", 4, OpKind.LOAD)]
+    assert runnable_prefix([*cycle, op("r", 5)]) == cycle
+    assert runnable_prefix([op("r", 5, OpKind.LOAD), op("r", 6, OpKind.OPTIM_STEP)]) == [
+        op("r", 5, OpKind.LOAD)
+    ]
+
+
+def test_however_many_saves_and_loads_are_in_flight_a_cycle_takes_few_of_a_run() -> None:
+    loads = [op("r", seq, OpKind.LOAD) for seq in range(1, 61)]
+    assert runnable_prefix(loads) == loads[:1]
+    saves = [op("r", seq, OpKind.SAVE) for seq in range(1, 61)]
+    assert runnable_prefix(saves) == saves[:4]
+    rejected = op("r", 5, OpKind.REJECTED)
+    assert runnable_prefix([*saves[:4], rejected, *saves[5:]]) == [*saves[:4], rejected]
+    mixed = [saves[0], op("r", 2, OpKind.LOAD), *saves[2:5], op("r", 6, OpKind.LOAD)]
+    assert runnable_prefix(mixed) == mixed[:5]
+    assert runnable_prefix(saves, accepts_saves=False) == []
+    assert runnable_prefix(mixed[1:], accepts_saves=False) == mixed[1:2]
+
+
+def test_a_run_trains_in_the_cycle_that_makes_it_unless_it_is_made_by_a_load() -> None:
+    for kind in (OpKind.CREATE, OpKind.IMPORT):
+        step = [op("r", 0, kind), op("r", 1, OpKind.REVERSE_KL), op("r", 2, OpKind.OPTIM_STEP)]
+        assert runnable_prefix(step) == step
+    loaded = op("r", 0, OpKind.LOAD)
+    assert runnable_prefix([loaded, op("r", 1)]) == [loaded]

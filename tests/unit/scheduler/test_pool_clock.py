@@ -1,21 +1,22 @@
-"""One pool's clock, on a store in memory and a time of its own: nothing here sleeps."""
+"""One pool's clock, on a store in memory and a time of its own: nothing here sleeps.
+
+A time of day that is set while a scheduler runs: its clocks go on.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import pytest
 
-from cotrain_scheduler.pool_clock import IDLE_SWEEP_S, LOOK_S, SWEEP_S
-from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.pauses import Pause, Pauses, PlanPolicy
+from cotrain_scheduler import pool_clock as host_time_module
+from cotrain_scheduler.pool_clock import IDLE_SWEEP_S, LOOK_S, SWEEP_S, exclude_paused
+from cotrain_scheduler.waiting import Waiting
+from cotrain_store.messages.fleet import Pause, Pauses, PlanPolicy, WorkerSlot
+from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueueChanges, QueuedOp, RunQueue
 from cotrain_store.settings.scheduler import ClockMode
 from tests.support.pool_in_memory import NOW, TOKENS_PER_S, WORKER, InMemory, pool_on, wake
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.fleet import WorkerSlot
-    from cotrain_store.messages.queue_changes import QueueChanges
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ async def test_a_save_without_room_holds_its_own_run_back_until_there_is_room(
     store: InMemory,
 ) -> None:
     clock = pool_on(store)
-    store.takes_saves = False
+    store.accepts_saves = False
     for kind in (OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.FORWARD):
         store.submit("a", kind)
     store.submit("b")
@@ -125,7 +126,7 @@ async def test_a_save_without_room_holds_its_own_run_back_until_there_is_room(
     await clock.tick(NOW + 1)
     assert await clock.tick(NOW + 2) == NOW + 2 + SWEEP_S
     assert len(store.steps) == 1
-    store.takes_saves = True
+    store.accepts_saves = True
     await clock.tick(NOW + 3)
     assert [op.kind for op in store.steps[-1].ops] == [OpKind.SAVE]
 
@@ -352,3 +353,110 @@ async def test_a_worker_that_comes_back_has_its_runs_again(store: InMemory) -> N
     store.workers = [WORKER, WorkerId("w1")]
     await clock.tick(NOW + 3)
     assert len(store.read_all) == 3
+
+
+@dataclass
+class HostTime:
+    """A host's two clocks: the operator sets the one, and the other only ever goes on."""
+
+    wall_s: float = NOW
+    steady_s: float = 5_000.0
+
+    def time(self) -> float:
+        return self.wall_s
+
+    def monotonic(self) -> float:
+        return self.steady_s
+
+    def pass_by(self, seconds: float, *, set_by: float = 0.0) -> None:
+        self.steady_s += seconds
+        self.wall_s += seconds + set_by
+
+
+@pytest.fixture
+def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
+    host_time = HostTime()
+    monkeypatch.setattr(host_time_module, "time", host_time)
+    return host_time
+
+
+@pytest.mark.parametrize("set_by", [-3600.0, -10.0, 3600.0])
+async def test_no_run_waits_for_a_time_that_was_set_back(
+    store: InMemory, host_time: HostTime, set_by: float
+) -> None:
+    clock = pool_on(store)
+    store.submit("a")
+    await clock.look()
+    host_time.pass_by(0.5)
+    store.finish()
+    await clock.look()  # sees the end of the cycle
+    host_time.pass_by(0.01, set_by=set_by)
+    store.submit("b")  # and nothing of those just answered
+    await clock.look()
+    assert {op.run for op in store.steps[-1].ops} == {"b"}
+
+
+@pytest.mark.parametrize("set_by", [-3600.0, 3600.0])
+async def test_a_metronome_goes_on_with_the_next_beat_of_a_time_that_was_set(
+    store: InMemory, host_time: HostTime, set_by: float
+) -> None:
+    clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
+    await clock.look()
+    host_time.pass_by(1, set_by=set_by)
+    store.submit("a")
+    await clock.look()
+    assert store.steps == []
+    host_time.pass_by(10)
+    await clock.look()
+    assert len(store.steps) == 1
+
+
+async def test_no_worker_is_dead_for_long_because_the_time_was_set(
+    store: InMemory, host_time: HostTime
+) -> None:
+    clock = pool_on(store, reassign_after_s=30)
+    store.dead = [WorkerId("w1")]
+    await clock.look()
+    host_time.pass_by(1, set_by=3600.0)
+    await clock.look()
+    host_time.pass_by(29)
+    await clock.look()
+    assert store.reassigned == []
+    host_time.pass_by(1)
+    await clock.look()
+    assert store.reassigned == [("w1", WORKER)]
+
+
+ADA, BOB = TenantId("ada"), TenantId("bob")
+
+
+def queue(run: str, tenant: TenantId) -> RunQueue:
+    op = QueuedOp(RunId(run), 1, OpKind.FORWARD, 10, "inline", 1, 0.0)
+    return RunQueue(RunId(run), tenant, None, (op,))
+
+
+def runs(waiting: Waiting) -> dict[str, list[str]]:
+    return {tenant: list(of_tenant) for tenant, of_tenant in waiting.passes.items()}
+
+
+WAITING = Waiting()
+for each in (queue("a1", ADA), queue("a2", ADA), queue("b1", BOB)):
+    WAITING.put(each)
+
+
+def test_where_none_is_paused_nothing_is_copied() -> None:
+    assert exclude_paused(WAITING, Pauses()) is WAITING
+
+
+def test_a_paused_tenant_is_left_out_and_the_others_go_on() -> None:
+    assert runs(exclude_paused(WAITING, Pauses({ADA: Pause(1.0)}))) == {"bob": ["b1"]}
+
+
+def test_a_paused_run_is_left_out_and_the_other_runs_of_its_tenant_go_on() -> None:
+    paused = Pauses(runs={RunId("a1"): Pause(1.0, tenant=ADA)})
+    assert runs(exclude_paused(WAITING, paused)) == {"ada": ["a2"], "bob": ["b1"]}
+
+
+def test_a_tenant_all_of_whose_runs_are_paused_is_as_one_that_has_none() -> None:
+    paused = Pauses(runs={RunId("b1"): Pause(1.0, tenant=BOB)})
+    assert runs(exclude_paused(WAITING, paused)) == {"ada": ["a1", "a2"]}

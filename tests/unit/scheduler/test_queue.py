@@ -63,7 +63,7 @@ def test_a_pass_over_several_cycles_is_counted_once() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("large", worker=W0)])
     queue.taken([op("large", 0)], W0, NOW)
-    queue.put([replace(row("large", worker=W0), begun_tokens=6)])
+    queue.put([replace(row("large", worker=W0), done_tokens=6)])
     assert queue._tokens[W0] == 4
     queue.taken([op("large", 0)], W0, NOW)
     assert queue.recent.of(W0, NOW) == 10
@@ -85,7 +85,7 @@ def test_runs_that_no_worker_began_go_elsewhere_when_theirs_dies() -> None:
     queue.assign([beat(W0)], NOW)
     assert order(queue, W0) == {"t": ["a", "b"]}
     assert order(queue, W1) == {"t": ["mine"]}  # it is in its worker's memory
-    queue.strike_off(W1)
+    queue.deregister(W1)
     queue.assign([beat(W0)], NOW)
     assert order(queue, W0) == {"t": ["a", "b", "mine"]}
 
@@ -170,7 +170,7 @@ def test_whatever_happens_each_run_is_in_one_place_once(acts: list[tuple[str, in
             queue.taken([op(run, queue[RunId(run)].ops[0].seq)], W0, NOW)
             expected[run] -= 1
         elif act == "strike":
-            queue.strike_off(W0)
+            queue.deregister(W0)
         else:
             queue.assign([beat(W0, count), beat(W1)][: 1 + count % 2], NOW)
     known = {run: count for run, count in expected.items() if count}
@@ -184,7 +184,7 @@ def test_whatever_happens_each_run_is_in_one_place_once(acts: list[tuple[str, in
 
 def test_what_a_worker_began_is_read_again_when_another_process_has_its_id() -> None:
     queue = PoolQueue(WINDOW)
-    begun = replace(row("begun", worker=W0), begun_tokens=5)
+    begun = replace(row("begun", worker=W0), done_tokens=5)
     queue.put([begun, row("not begun", worker=W0), replace(begun, run=RunId("other"), worker=W1)])
-    queue.begin_anew(W0)
+    queue.reset(W0)
     assert queue.unread == {"begun"}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import TYPE_CHECKING
 
 import pytest
 from typing_extensions import override
 
 from cotrain_server.probe import main, probe
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from cotrain_server.settings import Quotas, ServerSettings
 from cotrain_store.sampling.intake import SampleLimits
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

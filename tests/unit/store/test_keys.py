@@ -5,16 +5,7 @@ import inspect
 import re
 from typing import Any
 
-from cotrain_store.keys import (
-    age_keys,
-    fleet_keys,
-    result_keys,
-    run_keys,
-    sample_keys,
-    tenant_keys,
-    webhook_keys,
-    weights_keys,
-)
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import (
     PoolId,
 )
@@ -23,9 +14,7 @@ from cotrain_store.oplog.submission import Submission
 from cotrain_store.redis_client.scripts import SCRIPTS
 from cotrain_store.sampling.intake import SampleSubmission
 
-KEY_FILES = (
-    age_keys, fleet_keys, result_keys, run_keys, sample_keys, tenant_keys, webhook_keys, weights_keys,
-)  # fmt: skip
+KEY_FILES = (fleet_keys, result_keys, run_keys, tenant_keys, weights_keys)
 ALL_SCRIPTS = sorted(SCRIPTS.rglob("*.lua"))
 ARGUMENTS: dict[str, type[Any]] = {
     "submit": Submission,
@@ -63,8 +52,11 @@ def made_here() -> set[str]:
     ]
     keys = set()
     for maker in makers:
-        parts = inspect.signature(maker, eval_str=False).parameters.values()
-        if all(part.kind is part.POSITIONAL_OR_KEYWORD for part in parts):
+        signature = inspect.signature(maker, eval_str=False)
+        parts = signature.parameters.values()
+        if signature.return_annotation == "str" and all(
+            part.kind is part.POSITIONAL_OR_KEYWORD for part in parts
+        ):
             keys.add(pattern(maker(*("*" for _ in parts))))
     return keys
 

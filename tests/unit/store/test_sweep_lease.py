@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cotrain_store.redis_client.connection import open_sync_connection
-from cotrain_store.weights.sweep_lease import LEASE_MS, SweepLease
-
-if TYPE_CHECKING:
-    from tests.support.redis_server import EmbeddedRedis
+from cotrain_store.weights.saved_weights import LEASE_MS, SweepLease
+from tests.support.redis_server import EmbeddedRedis
 
 
 def test_one_sweeps_and_another_one_when_it_is_gone(empty_redis: EmbeddedRedis) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +12,8 @@ from cotrain_workers.engine.engine import Engine
 from tests.support.shared_base import shared_base
 from tests.support.tiny_models import build_tiny
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    ModelFolder = Callable[..., Path]
-    NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
+NewEngine = Callable[..., Engine]
 
 
 @pytest.fixture(autouse=True, scope="session")

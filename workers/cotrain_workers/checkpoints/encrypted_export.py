@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import io
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import pyrage
 
-from cotrain_store.blobs.protocol import BlobsUnavailable
-from cotrain_store.disk.checksums import SUMS, sums_of
+from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
+from cotrain_store.disk.result_storage import SUMS, sums_of
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.weights import external_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_store.blobs.protocol import Blobs
-    from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.saves import external_folder
 
 SUFFIX = ".age"
 #: Whose files these are: `{"base_model": …, "weights": …}`. Never served.

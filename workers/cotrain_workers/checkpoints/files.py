@@ -11,13 +11,16 @@ import json
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_store.blobs.protocol import BlobsUnavailable
-from cotrain_store.messages.weights import external_folder
+from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable
+from cotrain_store.disk.orphan_ages import Unwanted
+from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.saves import external_folder
+from cotrain_store.weights.saved_weights import SavedWeights
 from cotrain_workers.checkpoints import optimizer_file
 from cotrain_workers.checkpoints.encrypted_export import (
     OWNER,
@@ -32,21 +35,13 @@ from cotrain_workers.checkpoints.optimizer_file import (
 from cotrain_workers.checkpoints.peft_folder import (
     CONFIG,
     TENSORS,
+    LayoutOf,
     key_of,
     read_folder,
     write_folder,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from cotrain_store.blobs.protocol import Blob, Blobs
-    from cotrain_store.disk.orphan_ages import Unwanted
-    from cotrain_store.messages.ids import WeightsRef
-    from cotrain_store.weights.saved_weights import SavedWeights
-    from cotrain_workers.checkpoints.peft_folder import LayoutOf
-    from cotrain_workers.engine.ops import HostOptimizer, HostWeights
-    from cotrain_workers.engine.spec import Layout
+from cotrain_workers.engine.ops import HostOptimizer, HostWeights
+from cotrain_workers.engine.spec import Layout
 
 log = structlog.get_logger()
 

@@ -9,19 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from cotrain_store.blobs.durable_files import passes
-from cotrain_store.blobs.protocol import BlobsUnavailable, Moments
+from cotrain_store.blobs.folder import passes
+from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable, Moments
+from cotrain_workers.checkpoints.peft_folder import LayoutOf
 from cotrain_workers.engine.ops import HostOptimizer
 from cotrain_workers.engine.spec import AdapterSpec
-
-if TYPE_CHECKING:
-    from cotrain_store.blobs.protocol import Blobs
-    from cotrain_workers.checkpoints.peft_folder import LayoutOf
 
 FORMAT = "cotrain-optimizer-1"
 SUFFIX = ".safetensors"

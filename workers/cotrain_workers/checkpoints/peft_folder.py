@@ -13,26 +13,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from cotrain_store.blobs.durable_files import passes
-from cotrain_store.disk.checksums import REMEDY, SUMS, fault_of, read_sums, sums_of
+from cotrain_store.blobs.folder import passes
+from cotrain_store.blobs.protocol import Blobs
+from cotrain_store.disk.result_storage import REMEDY, SUMS, fault_of, read_sums, sums_of
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.ops import HostWeights
-from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.spec import AdapterSpec, Layout
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from cotrain_store.blobs.protocol import Blobs
-    from cotrain_workers.engine.spec import Layout
-
-    LayoutOf = Callable[[AdapterSpec], Layout]
+LayoutOf = Callable[[AdapterSpec], Layout]
 
 FORMAT = "cotrain-adapter-1"
 TENSORS = "adapter_model.safetensors"

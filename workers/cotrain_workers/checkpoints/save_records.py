@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cotrain_store.messages.ids import SessionId, WeightsRef
+from cotrain_store.messages.ids import OpId, PoolId, SamplerId, SessionId, WeightsRef
+from cotrain_store.messages.ops import Step
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.samples import SamplerRecord
-from cotrain_store.messages.saves import SaveRecords, SaveRequest
-from cotrain_store.messages.weights import CheckpointRecord, WeightsRecord
+from cotrain_store.messages.saves import CheckpointRecord, SaveRecords, SaveRequest, WeightsRecord
 from cotrain_workers.checkpoints.files import Saved
-from cotrain_workers.engine.ops import SaveOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_store.messages.ids import OpId, PoolId, SamplerId
-    from cotrain_store.messages.ops import Step
-    from cotrain_workers.engine.ops import Output
+from cotrain_workers.engine.ops import Output, SaveOutput
 
 #: What the answer to a save is called on the wire.
 TYPE_BY_KIND = {

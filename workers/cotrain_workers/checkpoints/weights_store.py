@@ -4,35 +4,100 @@ A save copies an adapter to the host and commits; its files come later. Until th
 weights are *unstored*: only this worker can use them, and the client that asked for a named save is not
 answered. If the process dies, the log makes them again, which is why no log is cut past an unstored save
 (`first_unstored`).
+
+Saved weights in host memory that are on disk as well: those used least recently leave first.
+
+Look now and then, in a thread, for files of saves that may go: the adapters' are opened, one by one.
+
+Back-pressure of saves: while too many wait in memory for the disk, saves wait, and nothing else.
+
+The planner learns of it before the commit that fills the memory, so that it plans no further save; the
+runs of such saves wait. A step that holds a save all the same (a dead worker's, most likely) waits as a
+whole.
 """
 
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S
+from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S, Unwanted
 from cotrain_store.failpoints import failpoint
-from cotrain_workers.checkpoints.file_sweep import FileSweep
+from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.saves import WeightsRecord
+from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_workers.checkpoints.files import CheckpointFiles, Saved, WrittenFiles
 from cotrain_workers.checkpoints.optimizer_file import OptimizerUnreadable
-from cotrain_workers.checkpoints.peft_folder import FolderUnreadable, SumsUnusable
-from cotrain_workers.checkpoints.weights_cache import WeightsCache
-from cotrain_workers.engine.ops import WeightsMissing
+from cotrain_workers.checkpoints.peft_folder import FolderUnreadable, LayoutOf, SumsUnusable
+from cotrain_workers.engine.ops import HostOptimizer, HostWeights, WeightsMissing
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from concurrent.futures import Future
 
-    from cotrain_store.messages.ids import RunId, WeightsRef
-    from cotrain_store.messages.weights import WeightsRecord
-    from cotrain_store.weights.saved_weights import SavedWeights
-    from cotrain_workers.checkpoints.files import CheckpointFiles, Saved, WrittenFiles
-    from cotrain_workers.checkpoints.peft_folder import LayoutOf
-    from cotrain_workers.engine.ops import HostOptimizer, HostWeights
+class WeightsCache:
+    """Holds no more than `limit_bytes`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._weights: OrderedDict[WeightsRef, HostWeights] = OrderedDict()
+
+    def get(self, ref: WeightsRef) -> HostWeights | None:
+        """Return weights that are here, now the most recently used."""
+        if ref not in self._weights:
+            return None
+        self._weights.move_to_end(ref)
+        return self._weights[ref]
+
+    def put(self, ref: WeightsRef, weights: HostWeights) -> None:
+        """Keep weights, as long as there is memory."""
+        self._weights[ref] = weights
+        kept_bytes = sum(each.bytes for each in self._weights.values())
+        while kept_bytes > self._limit_bytes:
+            _, oldest = self._weights.popitem(last=False)
+            kept_bytes -= oldest.bytes
+
+    def drop(self, ref: WeightsRef) -> None:
+        """Forget weights. Twice is harmless."""
+        self._weights.pop(ref, None)
+
+
+LOOK_S = 3600.0
+
+
+class FileSweep:
+    """What one worker has seen unwanted. `now` is of the monotonic clock."""
+
+    def __init__(self, files: CheckpointFiles, saved: SavedWeights, orphan_age_s: float) -> None:
+        self._files = files
+        self._saved = saved
+        self._age_s = orphan_age_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="files")
+        self._looking: Future[None] | None = None
+        self._look_at = 0.0
+        self._lease = None if files.blobs.folder else saved.sweep_lease()
+        self.unwanted = Unwanted(orphan_age_s)
+
+    def maintain(self, now: float) -> None:
+        """Look if it is time to; raises what the last look raised, and looks again then."""
+        if self._lease and not self._lease.is_mine(now):
+            self.unwanted = Unwanted(self._age_s)
+        elif self._looking is None and now >= self._look_at:
+            self._looking = self._thread.submit(
+                self._files.remove_orphans, self._saved, self.unwanted, now
+            )
+        elif self._looking and self._looking.done():
+            looking, self._looking = self._looking, None
+            looking.result()
+            self._look_at = now + (LOOK_S if self.unwanted.is_empty else self._age_s)
+
+    def stop(self) -> None:
+        """Look no more; what is being removed goes to its end."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
 
 log = structlog.get_logger()
 
@@ -310,3 +375,36 @@ def _size(saved: Saved | None) -> int:
         return 0
     moments = [saved.optimizer.m, saved.optimizer.v] if saved.optimizer else []
     return saved.weights.bytes + sum(moment.nbytes for moment in moments)
+
+
+class SaveBackpressure:
+    """Whether one worker takes saves, as its loop and its planner see it."""
+
+    def __init__(self, weights: WeightsStore, send_heartbeat: Callable[[], None]) -> None:
+        """`send_heartbeat` publishes `accepts_saves`."""
+        self._weights = weights
+        self._send_heartbeat = send_heartbeat
+        self._published = True
+        self._waiting_cycle = 0
+        self.accepts_saves = True
+        """Whether another save may be planned. Any thread may look."""
+
+    def publish(self, saves: Iterable[Saved] = ()) -> None:
+        """Have the planner know whether memory takes more than these saves. Twice is harmless.
+
+        Raises what the heartbeat raises; the next call publishes it then.
+        """
+        self.accepts_saves = self._weights.has_capacity_for(saves)
+        if self.accepts_saves != self._published:
+            self._send_heartbeat()
+            self._published = self.accepts_saves
+            log.info("save_backpressure_changed", accepts_saves=self._published)
+
+    def admits(self, step: Step) -> bool:
+        """Tell whether a step may run now: what was accepted is never refused, but it may have to wait."""
+        has_save = any(op.kind is OpKind.SAVE for op in step.ops)
+        is_admitted = not has_save or self._weights.has_capacity_for(())
+        if not is_admitted and step.cycle != self._waiting_cycle:
+            self._waiting_cycle = step.cycle
+            log.warning("step_waits_for_saves", cycle=step.cycle)
+        return is_admitted

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
 import torch
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 #: A thread that computed less than this part of its last steps waited for cores.
 BUSY = 0.7

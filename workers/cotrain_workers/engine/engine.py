@@ -6,52 +6,44 @@ then all optimizer steps together. A run's results depend on its own ops alone (
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.adapters.residency import adapter_budget
-from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
+from cotrain_workers.engine.decoding.requests import TextOf
 from cotrain_workers.engine.device import (
     check_device,
     keep_freed_memory,
     make_cuda_deterministic,
     memory_use,
+    resident_bytes,
 )
-from cotrain_workers.engine.host_memory import resident_bytes
-from cotrain_workers.engine.lora.backend import find_backend
+from cotrain_workers.engine.lora.backend import Choice, find_backend
+from cotrain_workers.engine.model.activation_checkpointing import Choice as Recomputing
 from cotrain_workers.engine.model.attention import use_flash_3
-from cotrain_workers.engine.model.base_model import load_base_model
+from cotrain_workers.engine.model.base_model import BaseModel, load_base_model
 from cotrain_workers.engine.model.fused_layers import fuse_layers
 from cotrain_workers.engine.model.kernel_softmax import find_softmax
-from cotrain_workers.engine.model.unembedding import PlainSoftmax
-from cotrain_workers.engine.model_facts import model_facts
+from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
+from cotrain_workers.engine.model_facts import ModelFacts, model_facts
 from cotrain_workers.engine.numerics import numerics_of
+from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op
 from cotrain_workers.engine.running_cycle import RunningCycle
+from cotrain_workers.engine.spec import Target
 from cotrain_workers.engine.trainer import ProcessUse
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_probe import size_micro_batches
-from cotrain_workers.engine.training.open_passes import OpenPasses
+from cotrain_workers.engine.training.pass_state import OpenPasses
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.decoding.requests import TextOf
-    from cotrain_workers.engine.lora.backend import Choice
-    from cotrain_workers.engine.model.activation_checkpointing import Choice as Recomputing
-    from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.model.unembedding import NewSoftmax
-    from cotrain_workers.engine.model_facts import ModelFacts
-    from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op
-    from cotrain_workers.engine.spec import Target
-
-    LoadBase = Callable[..., BaseModel]  # as `load_base_model`
+LoadBase = Callable[..., BaseModel]  # as `load_base_model`
 
 
 class Engine:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.numerics import Numerics
-    from cotrain_workers.engine.spec import Family
+from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.numerics import Numerics
+from cotrain_workers.engine.spec import Family
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import transformers
 
-from cotrain_workers.engine import sequence_table
+from cotrain_workers.engine import routing
+from cotrain_workers.engine.lora.backend import Choice
 from cotrain_workers.engine.model import attention as attn
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_workers.engine.lora.backend import Choice
 
 CPUINFO = Path("/proc/cpuinfo")
 #: By these MKL and oneDNN choose their kernels, and so by how large the caches are.
@@ -89,7 +85,7 @@ def numerics_of(
         dtype=str(dtype).removeprefix("torch."),
         torch=torch.__version__,
         transformers=transformers.__version__,
-        padding=f"{sequence_table.FINE_STEP}/{sequence_table.FINE_LIMIT}/{sequence_table.COARSE_STEP}",
+        padding=f"{routing.FINE_STEP}/{routing.FINE_LIMIT}/{routing.COARSE_STEP}",
         micro_batch_tokens=sizes[0],
         head_chunk_rows=sizes[1],
         lora=lora,

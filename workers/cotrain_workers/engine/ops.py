@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+import numpy as np
+import torch
 
-    import numpy as np
-    import torch
-
-    from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.spec import AdapterSpec
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from huggingface_hub.utils.tqdm import disable_progress_bars
 from tqdm.std import tqdm
 from transformers.utils import logging
 from typing_extensions import override
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: What takes less is known from what follows it.
 EVERY_S = 5.0

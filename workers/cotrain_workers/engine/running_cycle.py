@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from cotrain_workers.engine.adapters.bank import DRAWN_AT_ONCE
+from cotrain_workers.engine.adapters.adapter import Adapter
+from cotrain_workers.engine.adapters.bank import DRAWN_AT_ONCE, AdapterBank
 from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save
+from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.model_facts import ModelFacts
 from cotrain_workers.engine.ops import (
     CreateOutput,
     CycleOutput,
     CyclePart,
     Failure,
     Load,
+    Op,
     OptimStep,
     Output,
     Pass,
@@ -23,20 +27,10 @@ from cotrain_workers.engine.ops import (
     unknown_run,
 )
 from cotrain_workers.engine.training.adamw import take_steps
+from cotrain_workers.engine.training.forward_backward import ForwardBackward
+from cotrain_workers.engine.training.losses import refuse_pass, refuse_reverse_kl
 from cotrain_workers.engine.training.micro_batches import PassesCost
-from cotrain_workers.engine.training.pass_state import PassState
-from cotrain_workers.engine.training.validation import refuse_pass, refuse_reverse_kl
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from cotrain_workers.engine.adapters.adapter import Adapter
-    from cotrain_workers.engine.adapters.bank import AdapterBank
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.model_facts import ModelFacts
-    from cotrain_workers.engine.ops import Op
-    from cotrain_workers.engine.training.forward_backward import ForwardBackward
-    from cotrain_workers.engine.training.open_passes import OpenPasses
+from cotrain_workers.engine.training.pass_state import OpenPasses, PassState
 
 
 @dataclass

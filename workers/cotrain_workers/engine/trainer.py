@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from cotrain_workers.engine.adapters.bank import AdapterState
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.model_facts import ModelFacts
-    from cotrain_workers.engine.ops import CycleOutput, Op
-    from cotrain_workers.engine.spec import AdapterSpec, Layout, Target
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.model_facts import ModelFacts
+from cotrain_workers.engine.ops import CycleOutput, Op
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Target
 
 
 class StateCopying(Protocol):

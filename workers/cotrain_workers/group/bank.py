@@ -1,27 +1,33 @@
-"""The adapters of a group, each on one member, as the worker sees them."""
+"""The adapters of a group, each on one member, as the worker sees them.
+
+Decide which member of a group a run lives on. Pure.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import structlog
 
+from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.adapters.lifecycle import begins_run
-from cotrain_workers.engine.ops import Create, Import
-from cotrain_workers.group.facts import facts_of
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, Import, Op
+from cotrain_workers.engine.spec import AdapterSpec, Layout
+from cotrain_workers.engine.trainer import StateCopying
+from cotrain_workers.group.followers import Followers, facts_of
 from cotrain_workers.group.messages import CopyOut, Drop, MemberFacts, Restore
-from cotrain_workers.group.placement import lightest
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from cotrain_workers.engine.adapters.bank import AdapterState
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Op
-    from cotrain_workers.engine.spec import AdapterSpec, Layout
-    from cotrain_workers.engine.trainer import StateCopying
-    from cotrain_workers.group.followers import Followers
+def lightest(loads: Sequence[int]) -> int:
+    """Return the member that has the least bytes of adapters, of equal ones the first.
+
+    The same history gives the same member. No bit of the run depends on it: its forwards see the same weights
+    on each, and what is summed for it is summed there.
+    """
+    return min(range(len(loads)), key=lambda member: loads[member])
+
 
 log = structlog.get_logger()
 

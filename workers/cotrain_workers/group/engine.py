@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
-from cotrain_workers.engine.cycle import run_to_end
-from cotrain_workers.engine.ops import CycleOutput
+from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.model_facts import ModelFacts
+from cotrain_workers.engine.ops import CycleOutput, Op
+from cotrain_workers.engine.spec import Target
 from cotrain_workers.engine.trainer import ProcessUse
 from cotrain_workers.group.bank import GroupBank
 from cotrain_workers.group.followers import Followers
-from cotrain_workers.group.links import GroupLost
+from cotrain_workers.group.links import GroupLost, Links
+from cotrain_workers.group.lock_step import GroupLockStep
 from cotrain_workers.group.messages import RunCycle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.model_facts import ModelFacts
-    from cotrain_workers.engine.ops import Op
-    from cotrain_workers.engine.spec import Target
-    from cotrain_workers.group.links import Links
-    from cotrain_workers.group.lock_step import GroupLockStep
 
 
 class GroupEngine:

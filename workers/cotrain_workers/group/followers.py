@@ -1,19 +1,32 @@
-"""The members that follow, as the first one sees them: it asks, waits, and remembers how they were."""
+"""The members that follow, as the first one sees them: it asks, waits, and remembers how they were.
+
+A member that follows: it does what the first one asks for, until that one ends.
+
+What a member holds, read off its engine.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import structlog
 
-from cotrain_workers.group.links import GroupLost
-from cotrain_workers.group.messages import Drop, End
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_workers.group.links import Links
-    from cotrain_workers.group.messages import MemberFacts, Order
+from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.device import resident_bytes
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.group.links import GroupLost, Links
+from cotrain_workers.group.lock_step import GroupLockStep
+from cotrain_workers.group.messages import (
+    Answer,
+    CopyOut,
+    Drop,
+    End,
+    MemberFacts,
+    Order,
+    Restore,
+    RunCycle,
+)
 
 log = structlog.get_logger()
 
@@ -85,3 +98,37 @@ class Followers:
     def _refuse_if_lost(self) -> None:
         if self.lost:
             raise GroupLost(self.lost)
+
+
+def facts_of(engine: Engine) -> MemberFacts:
+    """Look, between cycles."""
+    adapters = engine.adapters
+    return MemberFacts(
+        runs=adapters.runs,
+        open_passes=engine.open_passes.ids,
+        by_tier=adapters.by_tier,
+        offloaded=adapters.offloaded,
+        over_budget=adapters.over_budget(),
+        memory_bytes=resident_bytes(),
+    )
+
+
+def follow(engine: Engine, links: Links, lock_step: GroupLockStep) -> None:
+    """Follow orders until the end. Whatever this raises, the group cannot go on."""
+    while not isinstance(order := links.await_order(), End):
+        links.answer(Answer(_done(order, engine, lock_step), facts_of(engine)))
+
+
+def _done(order: Order, engine: Engine, lock_step: GroupLockStep) -> Any:
+    match order:
+        case RunCycle(ops, allowances):
+            return run_to_end(lock_step.run(engine, ops, allowances, None))
+        case Restore(run, state):
+            engine.adapters.restore(run, state)
+        case Drop(run):
+            engine.adapters.drop(run)
+        case CopyOut(run):
+            return engine.adapters.state(run)
+        case End():
+            raise AssertionError("It ends the loop.")
+    return None

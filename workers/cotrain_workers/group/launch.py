@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import structlog
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -20,9 +20,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cotrain_workers.engine.device import EXIT_CODE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 log = structlog.get_logger()
 

@@ -7,15 +7,13 @@ import signal
 import sys
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
 from cotrain_workers.engine.device import DeviceLost
-
-if TYPE_CHECKING:
-    from cotrain_workers.group.messages import Answer, Order
+from cotrain_workers.group.messages import Answer, Order
 
 #: A member waits for its next order for as long as no request comes. That the first one has died it learns at
 #: once, by the end of their connection; that it hangs, the first one's own waiting ends.

@@ -6,29 +6,24 @@ those that want another, or nothing, run 16 zero tokens instead, whose results n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.segmented import SegmentLora
+from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.forward import hidden_states, token_row
-from cotrain_workers.engine.routing import Route, Segment
-from cotrain_workers.engine.sequence_table import SequenceTable
+from cotrain_workers.engine.ops import CycleOutput, Op
+from cotrain_workers.engine.routing import Route, Segment, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.ops import CycleOutput, Op
-    from cotrain_workers.group.links import Links
+from cotrain_workers.group.links import Links
 
 FILLER_TOKENS = 16
 
@@ -40,7 +35,7 @@ class GroupLockStep:
         self._links = links
         self._name = f"member-{links.number}"
         self._filler: Filler | None = None
-        self._is_over: Callable[[], bool] = lambda: False
+        self._deadline_passed: Callable[[], bool] = lambda: False
         self.is_over = False
         """Whether the first member's time for this cycle is over, as of the last pass."""
 
@@ -82,14 +77,14 @@ class GroupLockStep:
 
     @contextmanager
     def _limited(self, is_over: Callable[[], bool] | None) -> Iterator[None]:
-        self._is_over, self.is_over = is_over or (lambda: False), False
+        self._deadline_passed, self.is_over = is_over or (lambda: False), False
         try:
             yield
         finally:
-            self._is_over = lambda: False
+            self._deadline_passed = lambda: False
 
     def _agree(self, wanted: Forward) -> Forward:
-        kind, is_over = self._links.agree(wanted, self._is_over())
+        kind, is_over = self._links.agree(wanted, self._deadline_passed())
         self.is_over = bool(is_over)
         return Forward(kind)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_workers.engine.adapters.bank import AdapterState
-    from cotrain_workers.engine.ops import Op
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.ops import Op
 
 
 @dataclass(frozen=True)

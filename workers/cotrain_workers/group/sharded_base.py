@@ -7,14 +7,16 @@ the head multiplies by it chunk by chunk.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.model.base_model import (
+    BaseModel,
     make_base_model,
     make_skeleton,
     refuse_too_large,
@@ -36,15 +39,8 @@ from cotrain_workers.engine.model.model_source import (
     read_config,
 )
 from cotrain_workers.engine.progress import report
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import nn
-
-    from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.group.links import Links
-    from cotrain_workers.group.lock_step import GroupLockStep
+from cotrain_workers.group.links import Links
+from cotrain_workers.group.lock_step import GroupLockStep
 
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
 from rich.table import Table
 
 from cotrain.commands.terminal import AsJson, examples, harmless, print_json, print_rich
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_store.messages.ids import RunId
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.recorder.cycle import CycleFacts, RecordedCycle
-    from cotrain_workers.recorder.replay import Compared
+from cotrain_store.messages.ids import RunId
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.recorder.file import CycleFacts, RecordedCycle
+from cotrain_workers.recorder.replay import Compared
 
 # Where it is missing, `cotrain` says what to install. It is imported where a command needs it:
 # that takes seconds, and every `cotrain` loads this module.
@@ -135,8 +132,7 @@ def export(
 ) -> None:
     """Write a recorded cycle, or one run of it, to a file of its own."""
     from cotrain_store.messages.ids import RunId
-    from cotrain_workers.recorder.cycle import only_run
-    from cotrain_workers.recorder.file import RecordingUnreadable, read_cycle, write_cycle
+    from cotrain_workers.recorder.file import RecordingUnreadable, only_run, read_cycle, write_cycle
 
     try:
         cycle = read_cycle(file)

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import (
     CreateOutput,
     Failure,
+    HostOptimizer,
     LoadOutput,
+    Output,
     PassOutput,
     ReverseKlOutput,
     SaveOutput,
     StepOutput,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    import torch
-
-    from cotrain_workers.engine.adapters.bank import AdapterState
-    from cotrain_workers.engine.ops import HostOptimizer, Output
 
 
 @dataclass(frozen=True)

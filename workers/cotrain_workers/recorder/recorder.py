@@ -7,25 +7,26 @@ A disk that is full costs recordings and nothing else. See docs/recorder.md.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import structlog
 
-from cotrain_workers.engine.ops import HostWeights, WeightsMissing
-from cotrain_workers.recorder.cycle import CycleFacts, Findings, ReadCheckpoints, checkpoints_of
-from cotrain_workers.recorder.file import add_findings, write_inputs
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import QueuedOp, Step
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Output, WeightsMissing
+from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.op_codec import Checkpoints
+from cotrain_workers.recorder.file import (
+    CycleFacts,
+    Findings,
+    ReadCheckpoints,
+    add_findings,
+    checkpoints_of,
+    write_inputs,
+)
 from cotrain_workers.recorder.fingerprints import fingerprint_of, fingerprint_of_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from cotrain_store.messages.ids import RunId
-    from cotrain_store.messages.ops import QueuedOp, Step
-    from cotrain_workers.engine.adapters.bank import AdapterState
-    from cotrain_workers.engine.ops import HostOptimizer, Output
-    from cotrain_workers.engine.trainer import Trainer
-    from cotrain_workers.op_codec import Checkpoints
 
 log = structlog.get_logger()
 

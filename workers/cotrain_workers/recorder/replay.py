@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
+from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ops import QueuedOp
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Failure, WeightsMissing
+from cotrain_workers.engine.numerics import Numerics
+from cotrain_workers.engine.ops import (
+    Failure,
+    HostOptimizer,
+    HostWeights,
+    Op,
+    Output,
+    WeightsMissing,
+)
+from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.op_codec import engine_op
-from cotrain_workers.recorder.cycle import Findings
-from cotrain_workers.recorder.fingerprints import differences, fingerprint_of, fingerprint_of_state
+from cotrain_workers.recorder.file import CycleFacts, Findings, RecordedCycle
+from cotrain_workers.recorder.fingerprints import (
+    Fingerprint,
+    differences,
+    fingerprint_of,
+    fingerprint_of_state,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from cotrain_store.messages.ids import RunId, WeightsRef
-    from cotrain_store.messages.ops import QueuedOp
-    from cotrain_workers.engine.numerics import Numerics
-    from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Op, Output
-    from cotrain_workers.engine.spec import AdapterSpec, Layout
-    from cotrain_workers.recorder.cycle import CycleFacts, RecordedCycle
-    from cotrain_workers.recorder.fingerprints import Fingerprint
-
-    Verdict = Literal["equal", "close", "DIVERGED", "left out", "new"]
+Verdict = Literal["equal", "close", "DIVERGED", "left out", "new"]
 
 #: How far two numbers may lie apart that other numerics computed; as in a recovery (ADR 5).
 OTHER_NUMERICS = 1e-2

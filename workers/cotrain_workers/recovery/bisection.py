@@ -9,22 +9,16 @@ processes died.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import structlog
 
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RunId, request_id
-from cotrain_workers.engine.ops import Failure
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.oplog.execution import Execution
-    from cotrain_workers.engine.ops import CycleOutput, Op, Output
-    from cotrain_workers.engine.trainer import Trainer
+from cotrain_store.messages.ids import RequestId, RunId, request_id
+from cotrain_store.oplog.execution import Execution
+from cotrain_workers.engine.ops import CycleOutput, Failure, Op, Output
+from cotrain_workers.engine.trainer import Trainer
 
 log = structlog.get_logger()
 
@@ -141,18 +135,18 @@ def run_in_groups(
 
 
 def run_alone(
-    engine: Trainer, ops: Sequence[Op], start_over: Callable[[], bool], risks: Risks | None
+    engine: Trainer, ops: Sequence[Op], reload_state: Callable[[], bool], risks: Risks | None
 ) -> Answers:
     """Run one run's ops again and again, each time without one more that breaks the engine.
 
-    `start_over` brings the run back to its last committed state, and tells whether to the bit. With
+    `reload_state` brings the run back to its last committed state, and tells whether to the bit. With
     `risks` each op may kill.
     """
     failed: dict[tuple[str, int], Output] = {
         (op.run, op.seq): POISON for op in ops if risks is not None and risks.is_poison(op)
     }
     while True:
-        answers = Answers(dict(failed), is_exact=start_over())
+        answers = Answers(dict(failed), is_exact=reload_state())
         left = [op for op in ops if (op.run, op.seq) not in failed]
         failing = _run_one_by_one(engine, left, answers, risks)
         if failing is None:

@@ -8,21 +8,17 @@ for longer finds that its segment takes no references any more (`SpoolReferences
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 import structlog
 
 from cotrain_store.disk.object_spool import OBJECTS_REST
 from cotrain_store.disk.orphan_ages import Unwanted
 from cotrain_store.disk.spool import UNCOUNTED, unwritten_segments
+from cotrain_store.messages.ids import RunId
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.recovery.snapshot_file import orphans, run_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from cotrain_store.messages.ids import RunId
-    from cotrain_store.oplog.execution import Execution
-    from cotrain_store.settings.worker import WorkerSettings
 
 log = structlog.get_logger()
 

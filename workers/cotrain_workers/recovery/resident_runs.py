@@ -8,34 +8,31 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Container, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
 
 import structlog
 
+from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RunId
-from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.ids import OpId, RunId
+from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.monitoring.metrics import WorkerMetrics
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.settings.worker import WorkerSettings
+from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.trainer import StateCopying, Trainer
 from cotrain_workers.recovery.orphan_sweep import Sweep
-from cotrain_workers.recovery.replay import Replay, has_other_numerics
+from cotrain_workers.recovery.replay import Replay, Restored, has_other_numerics
 from cotrain_workers.recovery.rollback import roll_back
-from cotrain_workers.recovery.snapshot_file import Snapshot, remove_snapshots, write_snapshot
-from cotrain_workers.recovery.snapshot_policy import ReplayBacklog
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
-
-    from cotrain_store.blobs.protocol import Blobs
-    from cotrain_store.messages.ids import OpId
-    from cotrain_store.messages.ops import Step
-    from cotrain_store.monitoring.worker_metrics import WorkerMetrics
-    from cotrain_store.oplog.execution import Execution
-    from cotrain_store.settings.worker import WorkerSettings
-    from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.trainer import StateCopying, Trainer
-    from cotrain_workers.recovery.replay import Restored
-    from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
+from cotrain_workers.recovery.snapshot_file import (
+    ReplayBacklog,
+    Snapshot,
+    SnapshotPolicy,
+    remove_snapshots,
+    write_snapshot,
+)
 
 log = structlog.get_logger()
 

@@ -6,25 +6,20 @@ says so; what it sends from then on runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import structlog
 import torch
 
+from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import seq_of
+from cotrain_store.messages.ids import RunId, seq_of
 from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.oplog.execution import Execution
+from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import WeightsMissing
+from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.recovery.snapshot_file import write_snapshot
-
-if TYPE_CHECKING:
-    from cotrain_store.blobs.protocol import Blobs
-    from cotrain_store.messages.ids import RunId
-    from cotrain_store.messages.weights import CheckpointRecord
-    from cotrain_store.oplog.execution import Execution
-    from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.trainer import Trainer
 
 log = structlog.get_logger()
 

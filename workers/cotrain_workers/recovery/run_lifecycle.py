@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import structlog
 
 from cotrain_store.disk.result_storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-from cotrain_workers.engine.cycle import run_to_end
+from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.ops import QueuedOp, Step
+from cotrain_store.messages.saves import WeightsRecord
+from cotrain_store.oplog.execution import Execution
+from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.ops import Failure
-from cotrain_workers.recovery.replay import ReplayDiverged
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_store.messages.ids import RunId, TenantId
-    from cotrain_store.messages.ops import QueuedOp, Step
-    from cotrain_store.messages.weights import WeightsRecord
-    from cotrain_store.oplog.execution import Execution
-    from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.recovery.replay import Restored
-    from cotrain_workers.recovery.resident_runs import ResidentRuns
+from cotrain_workers.recovery.replay import ReplayDiverged, Restored
+from cotrain_workers.recovery.resident_runs import ResidentRuns
 
 log = structlog.get_logger()
 
@@ -99,13 +93,13 @@ class RunLifecycle:
         ops = tuple(op for op in step.ops if op.seq > done.get(op.run, -1))
         return rolled_back or StepRuns(ops, stopped, is_exact)
 
-    def make_again(self, weights: WeightsRecord) -> Yielding[None]:
+    def recreate_lost_weights(self, weights: WeightsRecord) -> Yielding[None]:
         """Replay the run whose saved weights were lost before they were on disk."""
         yield from self._ensure(weights.run, weights.tenant)
         if self._weights.is_lost(weights.ref):
             self._weights.give_up(weights.ref)
 
-    def start_over(self, run: RunId) -> bool:
+    def reload_state(self, run: RunId) -> bool:
         """Bring a run back to its last committed state; False where its bits may be others.
 
         Raises ReplayDiverged, SpoolCorrupt.

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import numpy as np
 
-from cotrain_store.bodies.sample_body import encode_sample_output
+from cotrain_store.bodies.sample_body import SampleBody, encode_sample_output
+from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_workers.engine.decoding.requests import SampleRequest
+from cotrain_store.sampling.claims import ClaimedSample
+from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Failure
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from cotrain_store.bodies.sample_body import SampleBody
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.sampling.claims import ClaimedSample
-    from cotrain_workers.engine.decoding.requests import SampleOutput
 
 
 def sample_request(

@@ -3,49 +3,79 @@
 No more of a tenant is claimed than the decoder can soon begin: what waits, waits in Redis, where tenants
 alternate and a cancelled request is simply deleted. A claimed request that gets no answer here (this process
 dies, or drains) runs again, here or elsewhere, and gives the same tokens.
+
+How many tokens a second sample requests get while there is work for them, training in between included. Pure.
+
+A decoder for what cannot generate tokens: it refuses each request, and says what would not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.results import Result
 from cotrain_store.messages.samples import SampleUsage
+from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.sampling.endings import CANCELLED
-from cotrain_store.sampling.token_stream import StreamedTokens
-from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_store.sampling.claims import CANCELLED, ClaimedSample, SampleClaims
+from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
+from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.decoding.requests import (
+    Decoder,
+    NewTokens,
+    Progress,
+    SampleOutput,
+    SampleRequest,
+)
 from cotrain_workers.engine.ops import Failure
 from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import sample_request, sample_result
-from cotrain_workers.sampling.decode_rate import DecodeRate
-from cotrain_workers.sampling.sample_trace import SampleTraces
-from cotrain_workers.sampling.token_times import TokenTimes
+from cotrain_workers.sampling.token_times import SampleTraces, TokenTimes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+#: What was seen so long ago counts for a third of what is seen now.
+MEMORY_S = 10.0
 
-    from cotrain_store.messages.results import Result
-    from cotrain_store.monitoring.worker_metrics import WorkerMetrics
-    from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
-    from cotrain_store.sampling.token_stream import TokenPublisher
-    from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.decoding.requests import Decoder, NewTokens, Progress, SampleRequest
+
+class DecodeRate:
+    """What the steps of a decoder came to."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+        """Prompts and continuations; 0 before the first step. Any thread may look."""
+        self._tokens = self._seconds = 0.0
+        self._since: float | None = None
+        """When the last step ended, if there was always work since then."""
+
+    def rest(self) -> None:
+        """Note that there is no work: the time until the next step is no request's wait."""
+        self._since = None
+
+    def step(self, tokens: int, began: float, ended: float) -> None:
+        """Count a step; where there was work before it, also the time in which it waited for the step."""
+        seconds = ended - (began if self._since is None else self._since)
+        self._since = ended
+        kept = math.exp(-seconds / MEMORY_S)
+        self._tokens, self._seconds = self._tokens * kept + tokens, self._seconds * kept + seconds
+        if self._seconds > 0:
+            self.tokens_per_s = self._tokens / self._seconds
+
 
 log = structlog.get_logger()
 
 #: Claimed requests of one tenant that have not begun, at most: enough to fill the batch of the next steps.
-MOST_WAITING = 16
+MAX_WAITING = 16
 #: Once so many of all tenants have not begun, one of each tenant, so that no tenant waits for others to begin.
 MANY_WAITING = 256
 #: Claimed at once, at most.
-MOST_CLAIMED = 256
+MAX_CLAIMED = 256
 #: While what waits here stays the same, Redis is asked for more this often.
 CLAIM_EVERY_S = 0.02
 #: Results that could not be written (a full disk, most likely) are tried again after so long.
@@ -88,7 +118,7 @@ class SamplingService:
         self._answer_at = 0.0
         self._asked_with: Counter[TenantId] = Counter()
         self._ask_at = 0.0
-        self.takes_requests = True
+        self.accepts_requests = True
         """False while this worker is drained: what it has claimed is answered."""
         self.waiting = 0
         """How many of the claimed requests had not begun after the last step."""
@@ -159,15 +189,15 @@ class SamplingService:
 
         A claim whose answer was lost may have happened, so everything is given back and claimed again.
         """
-        if self._finished or not self.takes_requests:  # the former while answers cannot be stored
+        if self._finished or not self.accepts_requests:  # the former while answers cannot be stored
             return []
         if waiting and waiting == self._asked_with and time.monotonic() < self._ask_at:
             return []
         if self._in_doubt:
             self._sampling.give_back()
         try:
-            most_of_tenant = MOST_WAITING if waiting.total() < MANY_WAITING else 1
-            claimed = self._sampling.claim(MOST_CLAIMED, most_of_tenant, waiting)
+            max_of_tenant = MAX_WAITING if waiting.total() < MANY_WAITING else 1
+            claimed = self._sampling.claim(MAX_CLAIMED, max_of_tenant, waiting)
             if claimed:
                 failpoint("sample.claimed", (one.request for one in claimed))
         except CONNECTION_LOST:
@@ -322,3 +352,39 @@ def usage_of(request: SampleRequest, output: SampleOutput) -> SampleUsage:
         cached_tokens=output.cached_prompt_tokens,
         sampled_tokens=sum(len(sequence.tokens) for sequence in output.sequences),
     )
+
+
+REFUSED = (
+    "This base model is held by a group of processes, which trains and does not sample: each token would gather all "
+    "its weights. Its operator can serve samples from a vLLM server (COTRAIN_SAMPLER=vllm, COTRAIN_VLLM_URL)."
+)
+
+
+class NoDecoder:
+    """Implements `Decoder` for a group without a vLLM server."""
+
+    busy = False
+    kv_cache_ratio = None
+
+    def refuse(self, _: SampleRequest) -> str | None:
+        """Return why no request can run."""
+        return REFUSED
+
+    def add(self, request: SampleRequest) -> None:
+        """Raise AssertionError: `refuse` lets nothing pass."""
+        raise AssertionError(f"{request.id} was refused.")
+
+    def cancel(self, _: str) -> None:
+        """Do nothing: nothing runs."""
+
+    def step(self) -> Progress:
+        """Return that nothing was done."""
+        return Progress(finished=[], tokens=(), decoded_tokens=0, prompt_tokens=0)
+
+    @property
+    def waiting(self) -> Counter[str]:
+        """Return that nothing waits."""
+        return Counter()
+
+    def drop_weights(self, _: str) -> None:
+        """Do nothing: none are held."""

@@ -1,23 +1,34 @@
-"""Put a worker together: an engine, its pool, and all that stands between them."""
+"""Put a worker together: an engine, its pool, and all that stands between them.
+
+The measured sizes of micro-batches, written down: a restart on the same hardware uses the same.
+
+A size moves last bits, and a measurement may come out a little differently each time.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 
+from cotrain_store.disk.spool import Spool
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.pools import PoolRecord
-from cotrain_store.monitoring.worker_metrics import WorkerMetrics
+from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.monitoring.metrics import WorkerMetrics
+from cotrain_store.oplog.dispatch import strike_idle_tenants
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.oplog.idle_tenants import strike_idle_tenants
+from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_store.settings.worker import WorkerSettings, pool_of
@@ -25,39 +36,60 @@ from cotrain_store.weights.saved_weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import key_of
 from cotrain_workers.checkpoints.weights_store import MEMORY_BYTES, UNSTORED_BYTES, WeightsStore
-from cotrain_workers.engine.device import is_out_of_memory
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.requests import TextOf
+from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.host_memory import free_host_bytes
 from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large
-from cotrain_workers.engine.ops import Create, Datum, Pass
+from cotrain_workers.engine.ops import Create, Datum, HostWeights, Pass
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
+from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.engine.training.memory_model import ENOUGH_TOKENS
 from cotrain_workers.group.engine import GroupEngine
-from cotrain_workers.group.follower import follow
+from cotrain_workers.group.followers import follow
+from cotrain_workers.group.links import Links
 from cotrain_workers.group.lock_step import GroupLockStep
 from cotrain_workers.group.sharded_base import load_sharded
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
-from cotrain_workers.recovery.snapshot_policy import SnapshotPolicy
-from cotrain_workers.sampling.no_decoder import NoDecoder
-from cotrain_workers.sampling.service import SamplingService
-from cotrain_workers.sampling.vllm.adapter_copies import AdapterCopies
+from cotrain_workers.recovery.snapshot_file import SnapshotPolicy
+from cotrain_workers.sampling.service import NoDecoder, SamplingService
+from cotrain_workers.sampling.vllm.adapters import AdapterCopies
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
-from cotrain_workers.worker.batch_size_cache import BatchSizeCache
 from cotrain_workers.worker.loop import WorkerLoop
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+log = structlog.get_logger()
 
-    from cotrain_store.disk.spool import Spool
-    from cotrain_store.redis_client.connection import SyncConnection
-    from cotrain_workers.engine.decoding.decoder import EngineDecoder
-    from cotrain_workers.engine.decoding.requests import TextOf
-    from cotrain_workers.engine.ops import HostWeights
-    from cotrain_workers.engine.trainer import Trainer
-    from cotrain_workers.group.links import Links
+
+class BatchSizeCache:
+    """Tokens of a micro-batch by circumstances, in one small file of JSON."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def tokens(self, circumstances: str) -> int | None:
+        """Return what was measured under these circumstances."""
+        return self._read().get(circumstances)
+
+    def remember(self, circumstances: str, tokens: int) -> None:
+        """Write a size down. Two workers that do so at once may lose one; it is measured again."""
+        known = {**self._read(), circumstances: tokens}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        written = self._path.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+        written.replace(self._path)
+
+    def _read(self) -> dict[str, int]:
+        try:
+            found = json.loads(self._path.read_text())
+            return {str(name): int(tokens) for name, tokens in found.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, AttributeError) as broken:
+            log.warning("batch_sizes_unreadable", path=str(self._path), reason=str(broken))
+            return {}
+
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
 #: A CPU is busy with one sequence; a thousand tokens of a model of some size take it a minute.

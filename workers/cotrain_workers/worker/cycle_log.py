@@ -1,27 +1,33 @@
 """What a worker's log and metrics say of a cycle: whose requests were in it, and which of them failed.
 
 By the id that a client knows (`RequestFailed.request_id`), in full, so that grep finds it.
+
+The spans of a cycle: one with links to its ops, one for each of its parts, and of each op that is over one.
+
+They are made of times that were noted, once the cycle is committed. A worker that dies leaves none, and the
+process that runs the step again reports it as its own.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import structlog
 
+from cotrain_store.messages.ids import RequestId
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.logs import log_requests
-from cotrain_workers.engine.ops import Failure
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_store.messages.ids import RequestId
-    from cotrain_store.messages.ops import Step
-    from cotrain_store.monitoring.worker_metrics import WorkerMetrics
-    from cotrain_store.tenants.names import TenantNames
-    from cotrain_workers.engine.ops import Output
-    from cotrain_workers.worker.step_commit import StepCommit
+from cotrain_store.monitoring.metrics import WorkerMetrics
+from cotrain_store.monitoring.traceparent import trace_id
+from cotrain_store.monitoring.tracing import Tracer
+from cotrain_store.tenants.catalog import TenantNames
+from cotrain_workers.engine.ops import Failure, Output
+from cotrain_workers.worker.device_time import CycleTimes
+from cotrain_workers.worker.step_commit import StepCommit, tokens_now
+from cotrain_workers.worker.step_runner import StepRun
 
 log = structlog.get_logger()
 
@@ -71,3 +77,58 @@ def count_cycle(metrics: WorkerMetrics, step: Step, commit: StepCommit) -> None:
             metrics.resolved(op.kind, now - op.accepted_at)
     for run, used in commit.usage.items():
         metrics.used_device(step.tenant_by_run[run], used.device_s)
+
+
+def bound_to_cycle(step: Step) -> AbstractContextManager[Any]:
+    """Have every line of the log name this cycle, and its trace if there is one."""
+    fields: dict[str, Any] = {"cycle": step.cycle}
+    if step.trace:
+        fields["trace_id"] = trace_id(step.trace)
+    return structlog.contextvars.bound_contextvars(**fields)
+
+
+def trace_cycle(
+    tracer: Tracer, step: Step, ran: StepRun, commit: StepCommit, times: CycleTimes, crashes: int
+) -> None:
+    """Report a committed cycle. Ops whose request is not traced are left out; without any, all is."""
+    traced = [
+        op for op in step.ops if op.trace and tokens_now(op, ran.outputs, ran.cost) is not None
+    ]
+    if not traced:
+        return
+    ended = time.time()
+    record, cost = commit.record, ran.cost
+    cycle = tracer.record(
+        "cycle", times.began, ended, step.trace, links=[op.trace for op in traced],
+        cycle=step.cycle, worker=step.worker, outcome=record["outcome"], crashes=crashes,
+        runs=len(record["runs"]), ops=len(ran.outputs), tokens=record["tokens"],
+        wave_s=cost.wave_s if cost else None, optim_s=cost.optim_s if cost else None,
+        sampling_s=(record["sampling_ms"] or 0.0) / 1000,
+    )  # fmt: skip
+    for part in times.parts(cost):
+        tracer.record(part.name, part.began, part.ended, cycle)
+    for op in traced:
+        output = ran.outputs.get((op.run, op.seq))
+        if output is not None:
+            facts = _facts(op, step, output, commit)
+            is_failed = isinstance(output, Failure)
+            tracer.record(
+                op.kind.value, op.accepted_at, ended, op.trace, links=[cycle], failed=is_failed, **facts
+            )  # fmt: skip
+
+
+def _facts(op: QueuedOp, step: Step, output: Output, commit: StepCommit) -> Mapping[str, Any]:
+    """Describe an op by names and numbers: nothing that its tenant wrote is in them."""
+    waits_for_disk = op.kind is OpKind.SAVE and (op.run, op.seq) in commit.saves
+    return {
+        "request": op.request_id,
+        "run": op.run,
+        "seq": op.seq,
+        "tenant": step.tenant_by_run[op.run],
+        "cycle": step.cycle,
+        "tokens": op.tokens,
+        "waited_s": max(0.0, step.planned_at - op.accepted_at),
+        "failure": output.category if isinstance(output, Failure) else None,
+        # A name resolves once its weights are on disk, which is later.
+        "is_stored_later": waits_for_disk or None,
+    }

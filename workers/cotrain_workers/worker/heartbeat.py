@@ -1,20 +1,40 @@
-"""A worker's heartbeat, from a thread of its own; it notices when another process took the worker's id."""
+"""A worker's heartbeat, from a thread of its own; it notices when another process took the worker's id.
+
+What a worker says about itself in every heartbeat. Only looks at what others count, from the heartbeat's thread.
+
+A worker id belongs to one process: by a lock on this host, by the heartbeat on any other.
+
+Epochs keep two processes with one worker id from harming each other, but the older one would be fenced
+off. That a second one was started is an operator's mistake, and is reported as one; where none is given, each takes one that is free.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
 import threading
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
 
 import structlog
 
 from cotrain_store.errors import Fenced
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import WorkerId
+from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_store.messages.fleet import WorkerHeartbeat
-    from cotrain_store.oplog.execution import Execution
+from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
+from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.recovery.resident_runs import ResidentRuns
+from cotrain_workers.recovery.run_lifecycle import RunLifecycle
+from cotrain_workers.sampling.service import SamplingService
+from cotrain_workers.worker.device_time import DeviceTime, Duty, Throughput
+from cotrain_workers.worker.drain import Drain
 
 log = structlog.get_logger()
 
@@ -72,3 +92,168 @@ class Heartbeat:
                     return
         finally:  # no step is planned for a worker without a heartbeat: it ends, whatever the reason
             self._stopping.set()
+
+
+class WorkerReport:
+    """Gathers a heartbeat."""
+
+    backpressure: SaveBackpressure
+    """To be set before the first heartbeat: it sends some."""
+
+    def __init__(
+        self,
+        execution: Execution,
+        engine: Trainer,
+        record: PoolRecord,
+        residents: ResidentRuns,
+        weights: WeightsStore,
+        sampler: SamplingService,
+        runs: RunLifecycle,
+        throughput: Throughput,
+        device_time: DeviceTime,
+        drain: Drain,
+    ) -> None:
+        self._execution = execution
+        self._engine = engine
+        self._record = record
+        self._residents = residents
+        self._weights = weights
+        self._sampler = sampler
+        self._runs = runs
+        self._throughput = throughput
+        self._device_time = device_time
+        self._drain = drain
+        self._duty = Duty()
+
+    def describe(self) -> WorkerHeartbeat:
+        """Say how this worker is now; raises what a lost connection raises."""
+        self._drain.look()
+        engine = self._engine
+        seconds = self._device_time.seconds
+        memory_bytes, memory_limit_bytes = engine.device_memory
+        adapters = engine.adapters.by_tier
+        snapshot_age_s, snapshot_due_s = self._residents.snapshot_age
+        processes = engine.processes
+        return WorkerHeartbeat(
+            id=self._execution.worker,
+            epoch=self._execution.epoch,
+            state=self._drain.state,
+            is_handing_over=self._drain.is_handing_over or self._drain.leaves,
+            device=self._record.device,
+            tokens_per_s=self._throughput.tokens_per_s(engine.safe_tokens),
+            runs=self._residents.runs,
+            parked_runs=engine.adapters.offloaded,
+            accepts_saves=self.backpressure.accepts_saves,
+            memory_bytes=sum(process.memory_bytes for process in processes),
+            seen_at=time.time(),
+            restored_ops=self._runs.replayed_ops,
+            samples_running=self._sampler.running,
+            sample_tokens_per_s=self._sampler.tokens_per_s,
+            samples_waiting=self._sampler.waiting,
+            safe_tokens=engine.safe_tokens,
+            halvings=engine.halvings,
+            lora=engine.facts.numerics.lora,
+            lora_fallback=engine.facts.lora_fallback,
+            host=socket.gethostname(),
+            device_seconds=seconds,
+            duty=self._duty.shares(seconds, time.monotonic()),
+            device_memory_bytes=memory_bytes,
+            device_memory_limit_bytes=memory_limit_bytes,
+            kv_cache_ratio=self._sampler.kv_cache_ratio,
+            adapters={tier: count for tier, (count, _) in adapters.items()},
+            adapter_bytes={tier: size for tier, (_, size) in adapters.items()},
+            adapter_limit_bytes=engine.adapters.device_limit_bytes or 0,
+            unstored_bytes=self._weights.unstored_bytes,
+            snapshot_age_s=snapshot_age_s,
+            snapshot_due_s=snapshot_due_s,
+            members=[process._asdict() for process in processes] if len(processes) > 1 else [],
+        )
+
+
+#: A process that was just killed needs a moment to end, and its last heartbeat is seen for a while.
+PATIENCE_S = 15.0
+POLL_S = 0.1
+#: A heartbeat from another host is watched for this long: a living process sends five of them, and that of
+#: a dead one has run out.
+WATCHED_S = 12.0
+
+
+class WorkerIdInUse(Exception):
+    """Another living process has this worker id."""
+
+
+def lock_worker_id(folder: Path, pool: str, worker: str, patience_s: float = PATIENCE_S) -> int:
+    """Lock a worker id on this host; the file descriptor holds it, until the process ends.
+
+    Raises:
+        WorkerIdInUse: another process holds it, and did for `patience_s`.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / f"worker-{pool}-{worker}.lock"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(POLL_S)
+                continue
+            os.close(file)
+            raise WorkerIdInUse(
+                f"Another process is worker {worker}; it holds {path}. Give each worker an id of its "
+                "own (COTRAIN_WORKER_ID)."
+            ) from None
+        return file
+
+
+def await_absence(
+    holder: Callable[[], WorkerHeartbeat | None], host: str, patience_s: float = PATIENCE_S
+) -> None:
+    """Wait until no process on another host sends heartbeats under this worker id.
+
+    Raises:
+        WorkerIdInUse: one did for `patience_s`, which is longer than a last heartbeat is seen.
+    """
+    until = time.monotonic() + patience_s
+    while True:
+        heartbeat = holder()
+        if heartbeat is None or heartbeat.host in ("", host):
+            return
+        if time.monotonic() >= until:
+            raise WorkerIdInUse(
+                f"Another process, on host {heartbeat.host}, is worker {heartbeat.id}. Give each worker an id of "
+                "its own (COTRAIN_WORKER_ID)."
+            )
+        time.sleep(POLL_S)
+
+
+def claim_free_worker_id(
+    folder: Path, pool: str, heartbeat_of: Callable[[WorkerId], WorkerHeartbeat | None], host: str
+) -> WorkerId:
+    """Lock the first id of w0, w1, … that no process has, on this host or another; until the process ends.
+
+    The successor of a process that ended gets its id, and with it the runs that it had.
+    """
+    for number in count():
+        worker = WorkerId(f"w{number}")
+        try:
+            lock = lock_worker_id(folder, pool, worker, patience_s=0)
+        except WorkerIdInUse:
+            continue
+        if not _lives_elsewhere(partial(heartbeat_of, worker), host):
+            return worker
+        os.close(lock)
+    raise AssertionError("There is no last number.")
+
+
+def _lives_elsewhere(holder: Callable[[], WorkerHeartbeat | None], host: str) -> bool:
+    """Watch whether the heartbeats of another host go on; False once the last one has run out."""
+    first, until = holder(), time.monotonic() + WATCHED_S
+    heartbeat = first
+    while heartbeat is not None and heartbeat.host not in ("", host):
+        if heartbeat != first or time.monotonic() >= until:
+            return True
+        time.sleep(POLL_S)
+        heartbeat = holder()
+    return False

@@ -9,50 +9,46 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
 from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
+from cotrain_store.messages.ids import RequestId, RunId
+from cotrain_store.messages.ops import Step
+from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.monitoring.tracing import tracer
+from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_workers.checkpoints.backpressure import SaveBackpressure
+from cotrain_store.settings.worker import WorkerSettings
+from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
 from cotrain_workers.engine.cycle import drive
 from cotrain_workers.engine.device import is_out_of_memory
+from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.recorder.recorder import Recorder
+from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.recovery.run_lifecycle import RolledBack, RunLifecycle
-from cotrain_workers.worker.cycle_log import count_cycle, log_cycle
-from cotrain_workers.worker.cycle_trace import bound_to_cycle, trace_cycle
-from cotrain_workers.worker.device_time import CycleTimes, DeviceTime, Phase
-from cotrain_workers.worker.drain import Drain
-from cotrain_workers.worker.heartbeat import Heartbeat
-from cotrain_workers.worker.moves import RunMoves
+from cotrain_workers.sampling.service import SamplingService
+from cotrain_workers.worker.cycle_log import bound_to_cycle, count_cycle, log_cycle, trace_cycle
+from cotrain_workers.worker.device_time import (
+    CycleTimes,
+    DeviceTime,
+    Phase,
+    Share,
+    Throughput,
+    TimeSharing,
+)
+from cotrain_workers.worker.drain import Drain, RunMoves
+from cotrain_workers.worker.heartbeat import Heartbeat, WorkerReport
 from cotrain_workers.worker.prefetch import Prefetcher
-from cotrain_workers.worker.step_commit import StepTimes, commit_of
+from cotrain_workers.worker.step_commit import StepCommit, StepTimes, commit_of
 from cotrain_workers.worker.step_runner import StepRunner
-from cotrain_workers.worker.throughput import Throughput
-from cotrain_workers.worker.time_sharing import Share, TimeSharing
-from cotrain_workers.worker.worker_report import WorkerReport
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_store.messages.ids import RequestId, RunId
-    from cotrain_store.messages.ops import Step
-    from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.monitoring.worker_metrics import WorkerMetrics
-    from cotrain_store.oplog.execution import Execution
-    from cotrain_store.settings.worker import WorkerSettings
-    from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.trainer import Trainer
-    from cotrain_workers.recorder.recorder import Recorder
-    from cotrain_workers.recovery.resident_runs import ResidentRuns
-    from cotrain_workers.sampling.service import SamplingService
-    from cotrain_workers.worker.step_commit import StepCommit
 
 log = structlog.get_logger()
 
@@ -172,7 +168,7 @@ class WorkerLoop:
         for weights in self._weights.lost()[:1]:  # more of them in the next ticks
             self._time_sharing.training_begins()
             self._device_time.lap(Phase.IDLE)
-            drive(self._runs.make_again(weights), self._time_sharing.yield_to_decoder)
+            drive(self._runs.recreate_lost_weights(weights), self._time_sharing.yield_to_decoder)
             self._device_time.lap(Phase.TRAIN)
             self._time_sharing.training_ends()
         steps = self._execution.open_steps()
@@ -216,7 +212,7 @@ class WorkerLoop:
             # Nothing is prefetched during a step that killed: what is decoded could be blamed on it.
             with nullcontext() if has_crashed else self._prefetcher.during(step):
                 work = self._runner.run(
-                    step, bodies, runs, partial(self._is_over, began + step.limit_s)
+                    step, bodies, runs, partial(self._deadline_passed, began + step.limit_s)
                 )
                 ran, sampling_s = drive(work, times.visited(at_yield) if traces else at_yield)
             self._device_time.optimized(ran.cost.optim_s if ran.cost else 0.0)
@@ -272,7 +268,7 @@ class WorkerLoop:
             accepted_at = save.accepted_at if save.is_named else None
             self._weights.put(save.records.weights, save.saved, accepted_at)
 
-    def _is_over(self, ends_at: float) -> bool:
+    def _deadline_passed(self, ends_at: float) -> bool:
         """Tell whether passes that may stay open stop: when the step's time is over, or to leave soon."""
         return time.monotonic() > ends_at or self._stopping.is_set()
 

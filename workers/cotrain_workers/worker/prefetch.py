@@ -8,31 +8,26 @@ for byte, when it is planned is not decoded again; of any other, nothing here is
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import structlog
 
-from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_workers.engine.ops import Failure, Pass
 from cotrain_workers.op_codec import decode_op_pass
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain_store.messages.ids import RunId
-    from cotrain_store.messages.ops import QueuedOp, Step
-    from cotrain_store.oplog.execution import Execution
-    from cotrain_workers.engine.ops import Failure, Pass
 
 log = structlog.get_logger()
 
 #: How often to look for queued ops during a step; a shorter step is left alone.
 LOOK_S = 0.1
 #: Of each run, how many ops to look at, and how large the bodies of all may be.
-MOST_OPS, MOST_BYTES = 8, 256 * 1024**2
+MAX_OPS, MAX_BYTES = 8, 256 * 1024**2
 #: How many runs to tell the engine of: more adapters than a device holds.
-MOST_RUNS = 256
+MAX_RUNS = 256
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 
 
@@ -70,7 +65,7 @@ class Prefetcher:
         structlog.contextvars.bind_contextvars(cycle=step.cycle)  # a thread begins without
         try:
             while not is_over.wait(LOOK_S):
-                self._ready = self._execution.logs.ready_runs(MOST_RUNS)
+                self._ready = self._execution.logs.ready_runs(MAX_RUNS)
                 self._decode(step, is_over)
         except CONNECTION_LOST as lost:
             log.info("prefetch_stopped", reason=str(lost))
@@ -78,12 +73,12 @@ class Prefetcher:
             log.exception("prefetch_failed")
 
     def _decode(self, step: Step, is_over: threading.Event) -> None:
-        queued = [op for op in self._execution.logs.behind(step, MOST_OPS) if op.kind in PASSES]
+        queued = [op for op in self._execution.logs.behind(step, MAX_OPS) if op.kind in PASSES]
         # What was given up, or belongs to a run of an earlier step, is not waited for.
         self._decoded = {op: self._decoded[op] for op in queued if op in self._decoded}
         taken = sum(op.size for op in queued if op in self._decoded)
         for op in queued:
-            if op in self._decoded or taken + op.size > MOST_BYTES:
+            if op in self._decoded or taken + op.size > MAX_BYTES:
                 continue
             if is_over.is_set():
                 return

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cotrain_store.messages.ops import OpKind, RunUsage
+from cotrain_store.messages.ids import OpId, RunId
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
+from cotrain_store.messages.results import Result
+from cotrain_store.messages.runs import HistoryEntry, PoolRecord
 from cotrain_store.messages.saves import SaveRequest
-from cotrain_workers.checkpoints.save_records import saves_of
-from cotrain_workers.engine.ops import Failure, SaveOutput
+from cotrain_workers.checkpoints.save_records import DoneSave, saves_of
+from cotrain_workers.engine.ops import CycleOutput, Failure, Output, SaveOutput
 from cotrain_workers.op_codec import result_of
 from cotrain_workers.recorder.fingerprints import fingerprint_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_store.messages.history import HistoryEntry
-    from cotrain_store.messages.ids import OpId, RunId
-    from cotrain_store.messages.ops import QueuedOp, Step
-    from cotrain_store.messages.pools import PoolRecord
-    from cotrain_store.messages.results import Result
-    from cotrain_workers.checkpoints.save_records import DoneSave
-    from cotrain_workers.engine.ops import CycleOutput, Output
-    from cotrain_workers.worker.step_runner import StepRun
+from cotrain_workers.worker.step_runner import StepRun
 
 
 @dataclass(frozen=True)

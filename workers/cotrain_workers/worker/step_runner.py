@@ -2,20 +2,41 @@
 
 Three ways, from the fastest to the surest: all at once; after an exception, each run alone; and a step
 during which processes died, in ever smaller groups.
+
+What the ops of a step add to the histories of their runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from math import isfinite
 
+import numpy as np
 import structlog
 
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RunId, run_of, seq_of
-from cotrain_workers.engine.ops import Failure
+from cotrain_store.messages.ids import OpId, RunId, run_of, seq_of
+from cotrain_store.messages.ops import Step
+from cotrain_store.messages.runs import HistoryEntry, PassEntry, StepEntry
+from cotrain_store.oplog.execution import Execution
+from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.ops import (
+    CycleOutput,
+    Failure,
+    Op,
+    OptimStep,
+    Output,
+    Pass,
+    PassOutput,
+    ReverseKl,
+    ReverseKlOutput,
+    StepOutput,
+)
+from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recovery.bisection import (
     MAX_CRASHES,
@@ -26,21 +47,40 @@ from cotrain_workers.recovery.bisection import (
     run_in_groups,
 )
 from cotrain_workers.recovery.replay import ReplayDiverged
-from cotrain_workers.worker.found import found_by
+from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
+from cotrain_workers.worker.prefetch import Prefetcher
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
-    from cotrain_store.messages.history import HistoryEntry
-    from cotrain_store.messages.ids import OpId
-    from cotrain_store.messages.ops import Step
-    from cotrain_store.oplog.execution import Execution
-    from cotrain_workers.checkpoints.weights_store import WeightsStore
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.ops import CycleOutput, Op, Output
-    from cotrain_workers.engine.trainer import Trainer
-    from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
-    from cotrain_workers.worker.prefetch import Prefetcher
+def history_by(
+    requests: Iterable[Op], outputs: Mapping[tuple[str, int], Output]
+) -> dict[OpId, HistoryEntry]:
+    """Sum up the passes and the optimizer steps that are done; one that failed adds nothing."""
+    found: dict[OpId, HistoryEntry] = {}
+    for request in requests:
+        entry = _entry(request, outputs.get((request.run, request.seq)))
+        if entry and all(map(isfinite, vars(entry).values())):  # JSON holds no other numbers
+            found[RunId(request.run), request.seq] = entry
+    return found
+
+
+def weight_of(request: Pass | ReverseKl) -> float:
+    """Sum the weights of a pass up; of a loss without any, count the advantages that are not 0."""
+    if isinstance(request, ReverseKl):
+        weights = [datum.weights for datum in request.datums]
+    elif all("weights" in datum.inputs for datum in request.datums):
+        weights = [datum.inputs["weights"] for datum in request.datums]
+    else:
+        weights = [datum.inputs["advantages"] != 0 for datum in request.datums]
+    return float(sum(each.sum(dtype=np.float64) for each in weights))
+
+
+def _entry(request: Op, output: Output | None) -> HistoryEntry | None:
+    match request, output:
+        case ((Pass() | ReverseKl()), (PassOutput() | ReverseKlOutput())):
+            return PassEntry(output.loss_sum, weight_of(request), not request.needs_grad)
+        case OptimStep(), StepOutput(grad_norm):
+            return StepEntry(grad_norm, request.learning_rate)
+    return None
 
 
 log = structlog.get_logger()
@@ -173,7 +213,7 @@ class StepRunner:
             log.error("step_crash_loop", cycle=step.cycle)
             answers = self._in_groups(runnable, step)
             is_exact = runs.is_exact and answers.is_exact
-            found = found_by(runnable, answers.outputs)
+            found = history_by(runnable, answers.outputs)
             return StepRun(outputs | answers.outputs, None, is_exact, found)
         failpoint("worker.before_run", (op.request_id for op in step.ops))
         may_divide = runs.is_exact and not self.crashes(step).count
@@ -188,14 +228,14 @@ class StepRunner:
                 if (op_id := (RunId(request.run), request.seq)) in cost.open_tokens:
                     self._open_ops.setdefault(op_id, OpenOp(bodies[op_id], request))
             is_exact = runs.is_exact and cost.is_exact
-            found = found_by(runnable, cost.outputs)
+            found = history_by(runnable, cost.outputs)
             return StepRun(outputs | dict(cost.outputs), cost, is_exact, found, earlier_s)
         self._engine.check_device()
         # Only here is the exception released, with what its frames kept.
         answers = Answers(outputs, runs.is_exact)
         for run in dict.fromkeys(op.run for op in runnable):
             answers.add(self._alone(runnable, step, None, run))
-        found = found_by(runnable, answers.outputs)
+        found = history_by(runnable, answers.outputs)
         return StepRun(answers.outputs, None, answers.is_exact, found)
 
     def committed(self, device_s: Mapping[OpId, float]) -> None:
@@ -219,7 +259,7 @@ class StepRunner:
         run, of_run = RunId(name), [op for op in ops if op.run == name]
         try:
             with structlog.contextvars.bound_contextvars(run=run, tenant=step.tenant_by_run[run]):
-                return run_alone(self._engine, of_run, partial(self._runs.start_over, run), risks)
+                return run_alone(self._engine, of_run, partial(self._runs.reload_state, run), risks)
         except (ReplayDiverged, SpoolCorrupt) as broken:
             failure = self._runs.stop(run, step.tenant_by_run[run], broken)
             return Answers(dict.fromkeys(((op.run, op.seq) for op in of_run), failure))

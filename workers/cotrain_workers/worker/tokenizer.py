@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 from transformers import AutoTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_store.blobs.protocol import Blobs
-    from cotrain_workers.engine.decoding.requests import TextOf
+from cotrain_store.blobs.protocol import Blobs
+from cotrain_workers.engine.decoding.requests import TextOf
 
 log = structlog.get_logger()
 

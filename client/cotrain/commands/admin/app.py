@@ -1,21 +1,190 @@
-"""The group `cotrain admin`, and the audit log."""
+"""The group `cotrain admin`, and the audit log.
+
+`cotrain admin keys`: the members and viewers of a tenant.
+
+`cotrain admin runs`: hold one run back, let it go on, move it, end it.
+
+`cotrain admin workers`: how each is, and take one out of service without losing anything.
+"""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path  # noqa: TC003  # typer reads it at run time
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
+from pydantic import TypeAdapter
 from rich.table import Table
 
-from cotrain.commands.admin import keys, runs, tenants, workers
+from cotrain.commands.admin import tenants
 from cotrain.commands.admin.asking import Server, ask
-from cotrain.commands.http import DEFAULT_DATA_DIR
-from cotrain.commands.terminal import AsJson, examples, minute, print_json, print_rich
+from cotrain.commands.admin.tenants import TenantId
+from cotrain.commands.terminal import (
+    DEFAULT_DATA_DIR,
+    AsJson,
+    examples,
+    minute,
+    print_json,
+    print_rich,
+)
 from cotrain.settings import DEFAULT_BASE_URL
-from cotrain.wire.admin import AuditPage
-from cotrain.wire.fleet import Fleet
+from cotrain.wire.admin import AuditPage, KeyShown, NewKey, WorkerList
+from cotrain.wire.status import Fleet
+
+keys_app = typer.Typer(help="Make, list and revoke keys of a tenant.", no_args_is_help=True)
+
+
+@keys_app.command("list", epilog=examples("cotrain admin keys list t-3f9c2a71"))
+def list_keys(context: typer.Context, tenant: TenantId, as_json: AsJson = False) -> None:
+    """List a tenant's keys, without their secrets."""
+    found = TypeAdapter(list[KeyShown]).validate_python(
+        ask(context, "GET", "tenants", tenant, "keys")
+    )
+    if as_json:
+        print_json(found)
+        return
+    table = Table("id", "key", "name", "role", "since", "valid until", "last used", box=None)
+    for key in found:
+        table.add_row(
+            key.id, f"{key.prefix}…", key.name, key.role, _date(key.created_at),
+            _date(key.not_after), _date(key.last_used_at),
+        )  # fmt: skip
+    print_rich(table)
+
+
+@keys_app.command(
+    epilog=examples("cotrain admin keys create t-3f9c2a71 ci --role viewer --days 30")
+)
+def create(
+    context: typer.Context,
+    tenant: TenantId,
+    name: Annotated[str, typer.Argument(help="Whose key this is.")],
+    role: Annotated[
+        Literal["member", "viewer"], typer.Option(help="A viewer reads, and changes nothing.")
+    ] = "member",
+    days: Annotated[float | None, typer.Option(help="Stop accepting it after so long.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key and print it; it is shown only now."""
+    wanted = {"name": name, "role": role, **({} if days is None else {"days": days})}
+    made = NewKey.model_validate(ask(context, "POST", "tenants", tenant, "keys", json=wanted))
+    if as_json:
+        print_json(made)
+    else:
+        typer.echo(made.key)
+
+
+@keys_app.command(epilog=examples("cotrain admin keys revoke t-3f9c2a71 9d1c4e5f"))
+def revoke(
+    context: typer.Context,
+    tenant: TenantId,
+    key_id: Annotated[str, typer.Argument(metavar="KEY", help="Its id, as `keys list` shows it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Stop accepting a key; within five seconds everywhere."""
+    ask(context, "DELETE", "tenants", tenant, "keys", key_id)
+    if as_json:
+        print_json({"id": key_id, "revoked": True})
+
+
+def _date(at: float | None) -> str:
+    return minute(None if at is None else datetime.fromtimestamp(at, UTC))
+
+
+runs_app = typer.Typer(
+    help="Hold back, let go on, move or end a run of a tenant.", no_args_is_help=True
+)
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
+
+
+@runs_app.command(epilog=examples("cotrain admin runs pause t-3f9c2a71 1f2e3d4c:train:0"))
+def pause(
+    context: typer.Context,
+    tenant: TenantId,
+    run: RunId,
+    reason: Annotated[str, typer.Option(help="Its clients read it.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Hold a run back: what it is sent is accepted, and waits."""
+    ask(context, "POST", "tenants", tenant, "runs", run, "pause", json={"reason": reason})
+    _done(run, "paused", as_json=as_json)
+
+
+@runs_app.command(epilog=examples("cotrain admin runs resume t-3f9c2a71 1f2e3d4c:train:0"))
+def resume(context: typer.Context, tenant: TenantId, run: RunId, as_json: AsJson = False) -> None:
+    """Let a run go on."""
+    ask(context, "POST", "tenants", tenant, "runs", run, "resume")
+    _done(run, "resumed", as_json=as_json)
+
+
+@runs_app.command(epilog=examples("cotrain admin runs move t-3f9c2a71 1f2e3d4c:train:0 w1"))
+def move(
+    context: typer.Context,
+    tenant: TenantId,
+    run: RunId,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `workers list` shows it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Have a run go on at another worker of its pool; nothing is replayed, and no request fails."""
+    ask(context, "POST", "tenants", tenant, "runs", run, "move", json={"worker": worker})
+    _done(run, "to be moved", as_json=as_json)
+
+
+@runs_app.command(epilog=examples("cotrain admin runs close t-3f9c2a71 1f2e3d4c:train:0"))
+def close(context: typer.Context, tenant: TenantId, run: RunId, as_json: AsJson = False) -> None:
+    """End a run as its owner can: what waits fails, what is planned still comes."""
+    ask(context, "POST", "tenants", tenant, "runs", run, "close")
+    _done(run, "closed", as_json=as_json)
+
+
+def _done(run: str, what: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"run": run, "done": what})
+
+
+workers_app = typer.Typer(help="List workers, drain one, and take it back.", no_args_is_help=True)
+PoolId = Annotated[str, typer.Argument(metavar="POOL", help="As `workers list` shows it.")]
+WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="As `workers list` shows it.")]
+
+
+@workers_app.command("list", epilog=examples("cotrain admin workers list"))
+def list_workers(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the workers of all pools, also those that are drained or away."""
+    found = WorkerList.model_validate(ask(context, "GET", "workers"))
+    if as_json:
+        print_json(found)
+        return
+    table = Table("pool", "worker", "state", "runs", "tokens/s", "host", box=None)
+    for worker in found.workers:
+        facts = worker.heartbeat or {}
+        state = worker.state + (
+            ": no other worker, it keeps its runs" if worker.drain_waits else ""
+        )
+        table.add_row(
+            worker.pool, worker.id, state, str(facts.get("runs", "")),
+            f"{facts['tokens_per_s']:.0f}" if facts else "", str(facts.get("host", "")),
+        )  # fmt: skip
+    print_rich(table)
+
+
+@workers_app.command(epilog=examples("cotrain admin workers drain p-4f1a w0"))
+def drain(context: typer.Context, pool: PoolId, worker: WorkerId, as_json: AsJson = False) -> None:
+    """Hand a worker's runs to the others of its pool; it takes nothing more until `undrain`, also after a restart."""
+    ask(context, "POST", "pools", pool, "workers", worker, "drain")
+    if as_json:
+        print_json({"worker": worker, "drain": True})
+
+
+@workers_app.command(epilog=examples("cotrain admin workers undrain p-4f1a w0"))
+def undrain(
+    context: typer.Context, pool: PoolId, worker: WorkerId, as_json: AsJson = False
+) -> None:
+    """Let a worker take runs again."""
+    ask(context, "POST", "pools", pool, "workers", worker, "undrain")
+    if as_json:
+        print_json({"worker": worker, "drain": False})
+
 
 app = typer.Typer(
     help="Administer a server: tenants, keys, runs, workers. Needs the admin key.",
@@ -23,9 +192,9 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(tenants.app, name="tenants")
-app.add_typer(keys.app, name="keys")
-app.add_typer(runs.app, name="runs")
-app.add_typer(workers.app, name="workers")
+app.add_typer(keys_app, name="keys")
+app.add_typer(runs_app, name="runs")
+app.add_typer(workers_app, name="workers")
 
 
 @app.callback()

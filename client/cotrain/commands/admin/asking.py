@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from cotrain.commands.http import checked, kept_admin_key, plain_http
-from cotrain.commands.terminal import failing_in_a_sentence
+import typer
+
+from cotrain.commands.terminal import checked, failing_in_a_sentence, kept_admin_key, plain_http
 from cotrain.errors import NotFoundError
 from cotrain.settings import ClientSettings, checked_url
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    import typer
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 -- keeps 1,024 or fewer. So what is kept depends on n alone, and each point kept is as it was.
 -- Numbers are packed (`messages/history.py`): as text, Lua would write 14 digits of them.
 local POINT, STATE, POINTS = '<I4I4I8dddddI8I8I4', '<ddddddddddd', 1024
-local MOST_STRUCK_OFF = 100 -- histories that one commit may end
+local MAX_STRUCK_OFF = 100 -- histories that one commit may end
 
 local function stride_of(number)
   local stride = 1
@@ -120,7 +120,7 @@ local function count_points(tenant, run, more, time_s, quota)
     return
   end
   local most = tonumber(redis.call('HGET', counts, 'quota') or quota)
-  for _ = 1, MOST_STRUCK_OFF do
+  for _ = 1, MAX_STRUCK_OFF do
     local oldest = held > most and redis.call('ZRANGE', histories, 0, 0)[1]
     if not oldest or oldest == run then
       return

@@ -2,7 +2,7 @@
 -- None of a run that is not ready.
 
 -- What ran of a run's next op is in the memory of one process: a later one of that worker id begins anew.
-local function begun_tokens(begun, next_seq, epoch_key)
+local function done_tokens(begun, next_seq, epoch_key)
   local seq, tokens, epoch = string.match(begun, '^(%d+):(%d+):(%d+)$')
   return seq == next_seq and redis.call('GET', epoch_key) == epoch and tokens
 end
@@ -10,7 +10,7 @@ end
 local function queue_row(prefix, run, max_ops)
   local log = redis.call('HMGET', prefix .. 'log:' .. run, 'tenant', 'worker', 'next', 'begun')
   local has_worker = log[2] and redis.call('SISMEMBER', prefix .. 'workers', log[2]) == 1
-  local begun = has_worker and log[4] and begun_tokens(log[4], log[3], prefix .. 'epoch:' .. log[2])
+  local begun = has_worker and log[4] and done_tokens(log[4], log[3], prefix .. 'epoch:' .. log[2])
   local row = { run, log[1] or '', has_worker and log[2] or '', log[3] or '0', begun or '0' }
   if not redis.call('ZSCORE', prefix .. 'ready', run) then
     return row

@@ -1,6 +1,6 @@
 -- webhook_event: what a tenant's webhook shall be notified of, written by the transaction that makes it true.
 -- needs: ages
-local MOST_WAITING = 1000 -- events of a tenant; more are counted, and not sent
+local MAX_WAITING = 1000 -- events of a tenant; more are counted, and not sent
 
 local function note_event(tenant, kind, data)
   local hook = 'cotrain:tenant:' .. tenant .. ':webhook'
@@ -9,7 +9,7 @@ local function note_event(tenant, kind, data)
     return
   end
   local events = 'cotrain:tenant:' .. tenant .. ':webhook_events'
-  if redis.call('HLEN', events) >= MOST_WAITING then
+  if redis.call('HLEN', events) >= MAX_WAITING then
     redis.call('HINCRBY', hook, 'dropped', 1)
     return 'FULL'
   end

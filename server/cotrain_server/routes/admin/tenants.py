@@ -1,4 +1,9 @@
-"""Tenants, their limits and their weight; hold them back and let them go on."""
+"""Tenants, their limits and their weight; hold them back and let them go on.
+
+The keys of a tenant: its members and viewers.
+
+Who did what, by the key it was done with.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,28 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from cotrain.wire.admin import KeyRequest, NewKey, PauseRequest, TenantDetail, TenantList
+from cotrain.wire.admin import (
+    AuditEvent,
+    AuditPage,
+    KeyRequest,
+    KeyShown,
+    NewKey,
+    PauseRequest,
+    TenantDetail,
+    TenantList,
+)
 from cotrain_server.administration.tenant_grants import (
     TenantChange,
     change_tenant,
     find_tenant,
+    list_keys,
+    make_key,
     pause_tenant,
     resume_tenant,
+    revoke_key,
 )
-from cotrain_server.administration.tenant_keys import make_key
 from cotrain_server.administration.tenant_view import list_tenants, show_tenant
-from cotrain_server.http.dependencies import Limit, Offset, ServicesDep, api_key
-from cotrain_server.http.operator_routes import OperatorRoute
+from cotrain_server.http.tenant_routes import Limit, Offset, OperatorRoute, ServicesDep, api_key
 
 router = APIRouter(
     prefix="/api/v1/admin/tenants",
@@ -68,3 +83,61 @@ async def pause(tenant_id: str, wanted: PauseRequest, services: ServicesDep) -> 
 async def resume(tenant_id: str, services: ServicesDep) -> None:
     """Let a tenant go on. Twice is harmless."""
     await resume_tenant(services, await find_tenant(services, tenant_id))
+
+
+keys_router = APIRouter(
+    prefix="/api/v1/admin/tenants/{tenant_id}/keys",
+    tags=["admin"],
+    route_class=OperatorRoute,
+    dependencies=[api_key],
+)
+
+
+@keys_router.get("")
+async def keys(tenant_id: str, services: ServicesDep) -> list[KeyShown]:
+    """List a tenant's keys, oldest first, without their secrets."""
+    return await list_keys(services, await find_tenant(services, tenant_id))
+
+
+@keys_router.post("")
+async def create_key(tenant_id: str, wanted: KeyRequest, services: ServicesDep) -> NewKey:
+    """Make one more key of a tenant. Its secret is in this answer and never again."""
+    return await make_key(services, await find_tenant(services, tenant_id), wanted)
+
+
+@keys_router.delete("/{key_id}", status_code=204)
+async def revoke(tenant_id: str, key_id: str, services: ServicesDep) -> None:
+    """End a key, within five seconds everywhere; one of the server's settings is taken back there."""
+    await revoke_key(services, await find_tenant(services, tenant_id), key_id)
+
+
+audit_router = APIRouter(
+    prefix="/api/v1/admin/audit", tags=["admin"], route_class=OperatorRoute, dependencies=[api_key]
+)
+
+
+@audit_router.get("")
+async def audit(
+    services: ServicesDep,
+    tenant: Annotated[str | None, Query(max_length=128)] = None,
+    before: Annotated[str | None, Query(pattern=r"^[0-9]{1,15}-[0-9]{1,15}$")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> AuditPage:
+    """List acts of tenants and of the operator, newest first: all, or those about one tenant."""
+    about = None if tenant is None else await find_tenant(services, tenant)
+    found = await services.audit.page(about, before, limit)
+    return AuditPage(
+        events=[
+            AuditEvent(
+                id=entry.id,
+                at=entry.at.timestamp(),
+                event=entry.event,
+                tenant=entry.tenant or tenant or "",
+                key_id=entry.key_id,
+                key_name=entry.key_name,
+                details=entry.details,
+            )
+            for entry in found
+        ],
+        next=found[-1].id if len(found) == limit else None,
+    )

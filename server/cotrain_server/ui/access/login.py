@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 
 from cotrain_server.errors import MissingFormToken, TooManyFailures, status_of
 from cotrain_server.http.auth import note_failure
-from cotrain_server.http.dependencies import ServicesDep
+from cotrain_server.http.tenant_routes import ServicesDep
+from cotrain_server.services import Services
 from cotrain_server.ui.access.session import (
     CSRF_FIELD,
     LOGIN_COOKIE,
     drop_session,
     end_session,
+    form_of,
     is_csrf_token,
     keep_session,
+    read_form,
     session_of_key,
     set_cookie,
     visitor_of_cookie,
 )
-from cotrain_server.ui.access.visitors import form_of, read_form
 from cotrain_server.ui.rendering import guarded, html
 from cotrain_store.errors import AuthenticationFailed, ExpiredKey
-
-if TYPE_CHECKING:
-    from cotrain_server.services import Services
 
 router = APIRouter(include_in_schema=False)
 

@@ -2,6 +2,8 @@
 
 It holds no key. A logout ends it. A tenant's ends with its key, and has the role that the key has now.
 The operator's ends with a change of the admin key.
+
+Which requests for pages are let in, and what becomes of the others.
 """
 
 from __future__ import annotations
@@ -11,16 +13,15 @@ import hmac
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl
 
-from cotrain_server.http.auth import check_role
+from fastapi import Request, Response
+
+from cotrain_server.errors import BodyTooLarge, MissingFormToken, NotLoggedIn, OperatorsOnly
+from cotrain_server.http.auth import authenticate, check_role, is_operator, shown_key
+from cotrain_server.services import Services
 from cotrain_server.signed_tokens import UiSession
-from cotrain_store.messages.sessions import Tenant
-
-if TYPE_CHECKING:
-    from fastapi import Request, Response
-
-    from cotrain_server.services import Services
+from cotrain_store.messages.runs import Tenant
 
 COOKIE = "cotrain_session"
 #: Known before the login, so that no other site can log a browser in.
@@ -132,3 +133,63 @@ def _session_of(request: Request, services: Services) -> UiSession | None:
 
 def _fingerprint(admin_key: str) -> str:
     return hashlib.sha256(b"cotrain ui " + admin_key.encode()).hexdigest()
+
+
+#: The fields of a form, a prompt for the playground among them.
+FORM_BYTES = 256 * 1024
+
+
+async def visitor_of(request: Request, services: Services) -> Visitor:
+    """Find who asks for a page or its JSON twin: by its cookie, or by a key as the API takes it.
+
+    Raises:
+        NotLoggedIn: neither was shown.
+        InvalidKey, ExpiredKey, InvalidToken, TooManyFailures: as the API does.
+    """
+    if shown_key(request):
+        if is_operator(request, services):
+            return Visitor(None, "")
+        return Visitor(await authenticate(request, services), "")
+    visitor = await visitor_of_cookie(request, services)
+    if visitor is None:
+        raise NotLoggedIn
+    return visitor
+
+
+async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[str, str]]:
+    """Read a form of a visitor with a cookie; the fields, the last of each name.
+
+    Raises:
+        NotLoggedIn: no session.
+        ReadOnlyKey: the form changes something, and this visitor may only read.
+        MissingFormToken: the form does not carry the session's token.
+        BodyTooLarge: more than FORM_BYTES.
+    """
+    visitor = await visitor_of_cookie(request, services)
+    if visitor is None:
+        raise NotLoggedIn
+    fields = await read_form(request)
+    if not is_csrf_token(visitor.csrf, _shown_token(request, fields)):
+        raise MissingFormToken
+    return visitor, fields
+
+
+def check_operator(visitor: Visitor) -> None:
+    """Answer a tenant as if this page did not exist; raises OperatorsOnly."""
+    if not visitor.is_operator:
+        raise OperatorsOnly
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """Read the fields of an urlencoded form; raises BodyTooLarge."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > FORM_BYTES:
+            raise BodyTooLarge
+    text = body.decode("utf-8", "replace")
+    return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=200))
+
+
+def _shown_token(request: Request, fields: dict[str, str]) -> str:
+    return request.headers.get(CSRF_HEADER) or fields.get(CSRF_FIELD, "")

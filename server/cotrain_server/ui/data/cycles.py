@@ -5,11 +5,9 @@ A tenant is shown its own runs; what the others had in a cycle is one sum withou
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import Any
 
 #: Tenants with a colour of their own; the others share one.
 COLOURS = 8

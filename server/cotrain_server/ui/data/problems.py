@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from cotrain_server.ui.number_format import duration, percent, plural, size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 #: The oldest op of a pool waits longer than this only where something is wrong.
 OLDEST_OP_S = 60.0
@@ -62,7 +60,7 @@ def _of_pool(pool: Mapping[str, Any]) -> Iterator[Problem]:
             "Its runs wait until it is back or another worker takes them; its log says why it ended.",
         )
     for worker in pool["workers"]:
-        if not worker["takes_saves"]:
+        if not worker["accepts_saves"]:
             yield Problem(
                 "warn",
                 f"Worker {worker['id']} of {name} writes saves slower than they come; saves wait.",

@@ -1,20 +1,24 @@
-"""Runs as a list shows them: where each stands, and what it waits for. Pure."""
+"""Runs as a list shows them: where each stands, and what it waits for. Pure.
+
+A run's newest requests as a table: what each was, where it stands, how long it waited and took. Pure.
+
+Which runs keep a worker busy, and where each could go on instead. Pure.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from cotrain.wire.admin import WorkerShown
 from cotrain_server.ui.number_format import age, plural
-from cotrain_store.messages.runs import RunState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from cotrain_store.messages.history import HistoryPoint
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.pauses import Pauses
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.tenants.run_list import RunPosition
+from cotrain_store.messages.fleet import Pauses
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.runs import HistoryPoint, RunRecord, RunState
+from cotrain_store.monitoring.status import LoggedOp
+from cotrain_store.tenants.run_list import RunPosition
 
 #: What a list can be narrowed to, and the states that are meant.
 STATES: Mapping[str, RunState] = {
@@ -121,3 +125,85 @@ def keeps(state: str, base_model: str, text: str) -> Callable[[RunRecord], bool]
         return not needle or any(needle in value.lower() for value in values)
 
     return keep
+
+
+def log_rows(
+    ops: Sequence[LoggedOp], cycles: Sequence[Mapping[str, Any]], run: str, planned: int, done: int
+) -> list[dict[str, Any]]:
+    """List ops, the newest first; `cycles` are the records of the last cycles of the pool."""
+    cycle_by_seq = _cycle_by_seq(cycles, run)
+    return [_row(op, cycle_by_seq.get(op.seq), planned, done) for op in reversed(ops)]
+
+
+def _cycle_by_seq(cycles: Sequence[Mapping[str, Any]], run: str) -> dict[int, Mapping[str, Any]]:
+    """Find the cycle in which each op of a run ended: the digests there name them."""
+    return {
+        int(seq): record
+        for record in cycles
+        for part in record["runs"]
+        if part["run"] == run
+        for seq in part.get("digests", {})
+    }
+
+
+def _row(op: LoggedOp, cycle: Mapping[str, Any] | None, planned: int, done: int) -> dict[str, Any]:
+    started = cycle["started_at"] if cycle else None
+    state, kind = _state(op, planned, done)
+    return {
+        "seq": op.seq,
+        "op": op.kind,
+        "tokens": op.tokens,
+        "state": state,
+        "state_kind": kind,
+        "accepted_at": op.accepted_at,
+        "waited_s": max(0.0, started - op.accepted_at) if started and op.accepted_at else None,
+        "cycle": cycle["cycle"] if cycle else None,
+        "took_s": cycle["duration_ms"] / 1000 if cycle else None,
+        "error": op.error,
+    }
+
+
+def _state(op: LoggedOp, planned: int, done: int) -> tuple[str, str]:
+    if op.result is ResultKind.FAILURE:
+        return "failed", "bad"
+    if op.seq <= done:
+        return "done", "ok"
+    if op.kind == "":
+        return "missing", "warn"
+    return ("in a cycle", "info") if op.seq <= planned else ("waiting", "")
+
+
+#: Of each worker.
+RUNS_SHOWN = 5
+
+
+def tokens_of_runs(cycles: Iterable[Mapping[str, Any]]) -> dict[RunId, tuple[str, int]]:
+    """Count what each run trained on in these cycles; its tenant and its tokens, the most first."""
+    tenants: dict[RunId, str] = {}
+    tokens: Counter[RunId] = Counter()
+    for cycle in cycles:
+        for each in cycle["runs"]:
+            run = RunId(each["run"])
+            tenants[run] = each["tenant"]
+            tokens[run] += each["tokens"]
+    return {run: (tenants[run], count) for run, count in tokens.most_common()}
+
+
+def busiest(
+    tokens: Mapping[RunId, tuple[str, int]], owners: Mapping[RunId, WorkerId]
+) -> dict[WorkerId, list[dict[str, Any]]]:
+    """Give each worker the runs of it that trained on most."""
+    found: defaultdict[WorkerId, list[dict[str, Any]]] = defaultdict(list)
+    for run, (tenant, count) in tokens.items():
+        if run in owners and len(found[owners[run]]) < RUNS_SHOWN:
+            found[owners[run]].append({"run": run, "tenant": tenant, "tokens": count})
+    return dict(found)
+
+
+def targets_of(worker: WorkerShown, workers: Sequence[WorkerShown]) -> list[str]:
+    """Name the workers that a run of this one could go to."""
+    return [
+        each.id
+        for each in workers
+        if each.pool == worker.pool and each.id != worker.id and each.state == "serving"
+    ]

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 
 from cotrain_server.errors import Invalid
-from cotrain_server.http.dependencies import ServicesDep
 from cotrain_server.http.downloads import ARCHIVE
-from cotrain_server.requests.checkpoint_lookup import find_source
-from cotrain_server.requests.checkpoint_validation import check_ttl
+from cotrain_server.http.tenant_routes import ServicesDep
+from cotrain_server.requests.checkpoint_validation import check_ttl, find_source
+from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
-from cotrain_server.ui.access.visitors import form_of
-from cotrain_server.ui.page import Look, Page
+from cotrain_server.ui.access.session import Visitor, form_of
+from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.names import tenant_names
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from contextlib import AbstractAsyncContextManager
-
-    from cotrain_server.services import Services
-    from cotrain_server.ui.access.session import Visitor
-    from cotrain_store.messages.weights import CheckpointRecord
-    from cotrain_store.tenants.audit_log import Act
+from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.tenants.audit_log import Act, AuditEvent
+from cotrain_store.tenants.catalog import tenant_names
 
 SHOWN = 50
 DAY_S = 24 * 3600
@@ -51,7 +45,7 @@ _EVENTS: Mapping[str, AuditEvent] = {
 router = APIRouter(include_in_schema=False)
 
 
-async def read(look: Look) -> dict[str, Any]:
+async def read(look: PageRequest) -> dict[str, Any]:
     """Read one page of a tenant's checkpoints."""
     services = look.services
     own = look.visitor.tenant.id if look.visitor.tenant else None

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from cotrain_server.errors import Invalid
+from cotrain_server.ui.access.session import Visitor
 from cotrain_server.ui.data.cycles import Eyes, cycle_of, runs_of, timeline_of
-from cotrain_server.ui.page import Look, Page
+from cotrain_server.ui.page import Page, PageRequest
 from cotrain_store.errors import NotFound
 from cotrain_store.messages.ids import PoolId, TenantId
+from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.monitoring.status import cycle_record, cycle_records
-from cotrain_store.tenants.names import tenant_names
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_server.ui.access.session import Visitor
-    from cotrain_store.messages.pools import PoolRecord
+from cotrain_store.tenants.catalog import tenant_names
 
 CHOICES = (20, 40, 100)
 
@@ -25,7 +22,7 @@ class CycleNotKept(NotFound):
     """This cycle is not among the last 1,000, which are kept."""
 
 
-async def read(look: Look) -> dict[str, Any]:
+async def read(look: PageRequest) -> dict[str, Any]:
     """Read the last cycles of one pool."""
     pools = await look.services.records.pools()
     count = chosen_count(look.query.get("last", ""))
@@ -43,7 +40,7 @@ async def read(look: Look) -> dict[str, Any]:
     return {**found, "timeline": timeline_of(records, await _eyes(look, records))}
 
 
-async def read_one(look: Look) -> dict[str, Any]:
+async def read_one(look: PageRequest) -> dict[str, Any]:
     """Read one cycle."""
     pool, number = PoolId(look.parts["pool"]), look.parts["cycle"]
     known = {each.id: each for each in await look.services.records.pools()}
@@ -75,7 +72,7 @@ def chosen_count(wanted: str) -> int:
     return int(wanted)
 
 
-async def _eyes(look: Look, records: Sequence[dict[str, Any]]) -> Eyes:
+async def _eyes(look: PageRequest, records: Sequence[dict[str, Any]]) -> Eyes:
     visitor: Visitor = look.visitor
     if visitor.tenant is not None:
         return Eyes(visitor.tenant.id, {visitor.tenant.id: "you"})

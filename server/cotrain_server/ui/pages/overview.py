@@ -1,26 +1,40 @@
-"""The first page: what is wrong, then each pool, then who uses it most; to a tenant, its own part."""
+"""The first page: what is wrong, then each pool, then who uses it most; to a tenant, its own part.
+
+Every worker: where its runs are, what it has memory for, and whether it is being drained; for the operator.
+
+The settings of the API process that answers, secrets hidden; for the operator, to read.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+from pydantic import BaseModel, SecretStr
+
+from cotrain_server.administration.workers import list_workers
+from cotrain_server.services import Services
 from cotrain_server.ui.data.activity import activity_of, own_activity_of
 from cotrain_server.ui.data.problems import problems_of
-from cotrain_server.ui.page import Look, Page
+from cotrain_server.ui.data.runs import busiest, targets_of, tokens_of_runs
+from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.views.server_status import brief_status, own_status
-from cotrain_store.messages.ids import PoolId
-from cotrain_store.monitoring.last_hour import busiest_tenants, last_minutes
-from cotrain_store.tenants.names import tenant_names
-from cotrain_store.tenants.pauses import read_pauses
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_store.messages.ids import TenantId
-    from cotrain_store.messages.sessions import Tenant
-    from cotrain_store.monitoring.last_hour import Minute
+from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
+from cotrain_store.messages.runs import Tenant
+from cotrain_store.monitoring.status import (
+    READ_AT_ONCE,
+    Minute,
+    busiest_tenants,
+    cycle_records,
+    last_minutes,
+    owners,
+)
+from cotrain_store.tenants.catalog import tenant_names
+from cotrain_store.tenants.policies import read_pauses
 
 TENANTS_SHOWN = 10
 _KEPT = (
@@ -29,7 +43,7 @@ _KEPT = (
 )  # fmt: skip
 
 
-async def read(look: Look) -> dict[str, Any]:
+async def read_overview(look: PageRequest) -> dict[str, Any]:
     """Read the page's data."""
     if look.visitor.tenant is not None:
         return await _own(look, look.visitor.tenant)
@@ -95,7 +109,7 @@ def pool_of(pool: Mapping[str, Any], minutes: Sequence[Minute], now: float) -> d
     }
 
 
-async def _own(look: Look, tenant: Tenant) -> dict[str, Any]:
+async def _own(look: PageRequest, tenant: Tenant) -> dict[str, Any]:
     services = look.services
     status = await own_status(services, tenant.id)
     records = await services.records.pools()
@@ -129,4 +143,78 @@ def _part(name: str, used: float, most: float, more: str) -> dict[str, Any]:
     return {"name": name, "used": used, "most": most, "more": more}
 
 
-PAGE = Page("/ui", "Overview", "overview.html", read, poll_s=3)
+OVERVIEW_PAGE = Page("/ui", "Overview", "overview.html", read_overview, poll_s=3)
+
+
+async def read_workers(look: PageRequest) -> dict[str, Any]:
+    """Read the page's data; runs of those workers alone whose runs could go elsewhere."""
+    workers = await list_workers(look.services)
+    targets = {(each.pool, each.id): targets_of(each, workers) for each in workers}
+    pools = {PoolId(pool) for (pool, _), others in targets.items() if others}
+    runs = {pool: await _busiest(look.services, pool) for pool in pools}
+    return {
+        "workers": [
+            {
+                **each.model_dump(),
+                "targets": targets[each.pool, each.id],
+                "busiest": runs.get(PoolId(each.pool), {}).get(WorkerId(each.id), []),
+            }
+            for each in workers
+        ],
+        "cycles_read": READ_AT_ONCE,
+    }
+
+
+async def _busiest(services: Services, pool: PoolId) -> dict[WorkerId, list[dict[str, Any]]]:
+    tokens = tokens_of_runs(await cycle_records(services.connection, pool, READ_AT_ONCE))
+    return busiest(tokens, await owners(services.connection, pool, list(tokens)))
+
+
+WORKERS_PAGE = Page(
+    "/ui/workers", "Workers", "workers.html", read_workers, poll_s=3, for_operator=True
+)
+
+
+HIDDEN = "hidden"
+_SECRET_WORDS = ("key", "password", "secret", "token")
+
+
+async def read_settings(look: PageRequest) -> dict[str, Any]:
+    """Read the page's data."""
+    settings = look.services.settings
+    defaults = {name: field.default for name, field in type(settings).model_fields.items()}
+    return {
+        "settings": [
+            {
+                "name": f"COTRAIN_{name.upper()}",
+                "value": shown(name, getattr(settings, name)),
+                "is_default": getattr(settings, name) == default,
+            }
+            for name, default in defaults.items()
+        ]
+    }
+
+
+def shown(name: str, value: Any) -> str:
+    """Write a setting without what would open anything."""
+    if value is None or value == ():
+        return ""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, SecretStr):
+        return HIDDEN
+    if isinstance(value, tuple):
+        return ", ".join(shown(name, each) for each in value)
+    if isinstance(value, BaseModel):
+        return " ".join(f"{quota}={number}" for quota, number in value)
+    text = str(value)
+    if isinstance(value, str) and any(word in name for word in _SECRET_WORDS):
+        return HIDDEN
+    parts = urlsplit(text) if "://" in text else None
+    if parts and "@" in parts.netloc:
+        where = parts.netloc.rpartition("@")[2]
+        return parts._replace(netloc=f"{HIDDEN}@{where}").geturl()
+    return text
+
+
+SETTINGS_PAGE = Page("/ui/settings", "Settings", "settings.html", read_settings, for_operator=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.encoders import jsonable_encoder
@@ -17,37 +18,38 @@ from cotrain_server.errors import (
     RequestError,
     sentence,
 )
-from cotrain_server.http.dependencies import ServicesDep
 from cotrain_server.http.finite_json import FiniteJSONResponse
+from cotrain_server.http.tenant_routes import ServicesDep
+from cotrain_server.services import Services
 from cotrain_server.text_apis.generation import Generation
-from cotrain_server.text_apis.model_names import find_target
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
-from cotrain_server.text_apis.prompts import characters_of, chat_body, prompt_bodies, text_weight
+from cotrain_server.text_apis.prompts import (
+    Target,
+    characters_of,
+    chat_body,
+    find_target,
+    prompt_bodies,
+    text_weight,
+)
 from cotrain_server.text_apis.route import finished
 from cotrain_server.text_apis.token_texts import TokenTexts
-from cotrain_server.ui.access.visitors import form_of
-from cotrain_server.ui.page import Look, Page
+from cotrain_server.ui.access.session import form_of
+from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import HEADERS, guarded, html
+from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import StoreError
+from cotrain_store.messages.ids import TenantId
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_server.services import Services
-    from cotrain_server.text_apis.model_names import Target
-    from cotrain_store.bodies.sample_body import SampleBody
-    from cotrain_store.messages.ids import TenantId
-
-MOST_MODELS = 4
+MAX_MODELS = 4
 CHECKPOINTS_OFFERED = 20
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 #: Log-probs of tokens from which on a token was likely, possible, unlikely.
 _LEVELS = (-0.1, -1.0, -3.0)
 
 router = APIRouter(include_in_schema=False)
 
 
-async def read(look: Look) -> dict[str, Any]:
+async def read(look: PageRequest) -> dict[str, Any]:
     """List what can be asked."""
     services, tenant = look.services, look.visitor.tenant
     if tenant is None:
@@ -79,10 +81,10 @@ async def ask(request: Request, services: ServicesDep) -> Response:
     if visitor.tenant is None:
         raise OperatorsOnly
     models = [fields[name] for name in sorted(fields) if name.startswith("model-")][
-        : MOST_MODELS + 1
+        : MAX_MODELS + 1
     ]
-    if not 1 <= len(models) <= MOST_MODELS:
-        refusal = f"Tick one to {MOST_MODELS} models."
+    if not 1 <= len(models) <= MAX_MODELS:
+        refusal = f"Tick one to {MAX_MODELS} models."
         return html("answers.html", {"answers": [_refused("No model", refusal)]})
     answers = await asyncio.gather(
         *(_answer(request, services, visitor.tenant.id, model, fields) for model in models)
@@ -162,7 +164,7 @@ async def _body(
 def _common(model: str, fields: Mapping[str, str]) -> dict[str, Any]:
     return {
         "model": model,
-        "max_tokens": whole_number(fields, "max_tokens", 1, MOST_TOKENS),
+        "max_tokens": whole_number(fields, "max_tokens", 1, MAX_TOKENS),
         "temperature": _temperature(fields.get("temperature", "")),
         "seed": whole_number(fields, "seed", 0, 2**31 - 1),
     }

@@ -1,43 +1,41 @@
-"""One run: where it stands, its curves, its requests, its checkpoints. And several runs' curves in one picture."""
+"""One run: where it stands, its curves, its requests, its checkpoints. And several runs' curves in one picture.
+
+All runs, newest first: how each is, what it waits for, what it used.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request, Response
 
 from cotrain_server.administration.workers import list_workers
 from cotrain_server.errors import Invalid
-from cotrain_server.http.dependencies import ServicesDep
-from cotrain_server.ui.access.visitors import visitor_of
-from cotrain_server.ui.data.curves import MOST_COMPARED, curves_of, evaluation_of
-from cotrain_server.ui.data.op_log import log_rows
-from cotrain_server.ui.data.runs import run_row
-from cotrain_server.ui.data.worker_runs import targets_of
-from cotrain_server.ui.page import Look, Page
+from cotrain_server.http.tenant_routes import ServicesDep
+from cotrain_server.services import Services
+from cotrain_server.ui.access.session import Visitor, visitor_of
+from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of
+from cotrain_server.ui.data.runs import STATES, keeps, log_rows, run_row, targets_of
+from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
-from cotrain_server.views.history import csv_of
+from cotrain_server.views.records import csv_of
 from cotrain_store.errors import RunNotFound
-from cotrain_store.messages.ids import RunId
-from cotrain_store.messages.runs import RunState
-from cotrain_store.monitoring.run_log import newest_ops
-from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records
-from cotrain_store.oplog.history import read_history
-from cotrain_store.tenants.names import tenant_names
-from cotrain_store.tenants.pauses import read_pauses
-
-if TYPE_CHECKING:
-    from cotrain_server.services import Services
-    from cotrain_server.ui.access.session import Visitor
-    from cotrain_store.messages.runs import RunRecord
-    from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, newest_ops
+from cotrain_store.oplog.reader import read_history
+from cotrain_store.tenants.catalog import tenant_names
+from cotrain_store.tenants.policies import read_pauses
 
 OPS_SHOWN = 50
 
 router = APIRouter(include_in_schema=False)
 
 
-async def read(look: Look) -> dict[str, Any]:
+async def read_run(look: PageRequest) -> dict[str, Any]:
     """Read one run."""
     services = look.services
     run = await _run_of(services, look.visitor, look.parts["run_id"])
@@ -90,11 +88,11 @@ def checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
     }
 
 
-async def read_compared(look: Look) -> dict[str, Any]:
+async def read_compared(look: PageRequest) -> dict[str, Any]:
     """Read the curves of several runs."""
     wanted = list(dict.fromkeys(look.query.getlist("run")))
-    if len(wanted) > MOST_COMPARED:
-        raise Invalid(f"run: {MOST_COMPARED} runs at most; {len(wanted)} were asked for.")
+    if len(wanted) > MAX_COMPARED:
+        raise Invalid(f"run: {MAX_COMPARED} runs at most; {len(wanted)} were asked for.")
     runs = [await _run_of(look.services, look.visitor, name) for name in wanted]
     histories = {run.id: await read_history(look.services.connection, run.id) for run in runs}
     return {
@@ -132,5 +130,42 @@ async def _run_of(services: Services, visitor: Visitor, name: str) -> RunRecord:
     return found[0]
 
 
-PAGE = Page("/ui/runs/{run_id}", "Run", "run.html", read, poll_s=5, in_navigation=False)
+RUN_PAGE = Page("/ui/runs/{run_id}", "Run", "run.html", read_run, poll_s=5, in_navigation=False)
 COMPARED = Page("/ui/compare", "Compare runs", "compare.html", read_compared, in_navigation=False)
+
+
+RUNS_SHOWN = 50
+_FILTERS = ("state", "base_model", "q", "tenant")
+
+
+async def read_runs(look: PageRequest) -> dict[str, Any]:
+    """Read one page of the list."""
+    services = look.services
+    asked = {name: look.query.get(name, "")[:200] for name in _FILTERS}
+    tenant = look.visitor.tenant.id if look.visitor.tenant else None
+    keep = keeps(asked["state"], asked["base_model"], asked["q"])
+    whose = tenant or (TenantId(asked["tenant"]) if asked["tenant"] else None)
+    cursor = look.query.get("after", "")[:200]
+    page = await services.run_list.page(whose, cursor, RUNS_SHOWN, keep)
+    positions = await services.run_list.positions(page.runs, look.now)
+    names = await tenant_names(services.connection, {run.tenant for run in page.runs})
+    pauses = await read_pauses(services.connection)
+    return {
+        "runs": [run_row(run, positions[run.id], pauses, names, look.now) for run in page.runs],
+        "total_count": page.total_count,
+        "next": _address(asked, page.next_cursor) if page.next_cursor else None,
+        "is_first": not cursor,
+        "asked": asked if tenant is None else {**asked, "tenant": ""},
+        "is_narrowed": keep is not None or (tenant is None and bool(asked["tenant"])),
+        "states": tuple(STATES),
+        "base_models": sorted(pool.base_model for pool in await services.records.pools()),
+        "address": look.address,
+    }
+
+
+def _address(asked: Mapping[str, str], cursor: str) -> str:
+    given = {name: value for name, value in asked.items() if value}
+    return "/ui/runs?" + urlencode({**given, "after": cursor})
+
+
+RUNS_PAGE = Page("/ui/runs", "Runs", "runs.html", read_runs, poll_s=5)

@@ -1,20 +1,36 @@
-"""Who there is: every tenant with what it has waiting; for the operator."""
+"""Who there is: every tenant with what it has waiting; for the operator.
+
+One tenant: limits as bars that can be changed, usage by day, keys, pauses, weight; for the operator.
+
+What a tenant may have, how much of it is used, and what it used by day; for the tenant.
+
+What was done, and by which key: of all, or of one tenant; for the operator.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
-from cotrain_server.administration.tenant_view import list_tenants
-from cotrain_server.ui.page import Look, Page
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from cotrain_server.administration.tenant_grants import find_tenant
+from cotrain_server.administration.tenant_view import (
+    list_tenants,
+    show_quotas,
+    show_tenant,
+    show_usage,
+)
+from cotrain_server.errors import Invalid
+from cotrain_server.ui.page import Page, PageRequest
+from cotrain_store.errors import TenantNotFound
+from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT
 
 SHOWN = 50
 _LONGEST_SEARCH = 64
 
 
-async def read(look: Look) -> dict[str, Any]:
+async def read_tenants(look: PageRequest) -> dict[str, Any]:
     """Read the page's data."""
     search = look.query.get("search", "")[:_LONGEST_SEARCH]
     found = await list_tenants(look.services, search, offset_of(look.query), SHOWN)
@@ -27,4 +43,60 @@ def offset_of(query: Mapping[str, str]) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
-PAGE = Page("/ui/tenants", "Tenants", "tenants.html", read, for_operator=True)
+TENANTS_PAGE = Page("/ui/tenants", "Tenants", "tenants.html", read_tenants, for_operator=True)
+
+
+async def read_tenant(look: PageRequest) -> dict[str, Any]:
+    """Read the page's data; raises TenantNotFound."""
+    tenant = await find_tenant(look.services, look.parts["tenant_id"])
+    found = await show_tenant(look.services, tenant)
+    return {
+        "tenant": found.model_dump(),
+        "weights": {"least": LEAST_WEIGHT, "most": MAX_WEIGHT},
+    }
+
+
+TENANT_PAGE = Page(
+    "/ui/tenants/{tenant_id}",
+    "Tenant",
+    "tenant.html",
+    read_tenant,
+    for_operator=True,
+    in_navigation=False,
+)
+
+
+async def read_usage(look: PageRequest) -> dict[str, Any]:
+    """Read the page's data; raises TenantNotFound for the operator."""
+    if look.visitor.tenant is None:
+        raise TenantNotFound
+    tenant = look.visitor.tenant.id
+    return {
+        "quotas": [quota.model_dump() for quota in await show_quotas(look.services, tenant)],
+        "usage": [day.model_dump() for day in await show_usage(look.services, tenant)],
+    }
+
+
+USAGE_PAGE = Page("/ui/usage", "Usage", "usage.html", read_usage, for_tenant=True)
+
+
+EVENTS_SHOWN = 100
+_ID = re.compile(r"[0-9]{1,15}-[0-9]{1,15}")
+
+
+async def read_audit(look: PageRequest) -> dict[str, Any]:
+    """Read the page's data; raises TenantNotFound, or Invalid for an address that no link has."""
+    before, asked_for = look.query.get("before"), look.query.get("tenant", "")
+    if before is not None and not _ID.fullmatch(before):
+        raise Invalid("before: the id of an event, as the link to earlier ones has it.")
+    tenant = await find_tenant(look.services, asked_for) if asked_for else None
+    found = await look.services.audit.page(tenant, before, EVENTS_SHOWN)
+    events = [{**asdict(entry), "at": entry.at.timestamp()} for entry in found]
+    return {
+        "tenant": asked_for,
+        "events": events,
+        "next": found[-1].id if len(found) == EVENTS_SHOWN else None,
+    }
+
+
+AUDIT_PAGE = Page("/ui/audit", "Audit", "audit.html", read_audit, for_operator=True)

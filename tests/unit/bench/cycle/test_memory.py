@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +9,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from bench.cycle.memory import Kept, SavedBytes, layer_bytes_per_token, measure_memory
 from bench.support.model import build
 from cotrain_workers.engine.engine import Engine
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_what_backward_needs_is_counted_once_and_until_it_has_run() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +10,6 @@ from bench.cycle.load import Load
 from bench.cycle.peft_loop import ByHand
 from bench.support.model import build
 from cotrain_workers.engine.engine import Engine
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LOAD = Load(6, 24, (3,))
 
@@ -36,13 +33,13 @@ def trained(hand: ByHand, tenant: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("most_tokens", [24, 1000])
 def test_the_mixed_batch_trains_every_tenant_as_the_loop_does(
-    model: Path, most_tokens: int
+    model: Path, token_limit: int
 ) -> None:
     loop, mixed = by_hand(model), by_hand(model)
     batches = LOAD.batches(3, 128, "cpu")
 
     loop.loop(batches)
-    mixed.mixed(batches, most_tokens)
+    mixed.mixed(batches, token_limit)
 
     for tenant in range(3):
         # AdamW's first step is the sign of the gradient: only signs near zero may differ.

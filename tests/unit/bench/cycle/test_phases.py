@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -8,9 +8,6 @@ from bench.cycle.load import Load
 from bench.cycle.phases import PHASES, Op, measure_phases, phase_of
 from bench.support.model import build
 from cotrain_workers.engine.engine import Engine
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(

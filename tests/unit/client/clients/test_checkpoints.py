@@ -3,7 +3,8 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,14 +13,8 @@ from cotrain import BadRequestError, NotFoundError, RequestFailed, ServiceClient
 from cotrain.clients.checkpoints import PAGE
 from cotrain.errors import APIConnectionError, MalformedMessage
 from cotrain.transport.http import RetryPolicy
-from tests.support.fake_api import refusal
+from tests.support.fake_api import Answer, refusal
 from tests.support.fake_checkpoints import FakeCheckpoints
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.support.fake_api import Answer
 
 PATH = "tinker://s1:train:0/weights/a b"
 URL = "training_runs/s1%3Atrain%3A0/checkpoints/weights/a%20b"

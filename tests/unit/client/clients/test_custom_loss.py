@@ -5,7 +5,8 @@ import builtins
 import threading
 import time
 from array import array
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from collections.abc import Iterator
+from typing import Any, SupportsFloat
 
 import pytest
 import torch
@@ -16,16 +17,12 @@ from cotrain import (
     ModelInput,
     ServiceClient,
     TorchMissing,
+    TrainingClient,
     UnsupportedInput,
 )
 from cotrain.clients import custom_loss
+from cotrain.wire.proto import wire_pb2 as wire
 from tests.support.fake_api import FakeApi, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import TrainingClient
-    from cotrain.wire.proto import wire_pb2 as wire
 
 Loss = tuple[Any, dict[str, SupportsFloat]]
 

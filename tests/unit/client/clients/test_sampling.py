@@ -3,8 +3,9 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -23,9 +24,6 @@ from cotrain.settings import ClientSettings
 from tests.support.fake_api import refusal
 from tests.support.fake_sampling import FakeSampling
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PROMPT = ModelInput.from_ints([7, 8, 9])
 THREE = SamplingParams(max_tokens=3)

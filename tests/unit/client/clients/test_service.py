@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from cotrain import NotFoundError, ServiceClient, SettingsMissing
 from cotrain.settings import client_settings
 from tests.support.fake_api import FakeApi, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture

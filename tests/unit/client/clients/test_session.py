@@ -1,17 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from cotrain.clients.session import WARN_AFTER_MISSED, Session
 from cotrain.transport.http import Transport
-from tests.support.fake_api import FakeApi, refusal
-
-if TYPE_CHECKING:
-    from tests.support.fake_api import Answer
+from tests.support.fake_api import Answer, FakeApi, refusal
 
 
 def send_heartbeats(api: FakeApi, times: int) -> list[float]:

@@ -1,23 +1,18 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from cotrain import ServiceClient
+from cotrain import ServiceClient, TrainingClient
 from cotrain.clients.tokenizer import tokenizer_name
 from cotrain.errors import TokenizerMissing
 from tests.support.fake_api import FakeApi, refusal
 from tests.support.tiny_models import build_tiny_qwen3
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from cotrain import TrainingClient
 
 CONFIG = "tokenizer_config.json"
 

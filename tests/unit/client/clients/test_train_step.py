@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
-from cotrain import AdamParams, BadRequestError, Datum, ModelInput, ServiceClient, TrainOutput
+from cotrain import (
+    AdamParams,
+    BadRequestError,
+    Datum,
+    ModelInput,
+    ServiceClient,
+    TrainingClient,
+    TrainOutput,
+)
 from tests.support.fake_api import FakeApi, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import TrainingClient
 
 DATUM = Datum(
     model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tokens": [6], "weights": [0.25]}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,15 +13,11 @@ from cotrain import (
     Datum,
     ModelInput,
     ServiceClient,
+    TrainingClient,
     UnsupportedInput,
     types,
 )
 from tests.support.fake_api import FakeApi, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from cotrain import TrainingClient
 
 DATUM = Datum(model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tokens": [6]})
 

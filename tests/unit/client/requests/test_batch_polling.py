@@ -2,20 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import httpx
 import pytest
 
-from cotrain.requests.batch_polling import Completions
+from cotrain.requests.polling import Completions
 from cotrain.transport.http import RetryPolicy, Transport
 from cotrain.types import SamplingSessionTarget
-from tests.support.fake_api import FakeApi, refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from tests.support.fake_api import Answer
+from tests.support.fake_api import Answer, FakeApi, refusal
 
 TARGET = SamplingSessionTarget(sampling_session_id="s", cloned_sampler_id=3)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
 
 import pytest
 
@@ -16,9 +16,6 @@ from cotrain.requests.flow_control import (
     InFlightLimit,
     SendQueue,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
 
 PATIENCE_S = 120
 

@@ -2,21 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 import pytest
 
 from cotrain.errors import APIConnectionError, NotFoundError, PermissionDeniedError
 from cotrain.transport.http import RetryPolicy, Transport
-from tests.support.fake_api import refusal
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from tests.support.fake_api import Answer
+from tests.support.fake_api import Answer, refusal
 
 CONTENT = bytes(range(256)) * 20_000
 URL = "https://files.example/secret/weights"

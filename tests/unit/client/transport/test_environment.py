@@ -6,8 +6,9 @@ import os
 import ssl
 import subprocess
 import threading
+from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +16,6 @@ from cotrain import ServiceClient
 from cotrain.errors import APIConnectionError, SettingsMissing
 from cotrain.transport.environment import CERTIFICATES, proxy_of, through_proxy, trusted
 from cotrain.transport.http import RetryPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 PROXY = "http://proxy:3128"
 

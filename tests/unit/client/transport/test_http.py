@@ -1,7 +1,9 @@
+""""""
+
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections import Counter
 
 import httpx
 import pytest
@@ -22,8 +24,9 @@ from cotrain.errors import (
     RateLimitError,
     UnprocessableEntityError,
 )
-from cotrain.requests.event_loop_thread import BackgroundLoop
-from cotrain.transport.http import RetryPolicy, Transport, read, reader
+from cotrain.requests.connection import BackgroundLoop
+from cotrain.transport import http as module
+from cotrain.transport.http import AT_ONCE, ConnectionPools, RetryPolicy, Transport, read, reader
 from cotrain.transport.responses import understood
 from cotrain.types import (
     AdamParams,
@@ -35,11 +38,9 @@ from cotrain.types import (
     UntypedAPIFuture,
 )
 from cotrain.wire.pass_codec import encode_pass_request
-from tests.support.fake_api import FakeApi, refusal
+from tests.support.fake_api import Answer, FakeApi, refusal
 from tests.support.swapping_proxy import FOREIGN
-
-if TYPE_CHECKING:
-    from tests.support.fake_api import Answer
+from tests.support.waiting import until
 
 REQUEST = GetInfoRequest(model_id="m")
 
@@ -319,3 +320,88 @@ def test_a_foreign_answer_is_asked_again_once_the_server_is_known(kind: str) -> 
     step = OptimStepRequest(model_id="m", seq_id=1, adam_params=AdamParams())
     assert asyncio.run(ask()).request_id == "step:1"
     assert len(naps.seconds) == 1
+
+
+class Server:
+    """Answers when a test says so, and knows which pool each request came through."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.through: Counter[int] = Counter()
+        self.may_answer = asyncio.Event()
+
+    def pool(self) -> httpx.AsyncClient:
+        number = self.made
+        self.made += 1
+
+        async def answer(_: httpx.Request) -> httpx.Response:
+            self.through[number] += 1
+            await self.may_answer.wait()
+            return httpx.Response(200)
+
+        return httpx.AsyncClient(
+            base_url="http://server", transport=httpx.MockTransport(answer), trust_env=False
+        )
+
+
+async def send(pools: ConnectionPools, server: Server, count: int) -> None:
+    """Send so many requests at once, and have them answered when all have come."""
+    server.may_answer.clear()
+    came = server.through.total() + count
+    request = pools.first.build_request("GET", "/")
+    sent = [asyncio.create_task(pools.send(request)) for _ in range(count)]
+    await until(lambda: server.through.total() >= came)
+    server.may_answer.set()
+    await asyncio.gather(*sent)
+
+
+async def test_no_pool_holds_more_than_is_cheap() -> None:
+    server = Server()
+    pools = ConnectionPools(server.pool)
+    await send(pools, server, 2 * AT_ONCE + 1)
+    assert server.through == {0: AT_ONCE, 1: AT_ONCE, 2: 1}
+    await pools.close()
+
+
+async def test_few_requests_need_one_pool_however_many_came_before() -> None:
+    server = Server()
+    pools = ConnectionPools(server.pool)
+    await send(pools, server, 3 * AT_ONCE)
+    server.through.clear()
+    for _ in range(3):
+        await send(pools, server, AT_ONCE)
+    assert server.through == {0: 3 * AT_ONCE}
+    assert server.made == 3
+    await pools.close()
+
+
+async def test_more_than_all_pools_are_meant_for_is_shared_evenly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "POOLS", 2)
+    server = Server()
+    pools = ConnectionPools(server.pool)
+    await send(pools, server, 4 * AT_ONCE)
+    assert server.through == {0: 2 * AT_ONCE, 1: 2 * AT_ONCE}
+    await pools.close()
+
+
+async def test_a_broken_request_frees_its_connection() -> None:
+    def broken() -> httpx.AsyncClient:
+        def fail(request: httpx.Request) -> httpx.Response:
+            raise httpx.ConnectError("refused", request=request)
+
+        return httpx.AsyncClient(transport=httpx.MockTransport(fail), base_url="http://server")
+
+    made = []
+
+    def counted() -> httpx.AsyncClient:
+        made.append(broken())
+        return made[-1]
+
+    pools = ConnectionPools(counted)
+    for _ in range(2 * AT_ONCE):
+        with pytest.raises(httpx.ConnectError):
+            await pools.send(pools.first.build_request("GET", "/"))
+    assert len(made) == 1
+    await pools.close()

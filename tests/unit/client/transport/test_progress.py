@@ -13,7 +13,7 @@ import pytest
 from typing_extensions import override
 
 from cotrain.transport import progress as module
-from cotrain.transport.progress import Progress, Wait, Word, line
+from cotrain.transport.progress import Progress, ServerMessage, Wait, line
 from tests.support.waiting import until
 
 STEP = "optim_step 4 of run r, still running"
@@ -66,18 +66,18 @@ def waits(*since: float) -> list[Wait]:
 
 def test_a_short_wait_is_not_worth_a_line() -> None:
     assert line([], None, 100.0) is None
-    assert line(waits(90.5, 99.0), Word("busy", 200.0), 100.0) is None
+    assert line(waits(90.5, 99.0), ServerMessage("busy", 200.0), 100.0) is None
 
 
 def test_a_long_wait_says_what_for_how_long_and_why() -> None:
     assert line(waits(77.0), None, 100.0) == f"waiting 23 s for {STEP}"
-    text = line(waits(10.0, 20.0, 99.5), Word("429: full", 101.0), 100.0)
+    text = line(waits(10.0, 20.0, 99.5), ServerMessage("429: full", 101.0), 100.0)
     assert text == f"waiting 1 min 30 s for {STEP} and 2 more · 429: full"
-    assert line(waits(77.0), Word("long ago", 99.0), 100.0) == f"waiting 23 s for {STEP}"
+    assert line(waits(77.0), ServerMessage("long ago", 99.0), 100.0) == f"waiting 23 s for {STEP}"
 
 
 def test_a_word_of_the_server_draws_nothing_else() -> None:
-    text = line(waits(0.0), Word("a\x1b[2Jb\n", 101.0), 100.0)
+    text = line(waits(0.0), ServerMessage("a\x1b[2Jb\n", 101.0), 100.0)
     assert text is not None
     assert text.isprintable()
 
@@ -86,7 +86,7 @@ async def test_it_is_drawn_on_a_terminal_and_cleared(terminal: Stream) -> None:
     progress = Progress()
     with progress.waiting(lambda: STEP):
         await until(lambda: STEP in terminal.shown())
-        progress.show_word("503: starting", 60.0)
+        progress.show_message("503: starting", 60.0)
         await until(lambda: "503: starting" in terminal.shown())
         assert terminal.shown().startswith("cotrain: waiting 0 s for optim_step 4 of run r")
         with progress.hidden():

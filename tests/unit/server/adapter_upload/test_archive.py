@@ -4,7 +4,7 @@ import gzip
 import io
 import os
 import tarfile
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -16,9 +16,6 @@ from cotrain_server.errors import BodyTooLarge, Invalid, RequestError, Unreadabl
 from tests.support.draws import examples
 from tests.support.hostile_archives import BOMBS, GOOD, HOSTILE, PACKERS
 from tests.support.uploads import CONFIG, TENSORS, tar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LIMIT = 64 * 1024
 FORBIDDEN = "Archive contains a forbidden member"

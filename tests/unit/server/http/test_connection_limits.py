@@ -1,40 +1,40 @@
-"""Connections that hold the server up, over a real socket."""
+"""Connections that hold the server up, over a real socket.
+
+Whose request is read next.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import resource
 import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
 
 import pytest
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from cotrain_server.http import connection_limits
 from cotrain_server.http.connection_limits import (
     ACCEPTED_AT_ONCE,
+    AT_ONCE,
     RESERVED_DESCRIPTORS,
     TAKEN_TIMEOUT_S,
-    ImpatientProtocol,
+    LimitedH11Protocol,
+    RequestQueue,
     allow_many_connections,
     limited_protocol,
     listen_long,
     log_lost_accepts,
-    most_connections,
+    max_connections,
 )
-from cotrain_server.http.request_queue import AT_ONCE, RequestQueue
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics import REGISTRIES
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
 TIMEOUT_S = 0.2
 CHUNK_BYTES, CHUNKS = 2**20, 64
@@ -50,13 +50,13 @@ async def answer_late(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def connected(
-    app: ASGIApp = answer_late, taken_timeout_s: float = TAKEN_TIMEOUT_S
+    app: ASGIApp = answer_late, write_timeout_s: float = TAKEN_TIMEOUT_S
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    class Hurried(ImpatientProtocol):
+    class Hurried(LimitedH11Protocol):
         head_timeout_s = TIMEOUT_S
         queue = RequestQueue()  # of this event loop
 
-    Hurried.taken_timeout_s = taken_timeout_s
+    Hurried.write_timeout_s = write_timeout_s
     config = uvicorn.Config(app, ws="none", log_config=None)
     state, loop = ServerState(), asyncio.get_running_loop()
     server = await loop.create_server(lambda: Hurried(config, state, {}), "127.0.0.1", 0)
@@ -114,7 +114,7 @@ async def test_a_client_that_does_not_take_its_answer_is_disconnected_and_the_ap
     None
 ):
     app = Sending()
-    async with connected(app, taken_timeout_s=TIMEOUT_S) as (reader, writer):
+    async with connected(app, write_timeout_s=TIMEOUT_S) as (reader, writer):
         writer.write(REQUEST)
         await app.is_over.wait()
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
@@ -123,7 +123,7 @@ async def test_a_client_that_does_not_take_its_answer_is_disconnected_and_the_ap
 
 async def test_a_client_that_takes_its_answer_slowly_gets_all_of_it() -> None:
     app = Sending()
-    async with connected(app, taken_timeout_s=3.0) as (reader, writer):
+    async with connected(app, write_timeout_s=3.0) as (reader, writer):
         writer.write(REQUEST)
         await reader.readuntil(b"\r\n\r\n")
         for _ in range(CHUNKS):  # longer, all in all, than one write may wait
@@ -155,14 +155,14 @@ def test_as_many_connections_are_allowed_as_the_host_grants() -> None:
         allow_many_connections()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-        assert most_connections() == 1024 - RESERVED_DESCRIPTORS
+        assert max_connections() == 1024 - RESERVED_DESCRIPTORS
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 # ---- How many there may be --------------------------------------------------------------------------
 
-MOST = 8
+LIMITS = 8
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n"
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -202,7 +202,7 @@ async def answer(send: Send) -> None:
 @asynccontextmanager
 async def limited(
     app: Held | Noting,
-    most: int = MOST,
+    most: int = LIMITS,
     find_tenant: Callable[[bytes], TenantId | None] = lambda _: None,
 ) -> AsyncIterator[asyncio.Server]:
     config = uvicorn.Config(app, ws="none", log_config=None)
@@ -237,11 +237,11 @@ def refused() -> float:
 async def test_a_flood_that_says_nothing_takes_the_place_of_its_own_first_ones() -> None:
     app, before = Held(), refused()
     async with limited(app) as server:
-        flood = await connect(server, count=5 * MOST)
+        flood = await connect(server, count=5 * LIMITS)
         [ordinary] = await connect(server)
         assert await ask(ordinary, HEALTH) == b"HTTP/1.1 200 OK\r\n"
         closed = [reader for reader, _ in flood if reader.at_eof() or reader.exception()]
-        assert len(closed) == 4 * MOST + 1
+        assert len(closed) == 4 * LIMITS + 1
         assert refused() - before == len(closed)
         for _, writer in [*flood, ordinary]:
             writer.close()
@@ -250,7 +250,7 @@ async def test_a_flood_that_says_nothing_takes_the_place_of_its_own_first_ones()
 async def test_where_every_connection_is_being_answered_health_checks_are_too() -> None:
     app = Held()
     async with limited(app) as server:
-        polls = await connect(server, count=MOST)
+        polls = await connect(server, count=LIMITS)
         for _, writer in polls:
             writer.write(REQUEST)
         for _ in polls:
@@ -355,7 +355,7 @@ async def test_a_flood_of_requests_waits_behind_itself_alone(path: str, header: 
 
 async def test_requests_behind_one_another_on_a_connection_take_their_turns_as_well() -> None:
     app = Noting()
-    async with limited(app, MOST, tenant_in) as server:
+    async with limited(app, LIMITS, tenant_in) as server:
         [flood, ordinary] = await connect(server, count=2)
         flood[1].write(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n" * FLOOD)
         assert await ask(ordinary, HEALTH) == b"HTTP/1.1 200 OK\r\n"
@@ -391,3 +391,39 @@ async def test_a_connection_that_breaks_as_it_is_read_is_closed_and_no_other(
             writer.close()
     loop.set_exception_handler(None)
     assert [type(failure) for failure in failures] == [ValueError]
+
+
+A, B = TenantId("a"), TenantId("b")
+
+
+def test_who_sends_one_request_waits_for_no_more_than_one_of_each_other_caller() -> None:
+    queue = RequestQueue[str](at_once=4)
+    for number in range(1_000):
+        queue.wait("flood", f"flood {number}")
+    queue.wait(A, "a 0")
+    queue.wait(B, "b 0")
+    queue.wait(B, "b 1")
+    assert queue.take() == ["flood 0", "a 0", "b 0", "flood 1"]
+    assert queue.take() == ["b 1", "flood 2", "flood 3", "flood 4"]
+
+
+def test_a_caller_whose_turn_has_been_is_behind_all_others() -> None:
+    queue = RequestQueue[str](at_once=1)
+    for caller in ("flood", "flood", "other"):
+        queue.wait(caller, caller)
+    assert queue.take() == ["flood"]
+    queue.wait("third", "third")
+    assert [queue.take() for _ in range(3)] == [["other"], ["flood"], ["third"]]
+    assert not queue
+
+
+def test_nothing_waits_twice_and_nothing_is_lost() -> None:
+    queue = RequestQueue[int](at_once=3)
+    for number in range(100):
+        queue.wait(number % 7, number)
+    taken = []
+    while queue:
+        taken += queue.take()
+    assert sorted(taken) == list(range(100))
+    of_one = [number for number in taken if number % 7 == 2]
+    assert of_one == sorted(of_one)

@@ -11,17 +11,17 @@ from cotrain_server.http.connection_table import (
     Limit,
 )
 
-MOST = 10
+LIMITS = 10
 FLOODER, OFFICE = "203.0.113.7", "198.51.100.1"
 
 
-def table(most_of_address: int = 1000) -> ConnectionTable[str]:
-    return ConnectionTable(MOST, most_of_address, lambda address: address == "127.0.0.1")
+def table(max_of_address: int = 1000) -> ConnectionTable[str]:
+    return ConnectionTable(LIMITS, max_of_address, lambda address: address == "127.0.0.1")
 
 
 def full(of_address: str = FLOODER, *, asking: bool) -> ConnectionTable[str]:
     made = table()
-    for number in range(MOST):
+    for number in range(LIMITS):
         assert made.add(f"old {number}", of_address) == (Admission.ALL, None, None)
         if asking:
             made.asks(f"old {number}")
@@ -34,7 +34,7 @@ def test_a_new_one_takes_the_place_of_the_one_that_has_waited_longest() -> None:
     made.waits("old 0")  # answered: it has waited for the shortest time now
     assert made.add("new", OFFICE) == (Admission.ALL, "old 1", Limit.PROCESS)
     assert made.add("newer", OFFICE) == (Admission.ALL, "old 2", Limit.PROCESS)
-    assert len(made) == MOST
+    assert len(made) == LIMITS
 
 
 def test_none_on_which_a_request_is_answered_makes_way() -> None:
@@ -49,7 +49,7 @@ def test_where_all_are_answered_health_checks_still_have_room() -> None:
     for number in range(HEALTH_CONNECTIONS):
         assert made.add(f"check {number}", OFFICE) == (Admission.HEALTH_ONLY, None, Limit.PROCESS)
     assert made.add("one more", OFFICE) == (Admission.HEALTH_ONLY, "check 0", Limit.PROCESS)
-    assert len(made) == MOST + HEALTH_CONNECTIONS
+    assert len(made) == LIMITS + HEALTH_CONNECTIONS
     for number in range(1, HEALTH_CONNECTIONS):
         made.asks(f"check {number}")
     made.asks("one more")
@@ -64,7 +64,7 @@ def test_a_place_that_is_free_again_is_a_whole_one() -> None:
 
 
 def test_an_address_at_its_limit_makes_way_for_itself_alone() -> None:
-    made = table(most_of_address=3)
+    made = table(max_of_address=3)
     made.add("of another", OFFICE)
     for number in range(3):
         made.add(f"flood {number}", FLOODER)
@@ -76,8 +76,8 @@ def test_an_address_at_its_limit_makes_way_for_itself_alone() -> None:
 
 
 def test_an_address_that_many_share_has_no_limit_of_its_own() -> None:
-    made = table(most_of_address=3)
-    assert [made.add(str(number), "127.0.0.1")[1] for number in range(MOST)] == [None] * MOST
+    made = table(max_of_address=3)
+    assert [made.add(str(number), "127.0.0.1")[1] for number in range(LIMITS)] == [None] * LIMITS
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_an_address_that_many_share_has_no_limit_of_its_own() -> None:
     ],
 )
 def test_addresses_of_one_network_have_one_owner(one: str, other: str, is_same: bool) -> None:
-    made = table(most_of_address=1)
+    made = table(max_of_address=1)
     made.add("first", one)
     reached = ("first", Limit.ADDRESS) if is_same else (None, None)
     assert made.add("second", other) == (Admission.ALL, *reached)
@@ -97,7 +97,7 @@ def test_addresses_of_one_network_have_one_owner(one: str, other: str, is_same: 
 
 def test_nothing_is_kept_of_those_that_are_gone() -> None:
     made = full(asking=False)
-    for number in range(MOST):
+    for number in range(LIMITS):
         made.remove(f"old {number}")
     made.waits("old 0")  # its answer was on its way
     made.asks("old 1")

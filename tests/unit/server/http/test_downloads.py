@@ -7,10 +7,10 @@ import io
 import os
 import tarfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from starlette.responses import Response
 
 from cotrain_server.http.downloads import (
     CHUNK_BYTES,
@@ -21,11 +21,8 @@ from cotrain_server.http.downloads import (
     tar_size,
 )
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.checksums import SUMS, sums_of
+from cotrain_store.disk.result_storage import SUMS, sums_of
 from cotrain_store.errors import CheckpointNotFound, StoreUnavailable
-
-if TYPE_CHECKING:
-    from starlette.responses import Response
 
 PATH = "tinker://s:train:0/weights/a"
 CONTENTS = {"small.json": b"{}", "empty": b"", "large.bin": os.urandom(CHUNK_BYTES + 77)}

@@ -1,18 +1,21 @@
-"""A poll's answer is waited for, and refused like any other."""
+"""A poll's answer is waited for, and refused like any other.
+
+Work whose client has disconnected is not done.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import contextlib
 
+import pytest
 from starlette.responses import Response
+from starlette.types import Message
 
 from cotrain_server.errors import TooManyPolls
 from cotrain_server.http import long_poll
-from cotrain_server.http.long_poll import answered
+from cotrain_server.http.long_poll import answered, while_connected
 from cotrain_store.errors import RequestNotFound, StoreUnavailable
-
-if TYPE_CHECKING:
-    import pytest
 
 
 async def _raise(error: Exception) -> Response:
@@ -38,3 +41,62 @@ async def test_a_store_that_becomes_unavailable_is_not_yet(
 ) -> None:
     monkeypatch.setattr(long_poll, "HOLD_S", 0)
     assert (await answered(_raise(StoreUnavailable()), "r")).status_code == 408
+
+
+class Client:
+    """Hangs up on demand."""
+
+    def __init__(self) -> None:
+        self.hangs_up = asyncio.Event()
+
+    async def receive(self) -> Message:
+        await self.hangs_up.wait()
+        return {"type": "http.disconnect"}
+
+
+async def test_the_answer_is_given_to_a_client_that_stays() -> None:
+    async def answer() -> int:
+        return 3
+
+    assert await while_connected(Client().receive, answer()) == 3
+
+
+async def test_an_error_reaches_the_route() -> None:
+    async def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await while_connected(Client().receive, fail())
+
+
+async def test_the_work_ends_with_its_client_even_if_it_overhears_that_once() -> None:
+    client, cancellations = Client(), list[int]()
+
+    async def deaf_once() -> int:
+        client.hangs_up.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        cancellations.append(1)
+        await asyncio.Event().wait()
+        return 3
+
+    assert await while_connected(client.receive, deaf_once()) is None
+    assert cancellations == [1]
+
+
+async def test_the_work_ends_with_its_route() -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    route = asyncio.create_task(while_connected(Client().receive, work()))
+    await started.wait()
+    route.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await route
+    assert ended.is_set()

@@ -1,18 +1,24 @@
+"""
+
+A file in a form is found where it lies, and read like a file of its own.
+"""
+
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import io
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
 
 import pytest
 from starlette.requests import Request
+from starlette.types import Message
 
-from cotrain_server.errors import BodyTooSlow
-from cotrain_server.http.upload_body import received
+from cotrain_server.errors import BodyTooSlow, Unreadable, UnsupportedMediaType
+from cotrain_server.http.upload_body import file_in_form, received
 from cotrain_store.errors import DiskReserveReached
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from starlette.types import Message
 
 LIMIT = 4 * 1024**2
 
@@ -45,3 +51,55 @@ async def test_an_upload_ends_some_time(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(BodyTooSlow):
         async with received(request_of(*[b"x"] * 10_000), tmp_path, LIMIT, 0):
             pass
+
+
+TYPE = "multipart/form-data; boundary=----mint-upload-0123"
+OTHER = b'------mint-upload-0123\r\nContent-Disposition: form-data; name="note"\r\n\r\nfile\r\n'
+HEAD = (
+    b"------mint-upload-0123\r\n"
+    b'Content-Disposition: form-data; name="file"; filename="a.tar.gz"\r\n'
+    b"Content-Type: application/gzip\r\n\r\n"
+)
+TAIL = b"\r\n------mint-upload-0123--\r\n"
+
+
+@contextmanager
+def stored(content: bytes) -> Iterator[IO[bytes]]:
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        yield file
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\r\n--", bytes(range(256)) * 3_000])
+@pytest.mark.parametrize("before", [b"", OTHER])
+def test_a_file_is_found_whatever_it_holds(content: bytes, before: bytes) -> None:
+    with stored(before + HEAD + content + TAIL) as form:
+        found = file_in_form(form, TYPE, "file")
+        assert found.read() == content
+        assert found.seek(-1, io.SEEK_END) == len(content) - 1 if content else True
+        found.seek(0)
+        assert found.read(10) == content[:10]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        b"",
+        OTHER,
+        HEAD,
+        HEAD + b"x",
+        (HEAD + b"x" + TAIL)[3:],
+        b"x" * 100_000,
+        OTHER * 40 + HEAD + TAIL,
+    ],
+)
+def test_a_form_without_it_or_cut_short_is_refused(form: bytes) -> None:
+    with stored(form) as file, pytest.raises(Unreadable):
+        file_in_form(file, TYPE, "file")
+
+
+@pytest.mark.parametrize("content_type", ["", "application/json", "multipart/form-data"])
+def test_what_is_no_form_is_refused(content_type: str) -> None:
+    with stored(HEAD + TAIL) as file, pytest.raises(UnsupportedMediaType):
+        file_in_form(file, content_type, "file")

@@ -1,11 +1,15 @@
-"""How often an address may show a wrong key."""
+"""How often an address may show a wrong key.
+
+Whose a request is, by its first bytes.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from cotrain_server.errors import TooManyFailures
-from cotrain_server.limits.failures import FAILURES_PER_MINUTE, FailureCounter
+from cotrain_server.limits.failures import FAILURES_PER_MINUTE, FailureCounter, KnownCredentials
+from cotrain_store.messages.ids import TenantId
 
 
 def test_ten_failures_in_a_minute_are_counted_and_the_next_is_refused() -> None:
@@ -18,3 +22,50 @@ def test_ten_failures_in_a_minute_are_counted_and_the_next_is_refused() -> None:
     failures.note("192.0.2.2")
     now[0] = 61.0
     failures.note("192.0.2.1")
+
+
+A, B = TenantId("a"), TenantId("b")
+KEY = b"GET /x HTTP/1.1\r\nHost: h\r\n%s\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"X-API-Key: tml-one",
+        b"x-api-key:tml-one ",
+        b"Authorization: Bearer tml-one",
+        b"authorization: bearer  tml-one",
+        b"Authorization: Bearer tml-two\r\nX-Api-Key: tml-one",
+        b"X-Api-Key: tml-one\r\nAuthorization: Bearer tml-two",
+    ],
+)
+def test_a_tenant_is_known_by_what_opened_it_wherever_it_stands(header: bytes) -> None:
+    known = KnownCredentials()
+    known.learn("tml-one", A)
+    known.learn("tml-two", B)
+    assert known.tenant_of(KEY % header) == A
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        KEY % b"X-Api-Key: tml-other",
+        KEY % b"X-Other: tml-one",
+        KEY % b"Cookie: x-api-key: tml-one",
+        KEY % b"" + b"\r\nX-Api-Key: tml-one\r\n",  # in the body
+        b"GET /x HTTP/1.1\r\nX-Api-K",
+    ],
+)
+def test_a_credential_that_opened_nothing_is_a_strangers(head: bytes) -> None:
+    known = KnownCredentials()
+    known.learn("tml-one", A)
+    assert known.tenant_of(head) is None
+
+
+def test_as_many_credentials_are_remembered_as_there_is_room_for() -> None:
+    known = KnownCredentials(most=2)
+    for name in ("one", "two", "one", "three"):
+        known.learn(f"tml-{name}", TenantId(name))
+    found = [known.tenant_of(KEY % f"X-Api-Key: tml-{n}".encode()) for n in ("one", "two", "three")]
+    assert found == ["one", None, "three"]

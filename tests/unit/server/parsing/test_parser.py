@@ -6,20 +6,16 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
 from cotrain_server.parsing.child import ChildProcess
-from cotrain_server.parsing.heap import trim_heap
-from cotrain_server.parsing.parser import CHILD_ABOVE, THREAD_ABOVE, Parser
+from cotrain_server.parsing.parser import CHILD_ABOVE, THREAD_ABOVE, Parser, trim_heap
 from cotrain_server.requests.passes import json_object
 from cotrain_store.messages.ids import TenantId
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ALICE, BOB = TenantId("alice"), TenantId("bob")
 LIGHT, HEAVY, VAST = THREAD_ABOVE, THREAD_ABOVE + 1, CHILD_ABOVE + 1

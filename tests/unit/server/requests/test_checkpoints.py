@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyrage
 import pytest
@@ -16,12 +16,14 @@ from cotrain_server.requests.passes import Op, read_fields
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
-from cotrain_store.messages.weights import WeightsRecord
+from cotrain_store.messages.saves import (
+    CheckpointKind,
+    LoadRequest,
+    LoadSource,
+    SaveRequest,
+    WeightsRecord,
+)
 from tests.support.http_api import POOL
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.weights import CheckpointKind
 
 RUN = "s:train:0"
 LORA = LoraSpec(4, 0)

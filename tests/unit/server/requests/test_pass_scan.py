@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,19 +18,16 @@ from cotrain_server.requests import pass_scan
 from cotrain_server.requests.pass_scan import (
     HEAD_BYTES,
     HEAD_FIELDS,
+    LIMITS,
     MAX_DATUMS,
-    MOST,
     TooManyObjects,
     head_of,
-    lean_pass,
+    strip_unknown_fields,
 )
 from cotrain_server.requests.passes import FEW_FIELDS, pass_op, read_binary_pass
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ops import OpKind
 from tests.support.http_api import POOL
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MIB = 1024**2
 
@@ -83,13 +81,13 @@ def inside(*tags: int, content: bytes) -> bytes:
 
 def test_what_sdks_send_passes_as_the_same_bytes() -> None:
     body = message().SerializeToString()
-    assert lean_pass(body) is body
+    assert strip_unknown_fields(body) is body
 
 
 def test_where_tokens_were_sampled_is_left_out_and_nothing_else() -> None:
     plain, spans = message(), with_spans(message())
     assert len(spans.SerializeToString()) > len(plain.SerializeToString())
-    lean = wire.ForwardBackwardRequest.FromString(lean_pass(spans.SerializeToString()))
+    lean = wire.ForwardBackwardRequest.FromString(strip_unknown_fields(spans.SerializeToString()))
     assert lean == plain
 
 
@@ -103,7 +101,9 @@ UNKNOWN = b"\xf8\x07\xac\x02" + b"\xf9\x07" + bytes(8) + b"\xfa\x07\x02ab" + b"\
 )
 def test_unknown_fields_are_left_out_of_every_message(tags: tuple[int, ...]) -> None:
     body = message().SerializeToString()
-    lean = lean_pass(inside(*tags, content=UNKNOWN) + body + inside(*tags, content=UNKNOWN))
+    lean = strip_unknown_fields(
+        inside(*tags, content=UNKNOWN) + body + inside(*tags, content=UNKNOWN)
+    )
     assert lean == inside(*tags, content=b"") + body + inside(*tags, content=b"")
 
 
@@ -111,9 +111,9 @@ def test_unknown_fields_are_left_out_of_every_message(tags: tuple[int, ...]) -> 
 def test_unknown_fields_are_counted_too(
     monkeypatch: pytest.MonkeyPatch, tags: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(pass_scan, "MOST", {**MOST, "field": 50})
+    monkeypatch.setattr(pass_scan, "LIMITS", {**LIMITS, "field": 50})
     with pytest.raises(TooManyObjects, match=r"^field: one request holds at most 50 fields"):
-        lean_pass(inside(*tags, content=b"\xf8\x07\x01" * 51))
+        strip_unknown_fields(inside(*tags, content=b"\xf8\x07\x01" * 51))
 
 
 def test_four_million_empty_datums_are_refused_before_there_is_one() -> None:
@@ -146,18 +146,18 @@ def test_four_million_empty_datums_are_refused_before_there_is_one() -> None:
 def test_every_repeated_field_has_a_limit(
     monkeypatch: pytest.MonkeyPatch, field: str, tags: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(pass_scan, "MOST", {**MOST, field: 5})
+    monkeypatch.setattr(pass_scan, "LIMITS", {**LIMITS, field: 5})
     many, tag = 6, bytes([tags[-1], 0])
-    lean_pass(inside(*tags[:-1], content=tag * (many - 1)))
+    strip_unknown_fields(inside(*tags[:-1], content=tag * (many - 1)))
     with pytest.raises(TooManyObjects, match=f"^{field}: one request holds at most 5 "):
-        lean_pass(inside(*tags[:-1], content=tag * many))
+        strip_unknown_fields(inside(*tags[:-1], content=tag * many))
 
 
 @pytest.mark.parametrize("axes", [b"\x22\x05" + bytes(5), b"\x20\x01" * 5])
 def test_the_axes_of_shapes_have_a_limit(monkeypatch: pytest.MonkeyPatch, axes: bytes) -> None:
-    monkeypatch.setattr(pass_scan, "MOST", {**MOST, "shape": 4})
+    monkeypatch.setattr(pass_scan, "LIMITS", {**LIMITS, "shape": 4})
     with pytest.raises(TooManyObjects, match=r"^shape: "):
-        lean_pass(inside(0x1A, 0x12, 0x12, content=axes))
+        strip_unknown_fields(inside(0x1A, 0x12, 0x12, content=axes))
 
 
 def test_a_shape_of_a_million_axes_is_refused_without_their_product() -> None:
@@ -171,7 +171,7 @@ def test_a_message_that_is_cut_anywhere_is_malformed_or_another_message() -> Non
     body = message(1).SerializeToString()
     for end in range(len(body)):
         try:
-            lean = lean_pass(body[:end])
+            lean = strip_unknown_fields(body[:end])
         except MalformedBody:
             continue
         assert lean == body[:end]
@@ -185,7 +185,7 @@ def test_bytes_that_are_no_message_are_never_taken_for_one() -> None:
         broken = bytearray(body)
         broken[generator.randrange(len(body))] = generator.randrange(256)
         try:
-            lean = lean_pass(bytes(broken))
+            lean = strip_unknown_fields(bytes(broken))
         except MalformedBody:
             continue
         assert len(lean) <= len(broken)

@@ -1,4 +1,7 @@
-"""What may enter the log: the wording of each refusal, and that nothing bad gets past."""
+"""What may enter the log: the wording of each refusal, and that nothing bad gets past.
+
+The API's idea of a loss against the engine's.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,14 @@ from hypothesis import strategies as st
 
 from cotrain.types import AdamParams
 from cotrain_server.errors import Invalid
-from cotrain_server.requests.loss_inputs import NEEDS_BY_LOSS
-from cotrain_server.requests.pass_validation import check_adam, check_pass, check_rank
+from cotrain_server.requests.pass_validation import (
+    NEEDS_BY_LOSS,
+    check_adam,
+    check_pass,
+    check_rank,
+)
 from cotrain_store.bodies.pass_body import DatumArrays, PassBody
+from cotrain_workers.engine.training.losses import LOSSES
 from tests.support.http_api import POOL
 
 
@@ -218,3 +226,9 @@ def test_an_optimizer_without_epsilon_would_divide_zero_by_zero() -> None:
     check_adam(AdamParams())
     with pytest.raises(Invalid, match="eps must be greater than 0"):
         check_adam(AdamParams(eps=0.0))
+
+
+def test_the_api_asks_for_what_the_engine_reads() -> None:
+    assert {name: (spec.inputs, frozenset(spec.defaults)) for name, spec in LOSSES.items()} == {
+        name: (needs.inputs, needs.config) for name, needs in NEEDS_BY_LOSS.items()
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from cotrain_server.errors import Invalid
 from cotrain_server.requests.sample_validation import MAX_STOPS, check_sample
 from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_store.messages.runs import PoolRecord
 from tests.support.http_api import POOL
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.pools import PoolRecord
 
 LAST = POOL.vocab_size - 1
 

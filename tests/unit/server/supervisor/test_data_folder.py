@@ -7,7 +7,7 @@ import os
 import stat
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +19,6 @@ from cotrain_server.supervisor.data_folder import (
     UnusableFolder,
 )
 from cotrain_store.redis_client.embedded_server import MAX_SOCKET_PATH
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_only_one_server_has_the_folder(tmp_path: Path) -> None:

@@ -1,9 +1,15 @@
-"""Each process gets its own settings, and a typo stops the server."""
+"""Each process gets its own settings, and a typo stops the server.
+
+What a process writes of its start is read once, line by line.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from cotrain_server.supervisor import environment as variables
-from cotrain_store.settings.removed import REPLACED_BY
+from cotrain_server.supervisor.environment import NewLines, doing_in
+from cotrain_store.settings.store import REPLACED_BY
 
 
 def test_a_process_gets_its_own_variables_and_no_others() -> None:
@@ -46,3 +52,23 @@ def test_every_process_gets_its_failpoints() -> None:
     inherited = {"COTRAIN_FAILPOINTS": "x", "COTRAIN_FAILPOINTS_LOG": "y"}
     assert variables.environment(variables.API, {}, inherited) == inherited
     assert variables.refused_variables(inherited) == []
+
+
+def test_only_what_is_added_is_read_and_only_whole_lines(tmp_path: Path) -> None:
+    log = tmp_path / "w0.log"
+    assert NewLines(log).take() == []  # not there yet
+    log.write_text("of an earlier start\n")
+    lines = NewLines(log)
+    with log.open("a") as written:
+        for text, found in [("one\ntw", ["one"]), ("", []), ("o\nthree\n", ["two", "three"])]:
+            written.write(text)
+            written.flush()
+            assert lines.take() == found
+    log.write_text("new\n")  # emptied, since it had grown large
+    assert lines.take() == ["new"]
+
+
+def test_a_line_of_a_start_says_what_is_done() -> None:
+    assert doing_in('{"ts": "x", "event": "starting", "doing": "loading"}') == "loading"
+    for other in ('{"event": "cycle_committed"}', "no JSON", "[]", '"starting"'):
+        assert doing_in(other) is None

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.programs import Plan, Programs
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def programs(tmp_path: Path) -> Programs:

@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -18,10 +19,6 @@ from cotrain_server.supervisor import process as children
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.process import TETHER, Child, Program, Reason, RestartHistory
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 SLEEPER = Program("sleeper", ["sleep", "60"], {"PATH": os.environ["PATH"]}, grace_s=5)
 STUBBORN = replace(SLEEPER, command=["sh", "-c", "trap '' TERM; echo up; sleep 60"], grace_s=0.1)
@@ -33,9 +30,9 @@ class Watched:
 
     def __init__(self, folder: Path, program: Program) -> None:
         self.lines: asyncio.Queue[str] = asyncio.Queue()
-        self.troubles: list[str | None] = []
+        self.problems: list[str | None] = []
         self.child = Child(
-            program, DataFolder(folder), self.lines.put_nowait, lambda _, t: self.troubles.append(t)
+            program, DataFolder(folder), self.lines.put_nowait, lambda _, t: self.problems.append(t)
         )
         self.kept = asyncio.create_task(self.child.keep())
 
@@ -97,7 +94,7 @@ async def test_a_crash_loop_is_reported_and_goes_on(tmp_path: Path) -> None:
     watched.child.restarts = RestartHistory((time.monotonic(),) * 4)
     await watched.pid()
     assert "starting it again in 5 s" in await watched.lines.get()
-    assert watched.troubles == [
+    assert watched.problems == [
         "exited with status 7, 5 times in the last minute; its log says why."
     ]
     await watched.child.stop()
@@ -112,7 +109,7 @@ async def test_a_process_that_is_killed_after_a_good_life_is_started_at_once(
     for _ in range(2):
         os.kill(await watched.pid(), signal.SIGKILL)
         assert "starting it again in 0.1 s" in await watched.lines.get()
-    assert "10 times in the last minute" in str(watched.troubles[0])
+    assert "10 times in the last minute" in str(watched.problems[0])
     await watched.child.stop()
     await watched.kept
 
@@ -155,7 +152,7 @@ async def test_a_refusal_of_what_ran_before_is_tried_again_and_reported(tmp_path
     watched.child.restarts = RestartHistory((time.monotonic(),) * 4)
     await watched.pid()
     assert "starting it again in 5 s" in await watched.lines.get()
-    assert watched.troubles == ["exited with status 2, 5 times in the last minute: No such model."]
+    assert watched.problems == ["exited with status 2, 5 times in the last minute: No such model."]
     await watched.child.stop()
     await watched.kept
 
@@ -167,8 +164,8 @@ async def test_a_trouble_is_over_once_the_process_has_lived_a_while(
     watched = Watched(tmp_path, SLEEPER)
     watched.child.restarts = RestartHistory((time.monotonic(),) * 5)
     await watched.pid()
-    await until(lambda: watched.troubles)
-    assert watched.troubles == [None]
+    await until(lambda: watched.problems)
+    assert watched.problems == [None]
     await watched.child.stop()
     await watched.kept
 

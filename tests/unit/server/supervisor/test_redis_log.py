@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.json_log import as_json
+from cotrain_server.supervisor.process import Reason
 from cotrain_server.supervisor.redis_log import reason_of_redis
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_server.supervisor.process import Reason
 
 STARTED = [
     "# oO0OoO0OoO0Oo Redis is starting oO0OoO0OoO0Oo",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,6 @@ from cotrain_server.supervisor.process import Program
 from cotrain_server.supervisor.programs import Plan, Programs
 from cotrain_server.supervisor.supervisor import Supervisor
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 #: Ends at SIGTERM, and says so in a file of all.
 ORDERLY = "trap 'echo {name} >> {order}; exit 0' TERM; echo up; while :; do sleep 0.02; done"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -11,14 +12,9 @@ from jinja2 import TemplateSyntaxError
 
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis import chat_template as chat
-from cotrain_server.text_apis.chat_template import ChatTemplate
-from cotrain_server.text_apis.detokenizer import Tokenizer
+from cotrain_server.text_apis.chat_template import ChatTemplate, Message
+from cotrain_server.text_apis.tokenizer_cache import Tokenizer
 from tests.support.tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, trained_tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_server.text_apis.chat_template import Message
 
 LLAMA2 = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}\
 {% set loop_messages = messages[1:] %}{% else %}{% set loop_messages = messages %}{% endif %}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,18 +12,18 @@ from cotrain_server.errors import Invalid
 from cotrain_server.parsing.parser import THREAD_ABOVE
 from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis import prompts
-from cotrain_server.text_apis.detokenizer import Tokenizer
-from cotrain_server.text_apis.model_names import Target
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
-from cotrain_server.text_apis.prompts import chat_body, longest_text, prompt_bodies, text_weight
-from cotrain_server.text_apis.tokenizer_cache import language_of
+from cotrain_server.text_apis.prompts import (
+    Target,
+    chat_body,
+    longest_text,
+    prompt_bodies,
+    text_weight,
+)
+from cotrain_server.text_apis.tokenizer_cache import Tokenizer, language_of
+from cotrain_store.bodies.sample_body import SampleBody
 from tests.support.http_api import POOL
 from tests.support.talking import write_language
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.bodies.sample_body import SampleBody
 
 LARGE = replace(POOL, max_sequence_tokens=32_768)
 
@@ -99,7 +100,7 @@ def test_what_a_template_makes_of_short_messages_is_bounded_too(
 def test_many_prompts_are_bounded_together(
     target: Target, cut: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "MOST_CHARACTERS", 100_000)
+    monkeypatch.setattr(prompts, "MAX_CHARACTERS", 100_000)
     assert len(bodies(target, *["x" * 50_000] * 2)) == 2
     with pytest.raises(
         Invalid, match=r"^prompt: the texts .* 100000 characters together, not 150000"

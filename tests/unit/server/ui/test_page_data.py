@@ -6,19 +6,23 @@ from typing import Any
 
 import pytest
 
-from cotrain_server.ui.data.activity import activity_of, own_activity_of
-from cotrain_server.ui.data.curves import curves_of
+from cotrain_server.ui.data.activity import activity_of, curves_of, own_activity_of
 from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, timeline_of
 from cotrain_server.ui.data.problems import problems_of
-from cotrain_server.ui.data.runs import keeps, state_of, waits_for
-from cotrain_server.ui.data.worker_runs import RUNS_SHOWN, busiest, tokens_of_runs
+from cotrain_server.ui.data.runs import (
+    RUNS_SHOWN,
+    busiest,
+    keeps,
+    state_of,
+    tokens_of_runs,
+    waits_for,
+)
 from cotrain_server.ui.number_format import age, ago, duration, percent, plural, short, size
 from cotrain_server.ui.pages.playground import level_of
-from cotrain_store.messages.history import HistoryPoint
+from cotrain_store.messages.fleet import Pause, Pauses
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId
-from cotrain_store.messages.pauses import Pause, Pauses
-from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
-from cotrain_store.monitoring.last_hour import Minute
+from cotrain_store.messages.runs import HistoryPoint, LoraSpec, RunRecord, RunState
+from cotrain_store.monitoring.status import Minute
 from cotrain_store.tenants.run_list import RunPosition
 
 NOW = 10_000.0

@@ -12,7 +12,7 @@ from cotrain_server.views.records import (
 )
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WeightsRef
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
-from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.tenants.catalog import RunEntry
 
 ALICE, BOB = TenantId("t-alice"), TenantId("t-bob")

@@ -19,7 +19,7 @@ from cotrain_server.views.session_search import (
     summary_of,
 )
 from cotrain_store.messages.ids import RunId, SessionId, TenantId
-from cotrain_store.messages.sessions import SessionRecord
+from cotrain_store.messages.runs import SessionRecord
 from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
 
 ALICE = TenantId("t-alice")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta, timezone
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,11 +10,8 @@ from cotrain.wire.usage import CheckpointUsage, PrefillUsage, SampleUsage, Train
 from cotrain_server.errors import Invalid
 from cotrain_server.views.usage import events_of, last_day, sources_of, total_of, window
 from cotrain_store.messages.ids import SessionId, TenantId
-from cotrain_store.messages.sessions import SessionRecord, Tenant
-from cotrain_store.tenants.usage import UsageRow
-
-if TYPE_CHECKING:
-    from cotrain_store.tenants.usage import What
+from cotrain_store.messages.runs import SessionRecord, Tenant
+from cotrain_store.tenants.usage import UsageRow, What
 
 NOW = datetime(2026, 7, 14, 12, 30, tzinfo=UTC)
 NOON = datetime(2026, 7, 14, 12, tzinfo=UTC)

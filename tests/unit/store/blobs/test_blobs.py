@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from cotrain_store.blobs.claim import MARK
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.blobs.opening import open_blobs
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_store.blobs.protocol import Blobs
-    from tests.support.object_store import SeaweedFS
+from cotrain_store.blobs.opening import MARK, open_blobs
+from cotrain_store.blobs.protocol import Blobs
+from tests.support.object_store import SeaweedFS
 
 
 @pytest.fixture(params=["folder", "objects"])

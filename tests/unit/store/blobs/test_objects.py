@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import sys
 import tarfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
 import pytest
@@ -17,13 +18,12 @@ from cotrain_server.http.downloads import TarDownload, file_download, open_files
 from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis.tokenizer_cache import language_of
 from cotrain_store.blobs import opening
-from cotrain_store.blobs.claim import MARK, claim_blobs
-from cotrain_store.blobs.durable_files import passes
-from cotrain_store.blobs.failures import FAILURES
-from cotrain_store.blobs.opening import check_url, open_blobs
+from cotrain_store.blobs.folder import passes
+from cotrain_store.blobs.objects import FAILURES
+from cotrain_store.blobs.opening import MARK, check_url, claim_blobs, open_blobs
 from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
-from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.disk.object_spool import ObjectSpool
+from cotrain_store.disk.result_storage import SUMS, sums_of
 from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.errors import (
     CheckpointDamaged,
@@ -37,15 +37,10 @@ from cotrain_workers.worker.tokenizer import publish_tokenizer
 from tests.support.http_api import POOL
 from tests.support.object_store import BadNetwork, SeaweedFS
 from tests.support.processes import ended, settings_of
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.tiny_models import build_tiny_qwen3
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from tests.support.redis_server import EmbeddedRedis
-
-    Open = Callable[..., Blobs]
+Open = Callable[..., Blobs]
 
 PATH = "tinker://s:train:0/weights/a"
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -23,9 +23,6 @@ from cotrain_store.disk.spool import (
 )
 from cotrain_store.errors import SpoolCorrupt
 from tests.support.processes import environment_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 #: Nothing in here takes a second; a hang fails instead of hanging.
 PATIENCE_S = 120

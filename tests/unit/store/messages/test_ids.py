@@ -1,15 +1,20 @@
+""""""
+
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_store.messages.ids import (
     RequestId,
     SessionId,
+    decode,
     request_id,
     run_id,
     run_of,
 )
+from cotrain_store.messages.runs import LoraSpec, PoolRecord
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
 
@@ -23,3 +28,21 @@ def test_a_request_names_its_run_and_its_place(session: str, seq: int, model_seq
 
 def test_what_is_not_a_request_names_no_run() -> None:
     assert run_of(RequestId("nonsense")) == ""
+
+
+def test_a_field_that_is_not_there_yet_takes_its_default() -> None:
+    assert decode(LoraSpec, {"rank": 2, "seed": 3, "new": 1}) == LoraSpec(rank=2, seed=3)
+    with pytest.raises(TypeError):
+        decode(LoraSpec, {"rank": 2})
+
+
+def test_records_of_the_version_before_are_read() -> None:
+    """A pool that an older worker wrote: it cannot sample, and says so."""
+    fields = {
+        "id": "p", "base_model": "m", "architecture": "Q", "vocab_size": 5, "context_length": 9,
+        "max_rank": 8, "num_parameters": 1, "device": "cpu", "dtype": "float32",
+        "numerics_id": "", "tokens_per_s": 1.0,
+    }  # fmt: skip
+    pool = decode(PoolRecord, fields)
+    assert (pool.eos_token_ids, pool.tokenizer) == ((), "")
+    assert (pool.max_sequence_tokens, pool.sampler) == (0, "")

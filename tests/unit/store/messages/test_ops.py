@@ -6,12 +6,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import (
     RequestId,
     RunId,
     TenantId,
     WorkerId,
+    encode,
 )
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 

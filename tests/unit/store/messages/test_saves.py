@@ -1,14 +1,16 @@
+""""""
+
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_store.messages.encoding import encode
 from cotrain_store.messages.ids import (
     WeightsRef,
+    encode,
 )
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest, external_folder
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
 specs = st.builds(LoraSpec, rank=st.integers(1, 256), seed=st.integers(0, 2**31))
@@ -45,3 +47,10 @@ def test_a_load_is_read_back(load: LoadRequest) -> None:
 
 def test_what_a_save_does_not_say_takes_its_default() -> None:
     assert SaveRequest.parse(b'{"name": "x"}') == SaveRequest(name="x")
+
+
+@given(names, names)
+def test_weights_of_their_own_have_a_folder_of_their_own(one: str, other: str) -> None:
+    folders = external_folder(WeightsRef(one)), external_folder(WeightsRef(other))
+    assert (folders[0] == folders[1]) == (one == other)
+    assert "/" not in folders[0]

@@ -4,17 +4,15 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import structlog
 
 from cotrain_store.monitoring.logs import REQUESTS_PER_LINE, configure_logs, log_requests
 from tests.support.processes import environment_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 CANARY = "tml-0a1b2c3d_S3cr3t-of_the.tenant"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
 from cotrain_store.settings.store import StoreSettings
 from tests.support.ports import free_port
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def settings_of(tmp_path: Path, port: int) -> StoreSettings:

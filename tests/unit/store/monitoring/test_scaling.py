@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from cotrain_store.messages.scaling import DOWN_AFTER_S, Bounds, first_scaling
+from cotrain_store.messages.fleet import DOWN_AFTER_S, Bounds, first_scaling
 from cotrain_store.monitoring.backlog import Demand, Growth, workers_needed
 
 RATE = 1_000.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -19,9 +20,6 @@ from cotrain_store.monitoring.otlp import BoundedProcessor, OtlpTracer
 from cotrain_store.monitoring.tracing import TracingRefused, is_asked_for
 from tests.support.otlp_receiver import Receiver
 from tests.support.processes import environment_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 CLIENT = f"00-{'ab' * 16}-{'cd' * 8}-01"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cotrain_store.redis_client.address import (
-    MOST_REPLICAS,
+    MAX_REPLICAS,
     RedisAddress,
     parse_address,
     with_password,
@@ -54,7 +54,7 @@ def test_tls_is_for_redis_and_sentinels_and_each_has_its_own_password() -> None:
         ("redis+sentinel://one:x/cotrain", "port 'x' is no number up to 65535"),
         ("redis+sentinel://one/cotrain/first", "database 'first' is no number"),
         ("redis://host?replicas=-1", "replicas '-1' is no number"),
-        (f"redis://host?replicas={MOST_REPLICAS + 1}", f"is no number up to {MOST_REPLICAS}"),
+        (f"redis://host?replicas={MAX_REPLICAS + 1}", f"is no number up to {MAX_REPLICAS}"),
     ],
 )
 def test_what_is_no_address_is_told_by_the_part_that_is_wrong(url: str, said: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -12,9 +12,6 @@ from structlog.testing import capture_logs
 
 from cotrain_store.redis_client.connection import stop_tasks
 from cotrain_store.redis_client.subscription import repeat
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 async def test_what_redis_refuses_ends_one_turn_and_is_logged() -> None:

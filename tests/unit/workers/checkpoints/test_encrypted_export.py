@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyrage
 import pytest
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.checksums import SUMS, sums_of
+from cotrain_store.disk.result_storage import SUMS, sums_of
 from cotrain_store.messages.ids import WeightsRef
-from cotrain_store.messages.weights import external_folder
+from cotrain_store.messages.saves import external_folder
 from cotrain_workers.checkpoints.encrypted_export import (
     base_model_of_files,
     refuse_recipients,
     write_external,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 REF = WeightsRef("s:train:0:4")
 SSH = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice"

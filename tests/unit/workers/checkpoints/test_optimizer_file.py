@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +20,6 @@ from cotrain_workers.checkpoints.optimizer_file import (
 from cotrain_workers.engine.ops import HostOptimizer
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from tests.support.full_table import no_descriptor
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SPEC = AdapterSpec(rank=2, seed=3, train_mlp=False)
 

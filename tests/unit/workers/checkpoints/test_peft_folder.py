@@ -6,8 +6,10 @@ import os
 import subprocess
 import threading
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.checksums import SUMS, read_sums, sums_of
+from cotrain_store.disk.result_storage import SUMS, read_sums, sums_of
 from cotrain_workers.checkpoints import peft_folder
 from cotrain_workers.checkpoints.peft_folder import (
     CONFIG,
@@ -31,19 +33,14 @@ from cotrain_workers.checkpoints.peft_folder import (
     remove_folder,
     write_folder,
 )
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from tests.support.full_table import no_descriptor
 from tests.support.training import MIX, Tenant, random_datum
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-
-    NewEngine = Callable[..., Engine]
-    ModelFolder = Callable[..., Path]
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
 
 BASE = "qwen/tiny"
 TARGETS = (

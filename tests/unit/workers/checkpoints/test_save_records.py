@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId
+from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.samples import SamplerRecord
-from cotrain_store.messages.saves import SaveRequest
-from cotrain_store.messages.weights import CheckpointRecord
+from cotrain_store.messages.saves import CheckpointRecord, SaveRequest
 from cotrain_workers.checkpoints.files import Saved
 from cotrain_workers.checkpoints.save_records import DoneSave, saves_of
 from cotrain_workers.engine.ops import Failure, HostOptimizer, HostWeights, SaveOutput

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Create, Failure, Pass, PassOutput
+from cotrain_workers.engine.ops import Create, CycleOutput, Failure, Op, Pass, PassOutput
 from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX, Tenant, same_bits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from cotrain_workers.engine.ops import CycleOutput, Op
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 pytestmark = pytest.mark.numerics
 

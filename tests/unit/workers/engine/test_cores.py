@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +13,11 @@ import torch
 from typing_extensions import override
 
 from cotrain_workers.engine.cores import TRY_EVERY, CoreChoice, StepCores, keeps_bits, use_cores
+from cotrain_workers.engine.decoding.model_runner import Forward
+from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import assert_same, output, request, text, trained_weights
 from tests.support.tiny_models import build_tiny
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from cotrain_workers.engine.decoding.model_runner import Forward
-    from cotrain_workers.engine.decoding.requests import SampleOutput
 
 
 class AlwaysAlone(CoreChoice):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from cotrain_workers.engine.cycle import drive, run_to_end
-
-if TYPE_CHECKING:
-    from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.cycle import Yielding, drive, run_to_end
 
 
 def computation(caught: list[BaseException]) -> Yielding[str]:

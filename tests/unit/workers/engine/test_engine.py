@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
     Failure,
+    Op,
     OptimStep,
     Pass,
     PassOutput,
@@ -19,13 +21,7 @@ from cotrain_workers.engine.ops import (
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.training import Tenant, random_datum, relative_error, same_bits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Op
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 LOSS_BY_TENANT = ("cross_entropy", "ppo", "gspo", "cispo", "dro", "importance_sampling")
 EIGHT = tuple(

@@ -6,7 +6,9 @@ What stays for a real one: the kernels themselves, streams, the compiler, and ho
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,24 +20,25 @@ from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import attention
-from cotrain_workers.engine.ops import Failure, HostWeights, ReverseKl, Save, SaveOutput
+from cotrain_workers.engine.ops import (
+    CycleOutput,
+    Failure,
+    HostWeights,
+    Op,
+    ReverseKl,
+    Save,
+    SaveOutput,
+)
 from cotrain_workers.engine.spec import AdapterSpec, Target
 from cotrain_workers.engine.training import memory_probe as probe
-from cotrain_workers.engine.training.memory_model import MOST_TOKENS
+from cotrain_workers.engine.training.memory_model import MAX_TOKENS
 from tests.support.decoding import finish, graph_report, request
 from tests.support.kl import kl_datums, random_weights, started
-from tests.support.rehearsed_cuda import rehearsed_cuda
+from tests.support.rehearsed_cuda import Rehearsal, rehearsed_cuda
 from tests.support.rehearsed_tensor import DEVICE, WouldWait
 from tests.support.training import MIX
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from cotrain_workers.engine.ops import CycleOutput, Op
-    from tests.support.rehearsed_cuda import Rehearsal
-
-    ModelFolder = Callable[..., Path]
+ModelFolder = Callable[..., Path]
 
 SOME = (
     MIX[0],
@@ -100,7 +103,7 @@ def test_gemma_2_trains_without_a_flash_kernel_and_says_so(
     cuda: Rehearsal, model_folder: ModelFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     attention.varlen_is_right.cache_clear()
-    attention.say_slow.cache_clear()
+    attention.warn_slow.cache_clear()
 
     succeeded(load(model_folder("gemma2")).run(ops(0)))
 
@@ -140,7 +143,7 @@ def test_sizes_are_measured(
 
     engine = load(model_folder("qwen3"), **sizes)
 
-    assert engine.facts.numerics.micro_batch_tokens == MOST_TOKENS
+    assert engine.facts.numerics.micro_batch_tokens == MAX_TOKENS
 
 
 def repeat(cuda: Rehearsal) -> Callable[..., Any]:

@@ -9,8 +9,7 @@ import torch
 from cotrain.wire.pass_codec import decode_pass_output
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.bodies.import_body import PeftAdapter, PeftModule, encode_import
-from cotrain_store.messages.encoding import encode
-from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ids import RunId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -19,9 +19,6 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
 from cotrain_workers.op_codec import answer_of, reverse_kl_op
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 REF = WeightsRef("other:train:0:3")
 WEIGHTS = HostWeights(AdapterSpec(2, 0), torch.zeros(0))

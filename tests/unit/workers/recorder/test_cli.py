@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -17,10 +16,8 @@ from cotrain.cli import COMMANDS, command_line
 from cotrain_store.messages.ids import RunId
 from cotrain_workers.recorder.file import read_cycle, write_cycle
 from tests.support.flight import A, B, Flight, a_pass, a_step, create
+from tests.unit.workers.conftest import NewEngine
 from tests.warm.popen import run
-
-if TYPE_CHECKING:
-    from tests.unit.workers.conftest import NewEngine
 
 APP = command_line(
     EntryPoint(name, f"cotrain_workers.recorder.cli:{name}", COMMANDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +14,7 @@ from cotrain_workers.recorder.file import (
     write_cycle,
 )
 from tests.support.flight import A, B, Flight, a_load, a_pass, a_save, a_step, create, whole_story
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.unit.workers.conftest import NewEngine
+from tests.unit.workers.conftest import NewEngine
 
 
 @pytest.fixture

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cotrain_store.messages.ids import RunId
-from cotrain_workers.recorder.cycle import only_run
-from cotrain_workers.recorder.file import read_cycle
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.recorder.file import RecordedCycle, only_run, read_cycle
 from cotrain_workers.recorder.replay import (
     OTHER_NUMERICS,
+    Compared,
     compared,
     engine_for,
     restore_before,
@@ -21,14 +23,7 @@ from cotrain_workers.recorder.replay import (
 )
 from tests.support.flight import A, B, C, Flight, a_pass, a_step, create, whole_story
 from tests.support.tiny_models import build_tiny
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.engine.adapters.bank import AdapterState
-    from cotrain_workers.recorder.cycle import RecordedCycle
-    from cotrain_workers.recorder.replay import Compared
-    from tests.unit.workers.conftest import NewEngine
+from tests.unit.workers.conftest import NewEngine
 
 
 @pytest.fixture

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_workers.engine.ops import OptimStep
+from cotrain_workers.engine.ops import Op, OptimStep
 from cotrain_workers.recovery.bisection import groups_of, name_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_workers.engine.ops import Op
 
 
 def ops_of(run: str, count: int) -> list[Op]:

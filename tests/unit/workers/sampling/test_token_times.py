@@ -9,8 +9,7 @@ import pytest
 
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.monitoring.definitions import Source
-from cotrain_store.monitoring.metrics import REGISTRIES
-from cotrain_store.monitoring.worker_metrics import WorkerMetrics
+from cotrain_store.monitoring.metrics import REGISTRIES, WorkerMetrics
 from cotrain_workers.engine.decoding.requests import NewTokens
 from cotrain_workers.sampling.token_times import TokenTimes
 

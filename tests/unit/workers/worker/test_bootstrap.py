@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
-from cotrain_workers.engine.ops import Pass
-from cotrain_workers.worker.bootstrap import measure_throughput
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Op
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Op, Pass
+from cotrain_workers.worker.bootstrap import BatchSizeCache, measure_throughput
 
 
 @pytest.mark.parametrize("num_tokens", [256, 1024])
@@ -32,3 +28,23 @@ def test_the_speed_is_that_of_as_many_tokens_as_are_asked_for_and_leaves_no_run(
     assert measure_throughput(engine, num_tokens) > 0
     assert trained == [0, num_tokens, num_tokens]
     assert "probe" not in engine.adapters
+
+
+def test_a_size_outlives_the_process_that_measured_it(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "sizes.json"
+    BatchSizeCache(path).remember("H200, 8B", 8192)
+    BatchSizeCache(path).remember("H200, 4B", 12288)
+
+    assert BatchSizeCache(path).tokens("H200, 8B") == 8192
+    assert BatchSizeCache(path).tokens("H100, 8B") is None
+    assert [each.name for each in path.parent.iterdir()] == ["sizes.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": "many"}', "\x00"])
+def test_a_broken_file_is_as_good_as_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "sizes.json"
+    path.write_text(content)
+    assert BatchSizeCache(path).tokens("a") is None
+
+    BatchSizeCache(path).remember("a", 1024)
+    assert BatchSizeCache(path).tokens("a") == 1024

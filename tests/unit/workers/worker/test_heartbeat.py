@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError
 
 from cotrain_store.errors import Fenced
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.oplog.execution import Execution
 from cotrain_workers.worker import heartbeat as heartbeat_module
 from cotrain_workers.worker.heartbeat import Heartbeat
-
-if TYPE_CHECKING:
-    from cotrain_store.messages.fleet import WorkerHeartbeat
-    from cotrain_store.oplog.execution import Execution
 
 ENOUGH_S = 60.0
 

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-from cotrain_workers.engine.host_memory import free_host_bytes
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from cotrain_workers.engine.device import free_host_bytes
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId
-from cotrain_workers.worker.instance_lock import (
+from cotrain_workers.worker.heartbeat import (
     WorkerIdInUse,
     await_absence,
     claim_free_worker_id,
     lock_worker_id,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def heartbeat_of(host: str, seen_at: float = 0.0) -> WorkerHeartbeat:
@@ -26,7 +23,7 @@ def heartbeat_of(host: str, seen_at: float = 0.0) -> WorkerHeartbeat:
 
 def test_a_worker_id_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib; from cotrain_workers.worker.instance_lock import lock_worker_id;"
+        "import sys, pathlib; from cotrain_workers.worker.heartbeat import lock_worker_id;"
         "lock_worker_id(pathlib.Path(sys.argv[1]), 'pool', 'w0'); print('taken', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -49,7 +46,7 @@ def test_a_process_that_is_just_ending_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = lock_worker_id(tmp_path, "pool", "w0")
-    monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: os.close(lock))
+    monkeypatch.setattr("cotrain_workers.worker.heartbeat.time.sleep", lambda _: os.close(lock))
     os.close(lock_worker_id(tmp_path, "pool", "w0"))
 
 
@@ -65,7 +62,7 @@ def test_a_heartbeat_from_another_host_that_goes_on_is_refused() -> None:
 
 
 def test_a_last_heartbeat_from_another_host_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: None)
+    monkeypatch.setattr("cotrain_workers.worker.heartbeat.time.sleep", lambda _: None)
     heartbeats = iter([heartbeat_of("there"), heartbeat_of("there"), None])
     await_absence(lambda: next(heartbeats), "here")
 
@@ -87,7 +84,7 @@ def test_the_successor_of_a_worker_takes_its_id(tmp_path: Path) -> None:
 def test_an_id_whose_process_lives_on_another_host_is_not_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: None)
+    monkeypatch.setattr("cotrain_workers.worker.heartbeat.time.sleep", lambda _: None)
     beats = iter(range(100))
 
     def of(worker: WorkerId) -> WorkerHeartbeat | None:
@@ -101,6 +98,6 @@ def test_an_id_whose_process_died_on_another_host_is_free_once_its_heartbeat_has
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a container that was killed and made anew."""
-    monkeypatch.setattr("cotrain_workers.worker.instance_lock.time.sleep", lambda _: None)
+    monkeypatch.setattr("cotrain_workers.worker.heartbeat.time.sleep", lambda _: None)
     last = iter([heartbeat_of("there")] * 3)
     assert claim_free_worker_id(tmp_path, "pool", lambda _: next(last, None), "here") == "w0"

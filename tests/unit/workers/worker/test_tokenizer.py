@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_workers.worker.tokenizer import publish_tokenizer
+from cotrain_workers.worker.tokenizer import PublishedTokenizer, publish_tokenizer
 from tests.support.tiny_models import build_tiny, build_tiny_qwen3
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.worker.tokenizer import PublishedTokenizer
 
 
 def published(source: Path, folder: Path) -> PublishedTokenizer | None:

@@ -4,20 +4,15 @@ where gradients are added up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
 
-from cotrain_workers.engine.spec import Sums
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_workers.engine.adapters.copy_streams import Arrival, HostArenas
-    from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair
+from cotrain_workers.engine.adapters.copy_streams import Arrival, HostArenas
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Sums
 
 #: The arena of what a pass that may stay open has found of its gradient: it moves with the others, and is no
 #: part of the run's state.

@@ -8,30 +8,30 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT, Adapter, arena_dtype
-from cotrain_workers.engine.adapters.copy_streams import InLine, SideStream, carry_in, carry_out
+from cotrain_workers.engine.adapters.copy_streams import (
+    CopyStream,
+    HostArenas,
+    InLine,
+    SideStream,
+    carry_in,
+    carry_out,
+)
 from cotrain_workers.engine.adapters.residency import (
     AdapterSize,
+    Moves,
     device_groups,
     moves_for,
     over_budget,
     prefetch_moves,
 )
-from cotrain_workers.engine.cycle import run_to_end
-from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas
-    from cotrain_workers.engine.adapters.residency import Moves
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.spec import Target
+from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 
 ARENAS_AT_REST = ("weights", "m", "v")  # and "grads", while a gradient is pending
 DRAWN_AT_ONCE = 1_000_000  # some 20 ms

@@ -4,15 +4,12 @@ a second stream for them.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
 
 #: Host memory is taken in such blocks and a rest: torch rounds each pinned block up to a power of two,
 #: which in one block would cost a 174 MB arena (Qwen3-8B, rank 16) 256 MB.

@@ -1,15 +1,39 @@
-"""Ops on a whole adapter: begin a run with one, copy it to the host, put another in its place."""
+"""Ops on a whole adapter: begin a run with one, copy it to the host, put another in its place.
+
+What a save gives: weights on their way to the host, which any thread may wait for.
+
+Linear combinations of adapters, exactly: by rank concatenation, without a product of matrices.
+
+`sum_i c_i s_i B_i A_i = s B A` with `A` the rows of all `A_i` and `B` the columns of all
+`(c_i s_i / s) B_i`, where `s_i` is the scale of a source and `s` that of the result.
+
+Turn an adapter that was made elsewhere into one of ours: the same function, in our layout and scale.
+
+Every module gets the run's one rank, and `alpha` 32: B takes what its own scale differs by. Rows that a
+smaller matrix lacks, and modules it leaves out, begin as those of a fresh adapter: A random, B zero. So
+they add nothing now and can be trained later.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeGuard
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
 
-from cotrain_workers.engine.adapters.adapter import discard_gradients, is_all_finite
-from cotrain_workers.engine.adapters.bank import AdapterState, draw_weights
-from cotrain_workers.engine.adapters.peft_import import ImportRefused, read_import
-from cotrain_workers.engine.adapters.saved import SavedWeights
+from cotrain_workers.engine.adapters.adapter import Adapter, discard_gradients, is_all_finite
+from cotrain_workers.engine.adapters.bank import (
+    AdapterBank,
+    AdapterState,
+    draw_weights,
+    initial_weights,
+)
+from cotrain_workers.engine.adapters.copy_streams import HostArenas
+from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
@@ -19,17 +43,150 @@ from cotrain_workers.engine.ops import (
     Import,
     Load,
     LoadOutput,
+    Op,
+    PeftAdapter,
+    PeftModule,
+    Save,
     SaveOutput,
     unknown_run,
 )
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target
 
-if TYPE_CHECKING:
-    from cotrain_workers.engine.adapters.bank import AdapterBank
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.ops import Op, Save
-    from cotrain_workers.engine.spec import AdapterSpec, Layout
 
-    Beginning = Create | Import | Load
+class SavedWeights(HostWeights):
+    """The weights of an adapter as they are now."""
+
+    _arriving: HostArenas | None
+    _adapter: weakref.ref[Adapter]
+    _version: int
+    _bytes: int
+
+    def __init__(self, adapter: Adapter, arriving: HostArenas) -> None:
+        values: dict[str, Any] = {
+            "spec": adapter.spec,
+            "_arriving": arriving,
+            "_adapter": weakref.ref(adapter),
+            "_version": adapter.version,
+            "_bytes": arriving.bytes,
+        }
+        self.__dict__.update(values)  # it is frozen
+
+    def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[explicit-override]
+        """Be plain weights in another process, which waits until they have arrived."""
+        return HostWeights, (self.spec, self.flat)
+
+    @cached_property
+    def flat(self) -> torch.Tensor:  # type: ignore[explicit-override]
+        """The weights, once they have arrived."""
+        arriving = self._arriving
+        if arriving is None:  # another thread asked in between
+            return self.flat
+        flat = arriving.whole()["weights"].float()
+        self.__dict__["flat"] = flat
+        self.__dict__["_arriving"] = None  # the blocks are free for other copies
+        return flat
+
+    @property
+    def bytes(self) -> int:  # type: ignore[explicit-override]
+        """Return the size of the weights."""
+        return self._bytes
+
+    def on_device(self) -> torch.Tensor | None:  # type: ignore[explicit-override]
+        """Return the adapter's own arena while it holds these weights."""
+        adapter = self._adapter()
+        if adapter is None or adapter.version != self._version or adapter.on_host is not None:
+            return None
+        if adapter.weights.dtype != torch.float32:
+            return None
+        adapter.hold_compute()
+        return adapter.weights
+
+
+LayoutOf = Callable[[AdapterSpec], Layout]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class ImportRefused(Exception):
+    """This adapter cannot be taken; the message is a sentence for its tenant."""
+
+
+def read_import(adapter: PeftAdapter, layout_of: LayoutOf, max_rank: int) -> HostWeights:
+    """Read the matrices of an adapter that PEFT wrote into an arena of ours.
+
+    Raises:
+        ImportRefused: it does not fit this base model, or holds what is not a number.
+    """
+    try:
+        tensors = load_tensors(adapter.tensors)
+    except SafetensorError as unreadable:
+        raise ImportRefused("The uploaded adapter cannot be read.") from unreadable
+    spec = adapter.spec
+    if not 1 <= spec.rank <= max_rank:
+        raise ImportRefused(
+            f"The adapter has rank {spec.rank}; between 1 and {max_rank} is served."
+        )
+    layout = layout_of(spec)
+    flat = initial_weights(spec, layout)
+    pair_by_name, target_by_name = (
+        layout.views(flat),
+        {target.name: target for target in layout.targets},
+    )
+    for module in adapter.modules:
+        target = target_by_name.get(module.name)
+        if target is None:
+            raise ImportRefused(f"{module.a}: the base model has no module {module.name} to adapt.")
+        a, b = (_take(tensors, name) for name in (module.a, module.b))
+        _check_shapes(module, a, b, target, spec.rank)
+        _fill(pair_by_name[module.name], a, b, module, spec.scale)
+    if tensors:
+        raise ImportRefused(f"{min(tensors)}: not a LoRA matrix of a module that can be adapted.")
+    return HostWeights(spec, flat)
+
+
+def _take(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    tensor = tensors.pop(name, None)
+    if tensor is None:
+        raise ImportRefused(f"{name} is missing.")
+    if tensor.dtype not in _DTYPES:
+        raise ImportRefused(f"{name} is {tensor.dtype}; F32, F16 and BF16 can be imported.")
+    return tensor.float()
+
+
+def _check_shapes(
+    module: PeftModule, a: torch.Tensor, b: torch.Tensor, target: Target, max_rank: int
+) -> None:
+    rank = a.shape[0] if a.ndim == 2 else 0
+    if not 1 <= rank <= max_rank:
+        raise ImportRefused(f"{module.a} has shape {list(a.shape)}: no rank of 1 to {max_rank}.")
+    for name, tensor, shape in (
+        (module.a, a, [rank, target.inputs]),
+        (module.b, b, [target.outputs, rank]),
+    ):
+        if list(tensor.shape) != shape:
+            raise ImportRefused(
+                f"{name} has shape {list(tensor.shape)}; this base model needs {shape}."
+            )
+
+
+def _fill(
+    pair: Pair, a: torch.Tensor, b: torch.Tensor, module: PeftModule, run_scale: float
+) -> None:
+    """Write a module's matrices over the first `r` of the run's ranks.
+
+    `pair.a` is `[rank, inputs]`, `pair.b` `[outputs, rank]`; `a` and `b` have `r <= rank`.
+    """
+    factor = module.scale / run_scale
+    if factor != 1.0:  # of our own exports it is: they come back to the bit
+        b = (b.double() * factor).float()
+    for name, matrix in ((module.a, a), (module.b, b)):
+        if not torch.isfinite(matrix).all():
+            raise ImportRefused(f"{name} holds numbers that are not finite, or too large.")
+    rank = a.shape[0]
+    pair.a[:rank], pair.b[:, :rank] = a, b
+
+
+Beginning = Create | Import | Load
 
 #: Of a first moment: a mean of gradients, each of which a step admitted (`adamw.largest_norm`).
 LARGEST_MOMENT = 1e19
@@ -182,3 +339,42 @@ def _begin_with(
         grads_pending=False,
     )
     bank.restore(run, state)
+
+
+def mix(
+    sources: Sequence[tuple[float, HostWeights]], layout_of: Callable[[AdapterSpec], Layout]
+) -> HostWeights:
+    """Return the adapter whose change of every module is the sum of `coefficient * change`.
+
+    Its rank is the sum of the ranks; it trains what any of its sources does. One source with
+    coefficient 1 gives the same bits. `sources` holds at least one, all of one base model.
+    """
+    spec = mixed_spec([weights.spec for _, weights in sources])
+    layout = layout_of(spec)
+    flat = torch.zeros(layout.size)
+    mixed = layout.views(flat)
+    first = 0
+    for coefficient, source in sources:
+        last = first + source.spec.rank
+        factor = coefficient * (source.spec.scale / spec.scale)
+        for name, pair in layout_of(source.spec).views(source.flat).items():
+            mixed[name].a[first:last] = pair.a
+            mixed[name].b[:, first:last] = pair.b * factor
+        first = last
+    return HostWeights(spec, flat)
+
+
+def mixed_spec(specs: Sequence[AdapterSpec]) -> AdapterSpec:
+    """Return what a combination of adapters is; its seed, never used again, is that of the first.
+
+    It keeps an alpha that all have; of several it gets the default.
+    """
+    alphas = {spec.alpha for spec in specs}
+    return AdapterSpec(
+        rank=sum(spec.rank for spec in specs),
+        seed=specs[0].seed,
+        train_attn=any(spec.train_attn for spec in specs),
+        train_mlp=any(spec.train_mlp for spec in specs),
+        train_unembed=any(spec.train_unembed for spec in specs),
+        alpha=alphas.pop() if len(alphas) == 1 else AdapterSpec.alpha,
+    )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
 
 #: Of the device memory that the base model leaves, what adapters may take. Micro-batches take up to 0.54
 #: of it (`memory_model.py`), key-value memory 0.25 (`kv_cache.py`).

@@ -7,27 +7,28 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, Pool, Slot, lay_out, slot_layout
+from cotrain_workers.engine.decoding.slot_pool import (
+    ZERO_SLOTS,
+    Pool,
+    Slot,
+    SlotLayout,
+    lay_out,
+    slot_layout,
+)
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.spec import plan_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from cotrain_workers.engine.decoding.slot_pool import SlotLayout
-    from cotrain_workers.engine.ops import HostWeights
-    from cotrain_workers.engine.spec import Target
+from cotrain_workers.engine.ops import HostWeights
+from cotrain_workers.engine.spec import Target, plan_layout
 
 DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # what the cache holds by default
 #: After its last use a slot is kept so long from a pool of another rank class that could do without it. Pools
 #: that change size are copied, and a GPU records its graphs over them again: not for every request.
 KEPT_S = 1.0
 #: Of so many weights that wait for a slot the rank is remembered, so that they are not loaded at every step.
-MOST_WAITING = 10_000
+MAX_WAITING = 10_000
 
 
 class WeightsNotFinite(ValueError):
@@ -137,7 +138,7 @@ class WeightSlots:
         return self._last_loaded[1]
 
     def _wait(self, key: str, layout: SlotLayout) -> None:
-        if key not in self._waiting and len(self._waiting) >= MOST_WAITING:
+        if key not in self._waiting and len(self._waiting) >= MAX_WAITING:
             self._waiting.clear()  # each is loaded once more
         self._waiting[key] = layout
 

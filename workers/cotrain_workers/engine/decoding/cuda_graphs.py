@@ -6,9 +6,10 @@ graph is used only after its output was compared with that of the same step run 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,29 +22,24 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
     KernelTables,
     key_offsets,
 )
-from cotrain_workers.engine.decoding.step import Chunk, MixedStep, looked_up
+from cotrain_workers.engine.decoding.kv_cache import KvCache
+from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
+from cotrain_workers.engine.decoding.step import Chunk, Item, MixedStep, looked_up
 from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.routing import StepRoute
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cotrain_workers.engine.decoding.kv_cache import KvCache
-    from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
-    from cotrain_workers.engine.decoding.step import Item
-    from cotrain_workers.engine.routing import StepRoute
-
-    # (ids [1, T], positions [1, T], route) -> hidden states [T, d]
-    RunModel = Callable[[torch.Tensor, torch.Tensor, StepRoute], torch.Tensor]
-    # Records some work; returns what repeats it, and where its output then is.
-    Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-    Key = tuple[int, tuple[tuple[int, int, int], ...]]  # rows, and where the pools lie
+# (ids [1, T], positions [1, T], route) -> hidden states [T, d]
+RunModel = Callable[[torch.Tensor, torch.Tensor, StepRoute], torch.Tensor]
+# Records some work; returns what repeats it, and where its output then is.
+Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+Key = tuple[int, tuple[tuple[int, int, int], ...]]  # rows, and where the pools lie
 
 # One row is a step of two: no graph of its own.
 ROWS = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 TOLERANCE = 0.02  # of the largest hidden state: bf16 kernels that sum in another order
 
 
-class Sent:
+class PinnedBuffer:
     """Numbers in one tensor on the device, and the host's array that they are sent from in one copy."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -60,15 +56,17 @@ class HostInputs:
     """The host's side of the inputs of one graph: filled in place, and only where a step differs."""
 
     def __init__(
-        self, rows: int, most_pages: int, slots: Sequence[int], cache: KvCache, device: torch.device
+        self, rows: int, max_pages: int, slots: Sequence[int], cache: KvCache, device: torch.device
     ) -> None:
         self._size, self._dump = cache.page_tokens, cache.dump
-        self.wide = Sent(3 * rows, torch.int64, device)  # ids, positions and key-value slots
-        self.cuts = [rows, rows * most_pages, *slots]  # of what is narrow: lengths, pages, ends
-        self.narrow = Sent(sum(self.cuts), torch.int32, device)
+        self.wide = PinnedBuffer(
+            3 * rows, torch.int64, device
+        )  # ids, positions and key-value slots
+        self.cuts = [rows, rows * max_pages, *slots]  # of what is narrow: lengths, pages, ends
+        self.narrow = PinnedBuffer(sum(self.cuts), torch.int32, device)
         self._ids, self._positions, self._kv_slots = self.wide.values.reshape(3, rows)
         self._lengths, blocks, *self._ends = np.split(self.narrow.values, np.cumsum(self.cuts)[:-1])
-        self._blocks = blocks.reshape(rows, most_pages)
+        self._blocks = blocks.reshape(rows, max_pages)
         self._blocks.fill(self._dump)
         self._pages: list[list[int]] = [[] for _ in range(rows)]  # that `_blocks` holds
 
@@ -89,7 +87,7 @@ class HostInputs:
         self._lengths[:n], self._lengths[n:] = starts + 1, 1
         slots = [item.slot for item in items]
         for pool, ends in zip(pools, self._ends, strict=True):
-            row = whole_row(slots, pool, left)
+            row = slot_per_row(slots, pool, left)
             np.cumsum(np.bincount(row, minlength=len(ends)), out=ends)
         self.wide.send()
         self.narrow.send()
@@ -138,14 +136,14 @@ class DecodeGraphs:
         self,
         run_model: RunModel,
         cache: KvCache,
-        most_pages: int,
+        max_pages: int,
         contract: Contract,
         record: Record,
     ) -> None:
         self.refused: list[str] = []  # why a graph is not used, for the operator
         self._run_model = run_model
         self._cache = cache
-        self._most_pages = most_pages
+        self._max_pages = max_pages
         self._contract = contract
         self._captured: dict[Key, Captured | None] = {}
         self._record = record
@@ -165,7 +163,7 @@ class DecodeGraphs:
         # The rows are sorted by pool.
         pools = list(dict.fromkeys(item.slot.pool for item in items if item.slot is not None))
         rows = next(rows for rows in ROWS if rows >= len(items))
-        key = (rows, tuple(lies_at(pool) for pool in pools))
+        key = (rows, tuple(memory_key(pool) for pool in pools))
         if key not in self._captured:
             self._forget_moved(key)
             self._captured[key] = self._capture(rows, pools, items, chosen)
@@ -218,29 +216,29 @@ class DecodeGraphs:
         return Captured(replay, inputs, hidden)
 
     def _inputs(self, rows: int, pools: Sequence[Pool]) -> Inputs:
-        device, most_keys = self._cache.device, self._most_pages * self._cache.page_tokens
+        device, max_keys = self._cache.device, self._max_pages * self._cache.page_tokens
         slots = [len(pool.flat) for pool in pools]
-        host = HostInputs(rows, self._most_pages, slots, self._cache, device)
+        host = HostInputs(rows, self._max_pages, slots, self._cache, device)
         ids, positions, kv_slots = host.wide.on_device.view(3, rows)
         lengths, blocks, *ends = host.narrow.on_device.split_with_sizes(host.cuts)
         tables = KernelTables(
             kv_slots=kv_slots,
             offsets=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            key_offsets=key_offsets(rows, most_keys, device),
+            key_offsets=key_offsets(rows, max_keys, device),
             lengths=lengths,
-            blocks=blocks.view(rows, self._most_pages),
-            most_queries=1,
-            most_keys=most_keys,
+            blocks=blocks.view(rows, self._max_pages),
+            max_queries=1,
+            max_keys=max_keys,
         )
         return Inputs(ids[None], positions[None], tables, ends, host)
 
 
-def lies_at(pool: Pool) -> tuple[int, int, int]:
+def memory_key(pool: Pool) -> tuple[int, int, int]:
     """Name the memory that a graph over a pool reads: rank, address, slots."""
     return pool.layout.rank, pool.flat.data_ptr(), len(pool.flat)
 
 
-def whole_row(slots: Sequence[Slot | None], pool: Pool, left: int) -> list[int]:
+def slot_per_row(slots: Sequence[Slot | None], pool: Pool, left: int) -> list[int]:
     """Return which slot of a pool each row takes, `left` of filler included, in ascending order.
 
     Rows of other adapters take a slot of zeros: the first one before those of the pool, else the last.

@@ -6,27 +6,23 @@ Not run by the CPU tests; `tests/gpu` compares both with the plain parts, which 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from cotrain_workers.engine.decoding.paged_attention import positions
+from cotrain_workers.engine.decoding.kv_cache import KvCache
+from cotrain_workers.engine.decoding.paged_attention import Span, positions
+from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.attention import NARROW, varlen_kernel, varlen_parameters
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_workers.engine.decoding.kv_cache import KvCache
-    from cotrain_workers.engine.decoding.paged_attention import Span
-    from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
-    from cotrain_workers.engine.routing import AttentionRule
+from cotrain_workers.engine.routing import AttentionRule
 
 NEEDED = {"block_table", "seqused_k", "window_size", "scale", "enable_gqa"}
-MOST_GROUPS = 1023  # of one grouped product
+MAX_GROUPS = 1023  # of one grouped product
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +50,7 @@ def groups_take(weight: torch.Tensor, slots: Sequence[Slot | None]) -> bool:
     """Return whether the adapters of a step can be one grouped product per pool."""
     most = max((slot.pool.flat.shape[0] for slot in slots if slot is not None), default=0)
     has_them = hasattr(functional, "grouped_mm")
-    return weight.is_cuda and weight.dtype in NARROW and has_them and most <= MOST_GROUPS
+    return weight.is_cuda and weight.dtype in NARROW and has_them and most <= MAX_GROUPS
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,8 @@ class KernelTables:
     key_offsets: torch.Tensor  # int32 [s + 1]: where each one's pages would begin, side by side
     lengths: torch.Tensor  # int32 [s]: positions to attend to
     blocks: torch.Tensor  # int32 [s, pages]
-    most_queries: int
-    most_keys: int
+    max_queries: int
+    max_keys: int
 
 
 def kernel_tables(spans: Sequence[Span], cache: KvCache, device: torch.device) -> KernelTables:
@@ -89,14 +85,14 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, device: torch.device) -
         key_offsets=key_offsets(len(spans), pages * size, device),
         lengths=int32([span.stop for span in spans]),
         blocks=int32(blocks),
-        most_queries=max(counts),
-        most_keys=pages * size,
+        max_queries=max(counts),
+        max_keys=pages * size,
     )
 
 
-def key_offsets(spans: int, most_keys: int, device: torch.device) -> torch.Tensor:
+def key_offsets(spans: int, max_keys: int, device: torch.device) -> torch.Tensor:
     """Return where the pages of each of `spans` would begin if all had the most, and the end."""
-    return torch.arange(spans + 1, dtype=torch.int32, device=device) * most_keys
+    return torch.arange(spans + 1, dtype=torch.int32, device=device) * max_keys
 
 
 class Contract(NamedTuple):
@@ -132,15 +128,15 @@ class KernelAttention:
         splits = {"num_splits": 1} if self._contract.one_split else {}
         # Of one query nothing lies to the right. With a bound there, FlashAttention 2 reads the keys once
         # for each head of queries; without, once for all that share them.
-        right = -1 if tables.most_queries == 1 and rule.window is None else 0
+        right = -1 if tables.max_queries == 1 and rule.window is None else 0
         out: torch.Tensor = kernel(
             q[:n].contiguous(),
             keys,
             values,
             tables.offsets,
             tables.key_offsets if self._contract.key_offsets else None,
-            tables.most_queries,
-            tables.most_keys,
+            tables.max_queries,
+            tables.max_keys,
             scale=rule.scaling,
             window_size=((rule.window - 1) if rule.window else -1, right),
             enable_gqa=q.shape[1] != keys.shape[2],

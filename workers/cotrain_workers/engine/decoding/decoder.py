@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from cotrain_workers.engine.adapters.copy_streams import InLine, SideStream
+from cotrain_workers.engine.adapters.copy_streams import CopyStream, InLine, SideStream
 from cotrain_workers.engine.cores import StepCores, keeps_bits
 from cotrain_workers.engine.decoding.adapter_slots import (
     PinnedWeights,
@@ -24,45 +25,35 @@ from cotrain_workers.engine.decoding.adapter_slots import (
     default_bytes,
 )
 from cotrain_workers.engine.decoding.kv_cache import (
-    MOST_SEQUENCES,
+    MAX_SEQUENCES,
     PAGE_TOKENS,
     SHARED_STEP_TOKENS,
     STEP_TOKENS,
+    DecoderSizes,
     KvCache,
     affordable_tokens,
     decoder_share,
     sampler_bytes,
 )
-from cotrain_workers.engine.decoding.model_runner import ModelRunner
-from cotrain_workers.engine.decoding.next_tokens import choose_next, find_ready
+from cotrain_workers.engine.decoding.model_runner import Forward, ModelRunner
+from cotrain_workers.engine.decoding.next_tokens import NextTokens, choose_next, find_ready
 from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores, asks_about_prompt
-from cotrain_workers.engine.decoding.requests import NewTokens
+from cotrain_workers.engine.decoding.requests import (
+    NewTokens,
+    Progress,
+    SampleOutput,
+    SampleRequest,
+    TextOf,
+)
 from cotrain_workers.engine.decoding.results import StepLog, output_of, sampled
 from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
 from cotrain_workers.engine.decoding.scheduling.scheduler import DecodeScheduler, StepSizes
-from cotrain_workers.engine.decoding.sequence import Group
+from cotrain_workers.engine.decoding.sequence import Group, SequenceState
 from cotrain_workers.engine.decoding.step import Chunk
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
 from cotrain_workers.engine.decoding.validation import refuse_sample
-from cotrain_workers.engine.ops import Failure, WeightsMissing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-
-    from cotrain_workers.engine.adapters.copy_streams import CopyStream
-    from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
-    from cotrain_workers.engine.decoding.model_runner import Forward
-    from cotrain_workers.engine.decoding.next_tokens import NextTokens
-    from cotrain_workers.engine.decoding.requests import (
-        Progress,
-        SampleOutput,
-        SampleRequest,
-        TextOf,
-    )
-    from cotrain_workers.engine.decoding.sequence import SequenceState
-    from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.ops import HostWeights
+from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.ops import Failure, HostWeights, WeightsMissing
 
 
 class EngineDecoder:
@@ -92,9 +83,9 @@ class EngineDecoder:
         self._page_tokens = page
         self._index = PrefixIndex(pages)
         self.slots = WeightSlots(base.targets, device, dtype, weights, weights_bytes)
-        step_tokens = MOST_SEQUENCES + max(page, sizes.step_tokens or STEP_TOKENS[device.type])
+        step_tokens = MAX_SEQUENCES + max(page, sizes.step_tokens or STEP_TOKENS[device.type])
         shared = SHARED_STEP_TOKENS[device.type]
-        step = StepSizes(page, alone=step_tokens, shared=shared, sequences=MOST_SEQUENCES)
+        step = StepSizes(page, alone=step_tokens, shared=shared, sequences=MAX_SEQUENCES)
         self.scheduler = DecodeScheduler(pages, self._index, step)
         self._cache = KvCache(base.kv, pages.count, page, device, dtype)
         self._head_chunk_rows = sizes.head_chunk_rows
@@ -210,7 +201,7 @@ class EngineDecoder:
         blocked: set[str] = set()  # tenants whose next weights cannot be had now
         while (sequence := self.scheduler.next_waiting(blocked)) is not None:
             group = sequence.group
-            preempted = self.scheduler.make_fit(sequence)
+            preempted = self.scheduler.preempt_for(sequence)
             if preempted is None:
                 return
             self._note_preempted(preempted)
@@ -240,7 +231,7 @@ class EngineDecoder:
         assert weights is not None
         fits_without = partial(self.slots.fits_without, weights)
         for candidates in (self.slots.rivals(weights), self.slots.in_use()):
-            preempted = self.scheduler.make_weights_fit(sequence, candidates, fits_without)
+            preempted = self.scheduler.evict_weights_for(sequence, candidates, fits_without)
             if preempted is not None:
                 self._note_preempted(preempted)
                 return self._pinned.pin(weights, at_once=True)

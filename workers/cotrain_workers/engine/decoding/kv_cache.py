@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from cotrain_workers.engine.device import to_device, unordered_writes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_workers.engine.model.base_model import KvShape
+from cotrain_workers.engine.model.base_model import KvShape
 
 CPU_TOKENS = 65_536
 CPU_BYTES = 2 * 1024**3
@@ -108,7 +104,7 @@ def affordable_tokens(
     return min(wanted, CPU_BYTES // token_bytes)
 
 
-MOST_SEQUENCES = 256  # of one tenant that run at once
+MAX_SEQUENCES = 256  # of one tenant that run at once
 
 
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # of prompts, per step: the bound on activations

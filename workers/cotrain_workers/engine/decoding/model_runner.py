@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,22 +16,25 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
     kernel_tables,
     kernel_takes,
 )
+from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, positions
 from cotrain_workers.engine.decoding.paged_attention_check import find_contract
 from cotrain_workers.engine.decoding.row_lora import RowLora
-from cotrain_workers.engine.decoding.step import Chunk, MixedStep, arrange, looked_up, padded
+from cotrain_workers.engine.decoding.slot_pool import Slot
+from cotrain_workers.engine.decoding.step import (
+    Chunk,
+    Item,
+    Lora,
+    MixedStep,
+    Plan,
+    arrange,
+    looked_up,
+    padded,
+)
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.model.base_model import UNEMBED
+from cotrain_workers.engine.model.base_model import UNEMBED, BaseModel
 from cotrain_workers.engine.model.unembedding import capped, raw_logits
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_workers.engine.decoding.kv_cache import KvCache
-    from cotrain_workers.engine.decoding.slot_pool import Slot
-    from cotrain_workers.engine.decoding.step import Item, Lora, Plan
-    from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.routing import StepRoute
+from cotrain_workers.engine.routing import StepRoute
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Forward:
 class ModelRunner:
     """Runs steps over one base model and one key-value memory."""
 
-    def __init__(self, base: BaseModel, cache: KvCache, most_pages: int) -> None:
+    def __init__(self, base: BaseModel, cache: KvCache, max_pages: int) -> None:
         self.graphs: DecodeGraphs | None = None
         self._base = base
         self._cache = cache
@@ -62,7 +65,7 @@ class ModelRunner:
         )
         if self._contract is not None and groups_take(weight, []):
             self.graphs = DecodeGraphs(
-                self._run_model, cache, most_pages, self._contract, CudaRecorder()
+                self._run_model, cache, max_pages, self._contract, CudaRecorder()
             )
 
     def forward(

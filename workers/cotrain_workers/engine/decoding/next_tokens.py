@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from cotrain_workers.engine.adapters.copy_streams import carry_out
+from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas, carry_out
+from cotrain_workers.engine.decoding.model_runner import Forward
 from cotrain_workers.engine.decoding.prompt_logprobs import likeliest
 from cotrain_workers.engine.decoding.results import choice_of
+from cotrain_workers.engine.decoding.sequence import SequenceState
+from cotrain_workers.engine.decoding.slot_pool import Slot
 from cotrain_workers.engine.decoding.step import Row, slot_order
 from cotrain_workers.engine.decoding.token_sampler import choose
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.unembedding import picked_logprobs
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    import numpy as np
-
-    from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas
-    from cotrain_workers.engine.decoding.model_runner import Forward
-    from cotrain_workers.engine.decoding.sequence import SequenceState
-    from cotrain_workers.engine.decoding.slot_pool import Slot
-
-    # (hidden states [n, d], slots) -> logits [n padded, V]
-    Logits = Callable[[torch.Tensor, list[Slot | None]], torch.Tensor]
+# (hidden states [n, d], slots) -> logits [n padded, V]
+Logits = Callable[[torch.Tensor, list[Slot | None]], torch.Tensor]
 
 
 class Ready(NamedTuple):
@@ -36,7 +31,7 @@ class Ready(NamedTuple):
     hidden: torch.Tensor
 
 
-class Asked(NamedTuple):
+class TextRequest(NamedTuple):
     """The most probable tokens of those sequences that want to know `k` of them."""
 
     sequences: Sequence[SequenceState]
@@ -60,7 +55,7 @@ class NextTokens:
 
     sequences: Sequence[SequenceState]
     tokens: torch.Tensor  # int64 [n], on the device
-    _asked: Sequence[Asked]
+    _asked: Sequence[TextRequest]
     _on_host: HostArenas
 
     @property
@@ -154,9 +149,9 @@ def choose_next(
     return NextTokens(ready.sequences, every, asked, carry_out(copies, arenas))
 
 
-def ask(sequences: Sequence[SequenceState], logits: torch.Tensor) -> Iterator[Asked]:
+def ask(sequences: Sequence[SequenceState], logits: torch.Tensor) -> Iterator[TextRequest]:
     """Find the most probable tokens for those who want to know; rows of one `k` go together."""
     wanted = [sequence.group.request.topk_sample_logprobs for sequence in sequences]
     for k in set(wanted) - {0}:
         rows = [at for at, own in enumerate(wanted) if own == k]
-        yield Asked([sequences[at] for at in rows], k, *likeliest(take(logits, rows), k))
+        yield TextRequest([sequences[at] for at in rows], k, *likeliest(take(logits, rows), k))

@@ -7,20 +7,17 @@ neighbours, cached pages and preemption change no bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
+from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.device import unordered_writes
 from cotrain_workers.engine.model.attention import softcapped_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from cotrain_workers.engine.decoding.kv_cache import KvCache
-    from cotrain_workers.engine.routing import AttentionRule
+from cotrain_workers.engine.routing import AttentionRule
 
 
 class Span(NamedTuple):

@@ -5,23 +5,20 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from cotrain_workers.engine.decoding.cuda_kernels import (
     CONTRACTS,
+    Contract,
     KernelAttention,
     kernel_tables,
 )
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span
 from cotrain_workers.engine.model.attention import varlen_parameters
+from cotrain_workers.engine.model.base_model import KvShape
 from cotrain_workers.engine.routing import AttentionRule
-
-if TYPE_CHECKING:
-    from cotrain_workers.engine.decoding.cuda_kernels import Contract
-    from cotrain_workers.engine.model.base_model import KvShape
 
 #: Over the largest value: probabilities rounded to 16 bits.
 TOLERANCE = 2e-2

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
-from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB, TopK
+from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB, SampleRequest, TopK
 from cotrain_workers.engine.model.unembedding import picked_logprobs
-
-if TYPE_CHECKING:
-    from cotrain_workers.engine.decoding.requests import SampleRequest
 
 SKIPPED = -1  # in the targets of a request
 

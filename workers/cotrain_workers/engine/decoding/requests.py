@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
-if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Callable, Sequence
+import numpy as np
 
-    import numpy as np
+from cotrain_workers.engine.ops import Failure
 
-    from cotrain_workers.engine.ops import Failure
-
-    # Decodes the generated tokens of one sequence to text; bytes of an unfinished character at either
-    # end become replacement characters.
-    TextOf = Callable[[Sequence[int]], str]
+# Decodes the generated tokens of one sequence to text; bytes of an unfinished character at either
+# end become replacement characters.
+TextOf = Callable[[Sequence[int]], str]
 
 NO_TOP_K = -1
 

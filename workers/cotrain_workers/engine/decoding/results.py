@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-from cotrain_workers.engine.decoding.requests import Progress, SampledSequence, SampleOutput, TopK
-from cotrain_workers.engine.decoding.sequence import SequenceState
+from cotrain_workers.engine.decoding.requests import (
+    NewTokens,
+    Progress,
+    SampledSequence,
+    SampleOutput,
+    TopK,
+)
+from cotrain_workers.engine.decoding.sequence import Group, SequenceState
 from cotrain_workers.engine.decoding.token_sampler import Choice, uniform
-
-if TYPE_CHECKING:
-    from cotrain_workers.engine.decoding.requests import NewTokens
-    from cotrain_workers.engine.decoding.sequence import Group
-    from cotrain_workers.engine.ops import Failure
+from cotrain_workers.engine.ops import Failure
 
 
 @dataclass

@@ -6,15 +6,13 @@ against 32 us, under a base of 157 us), and its bits do not depend on how many r
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
+from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
 
 LONG_RUN = 16  # rows of one adapter that are worth a call of their own, which copies no matrix
 GATHER_BYTES = 32 * 1024**2  # copy no more than this for a call that serves several adapters

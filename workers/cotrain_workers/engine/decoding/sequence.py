@@ -5,19 +5,14 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from cotrain_workers.engine.decoding.scheduling.pages import Origin
+from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores
+from cotrain_workers.engine.decoding.requests import SampledSequence, SampleRequest
+from cotrain_workers.engine.decoding.scheduling.pages import Node, Origin
 from cotrain_workers.engine.decoding.stop_strings import ReadText
-
-if TYPE_CHECKING:
-    import torch
-
-    from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores
-    from cotrain_workers.engine.decoding.requests import SampledSequence, SampleRequest
-    from cotrain_workers.engine.decoding.scheduling.pages import Node
 
 
 @dataclass(eq=False)

@@ -9,20 +9,15 @@ on CPU fp32 for widths 33 to 4096 and ranks 8 to 128; without the padding, not f
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.stacked_weights import MIN_RANK, padded_rank, shared_input
-from cotrain_workers.engine.spec import aligned, plan_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from cotrain_workers.engine.spec import AdapterSpec, Target
+from cotrain_workers.engine.lora.grouped import MIN_RANK, padded_rank, shared_input
+from cotrain_workers.engine.spec import AdapterSpec, Target, aligned, plan_layout
 
 ZERO_SLOTS = 2  # of each pool
 

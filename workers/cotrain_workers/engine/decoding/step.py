@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch.nn import functional
 
 from cotrain_workers.engine.decoding.paged_attention import Span, positions
-from cotrain_workers.engine.sequence_table import bucket
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-
-    from cotrain_workers.engine.decoding.sequence import SequenceState
-    from cotrain_workers.engine.decoding.slot_pool import Slot
-    from cotrain_workers.engine.routing import AttentionRule
-
+from cotrain_workers.engine.decoding.sequence import SequenceState
+from cotrain_workers.engine.decoding.slot_pool import Slot
+from cotrain_workers.engine.routing import AttentionRule, bucket
 
 FEWEST_ROWS = 16
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_workers.engine.decoding.requests import SampleRequest, TextOf
+from cotrain_workers.engine.decoding.requests import SampleRequest, TextOf
 
 #: What an unfinished character, or bytes that are none, become.
 REPLACEMENT = "\ufffd"
 #: Tokens whose text is waited for: more of them are no unfinished character.
-MOST_PENDING = 16
+MAX_PENDING = 16
 #: A character has at most so many bytes, and so many tokens.
 CHARACTER_TOKENS = 4
 #: The last tokens of a prompt, of which as few as possible are decoded along with what follows.
@@ -138,7 +135,7 @@ def has_stop_string(token: int, stops: StopStrings, read: ReadText, text_of: Tex
         _go_on(read, node, len(read.pending), has_text=True)
         read.context = read.context[-whole:]
         return is_stopped or is_found
-    elif len(read.pending) > MOST_PENDING:  # bytes that are no text
+    elif len(read.pending) > MAX_PENDING:  # bytes that are no text
         count = len(read.pending) - CHARACTER_TOKENS
         text = text_of(read.context + read.pending[:count])
         node, _ = stops.advance(read.node, text[known:])

@@ -7,14 +7,12 @@ CPU and under CUDA's deterministic algorithms (which have no cumulative sum of f
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from cotrain_workers.engine.device import to_device, unordered_writes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 UNIT = 2.0**40  # a probability of 1; less than 1 / UNIT is never drawn
 ROWS = 64  # per call: a row's running sums take 8 bytes per token of the vocabulary

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from cotrain_workers.engine.decoding.prompt_logprobs import SKIPPED
-
-if TYPE_CHECKING:
-    from cotrain_workers.engine.decoding.requests import SampleRequest
+from cotrain_workers.engine.decoding.requests import SampleRequest
 
 
 def refuse_sample(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import SubprocessError
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
@@ -14,19 +15,12 @@ from torch.nn import functional
 from cotrain_workers.engine.device import check_device
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
 from cotrain_workers.engine.lora.fused.operators import missing_kernels
-from cotrain_workers.engine.lora.fused.tables import plan_groups
-from cotrain_workers.engine.lora.grouped import GroupedLora
-from cotrain_workers.engine.lora.groups import ROWS
+from cotrain_workers.engine.lora.fused.tables import ModuleGroup, plan_groups
+from cotrain_workers.engine.lora.grouped import MIN_RANK, ROWS, GroupedLora, stack_class
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import TARGETS, WIDE_TARGETS, disagreement
-from cotrain_workers.engine.lora.stacked_weights import MIN_RANK, stack_class
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_workers.engine.lora.fused.tables import ModuleGroup
-    from cotrain_workers.engine.routing import LinearWeights, Segment, Source, TrainingLora
-    from cotrain_workers.engine.spec import Target
+from cotrain_workers.engine.routing import LinearWeights, Segment, Source, TrainingLora
+from cotrain_workers.engine.spec import Target
 
 Choice = Literal["auto", "seg", "grouped", "fused"]
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from cotrain_workers.engine.routing import Part
+from cotrain_workers.engine.routing import Part, Router, Segment
 from cotrain_workers.engine.spec import kept_share
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_workers.engine.routing import Router, Segment
 
 
 class MultiLoraLinear(nn.Module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch.nn import functional
@@ -11,17 +12,10 @@ from torch.nn import functional
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.lora.fused.tables import plan_groups
-from cotrain_workers.engine.lora.grouped import GroupedLora
-from cotrain_workers.engine.lora.groups import ROWS
+from cotrain_workers.engine.lora.grouped import ROWS, GroupedLora, stack_class
 from cotrain_workers.engine.lora.segmented import SegmentLora
-from cotrain_workers.engine.lora.stacked_weights import stack_class
-from cotrain_workers.engine.routing import Segment
+from cotrain_workers.engine.routing import LinearWeights, Segment, TrainingLora
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, plan_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_workers.engine.routing import LinearWeights, TrainingLora
 
 # Of the largest value. fp32: another order of summation; measured 4e-7 at most on CPU. 16 bits: `grouped`
 # rounds each product to them where `seg` adds in fp32.

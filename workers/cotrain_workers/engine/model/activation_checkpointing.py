@@ -6,18 +6,15 @@ gradient depends on the choice: it is one of memory against time, and may be mad
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import nn
-
-    Choice = Literal["auto", "always", "never"]
+Choice = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True)

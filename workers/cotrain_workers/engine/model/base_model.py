@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from cotrain_workers.engine.device import is_out_of_memory
-from cotrain_workers.engine.host_memory import free_host_bytes
-from cotrain_workers.engine.lock_step import Alone
+from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
+from cotrain_workers.engine.lock_step import Alone, LockStep
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
@@ -23,13 +23,7 @@ from cotrain_workers.engine.model.model_source import (
 )
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
-from cotrain_workers.engine.spec import Target
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_workers.engine.lock_step import LockStep
-    from cotrain_workers.engine.spec import Family
+from cotrain_workers.engine.spec import Family, Target
 
 # model_type of transformers -> how people call it
 SUPPORTED: Mapping[str, str] = {

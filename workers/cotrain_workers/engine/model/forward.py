@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from cotrain_workers.engine.device import to_device
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import torch
-
-    from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.base_model import BaseModel
 
 
 @dataclass(frozen=True)

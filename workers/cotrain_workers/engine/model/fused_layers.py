@@ -3,38 +3,198 @@
 
 What a layer computes is recognised, and the kernel compared with it, before it is put there. Else the layer does it as
 transformers has it, and the log says so.
+
+The gated product of an MLP as one kernel, for decoding. In training it is part of the products, or plain.
+
+The rotation of the heads of queries or keys, and their RMS norm before it if there is one: one kernel, one back.
+
+What the layers of transformers compute between their products, as pure functions: a layer is known by the one
+that gives the same bits.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn import functional
 
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU, missing_kernels
-from cotrain_workers.engine.model.gate import gated
-from cotrain_workers.engine.model.kept_norm import KeptNorm
+from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.kept_norm import WARPS, KeptNorm, block
 from cotrain_workers.engine.model.kernel_check import example, is_right
-from cotrain_workers.engine.model.layer_functions import (
-    first_equal,
-    gelu_gate,
-    norm_then_weight,
-    norm_with_one,
-    rotate,
-    silu_gate,
-)
-from cotrain_workers.engine.model.rotated_norm import RotatedNorm
+from cotrain_workers.engine.routing import Router
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+GATE_BLOCK, GATE_WARPS = 1024, 4  # values of a program
 
-    import torch
+_LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
+_LIBRARY.define("gated(Tensor gate, Tensor up, int kind) -> Tensor")
 
-    from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.routing import Router
 
-    Norm = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    Checked = dict[tuple[Any, ...], bool]  # kernels, by function and sizes
+def gated(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
+    """Return `act(gate) * up`; `kind` is SILU or GELU."""
+    product: torch.Tensor = torch.ops.cotrain.gated(gate.contiguous(), up.contiguous(), kind)
+    return product
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
+    from cotrain_workers.engine.model import layer_programs
+
+    y = torch.empty_like(gate)
+    layer_programs.gated[(-(-y.numel() // GATE_BLOCK),)](
+        gate, up, y, y.numel(), GELU=kind == GELU, BLOCK=GATE_BLOCK, num_warps=GATE_WARPS
+    )
+    return y
+
+
+_LIBRARY.impl("gated", _gated, "CompositeExplicitAutograd")
+torch.library.register_fake("cotrain::gated", lambda gate, *_: torch.empty_like(gate), lib=_LIBRARY)
+
+
+_GIVEN = "Tensor? weight, Tensor cos, Tensor sin"
+SCHEMAS = {
+    # x [T, heads, size], cos and sin [T, size]; without a weight no norm; `one`: the scale is one more than it
+    "rotated_norm": f"(Tensor x, {_GIVEN}, float eps, bool one) -> Tensor",
+    "rotated_norm_back": f"(Tensor gy, Tensor? x, {_GIVEN}, float eps, bool one) -> Tensor",
+}
+
+
+class RotatedNorm(torch.autograd.Function):
+    """`x` `[T, heads, size]`, each head normed, if there is a weight, and turned by `cos` and `sin` `[T, size]`.
+
+    The weight is frozen. Without one the gradient does not need `x`, and it is not kept.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[explicit-override]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        eps: float,
+        one: bool,
+    ) -> torch.Tensor:
+        """Return the same shape."""
+        x, cos, sin = (each.contiguous() for each in (x, cos, sin))
+        ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
+        ctx.rest = eps, one
+        y: torch.Tensor = torch.ops.cotrain.rotated_norm(x, weight, cos, sin, eps, one)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
+        """Return the gradient of `x`."""
+        gy = grads[0].contiguous()
+        gx = torch.ops.cotrain.rotated_norm_back(gy, *ctx.saved_tensors, *ctx.rest)
+        return gx, *[None] * 5
+
+
+def rotated_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+    one: bool,
+) -> torch.Tensor:
+    """Return each head normed and turned."""
+    return _run("rotated", [x, weight, cos, sin], eps, one, norm=weight is not None)
+
+
+def rotated_norm_back(
+    gy: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+    one: bool,
+) -> torch.Tensor:
+    """Return the gradient of `x`."""
+    return _run("rotated_backward", [x, weight, cos, sin, gy], eps, one, norm=weight is not None)
+
+
+def _run(
+    name: str, given: list[torch.Tensor | None], eps: float, one: bool, *, norm: bool
+) -> torch.Tensor:
+    from cotrain_workers.engine.model import layer_programs
+
+    like = given[0] if given[0] is not None else given[-1]
+    assert like is not None
+    (rows, heads, size), out = like.shape, torch.empty_like(like)
+    getattr(layer_programs, name)[(rows,)](
+        *(like if each is None else each for each in given), out, heads, size // 2, eps,
+        NORM=norm, ONE=one, HEADS=block(heads), HALF=block(size // 2), num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+for _name, _real in (("rotated_norm", rotated_norm), ("rotated_norm_back", rotated_norm_back)):
+    _LIBRARY.define(_name + SCHEMAS[_name])
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"cotrain::{_name}", lambda like, *_: torch.empty_like(like), lib=_LIBRARY
+    )
+
+
+Pure = Callable[..., Any]
+
+
+def norm_then_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the RMS norm of Llama, Mistral and Qwen: rounded, then scaled."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def norm_with_one(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the RMS norm of Gemma: scaled by one more than the weight, then rounded."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * (1.0 + weight.float())).type_as(x)
+
+
+def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the gated product of Llama, Mistral and Qwen."""
+    return functional.silu(gate) * up
+
+
+def gelu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the gated product of Gemma."""
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `q` and `k` `[1, heads, T, d]` turned by `cos` and `sin` `[1, T, d]`."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + half_turned(q) * sin, k * cos + half_turned(k) * sin
+
+
+def half_turned(x: torch.Tensor) -> torch.Tensor:
+    """Return `(-b, a)` of the halves `(a, b)` of the last dimension."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def first_equal(candidates: Sequence[Pure], inputs: Sequence[Any], expected: Any) -> Pure | None:
+    """Return the first candidate that gives what the model's own function gave, bit for bit."""
+    wanted = expected if isinstance(expected, tuple) else (expected,)
+    for pure in candidates:
+        found = pure(*inputs)
+        pairs = zip(found if isinstance(found, tuple) else (found,), wanted, strict=True)
+        if all(torch.equal(*pair) for pair in pairs):
+            return pure
+    return None
+
+
+Norm = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Checked = dict[tuple[Any, ...], bool]  # kernels, by function and sizes
 
 #: A layer of these alone adds to its input what attention made of a norm, and then what the MLP made of another.
 NORMS = ("input_layernorm", "post_attention_layernorm")

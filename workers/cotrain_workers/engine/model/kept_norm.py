@@ -56,7 +56,7 @@ def rms_norm_back(
     """Return the gradient of `x`, given those of its norm and, if it was kept, of `x`."""
     gx = torch.empty_like(x)
     given = x, weight, gy, gy if kept is None else kept, gx
-    _run("norm_back", *given, eps=eps, ONE=one, PLUS=kept is not None)
+    _run("norm_backward", *given, eps=eps, ONE=one, PLUS=kept is not None)
     return gx
 
 

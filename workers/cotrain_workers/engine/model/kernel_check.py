@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from cotrain_workers.engine.device import check_device
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Pure = Callable[..., Any]
+Pure = Callable[..., Any]
 
 #: Over the largest value. A kernel that keeps fp32 between two operations where eager rounds to 16 bits
 #: differs by a rounding, and by one more in the backward of a product.

@@ -7,19 +7,15 @@ as its kernels need what these do.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from cotrain_workers.engine.device import check_device
 from cotrain_workers.engine.model.kept_norm import block
 from cotrain_workers.engine.model.kernel_check import TOLERANCE, apart, example
-from cotrain_workers.engine.model.unembedding import PlainSoftmax
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_workers.engine.model.unembedding import NewSoftmax
+from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 
 COLUMNS, WARPS = 4096, 8  # that a program takes at once
 
@@ -29,7 +25,7 @@ SCHEMAS = {
     "softmax_norms": "(Tensor logits, float cap) -> Tensor",
     # of the rows from `first` on that targets [c, K] are of
     "softmax_pick": "(Tensor logits, Tensor norms, Tensor targets, int first, float cap) -> Tensor",
-    "softmax_back": "(Tensor logits, Tensor norms, Tensor targets, Tensor slopes, Tensor(a!) grads, int first, "
+    "softmax_backward": "(Tensor logits, Tensor norms, Tensor targets, Tensor slopes, Tensor(a!) grads, int first, "
     "float cap) -> ()",
 }
 
@@ -56,7 +52,7 @@ class KernelSoftmax:
     def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
         """Take d loss / d logprob `[c, K]`."""
         given = self._logits, self._norms, targets, slope, self._grads
-        torch.ops.cotrain.softmax_back(*given, rows.start, self._cap)
+        torch.ops.cotrain.softmax_backward(*given, rows.start, self._cap)
 
     def gradient(self) -> torch.Tensor:
         """Return d loss / d logits `[rows, V]` before the cap; that of rows that did not go back is anything."""
@@ -118,7 +114,7 @@ def softmax_pick(
     return logprobs
 
 
-def softmax_back(
+def softmax_backward(
     logits: torch.Tensor,
     norms: torch.Tensor,
     targets: torch.Tensor,
@@ -130,7 +126,7 @@ def softmax_back(
     """Write the gradient of the logits of some rows."""
     (rows, count), width = targets.shape, logits.shape[1]
     given = logits, norms, targets.contiguous(), slopes.contiguous(), grads, first, width, count
-    _run("softmax_back", (rows, -(-width // COLUMNS)), *given, cap=cap, size=COLUMNS)
+    _run("softmax_backward", (rows, -(-width // COLUMNS)), *given, cap=cap, size=COLUMNS)
 
 
 def _run(name: str, grid: tuple[int, ...], *given: Any, cap: float, size: int) -> None:
@@ -154,7 +150,7 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-_REAL: tuple[Callable[..., Any], ...] = (softmax_norms, softmax_pick, softmax_back)
+_REAL: tuple[Callable[..., Any], ...] = (softmax_norms, softmax_pick, softmax_backward)
 _FAKE: tuple[Callable[..., Any], ...] = (_new_norms, _new_logprobs, _nothing)
 for (_name, _schema), _real, _fake in zip(SCHEMAS.items(), _REAL, _FAKE, strict=True):
     _LIBRARY.define(_name + _schema)

@@ -27,7 +27,7 @@ def norm(x, weight, y, width, eps, ONE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def norm_back(
+def norm_backward(
     x, weight, gy, kept, gx, width, eps, ONE: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Write the gradient of a row of `x`: that of its norm and, with `PLUS`, `kept`, that of `x` itself."""
@@ -81,7 +81,7 @@ def rotated(
 
 
 @triton.jit
-def rotated_back(
+def rotated_backward(
     x, weight, cos, sin, gy, gx, heads, half, eps,
     NORM: tl.constexpr, ONE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip

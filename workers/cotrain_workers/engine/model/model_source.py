@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.progress import ReportedProgress
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import torch
 
 CONFIG = "config.json"
 #: Where a model may lie below the folder that was named: among others, or in a hub's cache.

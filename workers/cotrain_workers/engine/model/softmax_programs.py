@@ -63,7 +63,7 @@ def softmax_pick(
 
 
 @triton.jit(do_not_specialize=["first"])
-def softmax_back(
+def softmax_backward(
     logits, norms, targets, slopes, grads, first, width, count, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Write some columns of `d loss / d logits` of a row, given d loss / d logprob of its targets."""

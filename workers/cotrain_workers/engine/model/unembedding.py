@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from cotrain_workers.engine.device import unordered_writes
 from cotrain_workers.engine.lora.segmented import add_product, wide_product
+from cotrain_workers.engine.routing import Part
 from cotrain_workers.engine.spec import kept_share
-
-if TYPE_CHECKING:
-    from cotrain_workers.engine.routing import Part
 
 
 def raw_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -7,21 +7,16 @@ with its own norm, step count and elements.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
 
-from cotrain_workers.engine.adapters.adapter import discard_gradients
+from cotrain_workers.engine.adapters.adapter import Adapter, discard_gradients
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.ops import Failure, StepOutput, unknown_run
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_workers.engine.adapters.adapter import Adapter
-    from cotrain_workers.engine.ops import OptimStep, Output
+from cotrain_workers.engine.ops import Failure, OptimStep, Output, StepOutput, unknown_run
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 #: An Adam step moves a weight by about its learning rate. Above this one the weights are checked after the step, which

@@ -5,27 +5,36 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING
 
 import torch
 
+from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.device import (
     is_out_of_memory,
     release_memory,
 )
 from cotrain_workers.engine.lock_step import Forward
-from cotrain_workers.engine.model.base_model import UNEMBED
+from cotrain_workers.engine.lora.backend import LoraBackend
+from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.model.base_model import UNEMBED, BaseModel
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
-from cotrain_workers.engine.model.unembedding import PlainSoftmax
+from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.ops import Pass, ReverseKl
-from cotrain_workers.engine.routing import Route, Segment
-from cotrain_workers.engine.sequence_table import SequenceTable
+from cotrain_workers.engine.routing import Route, Segment, SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
-from cotrain_workers.engine.training.micro_batches import OpSlice, fill, of_one_kind
-from cotrain_workers.engine.training.out_of_memory import Fail, Recompute, Split, after_oom
+from cotrain_workers.engine.training.memory_model import Fail, Recompute, Split, after_oom
+from cotrain_workers.engine.training.micro_batches import (
+    MicroBatch,
+    OpSlice,
+    PassesCost,
+    fill,
+    of_one_kind,
+)
 from cotrain_workers.engine.training.pass_state import (
+    PassState,
     collect,
     finish,
     give_up,
@@ -35,19 +44,8 @@ from cotrain_workers.engine.training.reverse_kl import (
     KlHead,
     Question,
     References,
+    Referred,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from cotrain_workers.engine.cycle import Yielding
-    from cotrain_workers.engine.lora.backend import LoraBackend
-    from cotrain_workers.engine.model.activation_checkpointing import Choice
-    from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.model.unembedding import NewSoftmax
-    from cotrain_workers.engine.training.micro_batches import MicroBatch, PassesCost
-    from cotrain_workers.engine.training.pass_state import PassState
-    from cotrain_workers.engine.training.reverse_kl import Referred
 
 
 class ForwardBackward:

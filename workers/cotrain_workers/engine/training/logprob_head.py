@@ -8,27 +8,24 @@ log-probabilities nor the head's LoRA gradients depend on a neighbour.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.model.unembedding import PlainSoftmax, Projection, raw_logits
-from cotrain_workers.engine.training.losses import LOSSES, value, value_and_slope
-from cotrain_workers.engine.training.validation import TARGETS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from cotrain_workers.engine.model.unembedding import NewSoftmax
-    from cotrain_workers.engine.ops import Datum, Pass
-    from cotrain_workers.engine.routing import Part
-    from cotrain_workers.engine.training.losses import LossSpec
-    from cotrain_workers.engine.training.micro_batches import OpSlice
-
+from cotrain_workers.engine.model.unembedding import (
+    NewSoftmax,
+    PlainSoftmax,
+    Projection,
+    raw_logits,
+)
+from cotrain_workers.engine.ops import Datum, Pass
+from cotrain_workers.engine.routing import Part
+from cotrain_workers.engine.training.losses import LOSSES, TARGETS, LossSpec, value, value_and_slope
+from cotrain_workers.engine.training.micro_batches import OpSlice
 
 # As `sequence_table.FINE_STEP`; measured for products of up to 50,257 columns, on one and two threads.
 FEWEST_ROWS = 32

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.lock_step import Forward
+from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states
+from cotrain_workers.engine.routing import Route
 from cotrain_workers.engine.training.logprob_head import HeadResult
-
-if TYPE_CHECKING:
-    from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.routing import Route
 
 #: Return the result of the head, and the gradient `[T, d]` of the hidden states `[T, d]` that it is given.
 HeadWork = Callable[[torch.Tensor], Yielding[tuple[HeadResult, torch.Tensor]]]

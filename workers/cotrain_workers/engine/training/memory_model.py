@@ -1,27 +1,27 @@
 """How many tokens one micro-batch may hold: a measured line of bytes over tokens, and pure arithmetic.
 
 Knows no device. `memory_probe.py` measures, `Engine.load` asks.
+
+What becomes of a micro-batch that did not fit into memory. Pure.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.training.micro_batches import MicroBatch
 
 #: Larger micro-batches make a GPU no faster (Qwen3-8B: the weights are read in 1 % of the time already).
-MOST_TOKENS = 32_768
+MAX_TOKENS = 32_768
 #: So many without recomputing are enough. By calculation for Qwen3-8B on an H200 (S = 2,048): to read the
 #: weights for each 4,096 tokens takes 5 % of their time, and less while products run; a second forward 31 %.
 ENOUGH_TOKENS = 4096
 LEAST_TOKENS = 256
 #: Of what the base model leaves: key-value memory takes a quarter (`kv_cache.py`), CUDA 2 GB for itself.
 KV_SHARE, OWN_BYTES = 0.25, 2 * 10**9
-#: A micro-batch stacks its adapters' weights in 16 bits (`lora/stacked_weights.py`): of the 16 bytes that each parameter has on
+#: A micro-batch stacks its adapters' weights in 16 bits (`lora/grouped.py`): of the 16 bytes that each parameter has on
 #: the device (weights, gradient, m, v) two more, if all that are there are in it, and more where ranks are padded.
 STACKED_SHARE = 1 / 8
 #: A line through two points says nothing of fragments, of workspaces and of ragged lengths.
@@ -108,10 +108,10 @@ def rounded(tokens: int) -> int:
     """Round down to few sizes, far apart: another measurement on the same hardware shall give the same."""
     steps = [LEAST_TOKENS, 512, 768]
     step = 1024
-    while step <= MOST_TOKENS:
+    while step <= MAX_TOKENS:
         steps += [step, step + step // 2]
         step *= 2
-    return max((size for size in steps if size <= min(tokens, MOST_TOKENS)), default=0)
+    return max((size for size in steps if size <= min(tokens, MAX_TOKENS)), default=0)
 
 
 def enough(tokens: int, model: ActivationModel | None, free_bytes: int) -> int:
@@ -127,3 +127,44 @@ def enough(tokens: int, model: ActivationModel | None, free_bytes: int) -> int:
         f"A micro-batch of {LEAST_TOKENS} tokens takes {needed / 1e9:.2f} GB; "
         f"{free_bytes / 1e9:.2f} GB next to the base model, adapters and key-value memory."
     )
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """It runs again, its decoder layers computed a second time in backward."""
+
+
+@dataclass(frozen=True)
+class Fail:
+    """The op of its only datum fails; the datum has so many tokens."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """Both halves run, one after the other."""
+
+    first: MicroBatch
+    second: MicroBatch
+    cuts_slice: bool
+    """Whether one slice of an op became two, which moves the last bits of the op's sums."""
+
+
+def after_oom(
+    batch: MicroBatch, lengths: Sequence[int], *, can_recompute: bool
+) -> Recompute | Fail | Split:
+    """Choose what loses least; `lengths` are of the datums of the batch's first slice.
+
+    While slices stay as they are, the sums are the same to the bit. A slice that does not fit alone is
+    recomputed in backward, if it can be, and only then cut at a datum.
+    """
+    op_slice, *others = batch.op_slices
+    if others:
+        return Split(*batch.halves(), cuts_slice=False)
+    if can_recompute and op_slice.needs_grad:
+        return Recompute()
+    if len(lengths) == 1:
+        return Fail(op_slice.tokens)
+    first, second = (replace(batch, op_slices=(half,)) for half in op_slice.halves(lengths))
+    return Split(first, second, cuts_slice=True)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.ops import Datum, Pass
 from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import (
+    ActivationModel,
     Activations,
     Budget,
     budget,
@@ -24,21 +29,15 @@ from cotrain_workers.engine.training.memory_model import (
 from cotrain_workers.engine.training.micro_batches import PassesCost
 from cotrain_workers.engine.training.pass_state import PassState
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from cotrain_workers.engine.model.activation_checkpointing import Choice
-    from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.training.forward_backward import ForwardBackward
-    from cotrain_workers.engine.training.memory_model import ActivationModel
+class NewForwardBackward(Protocol):
+    """How to make what runs passes over the base model."""
 
-    class NewForwardBackward(Protocol):
-        """How to make what runs passes over the base model."""
+    def __call__(self, *, micro_batch_tokens: int, recompute: Choice) -> ForwardBackward:
+        """Return a new one."""
 
-        def __call__(self, *, micro_batch_tokens: int, recompute: Choice) -> ForwardBackward:
-            """Return a new one."""
 
-    Peak = Callable[[Callable[[], bool]], int | None]
+Peak = Callable[[Callable[[], bool]], int | None]
 
 #: What "auto" is on a CPU, whose memory is set aside for no one purpose. Samples wait for the micro-batch in
 #: work, and larger ones train hardly faster there, smaller ones slower: ADR 15 has the figures.

@@ -5,14 +5,12 @@ Where an op is cut depends on the op alone, so its sums do not depend on its nei
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cotrain_workers.engine.sequence_table import bucket, up_to
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from cotrain_workers.engine.routing import bucket, up_to
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,28 @@
-"""One op while its slices run: what it has found so far, and where its gradient goes."""
+"""One op while its slices run: what it has found so far, and where its gradient goes.
+
+Passes that take several cycles: what they have found so far is kept here between two of them.
+
+Nothing of it is part of a run's state: an adapter that is dropped or restored takes its open pass along,
+which then begins anew, to the same bits.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from cotrain_workers.engine.adapters.adapter import Steepest, is_all_finite
+from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, Steepest, is_all_finite
 from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
+from cotrain_workers.engine.training.logprob_head import HeadResult
+from cotrain_workers.engine.training.long_slices import LongSlice
 from cotrain_workers.engine.training.losses import LOSSES, steepest_target
-from cotrain_workers.engine.training.micro_batches import cut
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from cotrain_workers.engine.adapters.adapter import Adapter, Gradient
-    from cotrain_workers.engine.training.logprob_head import HeadResult
-    from cotrain_workers.engine.training.long_slices import LongSlice
-    from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
+from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut
 
 #: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0
@@ -265,3 +265,45 @@ def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
                 " which bounds the ratio."
             )
     return ""
+
+
+class OpenPasses:
+    """The open pass of each run that has one."""
+
+    def __init__(self) -> None:
+        self._state_by_run: dict[str, PassState] = {}
+
+    def __contains__(self, op_id: object) -> bool:
+        return op_id in self.ids
+
+    @property
+    def ids(self) -> frozenset[tuple[str, int]]:
+        """Return them, by (run, seq)."""
+        return frozenset((run, state.op.seq) for run, state in list(self._state_by_run.items()))
+
+    @property
+    def runs(self) -> Collection[str]:
+        """Return the runs that have one."""
+        return self._state_by_run.keys()
+
+    def drop(self, run: str) -> None:
+        """Forget what a run has open; twice is harmless."""
+        state = self._state_by_run.pop(run, None)
+        if state is not None:
+            state.adapter.drop_open_gradient()
+
+    def take(self, first_by_run: Mapping[str, int]) -> dict[tuple[str, int], PassState]:
+        """Take out the passes that come next in their runs, by (run, seq), and forget others of these runs."""
+        taken = {}
+        for run, seq in first_by_run.items():
+            state = self._state_by_run.get(run)
+            if state is not None and state.op.seq == seq:
+                taken[run, seq] = self._state_by_run.pop(run)
+            else:
+                self.drop(run)
+        return taken
+
+    def keep(self, state: PassState) -> None:
+        """Keep a pass of which slices are left; its gradient stays with its adapter, wherever that goes."""
+        state.gradient = None
+        self._state_by_run[state.op.run] = state

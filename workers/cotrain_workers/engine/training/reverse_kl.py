@@ -8,31 +8,23 @@ computed for a slice depends on that slice alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.device import to_device, unordered_writes
 from cotrain_workers.engine.lock_step import Forward
-from cotrain_workers.engine.model.base_model import UNEMBED
+from cotrain_workers.engine.lora.backend import LoraBackend
+from cotrain_workers.engine.model.base_model import UNEMBED, BaseModel
 from cotrain_workers.engine.model.forward import hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import Projection
-from cotrain_workers.engine.routing import Part, Route, Segment
-from cotrain_workers.engine.sequence_table import SequenceTable
-from cotrain_workers.engine.spec import Layout, plan_layout
+from cotrain_workers.engine.ops import HostWeights, KlDatum
+from cotrain_workers.engine.routing import Part, Route, Segment, SequenceTable
+from cotrain_workers.engine.spec import Layout, Pair, plan_layout
 from cotrain_workers.engine.training.logprob_head import HeadResult
-from cotrain_workers.engine.training.micro_batches import cut, fill
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_workers.engine.lora.backend import LoraBackend
-    from cotrain_workers.engine.model.base_model import BaseModel
-    from cotrain_workers.engine.ops import HostWeights, KlDatum
-    from cotrain_workers.engine.spec import Pair
-    from cotrain_workers.engine.training.micro_batches import MicroBatch
+from cotrain_workers.engine.training.micro_batches import MicroBatch, cut, fill
 
 
 @dataclass(frozen=True)

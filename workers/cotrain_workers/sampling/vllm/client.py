@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 
 from cotrain_workers.sampling.vllm.protocol import Completion, parse_completion
-
-if TYPE_CHECKING:
-    import ssl
-    from pathlib import Path
 
 # A generation answers when it ends, however long it takes; a server that has disconnected is noticed by the
 # keep-alive of the connection within a minute, and one that hangs after this.

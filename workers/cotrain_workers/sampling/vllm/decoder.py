@@ -12,29 +12,24 @@ import queue
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
-from cotrain_workers.engine.decoding.requests import Progress, SampleOutput
-from cotrain_workers.engine.ops import WeightsMissing
+from cotrain_workers.engine.decoding.requests import Progress, SampleOutput, SampleRequest
+from cotrain_workers.engine.ops import Failure, WeightsMissing
+from cotrain_workers.engine.spec import Target
+from cotrain_workers.sampling.vllm.adapters import AdapterCopies
 from cotrain_workers.sampling.vllm.client import VllmServer
 from cotrain_workers.sampling.vllm.protocol import refusal
 from cotrain_workers.sampling.vllm.requests import BROKEN, WEIGHTS_DELETED, VllmSampler
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
-    from pathlib import Path
-
-    from cotrain_workers.engine.decoding.requests import SampleRequest
-    from cotrain_workers.engine.ops import Failure
-    from cotrain_workers.engine.spec import Target
-    from cotrain_workers.sampling.vllm.adapter_copies import AdapterCopies
-
-    # Where an adapter's PEFT folder is, None while it is not written yet; raises WeightsMissing.
-    FolderOf = Callable[[str], Path | None]
+# Where an adapter's PEFT folder is, None while it is not written yet; raises WeightsMissing.
+FolderOf = Callable[[str], Path | None]
 
 log = structlog.get_logger()
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +18,11 @@ from cotrain_workers.engine.decoding.requests import (
     NOT_COMPUTED_LOGPROB,
     SampledSequence,
     SampleOutput,
+    SampleRequest,
     TopK,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_workers.engine.decoding.requests import SampleRequest
-
-    Row = Mapping[int, float]  # log-prob by token, at one position
+Row = Mapping[int, float]  # log-prob by token, at one position
 
 # What `return_tokens_as_token_ids` puts before each id: text would not name a token without doubt.
 _TOKEN = "token_id:"  # noqa: S105 - not a secret

@@ -6,7 +6,9 @@ adapters that must be loaded from the shared folder and change what the model sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import structlog
@@ -16,22 +18,16 @@ from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import write_folder
 from cotrain_workers.engine.adapters.bank import initial_weights
 from cotrain_workers.engine.ops import HostWeights
-from cotrain_workers.engine.spec import AdapterSpec, plan_layout
+from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 from cotrain_workers.sampling.vllm.client import (
     AdapterRefused,
     AdapterUnknown,
     VllmError,
     VllmRefused,
+    VllmServer,
     VllmUnavailable,
 )
 from cotrain_workers.sampling.vllm.protocol import ServerFacts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from cotrain_workers.engine.spec import Target
-    from cotrain_workers.sampling.vllm.client import VllmServer
 
 log = structlog.get_logger()
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import pytest
 import yaml
 
-from cotrain_store.monitoring.boards.alerts import ALERTS
-from cotrain_store.monitoring.boards.files import FOLDER
+from cotrain_store.monitoring.boards.files import ALERTS, FOLDER
 
 PROMTOOL = shutil.which("promtool")
 RULES = FOLDER / "rules.yml"

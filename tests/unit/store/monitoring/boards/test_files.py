@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_store.monitoring.boards.alerts import ALERTS, PAGE
-from cotrain_store.monitoring.boards.files import FOLDER, files
-from cotrain_store.monitoring.boards.panels import BOARDS
+from cotrain_store.monitoring.boards.files import ALERTS, BOARDS, FOLDER, PAGE, files
 from cotrain_store.monitoring.definitions import METRICS, Kind
 
 ROOT = Path(__file__).parents[5]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from cotrain_workers.engine.adapters import copy_streams as copy_streams
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.adapters.copy_streams import InLine, SideStream, carry_in, carry_out
 from cotrain_workers.engine.spec import AdapterSpec, Target
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CPU = torch.device("cpu")
 TARGETS = (Target("q_proj", "attn", 24, 16),)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from cotrain_server.adapter_upload.peft_config import FAMILY_BY_MODULE, read_adapter
 from cotrain_store.blobs.folder import Folder
+from cotrain_store.bodies.import_body import PeftAdapter as Upload
 from cotrain_store.bodies.import_body import encode_import
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, write_folder
 from cotrain_workers.engine.adapters.bank import initial_weights
-from cotrain_workers.engine.adapters.peft_import import ImportRefused, read_import
+from cotrain_workers.engine.adapters.lifecycle import ImportRefused, read_import
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import base_model
 from cotrain_workers.engine.ops import (
     CreateOutput,
@@ -35,15 +39,8 @@ from cotrain_workers.op_codec import peft_adapter
 from tests.support.training import MODULES
 from tests.support.uploads import config, q_proj, safetensors
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain_store.bodies.import_body import PeftAdapter as Upload
-    from cotrain_workers.engine.engine import Engine
-
-    NewEngine = Callable[..., Engine]
-    ModelFolder = Callable[..., Path]
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
 
 TOKENS = np.random.default_rng(0).integers(0, 128, 24)
 MAX_RANK = 16

@@ -1,21 +1,16 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from cotrain_workers.engine.cycle import drive
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.base_model import eos_token_ids
-from cotrain_workers.engine.ops import Create, Failure, Load, Save, SaveOutput
+from cotrain_workers.engine.ops import Create, Failure, Load, Op, Save, SaveOutput
 from tests.support.training import MIX
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Op
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 
 class Named:

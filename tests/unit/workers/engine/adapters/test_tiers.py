@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterState
-from cotrain_workers.engine.ops import Create, Failure, Load, OptimStep, Pass, Save, SaveOutput
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, Failure, Load, Op, OptimStep, Pass, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.training import MIX, random_datum, same_bits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Op
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 SPEC = AdapterSpec(1, seed=0, train_mlp=False, train_unembed=False)
 STEP = OptimStep("a", 9, 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
@@ -31,7 +27,7 @@ def adapter_bytes(engine: Engine, spec: AdapterSpec) -> int:
     return 4 * 4 * engine.adapters.layout_of(spec).size
 
 
-def most_on_device(engine: Engine) -> Callable[[], int]:
+def max_on_device(engine: Engine) -> Callable[[], int]:
     """Watch how many bytes of arenas are ever on the device at once."""
     bank, most, make = engine.adapters, [0], engine.adapters._make
 
@@ -61,7 +57,7 @@ def cycle(runs: list[str], seed: int) -> list[Op]:
 def test_a_thousand_idle_runs_take_no_more_of_the_device_than_eight(new_engine: NewEngine) -> None:
     size = adapter_bytes(new_engine(), SPEC)
     engine, roomy = new_engine(adapter_bytes=8 * size), new_engine()
-    seen = most_on_device(engine)
+    seen = max_on_device(engine)
     for at in range(1000):
         engine.adapters.restore(f"run-{at}", fresh_state(engine, at))
     assert engine.adapters.offloaded == 992

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,14 +13,9 @@ from cotrain_workers.engine.decoding.adapter_slots import (
     WeightsUnfit,
 )
 from cotrain_workers.engine.decoding.row_lora import LONG_RUN, RowLora
-from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
+from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, Slot, slot_layout
 from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cotrain_workers.engine.decoding.slot_pool import Slot
 
 TARGETS = (
     Target("q_proj", "attn", 24, 40),
@@ -215,7 +210,7 @@ def test_nothing_is_given_up_for_another_rank_where_that_would_not_be_enough() -
 def test_what_is_remembered_of_weights_that_wait_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adapter_slots, "MOST_WAITING", 3)
+    monkeypatch.setattr(adapter_slots, "MAX_WAITING", 3)
     slots = slots_of({str(at): host(8, at) for at in range(10)}, capacity=1)
     slots.pin("0")
     for at in range(1, 10):

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cotrain_workers.engine.decoding.cuda_graphs import HostInputs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 CPU = torch.device("cpu")
 DUMP, PAGE, ROWS, PAGES = 99, 16, 4, 3

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,26 +20,21 @@ from cotrain_workers.engine.decoding import cuda_kernels as cuda_step
 from cotrain_workers.engine.decoding import model_runner as model_runner
 from cotrain_workers.engine.decoding import paged_attention_check as check
 from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
-from cotrain_workers.engine.decoding.cuda_graphs import CudaRecorder, whole_row
+from cotrain_workers.engine.decoding.cuda_graphs import CudaRecorder, slot_per_row
 from cotrain_workers.engine.decoding.cuda_kernels import grouped_lora
-from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout
 from cotrain_workers.engine.decoding.step import slot_order
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.engine.spec import Target
 from tests.support.decoding import finish, graph_report, request, trained_weights
 from tests.support.training import MIX
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from cotrain_workers.engine.decoding.decoder import EngineDecoder
-    from cotrain_workers.engine.decoding.requests import SampleRequest
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Failure, HostWeights
-
-    NewEngine = Callable[..., Engine]
-    Outputs = Mapping[str, SampleOutput | Failure]
+NewEngine = Callable[..., Engine]
+Outputs = Mapping[str, SampleOutput | Failure]
 
 RUNS = [tenant.run for tenant in MIX]
 
@@ -213,8 +209,8 @@ def test_in_a_graph_rows_of_other_pools_take_a_slot_of_zeros() -> None:
 
     assert [slot.index for slot in own] == [1, 2, 3, 4]
     row = [None, theirs, own[0], own[0], own[3], theirs]
-    assert whole_row(row, mine, left=2) == [0, 0, 1, 1, 4, 5, 5, 5]
-    assert whole_row(row[:2], mine, left=1) == [0, 0, 5]
+    assert slot_per_row(row, mine, left=2) == [0, 0, 1, 1, 4, 5, 5, 5]
+    assert slot_per_row(row[:2], mine, left=1) == [0, 0, 5]
 
 
 @pytest.mark.usefixtures("as_on_cuda")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,12 +32,8 @@ from tests.support.decoding import (
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, PeftOracle, same_bits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    NewEngine = Callable[..., Engine]
-    ModelFolder = Callable[..., Path]
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
 
 #: Sampled three times and more per test: enough that what is generated, behind 37 or 70 tokens, begins a page of 16.
 MINE_TOKENS = 14

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.requests import Progress, SampleOutput
 from cotrain_workers.engine.decoding.token_sampler import Choice, choose
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights
 from tests.support.decoding import (
     RUNS,
@@ -26,14 +28,7 @@ from tests.support.decoding import (
     whole,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from cotrain_workers.engine.decoding.decoder import EngineDecoder
-    from cotrain_workers.engine.decoding.requests import Progress
-    from cotrain_workers.engine.engine import Engine
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 
 def overlapping(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from cotrain_workers.engine.decoding.requests import NewTokens, SampledSequence, SampleOutput
+from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import (
     assert_same,
     decoder_of,
@@ -17,14 +19,8 @@ from tests.support.decoding import (
     whole,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-
-    NewEngine = Callable[..., Engine]
-    ModelFolder = Callable[..., Path]
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
 
 
 def test_a_prefix_that_is_cached_changes_no_bit(new_engine: NewEngine) -> None:

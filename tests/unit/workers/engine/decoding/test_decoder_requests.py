@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB
-from cotrain_workers.engine.ops import WeightsMissing
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from tests.support.decoding import (
     output,
     request,
@@ -19,14 +22,7 @@ from tests.support.decoding import (
 )
 from tests.support.training import MIX
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cotrain_workers.engine.decoding.decoder import EngineDecoder
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import HostWeights
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 VOCAB, CONTEXT = 128, 512
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 37)

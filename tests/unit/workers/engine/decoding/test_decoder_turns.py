@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.decoding.slot_pool import slot_layout
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, plan_layout
 from tests.support.decoding import (
@@ -25,15 +28,8 @@ from tests.support.decoding import (
 )
 from tests.support.training import MIX
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain_workers.engine.decoding.decoder import EngineDecoder
-    from cotrain_workers.engine.engine import Engine
-
-    NewEngine = Callable[..., Engine]
-    ModelFolder = Callable[..., Path]
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
 
 
 def test_preemption_changes_no_bit(new_engine: NewEngine) -> None:

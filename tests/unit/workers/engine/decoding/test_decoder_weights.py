@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights, WeightsMissing
 from tests.support.decoding import (
     RUNS,
@@ -22,14 +24,8 @@ from tests.support.decoding import (
 )
 from tests.support.full_table import no_descriptor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-
-    NewEngine = Callable[..., Engine]
-    ModelFolder = Callable[..., Path]
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
 
 
 def test_a_neighbour_whose_weights_are_not_finite_fails_alone(new_engine: NewEngine) -> None:

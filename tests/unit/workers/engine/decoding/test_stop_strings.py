@@ -1,25 +1,21 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import override
 
+from cotrain_workers.engine.decoding.requests import TextOf
 from cotrain_workers.engine.decoding.stop_strings import (
     CHARACTER_TOKENS,
-    MOST_PENDING,
+    MAX_PENDING,
     ReadText,
     StopStrings,
     has_stop_string,
     prompt_end,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from cotrain_workers.engine.decoding.requests import TextOf
 
 SPECIAL = 256  # a token without text
 
@@ -167,4 +163,4 @@ def test_what_is_decoded_for_bytes_that_are_no_text_is_bounded() -> None:
         return text_of(tokens)
 
     assert stops_after(b"\x80" * 500, "stop", text_of=counting) is None
-    assert max(decoded) <= 2 * MOST_PENDING + CHARACTER_TOKENS
+    assert max(decoded) <= 2 * MAX_PENDING + CHARACTER_TOKENS

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend as lora_backend
 from cotrain_workers.engine.lora import grouped as lora_grouped
 from cotrain_workers.engine.lora.backend import (
@@ -23,12 +25,7 @@ from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import TARGETS, disagreement
 from cotrain_workers.engine.spec import Target
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_workers.engine.engine import Engine
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 CPU = torch.device("cpu")
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.ops import Create, OptimStep, Pass, PassOutput
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, Op, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.engine_checks import gradient_passes
 from tests.support.tiny_models import FAMILIES
 from tests.support.training import MIX, random_datum, same_bits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Op
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 
 @pytest.mark.parametrize(

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import forward
-from cotrain_workers.engine.ops import Create, Datum, Pass, PassOutput
-from cotrain_workers.engine.routing import AttentionRule
-from cotrain_workers.engine.sequence_table import SequenceTable
+from cotrain_workers.engine.model.forward import TokenRow
+from cotrain_workers.engine.ops import Create, Datum, Op, Pass, PassOutput
+from cotrain_workers.engine.routing import AttentionRule, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import forward_backward as wave
 from tests.support.shared_base import load_plain
 from tests.support.tiny_models import FAMILIES
 from tests.support.training import random_datum
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.model.forward import TokenRow
-    from cotrain_workers.engine.ops import Op
-
-    NewEngine = Callable[..., Engine]
-    ModelFolder = Callable[..., Path]
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
 
 CPU = torch.device("cpu")
 LENGTHS = (17, 5, 40, 40, 1, 33)  # and windows of 16 tokens
@@ -219,7 +214,7 @@ def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_right(
         monkeypatch.setattr(attn, "varlen_kernel", lambda: kernel)
         monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
         attn.varlen_is_right.cache_clear()
-        attn.say_slow.cache_clear()
+        attn.warn_slow.cache_clear()
         return attn.varlen_is_right(CPU, torch.bfloat16, (4, 2, 8), rule)
 
     def one_too_few(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> torch.Tensor:
@@ -244,7 +239,7 @@ def test_what_no_flash_kernel_computes_is_said_once_to_be_slow(
     known = frozenset(inspect.signature(kernel_of_torch_2_13).parameters)
     monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
     attn.varlen_is_right.cache_clear()
-    attn.say_slow.cache_clear()
+    attn.warn_slow.cache_clear()
 
     for window in (16, None):  # layers of Gemma 2
         rule = AttentionRule(0.2, window, 50.0)

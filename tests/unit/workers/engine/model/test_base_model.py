@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +19,7 @@ from cotrain_workers.engine.model.base_model import (
 )
 from tests.support.tiny_models import FAMILIES, build_tiny
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    ModelFolder = Callable[..., Path]
+ModelFolder = Callable[..., Path]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding.requests import SampleOutput
+from cotrain_workers.engine.decoding.requests import SampledSequence, SampleOutput
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.fused.operators import GELU
 from cotrain_workers.engine.model import fused_layers
-from cotrain_workers.engine.model.fused_layers import fuse_layers
-from cotrain_workers.engine.model.kept_norm import KeptNorm
-from cotrain_workers.engine.model.layer_functions import (
+from cotrain_workers.engine.model.fused_layers import (
+    RotatedNorm,
+    fuse_layers,
     gelu_gate,
     norm_then_weight,
     norm_with_one,
     rotate,
     silu_gate,
 )
-from cotrain_workers.engine.model.rotated_norm import RotatedNorm
+from cotrain_workers.engine.model.kept_norm import KeptNorm
 from cotrain_workers.engine.ops import OptimStep, PassOutput
 from tests.support.decoding import finish, request, trained_weights
 from tests.support.tiny_models import FAMILIES
 from tests.support.training import MIX, relative_error
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_workers.engine.decoding.requests import SampledSequence
-    from cotrain_workers.engine.engine import Engine
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 ALL = ("norms", "heads", "mlp")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cotrain_workers.engine.model.fused_layers import norm_then_weight, silu_gate
 from cotrain_workers.engine.model.kernel_check import difference, is_right
-from cotrain_workers.engine.model.layer_functions import norm_then_weight, silu_gate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

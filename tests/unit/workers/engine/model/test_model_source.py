@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +19,7 @@ from cotrain_workers.engine.model.base_model import UnsupportedModel, load_base_
 from cotrain_workers.engine.model.model_source import ModelTooLarge, NoModel, UnusableModel
 from tests.support.fake_hub import FakeHub
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    ModelFolder = Callable[..., Path]
+ModelFolder = Callable[..., Path]
 
 WEIGHTS = "model.safetensors"
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Failure, OptimStep, Pass, PassOutput, StepOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.training import random_datum
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_workers.engine.engine import Engine
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 SPEC = AdapterSpec(4, seed=0)
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lock_step import Alone
 from cotrain_workers.engine.lora import segmented as lora
-from cotrain_workers.engine.ops import Create, Failure, OptimStep, Pass, PassOutput
+from cotrain_workers.engine.ops import Create, Failure, Op, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.pass_state import needs_memory
 from tests.support.training import MIX, random_datum, relative_error, same_bits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Op
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 
 def passes(cycle: int) -> list[Op]:

@@ -1,7 +1,8 @@
+""""""
+
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,22 +11,25 @@ from bench.support.model import SHAPES
 from bench.support.roofline import adapter_bytes, adapter_parameters
 from cotrain_workers.engine.adapters.residency import adapter_budget
 from cotrain_workers.engine.decoding.kv_cache import CUDA_SHARE, sampler_bytes
+from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.training.memory_model import (
     ENOUGH_TOKENS,
-    MOST_TOKENS,
+    MAX_TOKENS,
     OWN_BYTES,
     ActivationModel,
     Activations,
+    Fail,
+    Recompute,
+    Split,
     TooLittleMemory,
+    after_oom,
     budget,
     fit,
     kept_tokens,
     micro_batch_bytes,
     rounded,
 )
-
-if TYPE_CHECKING:
-    from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
 
 GB = 10**9
 KEPT, RECOMPUTED = ActivationModel(1 * GB, 7e6), ActivationModel(1.2 * GB, 0.3e6)
@@ -70,7 +74,7 @@ def test_where_fewer_fit_the_larger_micro_batches_are_recomputed() -> None:
 
 
 def test_a_large_device_gets_no_micro_batch_without_end() -> None:
-    assert budget(BOTH, 10_000 * GB, "auto").tokens == MOST_TOKENS
+    assert budget(BOTH, 10_000 * GB, "auto").tokens == MAX_TOKENS
     assert budget(BOTH, 10_000 * GB, "always").tokens == ENOUGH_TOKENS
 
 
@@ -95,7 +99,7 @@ def test_sizes_are_few_and_far_apart() -> None:
     sizes = sorted({rounded(tokens) for tokens in range(0, 50_000, 7)})
 
     assert sizes[:5] == [0, 256, 512, 768, 1024]
-    assert sizes[-1] == MOST_TOKENS
+    assert sizes[-1] == MAX_TOKENS
     assert all(rounded(size) == size and rounded(size - 1) < size for size in sizes[1:])
     assert all(later >= 1.3 * size for size, later in itertools.pairwise(sizes[2:]))
 
@@ -142,3 +146,40 @@ def test_all_that_shares_a_gpu_fits_next_to_qwen3_8b(
     assert of_adapters // adapter_bytes(shape, 16, torch.bfloat16) == adapters
     token_bytes = 2 * shape.layers * shape.kv_heads * shape.head * 2
     assert (decoder - weights) // token_bytes >= kv_tokens
+
+
+ONE_DATUM, TWO_DATUMS = (
+    OpSlice(0, 4, 5, 300, needs_grad=True),
+    OpSlice(0, 4, 6, 300, needs_grad=True),
+)
+FORWARD_ONLY = OpSlice(1, 0, 1, 200, needs_grad=False)
+FIRST, SECOND = OpSlice(0, 4, 5, 100, needs_grad=True), OpSlice(0, 5, 6, 200, needs_grad=True)
+
+
+def batch(*op_slices: OpSlice) -> MicroBatch:
+    return MicroBatch(op_slices, align=8)
+
+
+OF_OPS = Split(batch(ONE_DATUM), batch(FORWARD_ONLY), cuts_slice=False)
+OF_DATUMS = Split(batch(FIRST), batch(SECOND), cuts_slice=True)
+CASES = {
+    "ops part before anything is recomputed": (batch(ONE_DATUM, FORWARD_ONLY), [300], True, OF_OPS),
+    "ops part": (batch(ONE_DATUM, FORWARD_ONLY), [300], False, OF_OPS),
+    "recomputed before it is cut": (batch(TWO_DATUMS), [100, 200], True, Recompute()),
+    "cut at a datum": (batch(TWO_DATUMS), [100, 200], False, OF_DATUMS),
+    "one datum is recomputed": (batch(ONE_DATUM), [300], True, Recompute()),
+    "one datum fails": (batch(ONE_DATUM), [300], False, Fail(300)),
+    "nothing to recompute in a forward": (batch(FORWARD_ONLY), [200], True, Fail(200)),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths", "can_recompute", "expected"), CASES.values(), ids=CASES
+)
+def test_what_does_not_fit_loses_least(
+    given: MicroBatch,
+    lengths: list[int],
+    can_recompute: bool,
+    expected: Recompute | Fail | Split,
+) -> None:
+    assert after_oom(given, lengths, can_recompute=can_recompute) == expected

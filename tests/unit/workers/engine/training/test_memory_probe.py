@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.backend import find_backend
+from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import Budget
 from cotrain_workers.engine.training.memory_probe import CPU_TOKENS, measure, size_micro_batches
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.model.activation_checkpointing import Choice
-    from cotrain_workers.engine.model.base_model import BaseModel
-
-    NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., Engine]
 
 
 def waves(base: BaseModel) -> partial[ForwardBackward]:

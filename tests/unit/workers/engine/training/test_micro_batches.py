@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_workers.engine.sequence_table import bucket
+from cotrain_workers.engine.routing import bucket
 from cotrain_workers.engine.training.micro_batches import cut, fill
 
 lengths = st.lists(st.integers(1, 40), max_size=12)

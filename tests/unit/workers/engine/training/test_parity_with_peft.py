@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import OptimStep, Pass, StepOutput
 from tests.support.engine_checks import parity_with_peft
 from tests.support.training import MIX, PeftOracle, mean_error, relative_error
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-
-    NewEngine = Callable[..., Engine]
-    ModelFolder = Callable[..., Path]
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
 
 # fp32: a few times the 1.5e-6 that other orders of summation were measured to cost.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -1,23 +1,19 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.lora.backend import Choice
 from cotrain_workers.engine.ops import PassOutput
 from tests.support.engine_checks import bf16_gradient_cosine, warmed_up
 from tests.support.tiny_models import FAMILIES
 from tests.support.training import MIX
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain_workers.engine.lora.backend import Choice
-
-    ModelFolder = Callable[..., Path]
+ModelFolder = Callable[..., Path]
 
 
 @pytest.mark.parametrize("lora", ["seg", "grouped"])

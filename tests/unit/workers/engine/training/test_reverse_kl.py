@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.unembedding import Projection
 from cotrain_workers.engine.ops import (
     Create,
+    CycleOutput,
     Failure,
+    HostWeights,
     KlDatum,
+    Op,
     OptimStep,
     Pass,
     ReverseKl,
@@ -24,15 +30,8 @@ from cotrain_workers.engine.training.reverse_kl import KlHead, KlInput, Referred
 from tests.support.kl import SPEC, found, kl_datum, kl_datums, kl_parity, random_weights, started
 from tests.support.training import MIX, random_datum, same_bits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op
-
-    NewEngine = Callable[..., Engine]
-    ModelFolder = Callable[..., Path]
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
 
 WHOLE, NO_HEAD = AdapterSpec(3, seed=21), AdapterSpec(8, seed=22, train_unembed=False)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from cotrain_workers.engine.cycle import run_to_end
-from cotrain_workers.engine.ops import Create, Failure, OptimStep, Pass
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Create, Failure, Op, OptimStep, Output, Pass
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.open_passes import (
     LENGTHS,
@@ -23,14 +24,8 @@ from tests.support.open_passes import (
 )
 from tests.support.training import same_bits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cotrain_workers.engine.engine import Engine
-    from cotrain_workers.engine.ops import Op, Output
-
-    NewEngine = Callable[..., Engine]
-    OpId = tuple[str, int]
+NewEngine = Callable[..., Engine]
+OpId = tuple[str, int]
 
 #: Ways to spread ops that are tried again with AVX2 only: it is the kernels that differ there, not the ways.
 SEEDS, SEEDS_AGAIN = 20, 6

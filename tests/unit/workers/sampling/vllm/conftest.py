@@ -1,21 +1,17 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from cotrain_workers.sampling.vllm import requests as vllm_sampler
+from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 from tests.support.fake_vllm import FakeVllm
 from tests.support.tiny_models import build_tiny_qwen3
 from tests.support.vllm_requests import BASE, Trained
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from cotrain_workers.sampling.vllm.decoder import VllmDecoder
-
-    NewDecoder = Callable[..., VllmDecoder]
+NewDecoder = Callable[..., VllmDecoder]
 
 
 @pytest.fixture(scope="package")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 
-from cotrain_workers.sampling.vllm.decoder import _abort_all
+from cotrain_workers.sampling.vllm.decoder import VllmDecoder, _abort_all
+from tests.support.fake_vllm import FakeVllm
 from tests.support.vllm_requests import (
     PROMPT,
     Trained,
@@ -25,14 +28,7 @@ from tests.support.vllm_requests import (
     tokens,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from cotrain_workers.sampling.vllm.decoder import VllmDecoder
-    from tests.support.fake_vllm import FakeVllm
-
-    NewDecoder = Callable[..., VllmDecoder]
+NewDecoder = Callable[..., VllmDecoder]
 
 
 @pytest.mark.parametrize("name", ["run-0", "run-1", "run-2", "run-3", "run-4"])

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from cotrain_workers.engine.ops import Failure
 from cotrain_workers.sampling.vllm import requests as vllm_sampler
+from cotrain_workers.sampling.vllm.decoder import VllmDecoder
+from cotrain_workers.sampling.vllm.requests import KEPT_SHARE, TenantEntry
+from tests.support.fake_vllm import FakeVllm
 from tests.support.vllm_requests import PROMPT, VOCAB, finish, request, run, the_only, tokens
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cotrain_workers.sampling.vllm.decoder import VllmDecoder
-    from tests.support.fake_vllm import FakeVllm
-
-    NewDecoder = Callable[..., VllmDecoder]
+NewDecoder = Callable[..., VllmDecoder]
 
 
 def test_a_server_that_restarts_in_the_middle_loses_nothing(
@@ -171,3 +170,80 @@ def test_a_prompt_that_is_too_long_is_refused_also_before_the_server_was_seen(
     assert isinstance(output, Failure)
     assert output.category == "user"
     assert "65 tokens" in output.message
+
+
+PLACES = 2 * KEPT_SHARE
+"""Two of them are kept."""
+
+
+class Guests:
+    """Sequences that stay until they are sent away."""
+
+    def __init__(self) -> None:
+        self.entry = TenantEntry(PLACES)
+        self.inside: list[str] = []
+        self._leave: dict[str, list[asyncio.Event]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def come(self, tenant: str, count: int) -> None:
+        self._tasks += [asyncio.create_task(self._stay(tenant)) for _ in range(count)]
+        await settled()
+
+    async def leave(self, tenant: str) -> None:
+        self._leave[tenant].pop(0).set()
+        await settled()
+
+    async def _stay(self, tenant: str) -> None:
+        async with self.entry.of(tenant):
+            self.inside.append(tenant)
+            leave = asyncio.Event()
+            self._leave.setdefault(tenant, []).append(leave)
+            await leave.wait()
+        self.inside.remove(tenant)
+
+    async def cancel_all(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_newcomer_enters_at_once_beside_one_that_sends_thousands() -> None:
+    guests = Guests()
+    await guests.come("heavy", 1_000)
+    assert Counter(guests.inside) == {"heavy": PLACES - 2}
+
+    await guests.come("light", 1)
+    await guests.come("other", 1)
+
+    assert Counter(guests.inside) == {"heavy": PLACES - 2, "light": 1, "other": 1}
+    await guests.cancel_all()
+
+
+async def test_places_go_to_the_tenant_that_has_the_fewest() -> None:
+    guests = Guests()
+    await guests.come("heavy", 1_000)
+    await guests.come("light", 100)
+    for _ in range(2 * PLACES):
+        await guests.leave("heavy")
+
+    assert Counter(guests.inside)["light"] >= PLACES // 2 - 1
+    assert len(guests.inside) == PLACES - 2 + 1 or len(guests.inside) == PLACES - 2
+    await guests.cancel_all()
+
+
+async def test_who_is_cancelled_waiting_or_inside_keeps_no_place() -> None:
+    guests = Guests()
+    await guests.come("a", 1_000)
+    await guests.cancel_all()
+    again = Guests()
+    again.entry = guests.entry
+
+    await again.come("b", 1_000)
+
+    assert len(again.inside) == PLACES - 2
+    await again.cancel_all()

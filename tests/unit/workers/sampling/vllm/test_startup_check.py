@@ -1,21 +1,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cotrain_workers.engine.model.base_model import find_targets, make_skeleton
+from cotrain_workers.engine.spec import Target
 from cotrain_workers.sampling.vllm.client import VllmServer, VllmUnavailable
 from cotrain_workers.sampling.vllm.protocol import ServerFacts
 from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, base_card, check_server
+from tests.support.fake_vllm import FakeVllm
 from tests.support.vllm_requests import BASE
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from cotrain_workers.engine.spec import Target
-    from tests.support.fake_vllm import FakeVllm
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,11 @@ the tensors are in `kv_cache.py`.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
+import torch
 
 
 class Pages:

@@ -7,14 +7,11 @@ one whose sequence had its lease: it has generated for a while since it was admi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
-    from cotrain_workers.engine.decoding.scheduling.pages import Pages
-    from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
-    from cotrain_workers.engine.decoding.sequence import SequenceState
+from cotrain_workers.engine.decoding.scheduling.pages import Pages
+from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
+from cotrain_workers.engine.decoding.sequence import SequenceState
 
 #: Tokens that an admitted sequence may generate before a tenant that runs nothing can take its place; of a
 #: long one more, since all it holds is computed again.

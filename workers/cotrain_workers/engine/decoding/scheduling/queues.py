@@ -5,10 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cotrain_workers.engine.decoding.sequence import Group, SequenceState
+from cotrain_workers.engine.decoding.sequence import Group, SequenceState
 
 AGE = attrgetter("age")
 ARRIVAL = attrgetter("arrival")

@@ -4,16 +4,23 @@ Plain bookkeeping. Of any number of tenants the smallest holder is admitted firs
 a step gives all of them the same number of tokens, as far as they have use for them. Within a tenant the
 oldest goes first and the youngest gives way. Each step brings some sequence closer to its end, and no other
 takes a place again before it has used it for a while: none starves.
+
+Whose work a decoder step takes next: of the tenant that would then have had the fewest tokens over its weight. Pure.
+
+What it would have had then, not what it has had: so one that generates a token per step waits for no page of another's prompt.
+Weighted fair queueing orders packets so, by when each would end (Demers, Keshav, Shenker 1989).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from heapq import heapify, heappop, heappush
+from typing import TypeVar
 
-from cotrain_workers.engine.decoding.scheduling.fair_share import FairShare
+from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
 from cotrain_workers.engine.decoding.scheduling.preemption import (
     largest_holder,
     victims_for_pages,
@@ -21,13 +28,59 @@ from cotrain_workers.engine.decoding.scheduling.preemption import (
 )
 from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
 from cotrain_workers.engine.decoding.scheduling.sequence_pages import SequencePages
+from cotrain_workers.engine.decoding.sequence import Group, SequenceState
 from cotrain_workers.engine.decoding.step import Chunk, Plan, Row
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+T = TypeVar("T")
 
-    from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
-    from cotrain_workers.engine.decoding.sequence import Group, SequenceState
+
+class FairShare:
+    """Counts the tokens over its weight that each tenant was given; what one could not use is not saved up."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, float] = {}
+        self._weights: Mapping[str, float] = {}
+
+    def begin(self, weights: Mapping[str, float]) -> None:
+        """Note which tenants have work, and their weights. One that is new begins level with who has had least."""
+        known = self._tokens
+        least = min((known[tenant] for tenant in weights if tenant in known), default=0.0)
+        self._tokens = {tenant: known.get(tenant, least) for tenant in weights}
+        self._weights = weights
+
+    def give(self, tenant: str, tokens: int) -> None:
+        """Count what a tenant was given."""
+        self._tokens[tenant] += tokens / self._weights[tenant]
+
+    def in_order(
+        self, work: Mapping[str, deque[T]], tokens_of: Callable[[T], int]
+    ) -> Iterator[tuple[str, T]]:
+        """Take work out of `work`, of the tenant that would then have had the fewest tokens over its weight.
+
+        What is given while this waits counts for what comes next.
+        """
+
+        def end(tenant: str) -> float:
+            return self._tokens[tenant] + tokens_of(work[tenant][0]) / self._weights[tenant]
+
+        heap = [(end(tenant), at, tenant) for at, tenant in enumerate(work)]
+        heapify(heap)
+        while heap:
+            _, at, tenant = heappop(heap)
+            yield tenant, work[tenant].popleft()
+            if work[tenant]:
+                heappush(heap, (end(tenant), at, tenant))
+
+    def end(self, left: Mapping[str, deque[T]]) -> None:
+        """End a step: who had all its work done is level with the one that has had the fewest of the others."""
+        short = {tenant for tenant, work in left.items() if work}
+        level = [self._tokens[tenant] for tenant in short] or [
+            max(self._tokens.values(), default=0.0)
+        ]
+        for tenant, tokens in self._tokens.items():
+            if tenant not in short:
+                self._tokens[tenant] = max(tokens, min(level))
+
 
 #: Keys that cost a row of a shared step about as much as one row more.
 ROW_CONTEXT = 256
@@ -104,7 +157,7 @@ class DecodeScheduler:
                 found.append((bool(queue.running), pages, sequence))
         return min(found, key=lambda each: each[:2])[2] if found else None
 
-    def make_fit(self, sequence: SequenceState) -> list[SequenceState] | None:
+    def preempt_for(self, sequence: SequenceState) -> list[SequenceState] | None:
         """Have pages for all that a sequence holds so far, and one more; None if there cannot be so many.
 
         Returns who was preempted for it.
@@ -122,7 +175,7 @@ class DecodeScheduler:
         tenant = sequence.group.request.tenant
         return victims_for_pages(self.queues, self._pages, tenant, wanted, missing)
 
-    def make_weights_fit(
+    def evict_weights_for(
         self,
         sequence: SequenceState,
         candidates: frozenset[str],

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from cotrain_workers.engine.decoding.step import Chunk
+import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from cotrain_workers.engine.decoding.scheduling.pages import Node, Pages, PrefixIndex
-    from cotrain_workers.engine.decoding.sequence import SequenceState
-    from cotrain_workers.engine.decoding.step import Plan
+from cotrain_workers.engine.decoding.scheduling.pages import Node, Pages, PrefixIndex
+from cotrain_workers.engine.decoding.sequence import SequenceState
+from cotrain_workers.engine.decoding.step import Chunk, Plan
 
 
 class SequencePages:

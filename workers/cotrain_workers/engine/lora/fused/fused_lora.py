@@ -7,19 +7,15 @@ model's part is the same kernel for all: a row's bits depend on its own tile alo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from cotrain_workers.engine.lora.fused import operators  # noqa: F401  # it registers the ops
-from cotrain_workers.engine.lora.fused.tables import make_tables
+from cotrain_workers.engine.lora.fused.tables import ModuleGroup, Tables, make_tables
 from cotrain_workers.engine.lora.segmented import SegmentLora, anchor
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from cotrain_workers.engine.lora.fused.tables import ModuleGroup, Tables
-    from cotrain_workers.engine.routing import LinearWeights, Part, Segment
+from cotrain_workers.engine.routing import LinearWeights, Part, Segment
 
 A, B = 0, 1  # which of an adapter's matrices
 

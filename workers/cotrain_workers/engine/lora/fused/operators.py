@@ -7,16 +7,14 @@ fewer, is its first once more.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cotrain_workers.engine.lora.fused import tile_sizes
 from cotrain_workers.engine.lora.fused.tile_sizes import RANK, ROWS, expand_tiles, narrow_tiles
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 BAND = 8  # tiles of rows that run together
 TOKENS = 64  # that one product of a weight gradient takes

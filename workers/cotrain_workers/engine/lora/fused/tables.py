@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.fused.tile_sizes import MODULES, RANK, ROWS
-from cotrain_workers.engine.lora.stacked_weights import shared_input
-from cotrain_workers.engine.spec import lay_out_matrices
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
-
-    from cotrain_workers.engine.routing import Segment
-    from cotrain_workers.engine.spec import Layout, Pair, Target
+from cotrain_workers.engine.lora.grouped import shared_input
+from cotrain_workers.engine.routing import Segment
+from cotrain_workers.engine.spec import Layout, Pair, Target, lay_out_matrices
 
 HEAD = 4  # rank, address of the weights, address of the gradient, 0
 WEIGHTS, GRADIENT = 1, 2
@@ -127,8 +121,8 @@ def find_entries(segments: Sequence[Segment], groups: tuple[ModuleGroup, ...]) -
     for row, segment in zip(entries, segments, strict=False):
         layout = segment.source.layout
         row[:] = offsets_of(layout.rank, layout.targets, groups)
-        row[starts + WEIGHTS] = address_of(segment.source.compute, layout)
-        row[starts + GRADIENT] = address_of(segment.grads or {}, layout)
+        row[starts + WEIGHTS] = parse_run_and_seq(segment.source.compute, layout)
+        row[starts + GRADIENT] = parse_run_and_seq(segment.grads or {}, layout)
     return entries
 
 
@@ -147,7 +141,7 @@ def offsets_of(
     return row
 
 
-def address_of(views: Mapping[str, Pair], layout: Layout) -> int:
+def parse_run_and_seq(views: Mapping[str, Pair], layout: Layout) -> int:
     """Return where an arena begins, of which `views` are the matrices; 0 of none."""
     for name, pair in views.items():
         first: int = pair.a.data_ptr() - layout.offset_by_name[name][0] * pair.a.element_size()

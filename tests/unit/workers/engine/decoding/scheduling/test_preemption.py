@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 from hypothesis import given
@@ -13,10 +13,7 @@ from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
 from cotrain_workers.engine.decoding.sequence import Group, SequenceState
 from tests.support.decoding import request
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
-    Fits = Callable[[Collection[str]], bool]
+Fits = Callable[[Collection[str]], bool]
 
 PAGE = 4
 

@@ -17,8 +17,8 @@ from cotrain_workers.engine.decoding.sequence import Group, SequenceState
 from cotrain_workers.engine.decoding.step import Chunk, Plan, Row
 from tests.support.decoding import request
 
-PAGE, BUDGET, SHARED, MOST = 4, 12, 8, 6
-SIZES = StepSizes(PAGE, alone=BUDGET, shared=SHARED, sequences=MOST)
+PAGE, BUDGET, SHARED, LIMITS = 4, 12, 8, 6
+SIZES = StepSizes(PAGE, alone=BUDGET, shared=SHARED, sequences=LIMITS)
 HIDDEN = torch.zeros(1)
 
 
@@ -64,7 +64,7 @@ class Pretender:
 
     def step(self) -> Plan:
         while (sequence := self.scheduler.next_waiting(set())) is not None:
-            preempted = self.scheduler.make_fit(sequence)
+            preempted = self.scheduler.preempt_for(sequence)
             if preempted is None:
                 break
             self.preempted += len(preempted)
@@ -348,7 +348,7 @@ def test_a_newcomer_among_thousands_of_long_sequences_ends_in_as_many_steps_as_a
 @pytest.mark.parametrize("count", [1, 3])
 def test_one_that_generates_gets_a_row_in_every_step_next_to_long_prompts(count: int) -> None:
     """As on a CPU, where a page is more than a shared step holds; a row per step is less than its share."""
-    pretender = Pretender(1_000, StepSizes(PAGE, alone=BUDGET, shared=PAGE - 1, sequences=MOST))
+    pretender = Pretender(1_000, StepSizes(PAGE, alone=BUDGET, shared=PAGE - 1, sequences=LIMITS))
     for at in range(count):
         pretender.add(at, [at, *range(1, 400)], 1, 1, f"long{at}")
     for _ in range(3):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +15,6 @@ from tests.support.engine_checks import gradient_passes
 from tests.support.lora_problem import needs_kernels
 from tests.support.tiny_models import build_tiny
 from tests.support.training import Tenant, relative_error, same_bits
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = needs_kernels
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from cotrain_workers.engine.model import kernel_softmax
 from cotrain_workers.engine.model.kernel_softmax import KernelSoftmax, find_softmax
-from cotrain_workers.engine.model.unembedding import PlainSoftmax
+from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.routing import Part
 from cotrain_workers.engine.spec import Pair
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput
 from cotrain_workers.engine.training.losses import LOSSES
 from tests.support.lora_problem import needs_kernels
-
-if TYPE_CHECKING:
-    from cotrain_workers.engine.model.unembedding import NewSoftmax
 
 pytestmark = needs_kernels
 

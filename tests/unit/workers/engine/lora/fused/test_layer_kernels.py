@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +16,16 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.model import fused_layers
-from cotrain_workers.engine.model.fused_layers import fuse_layers
-from cotrain_workers.engine.model.kept_norm import KeptNorm
-from cotrain_workers.engine.model.layer_functions import (
+from cotrain_workers.engine.model.fused_layers import (
+    RotatedNorm,
+    fuse_layers,
     gelu_gate,
     norm_then_weight,
     norm_with_one,
     rotate,
     silu_gate,
 )
-from cotrain_workers.engine.model.rotated_norm import RotatedNorm
+from cotrain_workers.engine.model.kept_norm import KeptNorm
 from cotrain_workers.engine.ops import PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import finish, request, trained_weights
@@ -31,11 +33,7 @@ from tests.support.lora_problem import needs_kernels
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import Tenant, relative_error, same_bits
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    Load = Callable[..., Engine]
+Load = Callable[..., Engine]
 
 pytestmark = needs_kernels
 

@@ -6,14 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.support.lora_problem import needs_kernels
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = needs_kernels
 

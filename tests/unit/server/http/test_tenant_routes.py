@@ -1,0 +1,28 @@
+"""What the OpenAPI says of bodies that routes parse without the framework."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cotrain.types import ForwardBackwardRequest, OptimStepRequest, SampleRequest
+from cotrain.wire.pass_codec import PROTOBUF
+from cotrain_server.http.tenant_routes import body_of
+
+
+@pytest.mark.parametrize("model", [ForwardBackwardRequest, OptimStepRequest, SampleRequest])
+def test_a_schema_refers_to_nothing_outside_itself(model: type[SampleRequest]) -> None:
+    text = json.dumps(body_of(model))
+    assert "$ref" not in text
+    assert "$defs" not in text
+
+
+def test_a_reference_is_replaced_by_what_it_refers_to() -> None:
+    schema = body_of(SampleRequest)["requestBody"]["content"]["application/json"]["schema"]
+    assert "temperature" in schema["properties"]["sampling_params"]["properties"]
+
+
+def test_a_message_is_offered_only_where_it_is_read() -> None:
+    assert PROTOBUF in body_of(ForwardBackwardRequest, binary=True)["requestBody"]["content"]
+    assert PROTOBUF not in body_of(OptimStepRequest)["requestBody"]["content"]

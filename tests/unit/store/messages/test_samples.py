@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotrain_store.messages.ids import (
+    SessionId,
+    sample_id,
+    sampler_id,
+)
+from cotrain_store.messages.samples import parse_sample
+
+names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
+
+
+@given(names, st.integers(0, 2**31), st.integers(0, 2**64 - 1))
+def test_a_sample_request_names_its_sampler_and_the_copy_of_its_client(
+    session: str, number: int, seq: int
+) -> None:
+    sampler = sampler_id(SessionId(session), number)
+    name = parse_sample(sample_id(sampler, seq))
+    if ":" in session or len(session) > 64:
+        return
+    assert name == (sampler, seq)
+    assert name
+    assert (name.session, name.clone) == (session, seq // 10**9)
+
+
+@pytest.mark.parametrize(
+    "request_name",
+    ["", ":", "s:train:0:1", "s:sample:0", "s:sample:0:", "s:sample:0:1\n", "\ud800"],
+)
+def test_what_is_no_sample_request_names_no_sampler(request_name: str) -> None:
+    assert parse_sample(request_name) is None

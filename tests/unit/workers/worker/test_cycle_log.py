@@ -1,0 +1,126 @@
+"""Which spans a committed cycle leaves, and which not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import structlog
+
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.monitoring.tracing import Tracer
+from cotrain_workers.engine.ops import CycleOutput, CyclePart, Failure, Output, Progress, StepOutput
+from cotrain_workers.worker.cycle_log import bound_to_cycle, trace_cycle
+from cotrain_workers.worker.device_time import CycleTimes, DeviceTime
+from cotrain_workers.worker.step_commit import StepCommit
+from cotrain_workers.worker.step_runner import StepRun
+
+A, B = RunId("a"), RunId("b")
+PLAN, FIRST, SECOND, OTHER = (f"00-{'ab' * 16}-{n * 16}-01" for n in "1234")
+STEP = Step(
+    cycle=4,
+    worker=WorkerId("w0"),
+    ops=(
+        QueuedOp(A, 1, OpKind.FORWARD_BACKWARD, 30, "inline", 1, 90.0, FIRST),
+        QueuedOp(A, 2, OpKind.OPTIM_STEP, 0, "inline", 1, 91.0, SECOND),
+        QueuedOp(B, 1, OpKind.FORWARD_BACKWARD, 12, "inline", 1, 92.0, OTHER),
+    ),
+    planned_at=100.0,
+    tenant_by_run={A: TenantId("t"), B: TenantId("u")},
+    trace=PLAN,
+)
+NOTHING = StepCommit(
+    results={}, record={}, counted={}, crashed=frozenset(), saves={}, usage={}, opened={},
+    device_s={}, ended=(), found={}, is_exact=True,
+)  # fmt: skip
+
+
+@dataclass
+class Spans:
+    """A tracer that keeps what it is told, and names spans by their order."""
+
+    told: list[dict[str, Any]] = field(default_factory=list)
+
+    def record(self, name: str, began: float, ended: float, parent: str = "", **about: Any) -> str:
+        self.told.append({"name": name, "began": began, "ended": ended, "parent": parent, **about})
+        return f"span {len(self.told)}"
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [span for span in self.told if span["name"] == name]
+
+
+def spans_of(
+    step: Step,
+    outputs: Mapping[tuple[str, int], Output],
+    divided: Mapping[tuple[str, int], Progress] | None = None,
+    *,
+    is_whole: bool = True,
+) -> Spans:
+    parts = (CyclePart("wave", 101.0, 102.0), CyclePart("optim", 102.0, 103.0))
+    cost = CycleOutput(outputs, 1, 42, 64, 0.5, 0.25, divided=divided or {}, parts=parts)
+    record = {"outcome": "ok", "runs": [], "tokens": 42, "sampling_ms": None}
+    commit = replace(NOTHING, record=record)
+    times, spans = CycleTimes(DeviceTime()), Spans()
+    for name in ("restore", "read_bodies", "run", "commit"):
+        times.note(name)
+    ran = StepRun(outputs, cost if is_whole else None, is_exact=True)
+    trace_cycle(cast("Tracer", spans), step, ran, commit, times, crashes=1)
+    return spans
+
+
+DONE: dict[tuple[str, int], Output] = {
+    (A, 1): Failure("Loss is not finite.", "user", "not_finite"),
+    (A, 2): StepOutput(0.5),
+    (B, 1): StepOutput(0.5),
+}
+
+
+def test_a_cycle_is_below_its_plan_with_its_parts_and_linked_with_each_op_both_ways() -> None:
+    spans = spans_of(STEP, DONE)
+    [cycle] = spans.named("cycle")
+    assert (cycle["parent"], cycle["links"]) == (PLAN, [FIRST, SECOND, OTHER])
+    assert (cycle["cycle"], cycle["crashes"], cycle["tokens"]) == (4, 1, 42)
+    below = [span["name"] for span in spans.told if span["parent"] == "span 1"]
+    assert below == ["restore", "read_bodies", "commit", "wave", "optim"]
+    first, other = spans.named("forward_backward")
+    assert (first["parent"], first["began"], first["links"]) == (FIRST, 90.0, ["span 1"])
+    assert (first["failed"], first["failure"], first["waited_s"]) == (True, "user", 10.0)
+    assert (other["failed"], other["failure"], other["tenant"]) == (False, None, "u")
+    assert "finite" not in str(spans.told)
+
+
+def test_a_pass_that_stays_open_is_linked_and_not_over_and_what_waits_behind_it_is_neither() -> (
+    None
+):
+    spans = spans_of(STEP, {(B, 1): StepOutput(0.5)}, {(A, 1): Progress(10, 10)})
+    [cycle] = spans.named("cycle")
+    assert cycle["links"] == [FIRST, OTHER]
+    assert [span["parent"] for span in spans.named("forward_backward")] == [OTHER]
+    assert spans.named("optim_step") == []
+
+
+def test_a_cycle_that_ran_in_pieces_has_one_part_for_them() -> None:
+    names = [span["name"] for span in spans_of(STEP, DONE, is_whole=False).told]
+    assert "run" in names
+    assert "wave" not in names
+
+
+def test_ops_that_nothing_traces_leave_no_span() -> None:
+    untraced = replace(STEP, ops=tuple(replace(op, trace="") for op in STEP.ops))
+    assert spans_of(untraced, DONE).told == []
+
+
+def test_short_visits_of_the_decoder_are_no_sampling() -> None:
+    times = CycleTimes(DeviceTime())
+    times.visited(lambda: None)()
+    assert [part.name for part in times.parts(None)] == []
+
+
+def test_lines_of_the_log_name_a_cycle_and_its_trace() -> None:
+    with bound_to_cycle(STEP):
+        assert structlog.contextvars.get_contextvars() == {"cycle": 4, "trace_id": "ab" * 16}
+    with bound_to_cycle(replace(STEP, trace="")):
+        assert structlog.contextvars.get_contextvars() == {"cycle": 4}
+    assert structlog.contextvars.get_contextvars() == {}
