@@ -21,7 +21,7 @@ from cotrain_store.errors import (
 )
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, TenantId
-from cotrain_store.sampling.claims import CANCELLED
+from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.intake import SampleLimits, token_limit
 from tests.support.lives import life_ms
 from tests.support.log import WORKER

@@ -33,7 +33,7 @@ from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import RequestId, TenantId, sample_id
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.samples import CLONE_SIZE, SamplerRecord
-from cotrain_store.sampling.claims import CANCELLED
+from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.intake import SampleLimits
 from tests.support.draws import examples
 from tests.support.log import WORKER

@@ -16,7 +16,7 @@ from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import RequestId, TenantId, WorkerId
 from cotrain_store.messages.results import Result
 from cotrain_store.monitoring.metrics import WorkerMetrics
-from cotrain_store.sampling.claims import CANCELLED
+from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_store.tenants.policies import Policies
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved

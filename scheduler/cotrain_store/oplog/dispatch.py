@@ -24,7 +24,7 @@ from cotrain_store.oplog.intake import rejection
 from cotrain_store.oplog.moves import Moves
 from cotrain_store.redis_client.connection import Connection, SyncConnection, clock_ms
 from cotrain_store.redis_client.scripts import async_script, sync_script
-from cotrain_store.sampling.claims import CANCEL, TTL_MS
+from cotrain_store.sampling.endings import CANCEL, TTL_MS
 from cotrain_store.tenants.policies import read_pauses, read_weights
 
 #: Runs that one call reads: Redis does nothing else during it.

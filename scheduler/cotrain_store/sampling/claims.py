@@ -1,8 +1,6 @@
 """Claim sample requests and resolve them: a worker's side of sampling.
 
 Plain synchronous and fenced by the worker's epoch, as execution is.
-
-How a sample request ends: what the scripts need to know that end one.
 """
 
 from __future__ import annotations
@@ -28,21 +26,7 @@ from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.samples import SampleUsage
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
-
-#: What a request resolves to that its client gave up.
-CANCELLED = Result.failed("Cancelled by the client.", "user")
-#: The like, as the scripts take it.
-CANCEL = {
-    "result": CANCELLED.encode().decode(),
-    "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
-    "size": len(CANCELLED.payload),
-}
-#: In ms: how much longer the record of an ended request lives than its result, and for how long its end
-#: is published.
-TTL_MS = {
-    "record": run_keys.SAMPLE_RECORD_EXTRA_MS,
-    "published": run_keys.COMPLETION_TTL_MS,
-}
+from cotrain_store.sampling.endings import CANCEL, TTL_MS
 
 
 @dataclass(frozen=True)

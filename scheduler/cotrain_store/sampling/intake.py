@@ -32,7 +32,7 @@ from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.tracing import CURRENT
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.sampling.claims import CANCEL, TTL_MS
+from cotrain_store.sampling.endings import CANCEL, TTL_MS
 from cotrain_store.tenants.policies import LimitsOf
 
 

@@ -25,7 +25,8 @@ from cotrain_store.messages.results import Result
 from cotrain_store.messages.samples import SampleUsage
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.sampling.claims import CANCELLED, ClaimedSample, SampleClaims
+from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
+from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.decoding.requests import (
