@@ -48,6 +48,7 @@ FAILPOINTS: Mapping[str, str] = MappingProxyType(
         "worker.after_commit": "A step was committed, and its worker does not know.",
         "worker.before_risk": "A request that may have crashed a worker is about to be run alone.",
         "worker.after_risk": "A request run alone did not crash its worker, and that is not noted.",
+        "worker.before_large_pass": "A micro-batch larger than any before is noted, and runs next.",
         "group.before_pass": "A member of a group runs the base model next, in step with the others.",
         "snapshot.before_write": "A run was copied to the host for its recovery copy.",
         "snapshot.half_written": "Half a recovery copy is in its temporary file.",

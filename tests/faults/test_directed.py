@@ -41,11 +41,11 @@ UNSAMPLED_PACKS = {
     "optimizer": ("optimizer.before_rename", "optimizer.renamed", "external.half_written"),
     "export": ("external.before_rename", "external.renamed"),
 }
-#: Of trials of their own: of suspects, of places, of rollbacks, of groups.
+#: Of trials of their own, and of tests: of large passes, of suspects, of places, of rollbacks, of groups.
 ELSEWHERE = (
     "worker.before_risk", "worker.after_risk", "reassign.before", "reassign.after",
     "move.before", "move.after",
-    "worker.before_rollback", "worker.after_rollback", "group.before_pass",
+    "worker.before_rollback", "worker.after_rollback", "worker.before_large_pass", "group.before_pass",
 )  # fmt: skip
 #: Twice in a row over one step is chance, and more often is the step's own fault.
 APART = ("worker.before_run", "worker.after_run", "worker.before_commit")

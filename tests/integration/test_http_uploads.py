@@ -128,7 +128,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         "The archive is truncated or damaged, or not a tar (of a zip, upload the unpacked folder).",
     ),
     "hostile": (tar({"../x": b"1", **adapter()}), "Archive contains a forbidden member: ../x."),
-    "pickle": (tar({"m.bin": b"1", **adapter()}), "Only safetensors checkpoints are accepted."),
+    "pickle": (
+        tar({"adapter_model.bin": b"1", "adapter_config.json": config()}),
+        "Only safetensors checkpoints are accepted.",
+    ),
     "no tensors": (tar({"adapter_config.json": config()}), "has no adapter_model.safetensors"),
     "other shape": (tar(adapter(**{"adapter_config.json": config(r=8)})), "has rank [4]"),
     "DoRA": (tar(adapter(**{"adapter_config.json": config(use_dora=True)})), "use_dora"),

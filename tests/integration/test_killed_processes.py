@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 from cotrain_store.disk.spool import Spool, new_writer
@@ -11,6 +12,7 @@ from cotrain_store.redis_client.connection import open_connection
 from cotrain_store.results.futures import Futures
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.bisection import MAX_CRASHES
+from tests.support.bodies import sequences
 from tests.support.processes import WORKER, Process, settings_of, stack_of
 from tests.support.program import (
     LORA,
@@ -159,6 +161,52 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left
         await connection.aclose()
         mine = await asyncio.to_thread(restored_digest, url, tmp_path, engine, guilty.id)
         assert mine == engine.adapters.state(without.id).digest()
+        assert (
+            await asyncio.to_thread(restored_digest, url, tmp_path, engine, neighbour.id) == digest
+        )
+
+
+async def test_a_pass_too_large_for_memory_costs_its_neighbours_one_more_kill_at_most(
+    tmp_path: Path, engine: Engine, tiny_model: Path
+) -> None:
+    """The kernel kills at the largest micro-batch. What others sent is done before that pass runs again, alone."""
+    with EmbeddedRedis() as redis_server:
+        url = redis_server.url
+        async with stack(url, tmp_path / "alone") as alone:
+            expected, digest = await undisturbed(alone, url, tmp_path / "alone", engine, last=4)
+        redis_server.flush()
+
+        kills = "worker.before_large_pass~a:train:0:1=kill@*"
+        settings = settings_of(url, tmp_path, tiny_model) | {"COTRAIN_FAILPOINTS": kills}
+        shared = {name: settings[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
+        connection, spool = open_connection(url), Spool(tmp_path / "spool", new_writer("api"))
+        async with Futures(connection, spool) as futures:
+            server = stack_of(connection, spool, futures)
+            guilty, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
+            requests = [await server.forward_backward(guilty, 1, sequences(1, 1, 400))]
+            requests += await submit(server, guilty, 3, 4, place=2)
+            others = await submit(server, neighbour, 1, 4)
+            with (
+                Process("cotrain_scheduler", shared, tmp_path / "scheduler.log") as scheduler,
+                Process(WORKER, settings, tmp_path / "worker.log") as trainer,
+            ):
+                await asyncio.to_thread(trainer.await_kill)
+                trainer.start()
+                await asyncio.to_thread(trainer.await_kill)
+                assert await results(server, neighbour, others) == expected  # no process lives
+                trainer.start()
+                too_large, *after = await results(server, guilty, requests)
+                assert too_large["category"] == "user"
+                assert re.fullmatch(
+                    r"Request needs more memory than the worker has: its process was killed twice while it ran a "
+                    r"datum of 400 tokens, within a memory limit of \d+\.\d GB\. Send shorter datums, .*",
+                    too_large["error"],
+                )
+                assert all("error" not in answer for answer in after if isinstance(answer, dict))
+                await asyncio.to_thread(trainer.stop)
+                await asyncio.to_thread(scheduler.stop)
+        spool.close()
+        await connection.aclose()
         assert (
             await asyncio.to_thread(restored_digest, url, tmp_path, engine, neighbour.id) == digest
         )

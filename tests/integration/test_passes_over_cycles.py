@@ -151,7 +151,7 @@ KILLS = [
     for call in (3, SLICES + 4)
     for method, after in (
         ("open_steps", False),
-        ("starts", False),
+        ("begin", False),
         ("commit", False),
         ("commit", True),
     )

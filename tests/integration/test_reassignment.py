@@ -70,17 +70,41 @@ async def test_an_open_step_is_run_by_the_heir_as_it_was_planned(log: Log) -> No
 async def test_the_heir_knows_how_many_died_over_a_step_and_over_its_parts(log: Log) -> None:
     run = await log.new_run()
     step = await log.plan()
-    assert log.execution.starts(step) == 0
+    assert log.execution.crashes(step) == 0
     successor = log.new_worker()
-    assert successor.starts(successor.open_steps()[0]) == 1
+    [found] = successor.open_steps()
+    assert successor.crashes(found) == 1
+    successor.begin(found)
     successor.crash_counts.risk(f"{run.id}:0")
     log.execution = enter(log, HEIR)
     await reassign(log)
     [moved] = log.execution.open_steps()
-    assert log.execution.starts(moved) == 2
+    assert log.execution.crashes(moved) == 2
     assert log.execution.crash_counts.by_part() == {f"{run.id}:0": 1}
     log.commit(moved)
     assert log.execution.crash_counts.by_part() == {}
+    assert not log.redis.exists(fleet_keys.starts(POOL))
+
+
+async def test_only_what_ends_while_a_step_runs_crashed_over_it(log: Log) -> None:
+    """Neither who brings its runs back and is killed, nor who ends because it was told to."""
+    await log.new_run()
+    step = await log.plan()
+    log.execution.begin(step)
+    log.execution.leave_in_order()
+    for _ in range(3):  # killed while they bring its runs back
+        log.execution = log.new_worker()
+        [step] = log.execution.open_steps()
+        assert log.execution.crashes(step) == 0
+    log.execution.begin(step)
+    log.execution.leave_in_order()
+    log.execution = log.new_worker()
+    assert log.execution.crashes(step) == 0
+    log.execution.begin(step)
+    log.execution.begin(step)  # once more, after a pause
+    log.execution = log.new_worker()
+    assert log.execution.crashes(step) == 1
+    log.commit(step)
     assert not log.redis.exists(fleet_keys.starts(POOL))
 
 

@@ -16,12 +16,15 @@ from cotrain_server.administration.tenant_view import DAYS_SHOWN
 from cotrain_server.ui.pages.overview import shown
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id
+from cotrain_store.results.futures import Pending
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.ui import log_in, log_out, send
 
 PAGES = ("/ui/tenants", "/ui/workers", "/ui/audit", "/ui/settings")
+RESTORING = {"runs_done": 3, "runs": 12, "ops_done": 41, "ops": 200}
+RESTORED = "restoring: 3 of 12 runs, 41 of 200 ops"
 HOSTILE = '<img src=x onerror="alert(1)">'
 
 
@@ -191,13 +194,15 @@ async def test_a_thousand_tenants_make_a_small_page(api: Api) -> None:
     assert "51 to 100 of 1,002" in page.text
 
 
-async def two_workers(api: Api, run: str) -> None:
-    """Have two workers serve, the first of which has the run."""
+async def two_workers(api: Api, run: str, restores: str = "") -> None:
+    """Have two workers serve, the first of which has the run; one may restore runs."""
     redis = api.services.connection
     for worker in ("w0", "w1"):
         beat = WorkerHeartbeat(WorkerId(worker), 1, "serving", "cpu", 1.0, 0, 0, 0.0)
         if worker == "w1":
             beat = replace(beat, lora="seg", lora_fallback="not fused: no <kernel>")
+        if worker == restores:
+            beat = replace(beat, restoring=RESTORING)
         await redis.sadd(fleet_keys.workers(POOL.id), worker)
         await redis.set(fleet_keys.worker(POOL.id, beat.id), json.dumps(asdict(beat)))
     await redis.hset(run_keys.log(POOL.id, RunId(run)), "worker", "w0")
@@ -248,3 +253,36 @@ async def test_a_run_is_sent_to_another_worker_from_the_page_of_workers(api: Api
     assert (await send(api.http, action, sent | {"run": "s:train:9"})).status_code == 404
     await redis.delete(fleet_keys.worker(POOL.id, WorkerId("w1")))
     assert "/move" not in (await api.http.get("/ui/workers")).text  # there is none to go to
+
+
+async def test_everything_that_shows_a_worker_shows_that_it_restores_runs(api: Api) -> None:
+    run = await api.new_run(ALICE)
+    await two_workers(api, run, restores="w0")
+    await log_in(api.http, ADMIN_KEY)
+
+    for page in ("/ui", "/ui/workers"):
+        assert (await api.http.get(page)).text.count(RESTORED) == 1
+    ready = (await api.http.get("/readyz")).json()
+    assert ready["restoring"] == [f"Worker w0 of {POOL.base_model} is {RESTORED}."]
+    status = (await api.http.get("/status", headers=OPERATOR)).json()
+    assert [each["restoring"] for each in status["pools"][0]["workers"]] == [RESTORING, None]
+    fleet = (await api.http.get("/api/v1/fleet", headers=OPERATOR)).json()
+    assert [each["restoring"] for each in fleet["pools"][0]["workers"]] == [RESTORING, None]
+    metrics = (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
+    left = re.findall(r'cotrain_worker_restoring_ops{.*worker="(\w+)"} (\S+)', metrics)
+    assert left == [("w0", "159.0"), ("w1", "0.0")]
+    waits = await api.services.futures.wait(
+        TenantId(await tenant_of(api)), request_id(RunId(run), 0), 0.01
+    )
+    assert isinstance(waits, Pending)
+    assert (waits.reason or "").startswith(f"worker is {RESTORED}; position 1 in its run's queue")
+
+
+async def test_nothing_is_said_to_be_restored_where_nothing_is(api: Api) -> None:
+    run = await api.new_run(ALICE)
+    await two_workers(api, run)
+    assert "restoring" not in (await api.http.get("/readyz")).json()
+    tenant = TenantId(await tenant_of(api))
+    waits = await api.services.futures.wait(tenant, request_id(RunId(run), 0), 0.01)
+    assert isinstance(waits, Pending)
+    assert (waits.reason or "").startswith("position 1 in its run's queue")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -67,6 +68,18 @@ def test_a_worker_alone_ends_with_the_sentence_in_its_log(
     assert next(iter(refused)) == "ts"
     assert refused["event"] == "base_model_refused"
     assert refused["reason"].startswith(f"Base model {folder} cannot be served: models of type")
+
+
+def test_an_unknown_rope_type_ends_the_server(tmp_path: Path, tiny_model: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    (folder / "config.json").write_text(json.dumps(config))
+    ended = serve(
+        f"--base-model={folder}", f"--data-dir={tmp_path / 'data'}", "--torch-threads=1", "--port=0"
+    )
+    assert ended.returncode == os.EX_USAGE
+    assert ended.stderr.startswith(f"Base model {folder} cannot be served: RoPE of type 'mrope' (")
 
 
 def test_a_setting_that_is_none_is_named_and_not_tried_again(

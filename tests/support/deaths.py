@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.recovery.snapshot_file import UNMEASURED
 from cotrain_workers.worker.bootstrap import Tuning
 from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.stack import TUNING, make_worker
@@ -85,7 +86,7 @@ async def dying_worker(
     **settings: float | str,
 ) -> AsyncIterator[WorkerLoop]:
     """Run a worker until it dies at `failpoint`; leaving the block waits for that."""
-    loop, opened = make_worker(redis_url, data_dir, engine, tuning, **settings)
+    loop, opened = make_worker(redis_url, data_dir, engine, tuning, UNMEASURED, **settings)
     failpoint.arm(loop)
     life = asyncio.create_task(asyncio.to_thread(live, loop, opened))
     try:

@@ -63,6 +63,17 @@ class Process:
         """Wait until it was killed, by whatever it was told to die of."""
         assert self._process.wait(PATIENCE_S) == -signal.SIGKILL, self._log.read_text()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it stands still (SIGSTOP)."""
+        return (
+            Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        )
+
+    def await_end(self) -> None:
+        """Wait until it has ended in order."""
+        assert self._process.wait(PATIENCE_S) == 0, self._log.read_text()
+
     def stop(self) -> None:
         """SIGTERM: it drains; one that was just started does not hear it before it has a handler, and would die of it."""
         while self._process.poll() is None and not catches(self._process.pid, signal.SIGTERM):

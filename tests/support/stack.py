@@ -27,7 +27,7 @@ from cotrain_store.settings.worker import WorkerSettings, pool_of
 from cotrain_store.tenants.records import Records
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.spec import lora_widths
-from cotrain_workers.recovery.snapshot_file import SnapshotPolicy
+from cotrain_workers.recovery.snapshot_file import UNMEASURED, ReplayCost, SnapshotPolicy
 from cotrain_workers.worker.bootstrap import Tuning, enter_pool
 from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.bodies import optim_body, pass_body
@@ -129,10 +129,11 @@ def worker(
     *,
     drains: bool = True,
     tuning: Tuning = TUNING,
+    cost: ReplayCost = UNMEASURED,
     **overrides: float | str,
 ) -> Iterator[WorkerLoop]:
     """Run a worker's loop in a thread; leaving the block ends it. `drains` leaves recovery copies."""
-    loop, opened = make_worker(redis_url, data_dir, engine, tuning, **overrides)
+    loop, opened = make_worker(redis_url, data_dir, engine, tuning, cost, **overrides)
     if not drains:
         loop._residents.drain = lambda deadline_s: None  # type: ignore[method-assign]  # as a kill would
     thread = threading.Thread(target=loop.run)
@@ -150,6 +151,7 @@ def make_worker(
     data_dir: Path,
     engine: Engine,
     tuning: Tuning = TUNING,
+    cost: ReplayCost = UNMEASURED,
     **overrides: float | str,
 ) -> tuple[WorkerLoop, contextlib.ExitStack]:
     """Build a worker's loop without running it, and what it opened: the caller closes that."""
@@ -173,7 +175,7 @@ def make_worker(
         numerics_id=engine.facts.numerics_id,
         lora_widths=lora_widths(engine.targets),
     )
-    return enter_pool(engine, connection, spools, record, settings, None, tuning), opened
+    return enter_pool(engine, connection, spools, record, settings, None, tuning, cost), opened
 
 
 def snapshots(**policy: float) -> Tuning:

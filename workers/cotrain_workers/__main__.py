@@ -45,6 +45,7 @@ from cotrain_workers.worker.bootstrap import (
     device_of,
     enter_pool,
     follow_first,
+    measure_replay_cost,
     measured_engine,
     pool_record,
 )
@@ -112,7 +113,8 @@ def serve(settings: WorkerSettings, tuning: Tuning, links: Links | None = None) 
     writer = new_writer(settings.worker_id)
     spools = settings.open_spool(writer), settings.open_spool(RESULTS + writer)
     text = tokenizer.text if tokenizer else None
-    loop = enter_pool(engine, connection, spools, record, settings, text, tuning)
+    cost = measure_replay_cost(engine)
+    loop = enter_pool(engine, connection, spools, record, settings, text, tuning, cost)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: loop.stop())
     log.info(

@@ -85,7 +85,8 @@ def _workers(pool: PoolStatus) -> str:
     count = str(len(pool.workers))
     if sizes:
         count = f"{count} (groups of {'/'.join(map(str, sorted(sizes)))})"
-    return ", ".join([count, *(f"{n} {state}" for state, n in states.items())])
+    restoring = [f"{w.id} restoring: {w.restoring.text}" for w in pool.workers if w.restoring]
+    return ", ".join([count, *(f"{n} {state}" for state, n in states.items()), *restoring])
 
 
 def _pool(pool: PoolStatus) -> Table:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from cotrain.errors import APIConnectionError, ForeignAnswer
+from cotrain.errors import APIConnectionError, ForeignAnswer, UnsupportedInput
 from cotrain.transport.responses import is_page, refusal
 
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
@@ -152,7 +152,13 @@ def _start_of(target: Path) -> str:
     return f".{target.name}~"
 
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+TENSORS = "adapter_model.safetensors"
+ADAPTER_FILES = ("adapter_config.json", TENSORS)
+#: Pickles, and weights in several files.
+OTHER_WEIGHTS = (
+    "adapter_model*.bin", "pytorch_model*.bin", "adapter_model*.pt", "adapter_model*.pth", "*.pkl",
+    "*.pickle", "*.ckpt", "adapter_model-*.safetensors", "adapter_model.safetensors.index.json",
+)  # fmt: skip
 CHUNK_BYTES = 1024**2
 
 
@@ -179,10 +185,11 @@ class UploadArchive:
 def archive_of(source: Path) -> UploadArchive:
     """Take an archive as it is, and of a folder the two files that make a PEFT adapter, as a tar.
 
-    Raises OSError.
+    Raises OSError, or UnsupportedInput for weights in another form.
     """
     if not source.is_dir():
         return UploadArchive((source,), source.stat().st_size)
+    _refuse_other_weights(source)
     parts: list[bytes | Path] = []
     for name in ADAPTER_FILES:
         info = tarfile.TarInfo(name)
@@ -194,6 +201,17 @@ def archive_of(source: Path) -> UploadArchive:
         ]
     parts.append(bytes(2 * tarfile.BLOCKSIZE))
     return UploadArchive(tuple(parts), sum(map(_size, parts)))
+
+
+def _refuse_other_weights(folder: Path) -> None:
+    if (folder / TENSORS).exists():
+        return
+    names = sorted(path.name for pattern in OTHER_WEIGHTS for path in folder.glob(pattern))
+    if names:
+        raise UnsupportedInput(
+            f"Only safetensors checkpoints are accepted. {folder} holds {names[0]}: save the adapter as one "
+            f"{TENSORS}."
+        )
 
 
 def _size(part: bytes | Path) -> int:

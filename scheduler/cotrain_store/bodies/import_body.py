@@ -37,7 +37,7 @@ class PeftAdapter:
     lora: LoraSpec
     modules: tuple[PeftModule, ...]
     tensors: bytes
-    """A safetensors file that holds the named tensors as F32, F16 or BF16, and nothing else."""
+    """A safetensors file that holds the named tensors, perhaps the base model's embeddings, and nothing else."""
 
 
 def encode_import(adapter: PeftAdapter) -> bytes:

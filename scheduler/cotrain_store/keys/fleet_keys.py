@@ -126,7 +126,10 @@ def drops(pool: PoolId, worker: WorkerId) -> str:
 
 
 def starts(pool: PoolId) -> str:
-    """Name the hash cycle → how many processes crashed during it; a field goes with its step."""
+    """Name the hash cycle → how many processes crashed during it after the first; a field goes with its step.
+
+    -1: the first one did not crash.
+    """
     return f"{prefix(pool)}starts"
 
 

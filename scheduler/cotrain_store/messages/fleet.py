@@ -74,6 +74,9 @@ class WorkerHeartbeat:
     """Training that no recovery copy holds, in s of computing, of the run with the most."""
     snapshot_due_s: float = 0.0
     """At how much of it a copy of that run is due."""
+    restoring: dict[str, int] | None = None
+    """Progress of the runs that it restores from their logs now: `runs_done`, `runs`, `ops_done`, `ops`.
+    None: it restores none."""
     members: list[dict[str, int]] = field(default_factory=list)
     """Of a group, what each of its processes holds: `runs` and `memory_bytes`; none where a worker is one process."""
 
@@ -87,6 +90,16 @@ class WorkerSlot:
     """Of the process that came last."""
     heartbeat: WorkerHeartbeat | None
     """None while no process has this id."""
+
+
+def restoring_text(progress: Mapping[str, int] | None) -> str:
+    """Return `WorkerHeartbeat.restoring` in words: `3 of 12 runs, 41 of 200 ops`; "" where nothing is restored."""
+    if not progress:
+        return ""
+    of_runs, of_ops = (
+        f"{progress[f'{each}_done']} of {progress[each]} {each}" for each in ("runs", "ops")
+    )
+    return f"{of_runs}, {of_ops}"
 
 
 #: Of every tenant that was given no other.

@@ -143,6 +143,7 @@ _HEARTBEAT = (
     Metric(Source.FLEET, "cotrain_worker_lora_fell_back", _G, "1 where LoRA is not computed by the fastest kernels for a GPU; the page Workers says why.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_memory_bytes", _G, "Memory of the host in use.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_restored_ops_total", _C, "Ops this process ran again to restore runs.", _OF_WORKER),
+    Metric(Source.FLEET, "cotrain_worker_restoring_ops", _G, "Ops left to run again before runs that it restores can go on; 0: it restores none.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_safe_tokens", _G, "Tokens that one pass of the base model has memory for.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_samples_running", _G, "Sample requests claimed and not answered.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_samples_waiting", _G, "Of those, what has not begun.", _OF_WORKER),

@@ -17,7 +17,7 @@ from typing import Any
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.keys.fleet_keys import FIELDS, minute_of, tenant_seconds, tenant_tokens
-from cotrain_store.messages.fleet import Scaling, WorkerHeartbeat, parse_scaling
+from cotrain_store.messages.fleet import Scaling, WorkerHeartbeat, parse_scaling, restoring_text
 from cotrain_store.messages.ids import (
     PoolId,
     RunId,
@@ -211,6 +211,22 @@ async def pools_with_workers(connection: Connection, pools: Iterable[PoolId]) ->
         if any(row and not json.loads(row).get("is_handing_over") for row in rows):
             alive.add(pool)
     return frozenset(alive)
+
+
+async def restoring_workers(
+    connection: Connection, pools: Iterable[PoolId]
+) -> list[tuple[PoolId, WorkerId, str]]:
+    """Return the workers of these pools that restore runs, each with its progress in words."""
+    found = []
+    for pool in pools:
+        ids = [
+            WorkerId(name.decode()) for name in await connection.smembers(fleet_keys.workers(pool))
+        ]
+        rows = await connection.mget([fleet_keys.worker(pool, name) for name in ids]) if ids else []
+        for worker, row in zip(ids, rows, strict=True):
+            if row and (text := restoring_text(json.loads(row).get("restoring"))):
+                found.append((pool, worker, text))
+    return sorted(found)
 
 
 async def pools_to_zero(connection: Connection, pools: Iterable[PoolId]) -> frozenset[PoolId]:

@@ -125,7 +125,7 @@ def op_rows(
 def put_backs(
     step: Step, results: Mapping[OpId, Result], opened: Mapping[OpId, int]
 ) -> list[PutBack]:
-    """Name the runs with ops that have no result, each with the first of those, which is in `opened`."""
+    """Name the runs with ops that have no result, each with the first of those: `opened` has it if it has begun."""
     first: dict[RunId, QueuedOp] = {}
     for op in step.ops:
         if (op.run, op.seq) not in results:
@@ -135,7 +135,7 @@ def put_backs(
             run=run,
             seq=op.seq,
             tenant=step.tenant_by_run[run],
-            begun=opened[run, op.seq],
+            begun=opened.get((run, op.seq), 0),
             waits_since_ms=int(op.accepted_at * 1000),
         )
         for run, op in first.items()

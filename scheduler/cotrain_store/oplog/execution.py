@@ -68,8 +68,12 @@ class CrashCounts:
         """Count a crash in advance: `survived` takes it back, if the process lives to call it."""
         self._redis.hincrby(self._key, part, 1)
 
+    def take_back(self, part: str) -> None:
+        """Take back one that `risk` counted, and leave those of other processes."""
+        self._redis.hincrby(self._key, part, -1)
+
     def survived(self, part: str) -> None:
-        """Take back what `risk` counted."""
+        """Take back what `risk` counted, of other processes as well."""
         self._redis.hdel(self._key, part)
 
 
@@ -182,6 +186,8 @@ class Execution:
         self._numerics_id = ""
         self._base_model = ""
         self._left_open: set[int] = set()
+        self._begun: set[int] = set()
+        """The ones among them that this process has begun to run."""
         self._wakes: Any = None  # redis-py leaves its PubSub untyped
 
     def claim(self) -> int:
@@ -228,14 +234,30 @@ class Execution:
         self._left_open |= {step.cycle for step in steps if step.worker != self.worker}
         return [replace(step, worker=self.worker) for step in steps]
 
-    def starts(self, step: Step) -> int:
-        """Count this start of a step that a predecessor left open; 0 for one planned since then.
+    def crashes(self, step: Step) -> int:
+        """Return how many processes crashed during a step; 0 for one planned since this process started.
 
-        A request that kills its process would otherwise kill every successor.
+        The first one is a guess: it may have ended before it began the step.
         """
         if step.cycle not in self._left_open:
             return 0
-        return int(self._redis.hincrby(fleet_keys.starts(self.pool), str(step.cycle), 1))
+        begun = self._redis.hget(fleet_keys.starts(self.pool), str(step.cycle))
+        return int(begun or 0) + 1
+
+    def begin(self, step: Step) -> None:
+        """Count a crash of this process during a step from now on: what kills one process kills every successor.
+
+        Before this, the worker restores the step's runs. A crash there is no fault of the step's requests.
+        """
+        if step.cycle in self._left_open and step.cycle not in self._begun:
+            self._redis.hincrby(fleet_keys.starts(self.pool), str(step.cycle), 1)
+            self._begun.add(step.cycle)
+
+    def leave_in_order(self) -> None:
+        """Count no crash for the steps that this process leaves open at an orderly end."""
+        for cycle in map(int, self._redis.hkeys(fleet_keys.open_steps(self.pool, self.worker))):
+            if cycle not in self._left_open or cycle in self._begun:
+                self._redis.hincrby(fleet_keys.starts(self.pool), str(cycle), -1)
 
     def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes | None]:
         """Read the bodies of ops; None where one is gone or does not match its digest."""
@@ -267,8 +289,8 @@ class Execution:
         """Make a step's results visible and end its cycle. Twice is harmless.
 
         Ops of the step without a result go back to the head of their run's queue, where those of a run
-        that has ended fail; of each run they are its last. `opened` has the first one of each such run,
-        a pass that is open in this process, and its tokens that ran in this step and before.
+        that has ended fail; of each run they are its last. `opened` has those of them that are open in this
+        process, each the first of its run, and its tokens that ran in this step and before.
 
         `saves` are the records of the SAVE ops that succeeded. The result of a named one appears only
         when its weights are stored (`SavedWeights.stored`); where its name is in use it fails here, and

@@ -25,7 +25,15 @@ from cotrain_store.errors import (
 )
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
 from cotrain_store.messages.gaps import client_seq, not_yet_here, still_waiting
-from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, WeightsRef, run_of
+from cotrain_store.messages.ids import (
+    PoolId,
+    RequestId,
+    RunId,
+    TenantId,
+    WeightsRef,
+    WorkerId,
+    run_of,
+)
 from cotrain_store.messages.ops import QueuedOp
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.samples import SampleName, parse_sample
@@ -240,7 +248,7 @@ class Futures:
         """Tell a waiter why, and a client that polls for what never was or has expired, so."""
         run = run_of(request)
         log, since, now_ms = await asyncio.gather(
-            self._redis.hmget(run_keys.log(pool, run), ["next", "done", "last"]),
+            self._redis.hmget(run_keys.log(pool, run), ["next", "done", "last", "worker"]),
             self._redis.zscore(run_keys.gaps(pool), run),
             clock_ms(self._redis),
         )
@@ -262,7 +270,8 @@ class Futures:
             return Pending("paused_capacity", pause)
         if not backlog.workers:
             return NO_WORKER
-        return Pending(reason=training_notice(backlog, tenant, position))
+        worker = WorkerId(log[3].decode()) if log[3] else None
+        return Pending(reason=training_notice(backlog, tenant, position, worker))
 
     async def gap_notice(self, pool: PoolId, run: RunId) -> str | None:
         """Say which seq a run waits for, and until when; None where none is missing."""

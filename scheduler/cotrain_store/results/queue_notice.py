@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cotrain_store.keys import fleet_keys, run_keys
-from cotrain_store.messages.fleet import WEIGHT, PlanPolicy
+from cotrain_store.messages.fleet import WEIGHT, PlanPolicy, restoring_text
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.tenants.policies import read_pauses, read_weights
@@ -33,6 +33,8 @@ class Backlog:
     sample_tokens: Mapping[TenantId, int] = field(default_factory=dict)
     """What those may come to at most."""
     sample_tokens_per_s: float = 0.0
+    restoring: Mapping[WorkerId, str] = field(default_factory=dict)
+    """Workers that restore runs, each with its progress in words."""
 
     def expected_s(self, tenant: TenantId) -> float:
         """Return the seconds until all that a tenant has queued is trained.
@@ -65,11 +67,18 @@ class Backlog:
         return self.policy.weights.get(tenant, WEIGHT)
 
 
-def training_notice(backlog: Backlog, tenant: TenantId, position: int) -> str:
-    """Say where a training request stands that is number `position` (from 1) of its run's that are not done."""
+def training_notice(
+    backlog: Backlog, tenant: TenantId, position: int, worker: WorkerId | None = None
+) -> str:
+    """Say where a training request stands that is number `position` (from 1) of its run's that are not done.
+
+    `worker` is the one that has its run, or had it last.
+    """
+    restoring = backlog.restoring.get(worker, "") if worker else ""
     about = _about("about", backlog.expected_s(tenant))
     return (
-        f"position {position} in its run's queue, next to {_others(backlog.tokens, tenant)}{about}"
+        f"{_restoring(restoring)}position {position} in its run's queue, next to "
+        f"{_others(backlog.tokens, tenant)}{about}"
     )
 
 
@@ -77,10 +86,16 @@ def sample_notice(backlog: Backlog, tenant: TenantId, waiting_before: int | None
     """Say where a sample request stands: how many of its tenant's wait before it; None: a worker has it."""
     where = "with a worker" if waiting_before is None else f"{waiting_before} before it wait"
     about = _about("at most about", backlog.max_sampling_s(tenant))
+    is_any_free = len(backlog.restoring) < backlog.workers
+    restoring = "" if is_any_free else next(iter(backlog.restoring.values()), "")
     return (
-        f"one of your {backlog.samples.get(tenant, 0)} sample requests ({where}), next to "
+        f"{_restoring(restoring)}one of your {backlog.samples.get(tenant, 0)} sample requests ({where}), next to "
         f"{_others(backlog.samples, tenant)}{about}"
     )
+
+
+def _restoring(progress: str) -> str:
+    return f"worker is restoring: {progress}; " if progress else ""
 
 
 def _about(how: str, seconds: float) -> str:
@@ -141,6 +156,11 @@ class Backlogs:
             policy=policy,
             sample_tokens={tenant: int(load[2] or 0) for tenant, load in loads.items()},
             sample_tokens_per_s=sum(each.get("sample_tokens_per_s", 0.0) for each in heartbeats),
+            restoring={
+                WorkerId(each["id"]): text
+                for each in heartbeats
+                if (text := restoring_text(each.get("restoring")))
+            },
         )
 
 

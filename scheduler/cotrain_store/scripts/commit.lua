@@ -165,7 +165,8 @@ end
 redis.call('HDEL', open, cycle)
 redis.call('HDEL', starts, cycle)
 for _, part in ipairs(redis.call('HKEYS', crash_counts)) do
-  if done[string.match(part, '^([^.]*):%d+')] then
+  local run, seq = string.match(part, '^([^.]*):(%d+)')
+  if done[run] and tonumber(seq) <= done[run] then -- not of what goes back, and is run again
     redis.call('HDEL', crash_counts, part)
   end
 end

@@ -1,4 +1,4 @@
-"""Take an adapter's two files out of an uploaded archive, trusting nothing in it.
+"""Take an adapter's two files out of an uploaded archive, trusting nothing in it; skip the others.
 
 tar, plain or gzip. Nothing is written anywhere: what is allowed is read into memory, up to a limit that
 counts decompressed bytes as they come, whatever the archive declares. Names select, they never become
@@ -7,6 +7,7 @@ paths.
 
 from __future__ import annotations
 
+import re
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -17,13 +18,15 @@ from typing import IO, Protocol
 from cotrain_server.adapter_upload.peft_config import CONFIG, TENSORS
 from cotrain_server.adapter_upload.safetensors_header import named
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
-from cotrain_store.disk.result_storage import SUMS
 
-#: What tools put into the folder of an adapter; not read.
-IGNORED = {"README.md", "checkpoint_complete", SUMS}
-PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+#: An adapter's weights in another form than the one file that is read.
+_OTHER_WEIGHTS = re.compile(
+    r"(adapter_model|pytorch_model)\b.*\.(bin|pt|pth)(\.index\.json)?|adapter_model(-.*)?\.safetensors(\.index\.json)?"
+    r"|.*\.(pkl|pickle|ckpt)"
+)
 
-MAX_MEMBERS = 16
+#: A trainer writes a few dozen files with an adapter, sharded optimizers a few hundred.
+MAX_MEMBERS = 1000
 MAX_CONFIG_BYTES = 1024**2
 #: Of a name or of other extensions of a tar header; at most this many in a row.
 MAX_EXTENSION_BYTES = 64 * 1024
@@ -70,36 +73,41 @@ def unpack(archive: IO[bytes], limit_bytes: int) -> AdapterFiles:
         Unreadable: not an archive of a known kind, truncated or damaged.
     """
     found: dict[str, bytes] = {}
+    others: list[str] = []
     try:
         for count, member in enumerate(_members(archive, limit_bytes), 1):
             if count > MAX_MEMBERS:
                 raise Invalid(f"The archive has more than {MAX_MEMBERS} members.")
-            _take(member, found, limit_bytes)
+            _take(member, found, others, limit_bytes)
     except _BROKEN as broken:
         raise Unreadable(
             "The archive is truncated or damaged, or not a tar (of a zip, upload the unpacked folder)."
         ) from broken
+    if TENSORS not in found and any(map(_OTHER_WEIGHTS.fullmatch, others)):
+        raise Invalid(
+            f"Only safetensors checkpoints are accepted. Save the adapter as one {TENSORS}."
+        )
     for name in (CONFIG, TENSORS):
         if name not in found:
             raise Invalid(f"The archive has no {name}.")
     return AdapterFiles(found[CONFIG], found[TENSORS])
 
 
-def _take(member: _Member, found: dict[str, bytes], limit_bytes: int) -> None:
+def _take(member: _Member, found: dict[str, bytes], others: list[str], limit_bytes: int) -> None:
     path = PurePosixPath(member.name)
-    if path.is_absolute() or ".." in path.parts:
+    if path.is_absolute() or ".." in path.parts or "\\" in member.name:
         raise _forbidden(member)
     if member.is_folder:
         return
-    if path.suffix in PICKLES:
-        raise Invalid("Only safetensors checkpoints are accepted.")
-    if not member.is_file or path.name not in {CONFIG, TENSORS, *IGNORED}:
+    if not member.is_file:
         raise _forbidden(member)
+    if path.name not in {CONFIG, TENSORS}:
+        others.append(path.name)
+        return
     if path.name in found:
         raise Invalid(f"The archive has {path.name} twice.")
-    if path.name not in IGNORED:
-        limit = MAX_CONFIG_BYTES if path.name == CONFIG else limit_bytes
-        found[path.name] = _read_all(member.content, limit)
+    limit = MAX_CONFIG_BYTES if path.name == CONFIG else limit_bytes
+    found[path.name] = _read_all(member.content, limit)
 
 
 def _forbidden(member: _Member) -> Invalid:

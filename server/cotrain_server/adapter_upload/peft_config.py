@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any, Literal, TypeVar
 
+from cotrain_server.adapter_upload.module_patterns import first_matches
 from cotrain_server.adapter_upload.safetensors_header import TensorEntry, named, read_header
 from cotrain_server.adapter_upload.strict_json import read_object
 from cotrain_server.errors import Invalid
@@ -43,7 +44,7 @@ UNEMBED_OF_COOKBOOK = "model.unembed_tokens"
 #: Read below.
 _READ = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
-    "init_lora_weights", "bias",
+    "init_lora_weights", "bias", "ensure_weight_tying",
 }  # fmt: skip
 #: Of training, of what other tools show, or of where to attach, which the tensors' names say, too.
 _WITHOUT_EFFECT = {
@@ -54,35 +55,70 @@ _WITHOUT_EFFECT = {
 #: The others (PiSSA, OLoRA, LoftQ, CorDA …) change the weights of the base model as well.
 _INITS_OF_THE_ADAPTER_ALONE = (None, True, False, "gaussian", "orthogonal", "eva")
 
+#: What PEFT writes along by its own decision (`save_embedding_layers`); the worker compares them with its own.
+_BASE_WEIGHT = re.compile(
+    r"base_model\.model\.(lm_head|model\.embed_tokens)(\.base_layer)?\.weight", re.A
+)
+_ALL_LINEAR = "all-linear"
 _MATRIX = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,256})\.lora_(?P<letter>[AB])\.weight", re.A
 )
-#: PEFT takes any regular expression here; one that a tenant uploaded may run without end.
+#: What is no regular expression beyond its dots is looked up; all else is matched by a process of its own.
 _MODULE_ENDING = re.compile(r"\^?\w+(?:\\?\.\w+)*", re.A)
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """What `rank_pattern` or `alpha_pattern` says of modules: the first key that fits counts."""
+
+    key: str
+    value_by_pattern: Mapping[str, Any]
+    otherwise: Any
+
+    def values(self, modules: Sequence[str]) -> dict[str, Any]:
+        """Return the value of each module, as PEFT does (`peft.utils.other.get_pattern_key`)."""
+        patterns = list(self.value_by_pattern)
+        if all(map(_MODULE_ENDING.fullmatch, patterns)):
+            by_ending: dict[str, tuple[int, Any]] = {}
+            for number, (ending, value) in enumerate(self.value_by_pattern.items()):
+                by_ending.setdefault(ending.replace("\\", ""), (number, value))
+            return {module: _first_match(by_ending, module, self.otherwise) for module in modules}
+        whole = [rf"(.*\.)?({pattern})$" for pattern in patterns]
+        matches = first_matches(f"{CONFIG}: {self.key}", "match", whole, modules)
+        return {
+            module: self.otherwise if first is None else self.value_by_pattern[patterns[first]]
+            for module, first in zip(modules, matches, strict=True)
+        }
 
 
 @dataclass(frozen=True)
 class _Config:
     """What of `adapter_config.json` decides about the function."""
 
-    rank: int
-    alpha: float
+    ranks: _Pattern
+    alphas: _Pattern
     is_rslora: bool
-    rank_by_ending: Mapping[str, tuple[int, int]]
-    alpha_by_ending: Mapping[str, tuple[int, float]]
-    """Its number in the list, of which the first that fits counts, and what it says."""
-    targets: frozenset[str] | None  # None: a pattern; the tensors' names say it
+    ties_weights: bool
+    targets: frozenset[str] | str | None
+    """Names, a regular expression, or None: the tensors' names say it."""
 
-    def rank_of(self, module: str) -> int:
-        return _first_match(self.rank_by_ending, module, self.rank)
-
-    def scale_of(self, module: str) -> float:
-        rank = self.rank_of(module)
-        alpha = _first_match(self.alpha_by_ending, module, self.alpha)
-        return alpha / sqrt(rank) if self.is_rslora else alpha / rank
-
-    def names(self, module: str) -> bool:
-        return self.targets is None or not self.targets.isdisjoint(_endings(module))
+    def check_targets(self, tensor_by_module: Mapping[str, str]) -> None:
+        """Raise Invalid for a tensor of a module that PEFT would not adapt."""
+        if self.targets is None:
+            return
+        if isinstance(self.targets, str):
+            subject = f"{CONFIG}: target_modules"
+            names = list(tensor_by_module)
+            matches = first_matches(subject, "fullmatch", [self.targets], names)
+            left_out = [name for name, each in zip(names, matches, strict=True) if each is None]
+        else:
+            targets = self.targets
+            left_out = [name for name in tensor_by_module if targets.isdisjoint(_endings(name))]
+        if left_out:
+            raise Invalid(
+                f"{named(tensor_by_module[left_out[0]])} is of a module that target_modules of {CONFIG} "
+                "does not name."
+            )
 
 
 def read_adapter(config: bytes, tensors: bytes, seed: int) -> PeftAdapter:
@@ -92,10 +128,15 @@ def read_adapter(config: bytes, tensors: bytes, seed: int) -> PeftAdapter:
         Invalid: with a sentence that names the key.
     """
     settings = _read_config(config)
-    modules = _read_modules(settings, read_header(tensors))
+    modules, rank = _read_modules(settings, read_header(tensors))
     families = {FAMILY_BY_MODULE[_leaf(module.name)] for module in modules}
+    if settings.ties_weights and "unembed" in families:
+        raise Invalid(
+            f"{CONFIG}: ensure_weight_tying is not supported where lm_head is adapted: it adapts the "
+            "embedding as well."
+        )
     lora = LoraSpec(
-        rank=max(settings.rank_of(module.name) for module in modules),
+        rank=rank,
         seed=seed,
         train_attn="attn" in families,
         train_mlp="mlp" in families,
@@ -114,15 +155,21 @@ def _read_config(content: bytes) -> _Config:
         raise Invalid(f"{CONFIG}: lora_alpha must be a number.")
     if not _is_rank(fields.get("r")):
         raise Invalid(f"{CONFIG}: r must be a whole number of 1 or more.")
-    targets = fields.get("target_modules")
     return _Config(
-        rank=fields["r"],
-        alpha=fields["lora_alpha"],
+        ranks=_pattern(fields, "rank_pattern", _is_rank, fields["r"]),
+        alphas=_pattern(fields, "alpha_pattern", _is_number, fields["lora_alpha"]),
         is_rslora=bool(fields.get("use_rslora")),
-        rank_by_ending=_pattern(fields, "rank_pattern", _is_rank),
-        alpha_by_ending=_pattern(fields, "alpha_pattern", _is_number),
-        targets=frozenset(map(str, targets)) if isinstance(targets, list) else None,
+        ties_weights=bool(fields.get("ensure_weight_tying")),
+        targets=_targets(fields.get("target_modules")),
     )
+
+
+def _targets(value: Any) -> frozenset[str] | str | None:
+    if isinstance(value, list):
+        return frozenset(map(str, value))
+    if isinstance(value, str) and value.lower() != _ALL_LINEAR:  # as PEFT compares it
+        return value
+    return None
 
 
 def _refuse_other_functions(fields: Mapping[str, Any]) -> None:
@@ -140,20 +187,11 @@ def _refuse_other_functions(fields: Mapping[str, Any]) -> None:
             raise Invalid(f"{CONFIG}: {named(key)} is not supported; only plain LoRA is.")
 
 
-def _pattern(fields: Mapping[str, Any], key: str, is_valid: Any) -> dict[str, Any]:
+def _pattern(fields: Mapping[str, Any], key: str, is_valid: Any, otherwise: Any) -> _Pattern:
     pattern = fields.get(key) or {}
     if not isinstance(pattern, dict) or not all(is_valid(value) for value in pattern.values()):
         raise Invalid(f"{CONFIG}: {key} must map names of modules to numbers.")
-    for ending in pattern:
-        if not _MODULE_ENDING.fullmatch(ending):
-            raise Invalid(
-                f"{CONFIG}: {key}: {named(ending)} must be a module's name or the end of one; "
-                "other patterns are not supported."
-            )
-    found: dict[str, Any] = {}
-    for number, (ending, value) in enumerate(pattern.items()):
-        found.setdefault(ending.replace("\\", ""), (number, value))
-    return found
+    return _Pattern(key, pattern, otherwise)
 
 
 def _first_match(
@@ -181,27 +219,37 @@ def _is_number(value: Any) -> bool:
 # ---- adapter_model.safetensors -------------------------------------------------------------------
 
 
-def _read_modules(config: _Config, entries: Mapping[str, TensorEntry]) -> tuple[PeftModule, ...]:
+def _read_modules(
+    config: _Config, entries: Mapping[str, TensorEntry]
+) -> tuple[tuple[PeftModule, ...], int]:
+    """Return the modules, and the largest of their ranks."""
     tensor_by_matrix: dict[tuple[str, str], str] = {}
+    tensor_by_target: dict[str, str] = {}  # named as in the file
     for tensor in entries:
-        matrix = _matrix_of(tensor, config)
+        if _BASE_WEIGHT.fullmatch(tensor):
+            continue
+        matrix = _matrix_of(tensor, tensor_by_target)
         if matrix in tensor_by_matrix:
             raise Invalid(f"{named(tensor)} is there twice, under two names.")
         tensor_by_matrix[matrix] = tensor
+    names = list(dict.fromkeys(module for module, _ in tensor_by_matrix))
+    if not names:
+        raise Invalid(f"{TENSORS} holds no LoRA matrices.")
+    config.check_targets(tensor_by_target)
+    ranks, alphas = config.ranks.values(names), config.alphas.values(names)
     modules = []
-    for module in dict.fromkeys(module for module, _ in tensor_by_matrix):
+    for module in names:
         a, b = (_matrix(tensor_by_matrix, module, letter) for letter in "AB")
-        rank = config.rank_of(module)
+        rank, alpha = ranks[module], alphas[module]
         _check_rank(rank, a, entries[a].shape[:1])
         _check_rank(rank, b, entries[b].shape[1:])
-        modules.append(PeftModule(module, a, b, config.scale_of(module)))
-    if not modules:
-        raise Invalid(f"{TENSORS} holds no LoRA matrices.")
-    return tuple(modules)
+        scale = alpha / sqrt(rank) if config.is_rslora else alpha / rank
+        modules.append(PeftModule(module, a, b, scale))
+    return tuple(modules), max(ranks.values())
 
 
-def _matrix_of(tensor: str, config: _Config) -> tuple[str, str]:
-    """Say which module a tensor is of, and whether it is its A or its B."""
+def _matrix_of(tensor: str, tensor_by_target: dict[str, str]) -> tuple[str, str]:
+    """Return the module that a tensor is of, and its letter; note it as one that must be a target."""
     matched = _MATRIX.fullmatch(tensor)
     if not matched:
         raise Invalid(f"{named(tensor)} cannot be imported: {_advice(tensor)}")
@@ -211,10 +259,7 @@ def _matrix_of(tensor: str, config: _Config) -> tuple[str, str]:
     if _leaf(module) not in FAMILY_BY_MODULE:
         known = ", ".join(FAMILY_BY_MODULE)
         raise Invalid(f"{named(tensor)} cannot be imported: LoRA is trained here on {known}.")
-    if not config.names(module):
-        raise Invalid(
-            f"{named(tensor)} is of a module that target_modules of {CONFIG} does not name."
-        )
+    tensor_by_target.setdefault(module, tensor)
     return module, letter
 
 

@@ -16,7 +16,7 @@ from cotrain_server.errors import Invalid
 
 MAX_HEADER_BYTES = 1_000_000
 MAX_DIMENSIONS = 8
-BYTES_BY_DTYPE: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
+BYTES_BY_DTYPE: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
@@ -61,7 +61,7 @@ def _entry(name: str, fields: Any) -> TensorEntry:
         raise Invalid(f"{name} is not described by dtype, shape and data_offsets.")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BYTES_BY_DTYPE:
-        raise Invalid(f"{name} is not F32, F16 or BF16.")
+        raise Invalid(f"{name} is not F64, F32, F16 or BF16.")
     if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
         raise Invalid(f"{name} has an impossible shape.")
     if not _are_counts(offsets) or len(offsets) != 2:

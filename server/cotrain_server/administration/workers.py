@@ -11,7 +11,7 @@ import json
 import time
 
 from cotrain.wire.admin import WorkerShown
-from cotrain.wire.status import FleetPool, FleetWorker
+from cotrain.wire.status import FleetPool, FleetWorker, Restoring
 from cotrain_server.services import Services
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
@@ -105,6 +105,7 @@ def _worker(heartbeat: WorkerHeartbeat, found: PoolStatus) -> FleetWorker:
         id=heartbeat.id,
         state=heartbeat.state,
         is_draining=heartbeat.state != "serving",
+        restoring=Restoring.model_validate(heartbeat.restoring) if heartbeat.restoring else None,
         host=heartbeat.host,
         device=heartbeat.device,
         tokens_per_s=heartbeat.tokens_per_s,

@@ -21,7 +21,7 @@ from cotrain_server.http.auth import authenticate, check_operator, is_operator
 from cotrain_server.http.tenant_routes import ServicesDep, TenantRoute, api_key
 from cotrain_server.text_apis.tokenizer_cache import tokenizer_folder
 from cotrain_server.views.fleet_metrics import fleet_metrics, process_metrics
-from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready
+from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready, restoring_notices
 from cotrain_server.views.server_status import own_status, whole_status
 from cotrain_store.errors import StoreUnavailable
 
@@ -37,9 +37,13 @@ async def healthz() -> HealthResponse:
 
 @router.get("/readyz", response_model=None, responses={503: {"description": "Not ready."}})
 async def readyz(services: ServicesDep) -> Response:
-    """Say whether requests sent now would be trained on, and if not, why."""
+    """Say whether requests sent now would be trained on, and if not, why; and which workers restore runs."""
     reasons = await reasons_not_ready(services)
-    return JSONResponse({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+    restoring = await restoring_notices(services)
+    body = {"ready": not reasons, "reasons": reasons} | (
+        {"restoring": restoring} if restoring else {}
+    )
+    return JSONResponse(body, 503 if reasons else 200)
 
 
 @router.get("/status")

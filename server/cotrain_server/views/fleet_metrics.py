@@ -137,6 +137,8 @@ def _add_worker(found: _Families, pool: str, worker: WorkerHeartbeat) -> None:
     found.add("cotrain_worker_halvings_total", worker.halvings, **of)
     found.add("cotrain_worker_lora_fell_back", bool(worker.lora_fallback), **of)
     found.add("cotrain_worker_restored_ops_total", worker.restored_ops, **of)
+    left = worker.restoring or {"ops": 0, "ops_done": 0}
+    found.add("cotrain_worker_restoring_ops", left["ops"] - left["ops_done"], **of)
     found.add("cotrain_worker_takes_saves", worker.accepts_saves, **of)
     found.add("cotrain_worker_samples_running", worker.samples_running, **of)
     found.add("cotrain_worker_samples_waiting", worker.samples_waiting, **of)

@@ -13,6 +13,7 @@ from cotrain_store.monitoring.status import (
     pools_to_zero,
     pools_with_workers,
     redis_status,
+    restoring_workers,
     scheduler_alive,
 )
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
@@ -35,6 +36,21 @@ async def reasons_not_ready(services: Services) -> list[str]:
     except (TimeoutError, *CONNECTION_LOST):
         reasons.append("Redis does not answer.")
     return reasons + _disk_reasons(services.settings) + read_troubles(services.settings.data_dir)
+
+
+async def restoring_notices(services: Services) -> list[str]:
+    """List the workers that restore runs, in sentences: requests of those runs wait."""
+    try:
+        async with asyncio.timeout(REDIS_TIMEOUT_S):
+            pools = {
+                pool.id: pool.base_model for pool in await Records(services.connection).pools()
+            }
+            found = await restoring_workers(services.connection, pools)
+    except (TimeoutError, *CONNECTION_LOST):
+        return []
+    return [
+        f"Worker {worker} of {pools[pool]} is restoring: {text}." for pool, worker, text in found
+    ]
 
 
 async def _store_reasons(connection: Connection, settings: ServerSettings) -> list[str]:

@@ -42,6 +42,7 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
         facts = {
             "device": "cpu", "tokens_per_s": 9.0, "runs": 2, "memory_bytes": 1,
             "members": held if state == "draining" else [],
+            "restoring": {"runs_done": 3, "runs": 12, "ops_done": 41, "ops": 200} if name == "w0" else None,
         }  # fmt: skip
         return {"id": name, "state": state, **facts}
 
@@ -81,7 +82,7 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
     for expected in (
         "not ready: No worker for m is running.",
         "1 d 01:01:01",
-        "2 (groups of 4), 1 draining",
+        "2 (groups of 4), 1 draining, w0 restoring: 3 of 12 runs, 41 of 200 ops",
         "1,234",
         "2 optim_step",
         "isolated",

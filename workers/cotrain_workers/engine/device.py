@@ -7,8 +7,10 @@ How much memory the host has left for this process, and how much that has.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,6 +125,8 @@ def release_memory(device: torch.device) -> None:
 MEMORY = Path("/proc/meminfo")
 #: A container's own limit; a process outside any container finds no limit there.
 GROUP = Path("/sys/fs/cgroup")
+OWN_GROUP = Path("/proc/self/cgroup")
+_OF_VERSION_1 = "memory.limit_in_bytes"
 
 
 def free_host_bytes(memory: Path = MEMORY, group: Path = GROUP) -> int:
@@ -137,6 +141,31 @@ def free_host_bytes(memory: Path = MEMORY, group: Path = GROUP) -> int:
     except (OSError, ValueError):  # another kind of control group, or the limit "max"
         return of_host
     return max(0, min(of_host, limit - used))
+
+
+def memory_limit_bytes(group: Path = GROUP, own: Path = OWN_GROUP) -> int:
+    """Return the least limit of this process: its own, that of its control group, or the memory of the host."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in (*_limits_of(group, own), group / "memory.max", group / "memory" / _OF_VERSION_1):
+        with contextlib.suppress(OSError, ValueError):  # no such group, or the limit "max"
+            limits.append(int(file.read_text()))
+    limits += [
+        soft
+        for soft, _ in map(resource.getrlimit, (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+        if soft != resource.RLIM_INFINITY
+    ]
+    return min(limits)
+
+
+def _limits_of(group: Path, own: Path) -> Iterator[Path]:
+    """Return the files with the limits of a process' own groups."""
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                yield group / path.lstrip("/") / "memory.max"
+            elif "memory" in controllers.split(","):
+                yield group / "memory" / path.lstrip("/") / _OF_VERSION_1
 
 
 def resident_bytes() -> int:

@@ -7,6 +7,7 @@ then all optimizer steps together. A run's results depend on its own ops alone (
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
 from typing import Literal
@@ -29,13 +30,13 @@ from cotrain_workers.engine.device import (
 from cotrain_workers.engine.lora.backend import Choice, find_backend
 from cotrain_workers.engine.model.activation_checkpointing import Choice as Recomputing
 from cotrain_workers.engine.model.attention import use_flash_3
-from cotrain_workers.engine.model.base_model import BaseModel, load_base_model
+from cotrain_workers.engine.model.base_model import BaseModel, load_base_model, saved_with_adapters
 from cotrain_workers.engine.model.fused_layers import fuse_layers
 from cotrain_workers.engine.model.kernel_softmax import find_softmax
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.model_facts import ModelFacts, model_facts
 from cotrain_workers.engine.numerics import numerics_of
-from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op
+from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op, UpcomingBatch
 from cotrain_workers.engine.running_cycle import RunningCycle
 from cotrain_workers.engine.spec import Target
 from cotrain_workers.engine.trainer import ProcessUse
@@ -131,6 +132,7 @@ class Engine:
         adapters = AdapterBank(
             base.targets, where, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes
         )
+        adapters.base_weights = saved_with_adapters(base)
         numerics = numerics_of(
             where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused,
             base.lock_step.sharding,
@@ -216,6 +218,17 @@ class Engine:
     def safe_tokens(self) -> int:
         """Return how many tokens one pass of the base model has room for, as far as that is known."""
         return self._forward_backward.safe_tokens
+
+    def watch_micro_batches(
+        self, watch: Callable[[UpcomingBatch], AbstractContextManager[None]]
+    ) -> None:
+        """Run each micro-batch of passes within `watch(batch)` from now on."""
+        self._forward_backward.watch = watch
+
+    def spare_memory(self, tokens: int) -> None:
+        """Take less host memory for micro-batches of this size, over which a process ended; no bit depends on it."""
+        if self._base.head_weight.device.type == "cpu":
+            self._forward_backward.spare_memory(tokens)
 
     @property
     def recomputes(self) -> bool:

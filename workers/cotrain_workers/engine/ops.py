@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -66,6 +66,8 @@ class Pass:
     loss_fn: str
     loss_config: Mapping[str, float]
     needs_grad: bool
+    slice_tokens: int | None = None
+    """Most tokens of its slices where memory holds no larger ones: its sums then have other last bits. None: no limit."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class ReverseKl:
     datums: Sequence[KlDatum]
     reference: HostWeights | None  # None: the base model alone
     temperature: float
+    slice_tokens: int | None = None
+    """As of a `Pass`."""
     needs_grad: ClassVar[bool] = True
 
 
@@ -147,7 +151,7 @@ class PeftAdapter:
 
     spec: AdapterSpec
     modules: Sequence[PeftModule]
-    tensors: bytes  # a safetensors file of those tensors as F32, F16 or BF16, and of nothing else
+    tensors: bytes  # a safetensors file of those tensors, perhaps of the base model's embeddings, and of nothing else
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,9 @@ class Failure:
 
     message: str
     category: Literal["user", "server"]
-    code: Literal["not_finite"] | None = None  # what is counted apart; no client sees it
+    code: Literal["not_finite", "too_large"] | None = (
+        None  # what is treated apart; no client sees it
+    )
 
 
 Output = (
@@ -229,6 +235,17 @@ class Progress:
 
     now: int  # in this cycle
     in_all: int
+
+
+class UpcomingBatch(NamedTuple):
+    """The size of a micro-batch that runs next."""
+
+    largest: tuple[str, int]
+    """The op with most of its tokens, by (run, seq)."""
+    tokens: int
+    longest: int
+    """Tokens of its longest datum."""
+    needs_grad: bool
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.model_facts import ModelFacts
-from cotrain_workers.engine.ops import CycleOutput, Op
+from cotrain_workers.engine.ops import CycleOutput, Op, UpcomingBatch
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target
 
 
@@ -121,6 +122,14 @@ class Trainer(Protocol):
         is_over: Callable[[], bool] = ...,
     ) -> Yielding[CycleOutput]:
         """Run one cycle."""
+
+    def watch_micro_batches(
+        self, watch: Callable[[UpcomingBatch], AbstractContextManager[None]]
+    ) -> None:
+        """Run each micro-batch of passes within `watch(batch)` from now on, where one process has all of it."""
+
+    def spare_memory(self, tokens: int) -> None:
+        """Take less host memory for micro-batches of this size."""
 
     def check_device(self) -> None:
         """Raise DeviceLost where nothing can be computed any more."""

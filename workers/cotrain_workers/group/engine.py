@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 
 from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model_facts import ModelFacts
-from cotrain_workers.engine.ops import CycleOutput, Op
+from cotrain_workers.engine.ops import CycleOutput, Op, UpcomingBatch
 from cotrain_workers.engine.spec import Target
 from cotrain_workers.engine.trainer import ProcessUse
 from cotrain_workers.group.bank import GroupBank
@@ -55,6 +56,14 @@ class GroupEngine:
         except BaseException as error:
             raise self.followers.lose(error) from error
         return together([output, *self.followers.collect().values()])
+
+    def watch_micro_batches(
+        self, watch: Callable[[UpcomingBatch], AbstractContextManager[None]]
+    ) -> None:
+        """Watch nothing: each member has micro-batches of its own, and one that ends ends the group."""
+
+    def spare_memory(self, tokens: int) -> None:
+        """Change nothing: all members run the same kinds of passes."""
 
     def check_device(self) -> None:
         """Raise DeviceLost if the device, or the group, cannot compute any more."""

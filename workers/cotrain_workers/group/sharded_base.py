@@ -7,6 +7,7 @@ the head multiplies by it chunk by chunk.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,17 +33,24 @@ from cotrain_workers.engine.model.base_model import (
     refuse_unsupported,
 )
 from cotrain_workers.engine.model.model_source import (
-    CONFIG,
+    EMBEDDING,
+    HEAD,
     NoModel,
     UnusableModel,
     model_too_large,
     read_config,
+    refuse_absent,
+    refuse_not_finite,
+    refuse_unused,
+    untied,
 )
 from cotrain_workers.engine.progress import report
 from cotrain_workers.group.links import Links
 from cotrain_workers.group.lock_step import GroupLockStep
 
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+#: Rows of two matrices that are compared at a time.
+_ROWS = 4096
 
 
 def load_sharded(
@@ -167,11 +175,17 @@ def weight_files(model: str, *, local_files_only: bool) -> dict[str, Path]:
 
 @torch.no_grad()
 def read_rows(network: nn.Module, files: Mapping[str, Path]) -> None:
-    """Fill each parameter with the rows that are this member's; raises NoModel for one that is not there."""
+    """Fill each parameter with the rows that are this member's.
+
+    Raises NoModel for one that is not there or not finite, and for a tensor that is no parameter.
+    """
     by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in network.named_parameters():
-        if name not in files:
-            raise _lacks(name)
+    wanted = dict(network.named_parameters())
+    refuse_absent(wanted.keys() - files.keys())
+    refuse_unused(name for name in files.keys() - wanted.keys() if not _is_ignored(name, network))
+    if HEAD in files and HEAD not in wanted:
+        _refuse_other_head(files)
+    for name, parameter in wanted.items():
         by_file.setdefault(files[name], []).append((name, parameter))
     with ExitStack() as closing:
         for path, parameters in by_file.items():
@@ -186,23 +200,37 @@ def read_rows(network: nn.Module, files: Mapping[str, Path]) -> None:
             closing.pop_all().close()
 
 
+def _is_ignored(name: str, network: Any) -> bool:
+    """Return if a tensor without a parameter changes no result; the library decides by the same rules."""
+    patterns = {r"rotary_emb\.inv_freq", *(network._keys_to_ignore_on_load_unexpected or ())}
+    is_tied_head = name == HEAD and network.lm_head.weight is network.model.embed_tokens.weight
+    return is_tied_head or any(re.search(pattern, name) for pattern in patterns)
+
+
+def _refuse_other_head(files: Mapping[str, Path]) -> None:
+    with safe_open(files[HEAD], "pt") as of_head, safe_open(files[EMBEDDING], "pt") as of_embedding:
+        head, embedding = of_head.get_slice(HEAD), of_embedding.get_slice(EMBEDDING)
+        if head.get_shape() != embedding.get_shape():
+            raise untied()
+        for start in range(0, head.get_shape()[0], _ROWS):
+            rows = slice(start, start + _ROWS)
+            if not torch.equal(head[rows], embedding[rows]):
+                raise untied()
+
+
 def _fill(parameter: torch.Tensor, stored: Any, name: str) -> None:
     if list(parameter.shape) != stored.get_shape():
-        raise _lacks(name)
+        refuse_absent([name])
     if not isinstance(parameter, DTensor):
         parameter.copy_(stored[:])
+        refuse_not_finite([(name, parameter)])
         return
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
     if shape[0]:
-        parameter.to_local().copy_(stored[offset[0] : offset[0] + shape[0]])
-
-
-def _lacks(name: str) -> NoModel:
-    return NoModel(
-        f"its weights lack {name}, at least in the shape that {CONFIG} says: fetch or copy them again."
-    )
+        own = parameter.to_local().copy_(stored[offset[0] : offset[0] + shape[0]])
+        refuse_not_finite([(name, own)])
 
 
 def own_bytes(base: BaseModel) -> int:

@@ -31,6 +31,7 @@ from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import Failure, Op, Output, SaveOutput
 from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.op_codec import CYCLE_METRIC, engine_op, result_of
+from cotrain_workers.recovery.restore_progress import RestoreProgress
 from cotrain_workers.recovery.snapshot_file import SnapshotUnreadable, read_snapshot
 
 
@@ -109,6 +110,7 @@ class Replay:
         execution: Execution,
         weights: WeightsStore,
         snapshots: Blobs,
+        progress: RestoreProgress,
         *,
         exact: bool,
     ) -> None:
@@ -120,6 +122,7 @@ class Replay:
         self._execution = execution
         self._weights = weights
         self._snapshots = snapshots
+        self._progress = progress
         self._exact = exact
 
     def restore(self, run: RunId) -> Yielding[Restored]:
@@ -137,6 +140,7 @@ class Replay:
         lost = SpoolCorrupt(f"Run {run} has no copy that can be read.")
         for base in bases_of(position):
             self._engine.adapters.drop(run)
+            self._progress.expect(run, position.done - base.seq)
             try:
                 self._load(run, base)
                 replayed, is_exact = yield from self._run_log(run, base, position.done)
@@ -185,6 +189,7 @@ class Replay:
             is_exact = is_exact and cycle.is_exact
             self._check(group, cycle.outputs, exact=asks_for_bits and is_exact)
             self._put_saves_again(group, bodies, cycle.outputs)
+            self._progress.reach(run, group[-1].seq - base.seq)
         return len(ops), is_exact
 
     def _requests(self, group: Sequence[QueuedOp], bodies: Sequence[bytes]) -> list[Op]:

@@ -6,7 +6,6 @@ training never waits for a disk.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Container, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -25,9 +24,11 @@ from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.trainer import StateCopying, Trainer
 from cotrain_workers.recovery.orphan_sweep import Sweep
 from cotrain_workers.recovery.replay import Replay, Restored, has_other_numerics
+from cotrain_workers.recovery.restore_progress import RestoreProgress
 from cotrain_workers.recovery.rollback import roll_back
 from cotrain_workers.recovery.snapshot_file import (
     ReplayBacklog,
+    ReplayCost,
     Snapshot,
     SnapshotPolicy,
     remove_snapshots,
@@ -38,6 +39,7 @@ log = structlog.get_logger()
 
 #: Copies in host memory that wait for the disk, at most.
 COPIES_AT_ONCE = 4
+_PASSES = (OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
 
 
 class ResidentRuns:
@@ -51,6 +53,8 @@ class ResidentRuns:
         settings: WorkerSettings,
         policy: SnapshotPolicy,
         metrics: WorkerMetrics,
+        progress: RestoreProgress,
+        cost: ReplayCost,
         *,
         exact: bool,
     ) -> None:
@@ -60,7 +64,9 @@ class ResidentRuns:
         self._policy = policy
         self._metrics = metrics
         self._snapshots = settings.blob_store.below("snapshots")
-        self._replay = Replay(engine, execution, weights, self._snapshots, exact=exact)
+        self._cost = cost
+        self.progress = progress
+        self._replay = Replay(engine, execution, weights, self._snapshots, progress, exact=exact)
         self._backlogs: dict[RunId, ReplayBacklog] = {}
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
         self._uncovered_s: dict[RunId, float] = {}
@@ -82,14 +88,14 @@ class ResidentRuns:
         ages = [
             (backlog.compute_s + self._uncovered_s.get(run, 0.0), self._policy.due_s(backlog))
             for run, backlog in list(self._backlogs.items())
-            if backlog.compute_s < math.inf  # a copy is taken at once
+            if not backlog.is_due
         ]
         return max(ages, default=(0.0, self._policy.replay_s))
 
     def ensure(self, run: RunId) -> Yielding[Restored | None]:
         """Have a run in the engine, restored if need be; None: it is there.
 
-        Yields after each micro-batch of the replay.
+        Yields after each micro-batch of the replay. A copy of what was replayed is due then (`copy_due`).
 
         Raises:
             ReplayDiverged, SpoolCorrupt: the run cannot go on.
@@ -102,13 +108,30 @@ class ResidentRuns:
         position = restored.position
         backlog = ReplayBacklog(position.done, ops=restored.replayed, used_at=time.monotonic())
         backlog.entries = position.done - position.snap
+        # If this process ends soon, its successor does not replay this again. A state with other last bits
+        # waits for the commit that marks it.
+        backlog.is_due = restored.replayed > 0 and restored.is_exact
         if has_other_numerics(self._engine, position):
-            backlog.compute_s = math.inf  # copy it out at once: a log mixes no numerics
+            backlog.is_due = True  # a log mixes no numerics
         if not restored.from_newest:
             # And for want of a good copy.
-            backlog.ops, backlog.compute_s = max(1, backlog.ops), math.inf
+            backlog.ops, backlog.is_due = max(1, backlog.ops), True
         self._backlogs[run] = backlog
         return restored
+
+    def to_replay(self, run: RunId) -> int | None:
+        """Return the ops between a run's newest copy and its last commit; None if there is nothing to restore."""
+        position = None if run in self._backlogs else self._execution.logs.position(run)
+        if position is None or (position.done == position.snap and not position.snapshot_file):
+            return None
+        return position.done - position.snap
+
+    def copy_due(self) -> None:
+        """Register written copies, and begin the due ones. No run in memory may be ahead of its log."""
+        self._register_finished()
+        free = {run: each for run, each in self._backlogs.items() if run not in self._writing}
+        for run in self._policy.runs_due(free, time.monotonic()):
+            self._copy_out(run, free[run])
 
     def roll_back(self, run: RunId) -> bool:
         """Let a run whose newest state is lost go on from its newest checkpoint; False if it has none.
@@ -137,32 +160,27 @@ class ResidentRuns:
 
         An op that is not among its `outputs` is not over; `device_s` is what each took to compute.
         """
-        self._register_finished()
-        now = time.monotonic()
-        used: dict[RunId, ReplayBacklog] = {}
+        now, total_s = time.monotonic(), sum(device_s.values()) or 1.0
         for op in step.ops:
             backlog = self._backlogs.get(op.run)
             if backlog is None:
                 continue
-            used[op.run] = backlog
             if (op.run, op.seq) not in outputs:
                 backlog.used_at = now
             elif op.kind in (OpKind.FORWARD, OpKind.SAVE, OpKind.REJECTED):
                 backlog.pass_by(op.seq, now)
             else:
-                backlog.add(op.seq, op.size, device_s[op.run, op.seq], now)
-        for run, backlog in used.items():
-            if self._policy.needs_snapshot(backlog, now):
-                self._copy_out(run, backlog)
+                compute_s, is_pass = device_s[op.run, op.seq], op.kind in _PASSES
+                alone_s = self._cost.alone_s(compute_s, compute_s / total_s, is_pass=is_pass)
+                backlog.add(op.seq, op.size, compute_s, alone_s, now)
+        self.copy_due()
 
     def maintain(self) -> None:
         """Do what is due now and then: register finished copies, start new ones, evict runs, sweep."""
         now = time.monotonic()
-        self._register_finished()
+        self.copy_due()
         for run, backlog in list(self._backlogs.items()):
-            if self._policy.needs_snapshot(backlog, now):
-                self._copy_out(run, backlog)
-            elif self._policy.may_evict(backlog, now) and run not in self._writing:
+            if self._policy.may_evict(backlog, now) and run not in self._writing:
                 self.forget_state(run)
                 log.info("run_evicted", run=run)
         for name in self._engine.adapters.over_budget():
@@ -196,7 +214,7 @@ class ResidentRuns:
     def drain(self, deadline_s: float) -> None:
         """Copy out every run that changed, so that the next start has nothing to replay."""
         until = time.monotonic() + deadline_s
-        for run, backlog in sorted(self._backlogs.items(), key=lambda item: -item[1].compute_s):
+        for run, backlog in sorted(self._backlogs.items(), key=lambda item: -item[1].replay_s):
             if backlog.ops:
                 while self._is_busy and time.monotonic() < until:
                     self._wait_for_one(until)
@@ -246,7 +264,7 @@ class ResidentRuns:
         root, writer = self._snapshots, self._execution.writer
         writing = self._writer.submit(_write, root, run, backlog.seq, writer, numerics, copy)
         self._writing[run] = (backlog.seq, writing)
-        if backlog.compute_s < math.inf:
+        if not backlog.is_due:
             self._uncovered_s[run] = self._uncovered_s.get(run, 0.0) + backlog.compute_s
         self._backlogs[run] = ReplayBacklog(
             seq=backlog.seq, used_at=backlog.used_at, copy_s=backlog.copy_s

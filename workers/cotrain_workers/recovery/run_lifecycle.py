@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -61,6 +62,10 @@ class StepRuns:
     is_exact: bool
 
 
+class RestoreStopped(Exception):
+    """The end of a restore because this process is to end. Nothing has crashed."""
+
+
 class RunLifecycle:
     """The runs of one worker, as its loop needs them."""
 
@@ -71,6 +76,7 @@ class RunLifecycle:
         self._residents = residents
         self._weights = weights
         self.replayed_ops = 0
+        self.progress = residents.progress
         self.uncounted: Counter[str] = Counter()
         """For the pool's totals; cleared once a commit has written them."""
 
@@ -81,21 +87,25 @@ class RunLifecycle:
         is_exact = True
         rolled_back: RolledBack | None = None
         first = {op.run: op.seq for op in reversed(step.ops)}
-        for run in dict.fromkeys(op.run for op in step.ops):
-            match (yield from self._ensure(run, step.tenant_by_run[run], before=first[run])):
-                case Stopped(failure):
-                    stopped[run] = failure
-                case RolledBack() as rolled_back:
-                    pass
-                case Ready(last, exactly):
-                    done[run], is_exact = last, is_exact and exactly
+        for run, seq in first.items():
+            self._forget_unless(run, seq - 1)
+        with self._counted(first):
+            for run in dict.fromkeys(op.run for op in step.ops):
+                match (yield from self._ensure(run, step.tenant_by_run[run])):
+                    case Stopped(failure):
+                        stopped[run] = failure
+                    case RolledBack() as rolled_back:
+                        pass
+                    case Ready(last, exactly):
+                        done[run], is_exact = last, is_exact and exactly
         # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
         ops = tuple(op for op in step.ops if op.seq > done.get(op.run, -1))
         return rolled_back or StepRuns(ops, stopped, is_exact)
 
     def recreate_lost_weights(self, weights: WeightsRecord) -> Yielding[None]:
         """Replay the run whose saved weights were lost before they were on disk."""
-        yield from self._ensure(weights.run, weights.tenant)
+        with self._counted([weights.run]):
+            yield from self._ensure(weights.run, weights.tenant)
         if self._weights.is_lost(weights.ref):
             self._weights.give_up(weights.ref)
 
@@ -121,16 +131,23 @@ class RunLifecycle:
         self._residents.forget_state(run)
         return Failure(RUN_STOPPED.json()["error"], "server")
 
-    def _ensure(
-        self, run: RunId, tenant: TenantId, *, before: int | None = None
-    ) -> Yielding[Ready | RolledBack | Stopped]:
-        """Have a run in memory.
-
-        What is in memory serves only as the state right before seq `before`: another worker may have
-        had the run since.
-        """
-        if before is not None and self._residents.done(run) != before - 1:
+    def _forget_unless(self, run: RunId, done: int) -> None:
+        """Forget the state of a run in memory, unless it is that after seq `done`: another worker may have changed it."""
+        if self._residents.done(run) != done:
             self._residents.forget_state(run)
+
+    @contextmanager
+    def _counted(self, runs: Iterable[RunId]) -> Iterator[None]:
+        """Count the progress of the runs among these that have a state to restore."""
+        ops = {run: self._residents.to_replay(run) for run in runs}
+        self.progress.begin({run: count for run, count in ops.items() if count is not None})
+        try:
+            yield
+        finally:
+            self.progress.end()
+
+    def _ensure(self, run: RunId, tenant: TenantId) -> Yielding[Ready | RolledBack | Stopped]:
+        """Have a run in memory."""
         try:
             restored = yield from self._residents.ensure(run)
         except ReplayDiverged as diverged:
@@ -142,6 +159,10 @@ class RunLifecycle:
                 if record.run == run:  # the log that would have made them again is gone
                     self._weights.give_up(record.ref)
             return RolledBack()
+        finally:
+            self.progress.finish(run)
+        if restored is not None:
+            yield  # its copy is due
         return Ready(self._residents.done(run), self._note_restored(run, restored))
 
     def _note_restored(self, run: RunId, restored: Restored | None) -> bool:

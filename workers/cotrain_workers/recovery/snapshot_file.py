@@ -161,8 +161,31 @@ def run_folder(run: str) -> str:
 #: A log longer than this is cut however cheap its replay: a run that only evaluates would otherwise
 #: keep a line for every forward it ever asked for.
 LOG_ENTRIES = 4_096
-#: For every second of writing copies of a run, at least so many of training it.
-COPY_SHARE = 10.0
+#: A copy saves at least this many times the seconds that it takes to write.
+LEAST_GAIN = 4.0
+#: Copies begin at this part of the bound: training goes on while they are written, and is replayed, too.
+BEGIN_AT = 0.75
+
+
+@dataclass(frozen=True)
+class ReplayCost:
+    """The shortest times of a replay, which runs the ops of one run alone; in s.
+
+    A pass reads the whole base model. Passes of many runs share that time in a cycle. Alone, each pays all of it.
+    """
+
+    pass_s: float = 0.0
+    """The shortest pass alone."""
+    step_s: float = 0.0
+    """The shortest optimizer step alone."""
+
+    def alone_s(self, compute_s: float, part: float, *, is_pass: bool) -> float:
+        """Return the time alone of an op that took `compute_s`, the `part` (0 to 1) of its cycle's time."""
+        floor_s = self.pass_s if is_pass else self.step_s
+        return compute_s + floor_s * (1.0 - min(1.0, part))
+
+
+UNMEASURED = ReplayCost()
 
 
 @dataclass
@@ -174,18 +197,24 @@ class ReplayBacklog:
     ops: int = 0
     bytes: int = 0
     compute_s: float = 0.0
+    """Time of these ops in cycles with other runs."""
+    replay_s: float = 0.0
+    """Time of a replay of them, alone."""
+    is_due: bool = False
+    """True: a copy is to be taken at once, whatever a replay takes."""
     used_at: float = 0.0
     entries: int = 0
     """Places in the log since the last copy, those included that changed nothing."""
     copy_s: float = 0.0
     """What the last copy took to write."""
 
-    def add(self, seq: int, size: int, compute_s: float, now: float) -> None:
+    def add(self, seq: int, size: int, compute_s: float, replay_s: float, now: float) -> None:
         """Count one committed op."""
         self.pass_by(seq, now)
         self.ops += 1
         self.bytes += size
         self.compute_s += compute_s
+        self.replay_s += replay_s
 
     def pass_by(self, seq: int, now: float) -> None:
         """Count one committed op that changed nothing."""
@@ -198,7 +227,7 @@ class SnapshotPolicy:
     """When a run is copied out, and when it leaves memory. An operator sets `replay_s`, and no more."""
 
     replay_s: float = 30.0
-    """Copy a run out once replaying its log would take this long…"""
+    """Copy runs out before replaying all their logs, one after the other, takes this long. Copy out a run that would…"""
     ops: int = 512
     """… or run so many ops…"""
     bytes: int = 256 * 1024**2
@@ -209,8 +238,8 @@ class SnapshotPolicy:
     """Drop a run that rested this long from memory; its next request brings it back."""
 
     def due_s(self, backlog: ReplayBacklog) -> float:
-        """Return at how much training a copy is due, in s."""
-        return max(self.replay_s, COPY_SHARE * backlog.copy_s)
+        """Return at how long a replay of one run a copy of it is due, in s."""
+        return max(self.replay_s, LEAST_GAIN * backlog.copy_s)
 
     def needs_snapshot(self, backlog: ReplayBacklog, now: float) -> bool:
         """Tell whether replaying would take too long, too much disk, or the run is at rest."""
@@ -219,11 +248,31 @@ class SnapshotPolicy:
         if not backlog.ops:
             return False
         return (
-            backlog.compute_s >= self.due_s(backlog)
+            backlog.is_due
+            or backlog.replay_s >= self.due_s(backlog)
             or backlog.ops >= self.ops
             or backlog.bytes >= self.bytes
             or now - backlog.used_at >= self.idle_s
         )
+
+    def runs_due(self, backlogs: Mapping[RunId, ReplayBacklog], now: float) -> list[RunId]:
+        """Return the runs to copy out now.
+
+        These are the runs that need a copy whatever the others cost. The costliest others follow, until a replay of
+        the rest stays below the bound. A run waits while writing its copy takes more than a quarter of its replay.
+        """
+        due = [run for run in backlogs if self.needs_snapshot(backlogs[run], now)]
+        others = backlogs.keys() - due
+        left_s = sum(backlogs[run].replay_s for run in others)
+        if left_s >= BEGIN_AT * self.replay_s:
+            for run in sorted(others, key=lambda run: (-backlogs[run].replay_s, run)):
+                backlog = backlogs[run]
+                if left_s < BEGIN_AT * self.replay_s:
+                    break
+                if backlog.ops and backlog.replay_s >= LEAST_GAIN * backlog.copy_s:
+                    due.append(run)
+                    left_s -= backlog.replay_s
+        return due
 
     def may_evict(self, backlog: ReplayBacklog, now: float) -> bool:
         """Tell whether a run has rested so long, with nothing to replay, that memory can be freed."""

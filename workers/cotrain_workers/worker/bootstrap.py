@@ -41,7 +41,7 @@ from cotrain_workers.engine.decoding.requests import TextOf
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large
-from cotrain_workers.engine.ops import Create, Datum, HostWeights, Pass
+from cotrain_workers.engine.ops import Create, Datum, HostWeights, OptimStep, Pass
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
 from cotrain_workers.engine.trainer import Trainer
@@ -53,7 +53,8 @@ from cotrain_workers.group.lock_step import GroupLockStep
 from cotrain_workers.group.sharded_base import load_sharded
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
-from cotrain_workers.recovery.snapshot_file import SnapshotPolicy
+from cotrain_workers.recovery.restore_progress import RestoreProgress
+from cotrain_workers.recovery.snapshot_file import UNMEASURED, ReplayCost, SnapshotPolicy
 from cotrain_workers.sampling.service import NoDecoder, SamplingService
 from cotrain_workers.sampling.vllm.adapters import AdapterCopies
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
@@ -94,6 +95,8 @@ class BatchSizeCache:
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
 #: A CPU is busy with one sequence; a thousand tokens of a model of some size take it a minute.
 _PROBE_TOKENS = {"cpu": 256, "cuda": 1024}
+#: Of the shortest pass; less is padded to it.
+SHORTEST_TOKENS = 16
 #: Recomputation, LoRA backend and fusion were settings; files that were written then are still right.
 _ONCE_SETTINGS = ("auto", "auto", True)
 
@@ -225,6 +228,28 @@ def measure_throughput(engine: Trainer, num_tokens: int) -> float:
     return count * length / elapsed
 
 
+def measure_replay_cost(engine: Trainer) -> ReplayCost:
+    """Measure the shortest pass and the shortest optimizer step of a run alone; the second of each counts."""
+
+    def seconds(op: Pass | OptimStep) -> float:
+        began = time.perf_counter()
+        engine.run([op])
+        return time.perf_counter() - began
+
+    tokens = np.zeros(SHORTEST_TOKENS, np.int64)
+    datum = Datum(tokens, {"target_tokens": tokens, "weights": np.ones(len(tokens), np.float32)})
+    engine.run([Create("probe", 0, AdapterSpec(rank=8, seed=0))])
+    taken = [
+        (
+            seconds(Pass("probe", seq, [datum], "cross_entropy", {}, needs_grad=True)),
+            seconds(OptimStep("probe", seq + 1, 1e-4, 0.9, 0.95, 1e-8, 0.0, 0.0)),
+        )
+        for seq in (1, 3)
+    ]
+    engine.adapters.drop("probe")
+    return ReplayCost(*taken[-1])
+
+
 def pool_record(
     settings: WorkerSettings, engine: Trainer, device: str, tokens_per_s: float
 ) -> PoolRecord:
@@ -254,10 +279,11 @@ def enter_pool(
     settings: WorkerSettings,
     text: TextOf | None,
     tuning: Tuning,
+    cost: ReplayCost = UNMEASURED,
 ) -> WorkerLoop:
     """Take this worker's place in its pool; what a predecessor ran is run again.
 
-    `spools` are of bodies and of results; `text` decodes tokens, for stop strings.
+    `spools` are of bodies and of results; `text` decodes tokens, for stop strings; `cost` is of a replay.
     """
     worker = WorkerId(settings.worker_id)
     execution = Execution(connection, *spools, record.id, worker)
@@ -306,7 +332,9 @@ def enter_pool(
     )
     exact = record.device == "cpu"
     policy = replace(tuning.snapshots, replay_s=settings.replay_backlog_s)
-    residents = ResidentRuns(engine, execution, weights, settings, policy, metrics, exact=exact)
+    residents = ResidentRuns(
+        engine, execution, weights, settings, policy, metrics, RestoreProgress(), cost, exact=exact
+    )
     return WorkerLoop(
         engine, execution, residents, weights, sampler, recorder, record, settings, metrics
     )

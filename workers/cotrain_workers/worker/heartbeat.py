@@ -147,6 +147,7 @@ class WorkerReport:
             memory_bytes=sum(process.memory_bytes for process in processes),
             seen_at=time.time(),
             restored_ops=self._runs.replayed_ops,
+            restoring=self._runs.progress.now,
             samples_running=self._sampler.running,
             sample_tokens_per_s=self._sampler.tokens_per_s,
             samples_waiting=self._sampler.waiting,

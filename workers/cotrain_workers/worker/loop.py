@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import replace
@@ -19,6 +19,7 @@ import structlog
 
 from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
+from cotrain_store.messages.fleet import restoring_text
 from cotrain_store.messages.ids import RequestId, RunId
 from cotrain_store.messages.ops import Step
 from cotrain_store.messages.runs import PoolRecord
@@ -28,12 +29,12 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
-from cotrain_workers.engine.cycle import drive
+from cotrain_workers.engine.cycle import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
-from cotrain_workers.recovery.run_lifecycle import RolledBack, RunLifecycle
+from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RolledBack, RunLifecycle
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.worker.cycle_log import bound_to_cycle, count_cycle, log_cycle, trace_cycle
 from cotrain_workers.worker.device_time import (
@@ -96,6 +97,8 @@ class WorkerLoop:
         self._throughput = Throughput(record.tokens_per_s)
         self._grace_s = settings.stop_grace_s
         self._drain_until = math.inf
+        self._restores_until = -math.inf
+        """The time after which a process that is to end restores no further run."""
         self._stopping = threading.Event()
         self._device_time = DeviceTime()
         self._time_sharing = TimeSharing(
@@ -134,6 +137,8 @@ class WorkerLoop:
         while not self._stopping.is_set():
             try:
                 self._tick()
+            except RestoreStopped as stopped:
+                log.info("restore_stopped", progress=str(stopped))
             except PAUSES as pause:
                 log.warning("worker_paused", reason=str(pause))
                 self._stopping.wait(_RETRY_S)
@@ -151,13 +156,18 @@ class WorkerLoop:
     def _drain(self) -> None:
         self._handover.leaves = True
         self._heartbeat.send()  # from here on nothing is planned for it
-        for step in self._execution.open_steps() if self._handover.could_end else ():
-            self.execute(step)  # planned until then: else its runs could not leave
+        self._restores_until = self._drain_until
+        try:
+            for step in self._execution.open_steps() if self._handover.could_end else ():
+                self.execute(step)  # planned until then: else its runs could not leave
+        except RestoreStopped as stopped:
+            log.info("restore_stopped", progress=str(stopped))
         self._sampler.drain()
         # First: no recovery copy counts before the saves it covers.
         self._weights.drain(self._left_s())
         self._residents.drain(self._left_s())
         self._heartbeat.end()
+        self._execution.leave_in_order()
         self._handover.end(self._execution.epoch)
         self._execution.leave()
 
@@ -168,7 +178,9 @@ class WorkerLoop:
         for weights in self._weights.lost()[:1]:  # more of them in the next ticks
             self._time_sharing.training_begins()
             self._device_time.lap(Phase.IDLE)
-            drive(self._runs.recreate_lost_weights(weights), self._time_sharing.yield_to_decoder)
+            self._restored(
+                self._runs.recreate_lost_weights(weights), self._time_sharing.yield_to_decoder
+            )
             self._device_time.lap(Phase.TRAIN)
             self._time_sharing.training_ends()
         steps = self._execution.open_steps()
@@ -197,9 +209,9 @@ class WorkerLoop:
         self._time_sharing.training_begins()
         # Nothing runs at the yield points of a step that a dead predecessor left open: a request of
         # either kind could be blamed for the deaths that one of the other caused.
-        has_crashed = self._runner.crashes(step).count > 0
+        has_crashed = self._runner.is_risky(step)
         at_yield = _nothing if has_crashed else self._at_yield_point
-        runs, _ = drive(self._runs.restore(step), at_yield)
+        runs = self._restored(self._runs.restore(step), at_yield)
         times.note("restore", Phase.TRAIN)
         if isinstance(runs, RolledBack):
             return  # some of its ops are given up: it is to be read anew
@@ -239,6 +251,17 @@ class WorkerLoop:
         log_cycle(step, requests, ran.outputs, commit.record, self._execution.tenant_names)
         if traces:
             trace_cycle(traces, step, ran, commit, times, self._runner.crashes(step).count)
+
+    def _restored(self, work: Yielding[T], at_yield: Callable[[], None]) -> T:
+        """Restore runs; raise RestoreStopped if this process is to end: its successor continues."""
+
+        def at_micro_batch() -> None:
+            if self._stopping.is_set() and time.monotonic() > self._restores_until:
+                raise RestoreStopped(restoring_text(self._runs.progress.now))
+            self._residents.copy_due()
+            at_yield()
+
+        return drive(work, at_micro_batch)[0]
 
     def _commit(self, step: Step, commit: StepCommit, requests: Sequence[RequestId]) -> None:
         """Commit a step. While Redis is unavailable, or the disk full, it waits: the work is done."""

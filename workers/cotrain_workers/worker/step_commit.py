@@ -103,11 +103,13 @@ def commit_of(
 def runs_once(op: QueuedOp, outputs: Mapping[tuple[str, int], Output]) -> bool:
     """Tell whether a failed op must never run again: it might not fail next time, or kill.
 
-    What is the request's own fault (category user) fails in a replay, too; a load is left out of one without a
-    look at what became of it (`recovery/replay.py`).
+    What is the request's own fault (category user) fails in a replay, too, unless it kills; a load is left out of one
+    without a look at what became of it (`recovery/replay.py`).
     """
     output = outputs[op.run, op.seq]
-    return op.kind is OpKind.LOAD or (isinstance(output, Failure) and output.category == "server")
+    return op.kind is OpKind.LOAD or (
+        isinstance(output, Failure) and (output.category == "server" or output.code == "too_large")
+    )
 
 
 def is_last(op: QueuedOp, body: bytes) -> bool:

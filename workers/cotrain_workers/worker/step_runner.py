@@ -18,7 +18,7 @@ import structlog
 
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import OpId, RunId, run_of, seq_of
+from cotrain_store.messages.ids import OpId, RunId, request_id, run_of, seq_of
 from cotrain_store.messages.ops import Step
 from cotrain_store.messages.runs import HistoryEntry, PassEntry, StepEntry
 from cotrain_store.oplog.execution import Execution
@@ -46,6 +46,7 @@ from cotrain_workers.recovery.bisection import (
     run_alone,
     run_in_groups,
 )
+from cotrain_workers.recovery.large_passes import LargePasses
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
 from cotrain_workers.worker.prefetch import Prefetcher
@@ -150,15 +151,23 @@ class StepRunner:
         self._execution = execution
         self._runs = runs
         self._weights = weights
+        self._large_passes = LargePasses(engine, execution.crash_counts, execution.worker)
         self._open_ops: dict[OpId, OpenOp] = {}
         self._crashes: CrashHistory | None = None
 
     def crashes(self, step: Step) -> CrashHistory:
-        """Look up how often a step crashed; a start counts once for each process."""
+        """Look up how often a step crashed."""
         if self._crashes is None or self._crashes.cycle != step.cycle:
-            starts = self._execution.starts(step)
-            self._crashes = CrashHistory(step.cycle, starts, self._execution, self._runs)
+            count = self._execution.crashes(step)
+            self._crashes = CrashHistory(step.cycle, count, self._execution, self._runs)
+            if count:
+                self._large_passes.read()
         return self._crashes
+
+    def is_risky(self, step: Step) -> bool:
+        """Return whether a process ended over a step or over a request of it: the step then runs without other work."""
+        requests = [op.request_id for op in step.ops]
+        return self.crashes(step).count > 0 or self._large_passes.concern(requests)
 
     def read(self, step: Step, runs: StepRuns) -> tuple[dict[tuple[str, int], bytes], StepRuns]:
         """Read the step's bodies; a run of which one is missing is stopped as well."""
@@ -187,6 +196,7 @@ class StepRunner:
     ) -> Yielding[StepRun]:
         """Run a step's ops; yields where the engine does, as long as the step runs as a whole.
 
+        If a process ended over a large pass of it, only some of them run: the others have no output.
         Passes with an allowance may stay open, and stop where the step's time `is_over`. In a step that
         crashed every pass ends: one that crashes far behind its beginning would crash each time in
         another step, and bisection counts the crashes of one. So it does where a run was not restored to
@@ -195,6 +205,7 @@ class StepRunner:
         Raises:
             DeviceLost: this process cannot compute any more.
         """
+        self._execution.begin(step)
         outputs: dict[tuple[str, int], Output] = {}
         runnable: list[Op] = []
         for op in step.ops:
@@ -209,6 +220,26 @@ class StepRunner:
                 outputs[op.run, op.seq] = request
             else:
                 runnable.append(request)
+        part = self._large_passes.part_of(runnable)
+        runnable, outputs = [*part.ops], {**outputs, **part.failures}
+        if part.spares:
+            self._engine.spare_memory(part.spares)
+        if part.is_apart:
+            self._runs.await_writes()  # they take memory, and a crash in them is no fault of the request
+        ran = yield from self._run(step, runnable, outputs, bodies, runs, is_over)
+        self._large_passes.are_over([request_id(RunId(run), seq) for run, seq in ran.outputs])
+        return ran
+
+    def _run(
+        self,
+        step: Step,
+        runnable: Sequence[Op],
+        outputs: dict[tuple[str, int], Output],
+        bodies: Mapping[tuple[str, int], bytes],
+        runs: StepRuns,
+        is_over: Callable[[], bool],
+    ) -> Yielding[StepRun]:
+        """Run ops as a whole, or in parts where they crashed; `outputs` are of those that do not run."""
         if self.crashes(step).is_deadly and runnable:
             log.error("step_crash_loop", cycle=step.cycle)
             answers = self._in_groups(runnable, step)
@@ -216,7 +247,7 @@ class StepRunner:
             found = history_by(runnable, answers.outputs)
             return StepRun(outputs | answers.outputs, None, is_exact, found)
         failpoint("worker.before_run", (op.request_id for op in step.ops))
-        may_divide = runs.is_exact and not self.crashes(step).count
+        may_divide = runs.is_exact and not self.is_risky(step)
         try:
             allowances = allowances_of(step) if may_divide else {}
             cost = yield from self._engine.cycle(runnable, allowances, is_over)

@@ -30,7 +30,7 @@ from cotrain.commands.terminal import (
 )
 from cotrain.settings import DEFAULT_BASE_URL
 from cotrain.wire.admin import AuditPage, KeyShown, NewKey, WorkerList
-from cotrain.wire.status import Fleet
+from cotrain.wire.status import Fleet, Restoring
 
 keys_app = typer.Typer(help="Make, list and revoke keys of a tenant.", no_args_is_help=True)
 
@@ -161,6 +161,8 @@ def list_workers(context: typer.Context, as_json: AsJson = False) -> None:
         state = worker.state + (
             ": no other worker, it keeps its runs" if worker.drain_waits else ""
         )
+        if facts.get("restoring"):
+            state = f"{state}, restoring: {Restoring.model_validate(facts['restoring']).text}"
         table.add_row(
             worker.pool, worker.id, state, str(facts.get("runs", "")),
             f"{facts['tokens_per_s']:.0f}" if facts else "", str(facts.get("host", "")),
@@ -234,7 +236,7 @@ def fleet(context: typer.Context, as_json: AsJson = False) -> None:
         )  # fmt: skip
         for each in pool.workers:
             table.add_row(
-                "", each.id, each.state, "", str(each.runs), f"{each.tokens_per_s:,.0f}",
+                "", each.id, f"restoring: {each.restoring.text}" if each.restoring else each.state, "", str(each.runs), f"{each.tokens_per_s:,.0f}",
                 f"{each.busy:.0%}", f"{each.backlog_s:.1f} s",
             )  # fmt: skip
     print_rich(table)

@@ -168,6 +168,7 @@ SERVER = Board(
             ("increase(cotrain_replay_ops_total[$range])", "ops run again {{pool}}"),
             ("increase(cotrain_moves_total[$range])", "runs moved {{pool}}"),
             ("increase(cotrain_worker_restored_ops_total[$range])", "ops restored {{worker}}"),
+            ("cotrain_worker_restoring_ops", "ops left to restore {{worker}}"),
             ("increase(cotrain_reassignments_total[$range])", "reassigned {{pool}}"),
             ("increase(cotrain_poison_ops_total[$range])", "given up {{pool}}"),
             ("increase(cotrain_rollbacks_total[$range])", "rolled back {{pool}}"),

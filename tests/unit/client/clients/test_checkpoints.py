@@ -11,7 +11,7 @@ import pytest
 
 from cotrain import BadRequestError, NotFoundError, RequestFailed, ServiceClient
 from cotrain.clients.checkpoints import PAGE
-from cotrain.errors import APIConnectionError, MalformedMessage
+from cotrain.errors import APIConnectionError, MalformedMessage, UnsupportedInput
 from cotrain.transport.http import RetryPolicy
 from tests.support.fake_api import Answer, refusal
 from tests.support.fake_checkpoints import FakeCheckpoints
@@ -116,6 +116,17 @@ def test_a_folder_that_is_no_adapter_is_not_sent(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):
+        service.upload_checkpoint(tmp_path, "m", "mine")
+    assert not api.calls
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model-00001-of-00002.safetensors"])
+def test_a_folder_with_weights_in_another_form_is_not_sent(
+    api: FakeCheckpoints, service: ServiceClient, tmp_path: Path, name: str
+) -> None:
+    for each in ("adapter_config.json", name):
+        (tmp_path / each).write_text("{}")
+    with pytest.raises(UnsupportedInput, match=rf"Only safetensors checkpoints .* holds {name}"):
         service.upload_checkpoint(tmp_path, "m", "mine")
     assert not api.calls
 

@@ -66,17 +66,54 @@ def test_a_hostile_member_is_refused(archive: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "optimizer.pt", "a.pkl", "adapter_model.bin"]
+    "name",
+    [
+        "pytorch_model.bin",
+        "a.pkl",
+        "adapter_model.bin",
+        "adapter_model-00001-of-00002.safetensors",
+        "adapter_model.safetensors.index.json",
+    ],
 )
-def test_pickles_are_refused_before_anything_is_read_of_them(name: str) -> None:
-    with pytest.raises(Invalid, match="Only safetensors checkpoints are accepted"):
-        unpacked(tar({name: b"\x80\x04cposix\nsystem\n", **GOOD}))
+def test_weights_in_another_form_are_refused_without_the_safetensors(name: str) -> None:
+    pickled = b"\x80\x04cposix\nsystem\n"
+    with pytest.raises(Invalid, match=r"Only safetensors checkpoints are accepted\."):
+        unpacked(tar({f"mine/{name}": pickled, CONFIG: GOOD[CONFIG]}))
+    assert unpacked(tar({f"mine/{name}": pickled, **GOOD})) == GOOD
+
+
+@pytest.mark.parametrize("archived", PACKERS.values(), ids=PACKERS)
+def test_the_checkpoint_of_a_trainer_is_taken_and_its_other_files_are_skipped(
+    archived: Callable[[dict[str, bytes]], bytes],
+) -> None:
+    others = [
+        "README.md",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "optimizer.pt",
+        "rng_state.pth",
+        "scheduler.pt",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "trainer_state.json",
+        "training_args.bin",
+        "vocab.json",
+        ".gitattributes",
+        "latest",
+        "zero_to_fp32.py",
+    ]
+    files = {f"checkpoint-100/{name}": b"\x80\x04cposix\nsystem\n" for name in others}
+    files |= {f"checkpoint-100/{name}": content for name, content in GOOD.items()}
+    assert unpacked(archived(files), limit=256 * 1024) == GOOD
 
 
 def test_too_many_members_are_refused() -> None:
-    many = {f"{number}/README.md": b"" for number in range(17)}
-    with pytest.raises(Invalid, match="more than 16 members"):
-        unpacked(tar(many))
+    many = {f"{number}/README.md": b"" for number in range(1001)}
+    with pytest.raises(Invalid, match="more than 1000 members"):
+        unpacked(tar(many), limit=2**20)
 
 
 def test_a_file_that_is_there_twice_is_refused() -> None:

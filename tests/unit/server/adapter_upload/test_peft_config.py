@@ -48,6 +48,12 @@ def test_an_adapter_becomes_a_run_of_its_rank_and_its_families() -> None:
         ({"alpha_pattern": {r"^model\.layers\.0\.self_attn\.q_proj": 3}}, 3 / 4),
         ({"alpha_pattern": {"^self_attn.q_proj": 3}}, 8 / 4),
         ({"alpha_pattern": {"q_proj": 3}, "use_rslora": True}, 3 / sqrt(4)),
+        ({"alpha_pattern": {"[kq]_proj": 3}}, 3 / 4),
+        ({"alpha_pattern": {r".*\.layers\.\d\.self_attn\.\w+": 3}}, 3 / 4),
+        ({"alpha_pattern": {r".*\.layers\.[1-9]\..*": 5, "(q|k)_proj": 3}}, 3 / 4),
+        ({"alpha_pattern": {"q_pro": 5, "v_proj|q_proj": 3, "q_proj": 7}}, 3 / 4),
+        ({"alpha_pattern": {"proj|[k]": 3}}, 8 / 4),
+        ({"ensure_weight_tying": True}, 8 / 4),
     ],
 )
 def test_the_scale_is_what_peft_multiplies_by(changes: dict[str, Any], scale: float) -> None:
@@ -106,8 +112,22 @@ REFUSED_CONFIGS = {
     "an option of tomorrow": (config(use_magic=True), "use_magic"),
     "pattern that is no map": (config(rank_pattern=[1]), "rank_pattern"),
     "pattern to texts": (config(alpha_pattern={"q_proj": "1"}), "alpha_pattern"),
-    "pattern without end": (config(alpha_pattern={"(a+)+$": 1}), "other patterns"),
-    "pattern of all": (config(rank_pattern={".*": 1}), "other patterns"),
+    "pattern without end": (
+        config(alpha_pattern={r"((.+)+)+!": 1}),
+        "alpha_pattern: its regular",
+    ),
+    "target without end": (
+        config(target_modules=r"((.+)+)+!"),
+        "target_modules: its regular",
+    ),
+    "no pattern": (config(rank_pattern={"q_proj(": 4}), "rank_pattern holds what is no regular"),
+    "many patterns": (
+        config(rank_pattern={f"q{i}|k": 4 for i in range(1001)}),
+        "more than 1000 regular",
+    ),
+    "pattern of all": (config(rank_pattern={".*": 1}), "has rank"),
+    "target pattern of others": (config(target_modules=r".*\.mlp\..*"), "target_modules"),
+    "target of another model": (config(target_modules="q_proj"), "target_modules"),
     "other rank": (config(r=8), "has rank"),
     "pattern of another rank": (config(rank_pattern={"q_proj": 8}), "has rank"),
     "other targets": (config(target_modules=["k_proj"]), "target_modules"),
@@ -124,8 +144,11 @@ REFUSED_TENSORS = {
     "none": ({}, "no LoRA matrices"),
     "no B": ({f"{PREFIX}.lora_A.weight": (4, 6)}, "lora_B.weight of model.layers.0"),
     "no A": ({f"{PREFIX}.lora_B.weight": (6, 4)}, "lora_A.weight of model.layers.0"),
-    "base weights": ({"base_model.model.lm_head.base_layer.weight": (4, 6)}, "save_embedding"),
-    "embeddings": ({"base_model.model.model.embed_tokens.weight": (4, 6)}, "save_embedding"),
+    "base weights alone": (
+        {"base_model.model.lm_head.base_layer.weight": (4, 6)},
+        "no LoRA matrices",
+    ),
+    "other base weights": ({f"{PREFIX}.base_layer.weight": (4, 6)}, "save_embedding"),
     "DoRA": ({f"{PREFIX}.lora_magnitude_vector": (4,)}, "lora_magnitude_vector"),
     "embedding LoRA": (
         {"base_model.model.model.embed_tokens.lora_embedding_A": (4, 6)},
@@ -161,6 +184,22 @@ def test_where_target_modules_is_a_pattern_the_tensors_say_it(targets: str | Non
 
 def test_half_precision_is_read() -> None:
     assert read_adapter(config(), q_proj(dtype="F16"), 0).lora.rank == 4
+
+
+def test_the_embeddings_that_peft_saves_along_are_left_to_the_worker() -> None:
+    shapes = {
+        **pair("base_model.model.lm_head"),
+        "base_model.model.lm_head.base_layer.weight": (10, 6),
+        "base_model.model.model.embed_tokens.weight": (10, 6),
+    }
+    adapter = read_adapter(config(target_modules=["lm_head"]), safetensors(shapes), 0)
+    assert [module.name for module in adapter.modules] == ["lm_head"]
+
+
+def test_tied_weights_are_refused_where_the_unembedding_is_adapted() -> None:
+    content = config(target_modules=["lm_head"], ensure_weight_tying=True)
+    with pytest.raises(Invalid, match="ensure_weight_tying is not supported where lm_head"):
+        read_adapter(content, safetensors(pair("base_model.model.lm_head")), 0)
 
 
 def test_a_file_that_is_no_safetensors_is_refused() -> None:

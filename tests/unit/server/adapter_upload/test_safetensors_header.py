@@ -56,7 +56,6 @@ HOSTILE = {
     "missing field": file({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
     "another field": file({"a": {**entry(), "x": 1}}, bytes(8)),
     "integers": file({"a": entry(dtype="I32")}, bytes(8)),
-    "float64": file({"a": entry(shape=(1,), dtype="F64")}, bytes(8)),
     "dtype that is no text": file({"a": entry(dtype=["F32"])}, bytes(8)),
     "shape that is no list": file({"a": entry(shape=2)}, bytes(8)),
     "negative side": file({"a": entry(shape=(-2,))}, bytes(8)),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_workers.engine.device import free_host_bytes
+from cotrain_workers.engine.device import free_host_bytes, memory_limit_bytes
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,32 @@ def test_outside_a_container_it_is_what_the_host_has(tmp_path: Path) -> None:
 
     assert free_host_bytes(memory, tmp_path / "absent") == 1024
     assert free_host_bytes() > 0
+
+
+@pytest.mark.parametrize(
+    ("files", "own"),
+    [
+        ({"memory.max": "5000"}, "0::/"),
+        ({"memory.max": "max", "box/memory.max": "5000"}, "0::/box"),
+        ({"memory/memory.limit_in_bytes": "5000"}, "8:pids:/\n5:memory:/"),
+        (
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/box/memory.limit_in_bytes": "5000",
+            },
+            "5:cpu,memory:/box",
+        ),
+    ],
+)
+def test_the_limit_is_that_of_the_control_group_of_either_kind(
+    tmp_path: Path, files: dict[str, str], own: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{content}\n")
+    (tmp_path / "cgroup").write_text(f"{own}\n")
+    assert memory_limit_bytes(tmp_path, tmp_path / "cgroup") == 5000
+
+
+def test_without_a_limit_it_is_what_the_host_has(tmp_path: Path) -> None:
+    assert memory_limit_bytes(tmp_path / "absent", tmp_path / "absent") >= free_host_bytes()

@@ -110,6 +110,8 @@ class AdapterBank:
         self.offloaded = 0
         """How many adapters are on the host, nothing of theirs on the device. Any thread may look."""
         self._layout_by_shape: dict[tuple[int, bool, bool, bool], Layout] = {}
+        self.base_weights: Mapping[str, torch.Tensor] = {}
+        """By module; an upload may hold copies of them."""
         self.on_drop: Callable[[str], None] = lambda run: None
         """What else goes with a run's adapter."""
 

@@ -16,9 +16,11 @@ they add nothing now and can be trained later.
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -104,15 +106,27 @@ class SavedWeights(HostWeights):
 
 LayoutOf = Callable[[AdapterSpec], Layout]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_ROWS = 1024
+#: Weights of the base model that PEFT saves with an adapter of lm_head, or where it is asked to.
+_BASE_WEIGHT = re.compile(
+    r"base_model\.model\.(?P<module>lm_head|model\.embed_tokens)(\.base_layer)?\.weight"
+)
 
 
 class ImportRefused(Exception):
     """This adapter cannot be taken; the message is a sentence for its tenant."""
 
 
-def read_import(adapter: PeftAdapter, layout_of: LayoutOf, max_rank: int) -> HostWeights:
+def read_import(
+    adapter: PeftAdapter,
+    layout_of: LayoutOf,
+    max_rank: int,
+    base_weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> HostWeights:
     """Read the matrices of an adapter that PEFT wrote into an arena of ours.
+
+    `base_weights`, by module, are those that an adapter may hold a copy of.
 
     Raises:
         ImportRefused: it does not fit this base model, or holds what is not a number.
@@ -139,9 +153,29 @@ def read_import(adapter: PeftAdapter, layout_of: LayoutOf, max_rank: int) -> Hos
         a, b = (_take(tensors, name) for name in (module.a, module.b))
         _check_shapes(module, a, b, target, spec.rank)
         _fill(pair_by_name[module.name], a, b, module, spec.scale)
+    for name in list(tensors):
+        if saved_along := _BASE_WEIGHT.fullmatch(name):
+            _check_same(name, tensors.pop(name), base_weights.get(saved_along["module"]))
     if tensors:
         raise ImportRefused(f"{min(tensors)}: not a LoRA matrix of a module that can be adapted.")
     return HostWeights(spec, flat)
+
+
+def _check_same(name: str, saved: torch.Tensor, own: torch.Tensor | None) -> None:
+    """Raise ImportRefused unless a weight of the base model is the one served here, in either precision."""
+    if own is not None and own.shape == saved.shape and saved.is_floating_point():
+        # A few rows at a time: the device may have no room for a second vocabulary.
+        rows = zip(saved.split(_ROWS), own.split(_ROWS), strict=True)
+        if all(_are_same(some.to(theirs.device), theirs) for some, theirs in rows):
+            return
+    raise ImportRefused(
+        f"{name} cannot be imported: these are weights of the base model, and other than those served here. "
+        "Save the adapter with save_embedding_layers=False and without modules_to_save."
+    )
+
+
+def _are_same(saved: torch.Tensor, own: torch.Tensor) -> bool:
+    return torch.equal(saved.to(own.dtype), own) or torch.equal(own.to(saved.dtype), saved)
 
 
 def _take(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -149,7 +183,7 @@ def _take(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     if tensor is None:
         raise ImportRefused(f"{name} is missing.")
     if tensor.dtype not in _DTYPES:
-        raise ImportRefused(f"{name} is {tensor.dtype}; F32, F16 and BF16 can be imported.")
+        raise ImportRefused(f"{name} is {tensor.dtype}; F64, F32, F16 and BF16 can be imported.")
     return tensor.float()
 
 
@@ -316,7 +350,7 @@ def _scaled(flat: torch.Tensor, layout: Layout, ratio: float) -> torch.Tensor:
 
 def _import(bank: AdapterBank, op: Import, max_rank: int) -> CreateOutput | Failure:
     try:
-        weights = read_import(op.adapter, bank.layout_of, max_rank)
+        weights = read_import(op.adapter, bank.layout_of, max_rank, bank.base_weights)
     except ImportRefused as refused:
         return Failure(str(refused), "user")
     _begin_with(bank, op.run, weights, None)

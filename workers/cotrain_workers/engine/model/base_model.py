@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.lock_step import Alone, LockStep
@@ -16,10 +18,14 @@ from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.model_source import (
+    CONFIG,
+    NoModel,
     UnusableModel,
     model_too_large,
     read_config,
     read_weights,
+    refuse_not_finite,
+    unfit_config,
 )
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
@@ -48,6 +54,19 @@ FAMILY_BY_MODULE: Mapping[str, Family] = {
 UNEMBED = "lm_head"
 # Their frequencies depend on the longest sequence of the batch, that is, on a neighbour.
 COUPLING_ROPES = ("dynamic", "longrope")
+#: The library computes these; models have the default one in their own code.
+ROPES = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind not in COUPLING_ROPES))
+#: What a model raises for a value of its configuration that it cannot use.
+_OF_CONTENT = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError,
+)  # fmt: skip
+#: The smallest value of a key of the configuration, where the configuration has the key.
+LEAST: Mapping[str, int] = {
+    "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1,
+    "max_position_embeddings": 1, "sliding_window": 1, "rms_norm_eps": 0,
+    "query_pre_attn_scalar": 0, "attn_logit_softcapping": 0, "final_logit_softcapping": 0,
+}  # fmt: skip
 
 
 class UnsupportedModel(UnusableModel, ValueError):
@@ -118,7 +137,29 @@ def _load(
         if is_out_of_memory(error):
             raise model_too_large() from error
         raise
+    refuse_not_finite((*network.named_parameters(), *network.named_buffers()))
+    refuse_failing(network)
     return make_base_model(network, config, Alone())
+
+
+@torch.no_grad()
+def refuse_failing(network: Any) -> None:
+    """Raise NoModel if a pass of two tokens fails by the configuration, or yields what is not finite."""
+    count = network.get_input_embeddings().num_embeddings
+    # Not the first ones: the embedding of padding is often zero.
+    tokens = torch.tensor([[count // 2, count // 3]], device=network.device)
+    try:
+        logits = network(input_ids=tokens, use_cache=False).logits
+    except (RuntimeError, *_OF_CONTENT) as error:
+        if is_out_of_memory(error):
+            raise model_too_large() from error
+        if isinstance(error, RuntimeError) and network.device.type != "cpu":
+            raise  # perhaps of the device
+        raise unfit_config(f"{type(error).__name__}: {error}") from error
+    if not torch.isfinite(logits).all():
+        raise NoModel(
+            "the results of a first pass are not finite: its weights or its configuration are broken."
+        )
 
 
 def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel:
@@ -147,6 +188,15 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
     )
 
 
+def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
+    """Return the weights, by module, that PEFT may save with an adapter; of a group those that are whole."""
+    embedding = base.backbone.get_parameter("embed_tokens.weight")
+    whole = {} if base.lock_step.sharding else {"model.embed_tokens": embedding}
+    if embedding is base.head_weight:
+        whole["model.embed_tokens"] = embedding
+    return {UNEMBED: base.head_weight, **whole}
+
+
 def kv_shape(config: Any) -> KvShape:
     """Return how large a token's keys and values are."""
     head_dim = getattr(config, "head_dim", None)
@@ -165,7 +215,10 @@ def eos_token_ids(network: Any) -> tuple[int, ...]:
         named = network.config.eos_token_id
     if named is None:
         return ()
-    return tuple(sorted({named} if isinstance(named, int) else set(named)))
+    tokens = named if isinstance(named, list | tuple) else [named]
+    if not all(isinstance(each, int) for each in tokens):
+        raise NoModel("eos_token_id of its configuration must be one token or a list of tokens.")
+    return tuple(sorted(set(tokens)))
 
 
 def refuse_too_large(needed_bytes: int) -> None:
@@ -195,19 +248,46 @@ def refuse_unsupported(config: Any) -> None:
                 f"RoPE of type {rope_type!r} depends on the longest sequence of a batch, "
                 "so one tenant would change another's results."
             )
+        if rope_type not in ROPES:
+            raise UnsupportedModel(
+                f"RoPE of type {rope_type!r} (rope_scaling or rope_parameters of its {CONFIG}) is not "
+                f"supported; {', '.join(ROPES)} are."
+            )
+    _refuse_numbers(config)
 
 
-def rope_types(config: Any) -> set[str]:
+def rope_types(config: Any) -> list[str]:
     """Return the kinds of rotary embedding in a config, which may have one per layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    return {str(each["rope_type"]) for each in nested or [rope] if "rope_type" in each}
+    if not isinstance(rope, dict):
+        raise unfit_config("rope_parameters must be an object")
+    ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    for key, value in (item for each in ropes for item in each.items()):
+        if isinstance(value, float) and not isfinite(value):
+            raise unfit_config(f"{key} of its RoPE must be finite, not {value}")
+    found = [each.get("rope_type", each.get("type", "default")) for each in ropes if each]
+    return sorted({str(kind) for kind in found})
+
+
+def _refuse_numbers(config: Any) -> None:
+    """Raise NoModel for a number that no model has: it fails the first pass, or makes it not finite."""
+    for key, least in LEAST.items():
+        value = getattr(config, key, None)
+        if value is None:
+            continue
+        if type(value) not in (int, float) or not isfinite(value) or value < least:
+            raise unfit_config(f"{key} must be a number of at least {least}, not {value!r}")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise unfit_config("num_attention_heads must be a multiple of num_key_value_heads")
 
 
 def make_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Build the model without weights, which will be of `dtype`."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
+    """Build the model without weights, which will be of `dtype`; raises NoModel."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
+    except Exception as error:
+        raise unfit_config(f"{type(error).__name__}: {error}") from error
 
 
 def find_targets(network: nn.Module) -> tuple[Target, ...]:

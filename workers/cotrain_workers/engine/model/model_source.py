@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.progress import ReportedProgress
@@ -19,7 +20,10 @@ CONFIG = "config.json"
 #: Where a model may lie below the folder that was named: among others, or in a hub's cache.
 _BELOW = (f"*/{CONFIG}", f"snapshots/*/{CONFIG}")
 _READ = {".json", ".safetensors", ".bin"}
+#: Several times those of the deepest models. The library's lists of many more would take all memory.
+MAX_LAYERS = 2048
 _AGAIN = "fetch or copy them again"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class UnusableModel(Exception):
@@ -53,20 +57,30 @@ def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_o
     if not isinstance(kind, str):
         raise NoModel(f"its {CONFIG} is missing or has no model_type: give a language model.")
     refuse_type(kind)
+    layers = raw.get("num_hidden_layers")
+    if isinstance(layers, int | float) and layers > MAX_LAYERS:
+        raise unfit_config(f"num_hidden_layers must be at most {MAX_LAYERS}, not {layers}")
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             model, local_files_only=local_files_only, trust_remote_code=False
         )
+        adapter = find_adapter_config_file(model, local_files_only=local_files_only)
     except Exception as error:
         raise NoModel(_unreadable(error)) from error
+    if adapter is not None:  # the library attaches it where PEFT is installed, and nowhere else
+        raise NoModel(
+            "the folder holds an adapter as well (adapter_config.json): move it out; bring the adapter "
+            "with `cotrain upload`, if the model does not hold it already."
+        )
+    return config
 
 
 def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> Any:
     """Load the model into host memory.
 
     Raises:
-        NoModel: weights are missing, torn, or of other shapes than the configuration says. The library
-            would fill their places with random numbers.
+        NoModel: weights are missing, torn, of other shapes than the configuration says, or not used by
+            it. The library would fill in random numbers for the first, and leave out the last.
         ModelTooLarge: there is not enough memory.
     """
     try:
@@ -84,13 +98,63 @@ def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> A
             raise model_too_large() from error
         raise NoModel(f"its weights cannot be read ({_brief(error)}): {_AGAIN}.") from error
     network, found = loaded
-    absent = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
-    if absent:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise NoModel(
-            f"its weights lack {absent[0]}{more}, at least in the shape that {CONFIG} says: {_AGAIN}."
-        )
+    refuse_absent({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+    refuse_unused(found["unexpected_keys"])
+    if network.config.tie_word_embeddings and network.lm_head.weight is not (
+        network.get_input_embeddings().weight
+    ):
+        raise untied()
     return network
+
+
+def refuse_absent(absent: Iterable[str]) -> None:
+    """Raise NoModel for parameters that the files lack, or hold in another shape."""
+    names = sorted(absent)
+    if names == [HEAD]:
+        raise NoModel(
+            f"its weights lack {HEAD}: if it shares the embedding's, set tie_word_embeddings to true in "
+            f"{CONFIG}."
+        )
+    if names:
+        raise NoModel(
+            f"its weights lack {_first_of(names)}, at least in the shape that {CONFIG} says: {_AGAIN}."
+        )
+
+
+def refuse_unused(unused: Iterable[str]) -> None:
+    """Raise NoModel for tensors of the files that the configured model has no place for."""
+    if names := sorted(unused):
+        raise NoModel(
+            f"its weights hold {_first_of(names)}, which the model of its {CONFIG} has no place for, so "
+            f"its results would differ from those of the files: correct {CONFIG} (attention_bias, "
+            "mlp_bias, num_hidden_layers)."
+        )
+
+
+def untied() -> NoModel:
+    """Say that a checkpoint holds two matrices where its configuration ties them to one."""
+    return NoModel(
+        f"its weights hold {HEAD} with other values than {EMBEDDING}, but {CONFIG} ties the two: set "
+        f"tie_word_embeddings to false in {CONFIG}."
+    )
+
+
+def refuse_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise NoModel for a tensor that holds NaN or infinity, which makes each result of the model NaN."""
+    for name, tensor in tensors:
+        if not tensor.numel() or not tensor.is_floating_point():
+            continue
+        low, high = tensor.aminmax()  # NaN passes into both; `isfinite` would need a copy
+        if bool(torch.isfinite(low) & torch.isfinite(high)):
+            continue
+        if name.endswith("inv_freq"):
+            raise unfit_config("the frequencies of its RoPE are not finite")
+        raise NoModel(f"its weights are not finite: {name} holds NaN or infinity: {_AGAIN}.")
+
+
+def unfit_config(reason: str) -> NoModel:
+    """Say that a configuration describes no model, in the first line of `reason`."""
+    return NoModel(f"its {CONFIG} describes no model ({_first_line(reason)}): correct it.")
 
 
 def model_too_large(needed_bytes: int = 0, free_bytes: int = 0) -> ModelTooLarge:
@@ -165,7 +229,14 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def _first_of(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
 def _brief(error: BaseException) -> str:
     """Return the first line of a message, which may be a page long."""
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return first.rstrip(".:")
+    return _first_line(str(error).strip() or type(error).__name__)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0].rstrip(".:")

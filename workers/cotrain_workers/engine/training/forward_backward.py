@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, zip_longest
 
 import torch
@@ -21,7 +22,7 @@ from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import UNEMBED, BaseModel
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
-from cotrain_workers.engine.ops import Pass, ReverseKl
+from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
@@ -73,6 +74,8 @@ class ForwardBackward:
         self._micro_batch_tokens = micro_batch_tokens
         self._may_recompute = recompute != "never"
         self._keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
+        self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = _unwatched
+        """The context of each micro-batch: the kernel may kill this process during one."""
         self.safe_tokens = micro_batch_tokens
         """Tokens of a micro-batch that ought to fit: what did not has lowered it. No run's bits depend on
         it, as it says only which ops go together."""
@@ -168,6 +171,7 @@ class ForwardBackward:
         # On CUDA layers take milliseconds, and inputs that stay would not be in the memory model.
         may_suspend = owner.allowance is not None and self._device.type == "cpu"
         cost.forwards += 1
+        upcoming = _upcoming(batch, passes)
         long = owner.long
         if long is None:
             long = owner.long = self._begin_long(batch, passes)
@@ -176,7 +180,8 @@ class ForwardBackward:
         while True:
             began, before = time.perf_counter(), long.done_tokens
             try:
-                next(long.work)
+                with self.watch(upcoming):
+                    next(long.work)
             except StopIteration as end:
                 owner.long = None
                 cost.tokens += batch.tokens - before
@@ -243,7 +248,8 @@ class ForwardBackward:
         ]
         of_earlier_slices = [(p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient]
         try:
-            return self._run_micro_batch(batch, passes)
+            with self.watch(_upcoming(batch, passes)):
+                return self._run_micro_batch(batch, passes)
         except (RuntimeError, MemoryError) as error:
             # The other processes that hold this base model are in the middle of the same pass of it.
             if not is_out_of_memory(error) or self._base.lock_step.sharding:
@@ -287,6 +293,15 @@ class ForwardBackward:
                 cost.halvings += 1
                 self.safe_tokens = min(self.safe_tokens, max(first.tokens, second.tokens))
                 waiting.extendleft((second, first))
+
+    def spare_memory(self, tokens: int) -> None:
+        """Take less memory for micro-batches of this size from now on, as if it had run out over one.
+
+        Fewer slices go together, and layers are computed twice: no bit depends on either.
+        """
+        self.safe_tokens = min(self.safe_tokens, max(1, tokens // 2))
+        if self._may_recompute:
+            self._keep_tokens = min(self._keep_tokens, tokens - 1)
 
     def recomputes(self, padded_tokens: int) -> bool:
         """Return whether layers are computed a second time at this size; no bit depends on it."""
@@ -377,3 +392,17 @@ class ForwardBackward:
         found = self._head.run(list(inputs.values()), hidden, hidden_grad)
         results.update(zip(inputs, found, strict=True))
         return results, hidden_grad
+
+
+def _upcoming(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
+    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
+    lengths = (
+        len(datum.tokens)
+        for op_slice in batch.op_slices
+        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
+    )
+    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
+
+
+def _unwatched(_: UpcomingBatch) -> AbstractContextManager[None]:
+    return nullcontext()

@@ -99,6 +99,8 @@ class PassState:
         self.shapes = [datum.shape for datum in self.op.datums]
         lengths = [len(datum.tokens) for datum in self.op.datums]
         columns = [math.prod(shape[1:]) for shape in self.shapes]
+        if self.op.slice_tokens is not None and self.op.slice_tokens < limit:
+            limit, self.is_exact = self.op.slice_tokens, False
         self.slices = deque(cut(at, lengths, columns, limit, needs_grad=self.op.needs_grad))
         if not self.slices:
             self.output = output_of(self.op, [], 0.0)

@@ -68,6 +68,16 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "by pattern": {
         "r": 4, "lora_alpha": 8, "target_modules": r".*\.self_attn\.[qo]_proj"
     },
+    "ranks and alphas by pattern": {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": r"model\.layers\.\d+\.(self_attn\.[qv]|mlp\.up)_proj",
+        "rank_pattern": {r"layers\.[1-9]\.self_attn\.(q|k)_proj": 7, r".*mlp.*": 3},
+        "alpha_pattern": {r"[a-p]_proj": 5, r"layers\.0\..*": 9},
+    },
+    "tied without a tied target": {
+        "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "ensure_weight_tying": True
+    },
 }  # fmt: skip
 
 
@@ -75,7 +85,13 @@ FOREIGN: dict[str, dict[str, Any]] = {
 def foreign(model_folder: ModelFolder, tmp_path: Path) -> Callable[..., Path]:
     """Return a function that has PEFT itself save an adapter with random B."""
 
-    def saved(settings: dict[str, Any], *, tied: bool, dtype: torch.dtype = torch.float32) -> Path:
+    def saved(
+        settings: dict[str, Any],
+        *,
+        tied: bool,
+        dtype: torch.dtype = torch.float32,
+        save_embedding_layers: bool | str = False,
+    ) -> Path:
         network: Any = AutoModelForCausalLM.from_pretrained(model_folder("qwen3", tied=tied))
         torch.manual_seed(1)
         with warnings.catch_warnings():
@@ -84,7 +100,7 @@ def foreign(model_folder: ModelFolder, tmp_path: Path) -> Callable[..., Path]:
             for name, parameter in model.named_parameters():
                 if "lora_" in name:
                     parameter.data = torch.randn_like(parameter).mul_(0.05).to(dtype)
-            model.save_pretrained(tmp_path, save_embedding_layers=False)
+            model.save_pretrained(tmp_path, save_embedding_layers=save_embedding_layers)
         return tmp_path
 
     return saved
@@ -137,7 +153,44 @@ def test_an_adapter_of_peft_computes_here_what_it_computes_there(
 
     assert isinstance(output, CreateOutput)
     assert np.abs(expected - alone).max() > 0.01
-    assert np.abs(every_logprob_of(engine, "r") - expected).max() < 1e-5
+    assert np.abs(every_logprob_of(engine, "r") - expected).max() < 8e-6
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("along", ["auto", True])
+def test_base_weights_saved_along_are_dropped_where_they_are_those_served_here(
+    new_engine: NewEngine, foreign: Callable[..., Path], tied: bool, along: bool | str
+) -> None:
+    settings = FOREIGN["ranks and alphas by module"]
+    folder, engine = foreign(settings, tied=tied), new_engine(tied=tied)
+    plain = engine.run([Import("plain", 0, imported(read(folder)))]).outputs["plain", 0]
+    foreign(settings, tied=tied, save_embedding_layers=along)
+    tensors = load_file(folder / TENSORS)
+    assert "base_model.model.lm_head.base_layer.weight" in tensors
+    assert engine.run([Import("r", 0, imported(read(folder)))]).outputs["r", 0] == plain
+    assert np.array_equal(every_logprob_of(engine, "r"), every_logprob_of(engine, "plain"))
+    for name in (name for name in tensors if "lora_" not in name):
+        for other in (tensors[name] + 1, tensors[name][:-1].clone()):
+            changed = replace(read(folder), tensors=save({**tensors, name: other}))
+            refusal = engine.run([Import("x", 0, imported(changed))]).outputs["x", 0]
+            assert isinstance(refusal, Failure)
+            assert refusal.message.startswith(f"{name} cannot be imported: these are weights")
+        halved = replace(read(folder), tensors=save({**tensors, name: tensors[name].bfloat16()}))
+        run = f"half {name}"
+        assert engine.run([Import(run, 0, imported(halved))]).outputs[run, 0] == plain
+
+
+def test_double_precision_is_rounded_as_by_peft(
+    new_engine: NewEngine, foreign: Callable[..., Path]
+) -> None:
+    folder = foreign(FOREIGN["our scale"], tied=False, dtype=torch.float64)
+    stored = load_file(folder / TENSORS)
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float64}
+    layout_of = new_engine().adapters.layout_of
+    weights = read_import(imported(read(folder)), layout_of, MAX_RANK)
+    pair = layout_of(weights.spec).views(weights.flat)["model.layers.0.self_attn.q_proj"]
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert torch.equal(pair.a, stored[name].float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -13,10 +13,16 @@ import torch
 import transformers
 from huggingface_hub import close_session, constants
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from cotrain_workers.engine.model import base_model
-from cotrain_workers.engine.model.base_model import UnsupportedModel, load_base_model
+from cotrain_workers.engine.model.base_model import (
+    UnsupportedModel,
+    load_base_model,
+    make_skeleton,
+)
 from cotrain_workers.engine.model.model_source import ModelTooLarge, NoModel, UnusableModel
+from cotrain_workers.group.sharded_base import read_rows, weight_files
 from tests.support.fake_hub import FakeHub
 
 ModelFolder = Callable[..., Path]
@@ -180,3 +186,169 @@ def test_memory_that_runs_out_while_it_is_read_is_reported(
     assert why_not(model, ModelTooLarge).startswith(
         "there is not enough memory for it: give a smaller"
     )
+
+
+def change_weights(model: Path, **changes: torch.Tensor | None) -> None:
+    """Write tensors into the model's file, and take out those that are None."""
+    weights = {**load_file(model / WEIGHTS), **changes}
+    kept = {name: tensor for name, tensor in weights.items() if tensor is not None}
+    save_file(kept, model / WEIGHTS, metadata={"format": "pt"})
+
+
+def load(model: Path) -> base_model.BaseModel:
+    return load_base_model(
+        str(model), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True
+    )
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+        {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": ["yarn"], "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": None, "rope_theta": 1e4}},
+    ],
+)
+def test_an_unknown_rope_type_is_named(model: Path, rope: dict[str, Any]) -> None:
+    change_config(model, rope_parameters=None)
+    change_config(model, **rope)
+    [values] = rope.values()
+    kind = str(values.get("rope_type", values.get("type")))
+    assert why_not(model, UnsupportedModel) == (
+        f"RoPE of type {kind!r} (rope_scaling or rope_parameters of its config.json) is not supported; "
+        "default, linear, yarn, llama3, proportional are."
+    )
+
+
+def test_an_unknown_rope_type_of_one_kind_of_layer_is_named(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    model = shutil.copytree(model_folder("gemma3"), tmp_path / "gemma")
+    ropes = json.loads((model / "config.json").read_text())["rope_parameters"]
+    for layers in ("full_attention", "sliding_attention"):
+        change_config(model, rope_parameters={**ropes, layers: {**ropes[layers], "rope_type": "x"}})
+        assert why_not(model, UnsupportedModel).startswith("RoPE of type 'x' (")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "x"}, "KeyError: 'x'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a number of at least 1, not 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 2048"),
+        ({"vocab_size": -1}, "vocab_size must be a number of at least 1, not -1"),
+        ({"hidden_size": 10**40}, "TypeError: "),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number of at least 0, not nan"),
+        ({"pad_token_id": 10**12}, "AssertionError: Padding_idx must be within num_embeddings"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "TypeError: "),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "the frequencies of its"),
+        ({"_attn_implementation": 3}, "AttributeError: "),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "attention_factor": float("nan"),
+                }
+            },
+            "attention_factor of its RoPE must be finite, not nan",
+        ),
+    ],
+)
+def test_a_configuration_of_no_model_is_refused(
+    model: Path, changes: dict[str, Any], reason: str
+) -> None:
+    change_config(model, **changes)
+    message = why_not(model)
+    assert message.startswith(f"its config.json describes no model ({reason}")
+    assert message.endswith("): correct it.")
+
+
+def test_tensors_that_the_configuration_does_not_use_are_refused(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    biased = shutil.copytree(model_folder("llama"), tmp_path / "biased")
+    biases = (f"model.layers.{layer}.self_attn.q_proj.bias" for layer in range(2))
+    change_weights(biased, **{name: torch.zeros(64) for name in biases})
+    assert why_not(biased).startswith(
+        "its weights hold model.layers.0.self_attn.q_proj.bias and 1 more, which the model of its "
+        "config.json has no place for"
+    )
+    short = shutil.copytree(model_folder("llama"), tmp_path / "short")
+    change_config(short, num_hidden_layers=1)
+    assert why_not(short).startswith(
+        "its weights hold model.layers.1.input_layernorm.weight and 8 more, which"
+    )
+
+
+def test_tensors_that_change_no_result_are_accepted(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    model = shutil.copytree(model_folder("llama", tied=True), tmp_path / "tied")
+    embedding = load_file(model / WEIGHTS)["model.embed_tokens.weight"]
+    old_buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    change_weights(model, **{"lm_head.weight": embedding.clone()}, **old_buffer)
+    assert torch.equal(load(model).head_weight, embedding)
+    change_weights(model, **{"lm_head.weight": embedding + 1})
+    assert why_not(model).startswith("its weights hold lm_head.weight with other values than")
+
+
+def test_a_configuration_that_lost_its_tie_is_named(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    model = shutil.copytree(model_folder("qwen3", tied=True), tmp_path / "tied")
+    change_config(model, tie_word_embeddings=False)
+    assert why_not(model) == (
+        "its weights lack lm_head.weight: if it shares the embedding's, set tie_word_embeddings to true "
+        "in config.json."
+    )
+
+
+def test_weights_whose_results_are_not_finite_are_refused(model: Path) -> None:
+    head = load_file(model / WEIGHTS)["lm_head.weight"]
+    change_weights(model, **{"lm_head.weight": head.sign() * 3e38})
+    assert why_not(model).startswith("the results of a first pass are not finite")
+
+
+def test_an_adapter_beside_a_model_is_named(model: Path) -> None:
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert why_not(model).startswith(
+        "the folder holds an adapter as well (adapter_config.json): move it out"
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_named(model: Path, value: float) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = load_file(model / WEIGHTS)[name]
+    weight[-1, -1] = value
+    change_weights(model, **{name: weight})
+    assert why_not(model).startswith(f"its weights are not finite: {name} holds NaN or infinity")
+
+
+def test_a_member_of_a_group_refuses_the_same_weights(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    model = shutil.copytree(model_folder("llama", tied=True), tmp_path / "tied")
+
+    def read() -> str:
+        network = make_skeleton(AutoConfig.from_pretrained(model), torch.float32)
+        network.to_empty(device="cpu").tie_weights()
+        with pytest.raises(NoModel) as refused:
+            read_rows(network, weight_files(str(model), local_files_only=True))
+        return str(refused.value)
+
+    whole = load_file(model / WEIGHTS)
+    norm, embedding = whole["model.norm.weight"], whole["model.embed_tokens.weight"]
+    change_weights(model, **{"lm_head.weight": embedding + 1})
+    assert read().startswith("its weights hold lm_head.weight with other values")
+    change_weights(model, **{"lm_head.weight": embedding.clone(), "model.norm.weight": norm / 0})
+    assert read().startswith("its weights are not finite: model.norm.weight")
+    change_weights(model, **{"model.norm.bias": norm})
+    assert read().startswith("its weights hold model.norm.bias, which")
+    change_weights(model, **{"model.norm.weight": None, "model.norm.bias": None})
+    assert read().startswith("its weights lack model.norm.weight, at least")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,15 @@ import torch
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lock_step import Alone
 from cotrain_workers.engine.lora import segmented as lora
-from cotrain_workers.engine.ops import Create, Failure, Op, OptimStep, Pass, PassOutput
+from cotrain_workers.engine.ops import (
+    Create,
+    Failure,
+    Op,
+    OptimStep,
+    Pass,
+    PassOutput,
+    UpcomingBatch,
+)
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.pass_state import needs_memory
 from tests.support.training import MIX, random_datum, relative_error, same_bits
@@ -256,3 +265,39 @@ def test_a_pass_that_is_not_finite_among_those_of_its_run_leaves_the_others(
         assert failed == [("run", 2)]
         assert same_bits(together.adapters.state("run"), without.adapters.state("run"))
         assert together.adapters.state("run").grads_pending
+
+
+def test_to_spare_memory_moves_no_bit(new_engine: NewEngine) -> None:
+    spares, alone = new_engine(), new_engine()
+    spares.spare_memory(64)
+    assert spares.safe_tokens == 32
+    assert spares.recomputes
+    few, many = spares.run(passes(0)), alone.run(passes(0))
+    assert few.forwards > many.forwards
+    assert_same_states(spares, alone)
+
+
+def test_an_op_that_is_to_be_cut_smaller_is_and_says_that_its_bits_are_others(
+    new_engine: NewEngine,
+) -> None:
+    engine, whole = new_engine(), new_engine()
+    create, whole_pass = one_op("wide", [60, 50, 70], AdapterSpec(4, seed=0))
+    assert isinstance(whole_pass, Pass)
+    sizes: list[UpcomingBatch] = []
+
+    def watch(batch: UpcomingBatch) -> AbstractContextManager[None]:
+        sizes.append(batch)
+        return nullcontext()
+
+    engine.watch_micro_batches(watch)
+    engine.spare_memory(180)
+    out = engine.run([create, replace(whole_pass, slice_tokens=90)])
+    expected = whole.run([create, whole_pass])
+    assert [(each.largest, each.tokens, each.longest) for each in sizes] == [
+        (("wide", 1), 60, 60),
+        (("wide", 1), 50, 50),
+        (("wide", 1), 70, 70),
+    ]
+    assert (out.is_exact, expected.is_exact) == (False, True)
+    grads = [each.adapters.state("wide").grads for each in (engine, whole)]
+    assert relative_error(*grads) < 1e-5

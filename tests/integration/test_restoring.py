@@ -1,0 +1,186 @@
+"""A worker that brings runs back from their logs: seen from outside, killed, told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain_store.disk.spool import Spool, new_writer
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.runs import RunRecord
+from cotrain_store.monitoring.status import pool_status
+from cotrain_store.redis_client.connection import SyncConnection, open_connection
+from cotrain_store.results.futures import Futures, Pending
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.recovery.snapshot_file import ReplayCost
+from tests.support.processes import Process, settings_of, stack_of
+from tests.support.program import LORA, results, submit
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL, Stack, worker
+from tests.support.waiting import until, until_true
+
+NAMES = ("a", "b", "c")
+OPS = 8
+
+
+class Host:
+    """Three runs with a log and no copy, whose worker was killed; what comes next waits for them."""
+
+    def __init__(self, server: Stack, runs: list[RunRecord], folder: Path, worker: Process) -> None:
+        self.server, self.runs, self.worker = server, runs, worker
+        self._log = folder / "worker.log"
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = [line for line in self._log.read_text().splitlines() if line.startswith("{")]
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+    @property
+    def replayed(self) -> dict[str, list[int]]:
+        """Of each run, what each process that restored it ran again."""
+        found: dict[str, list[int]] = {}
+        for event in self.events("run_restored"):
+            found.setdefault(event["run"], []).append(event["replayed"])
+        return found
+
+    async def go_on(self) -> list[Any]:
+        """Send the next request of each run, and wait for the results."""
+        sent = [await submit(self.server, run, OPS + 1, OPS + 1) for run in self.runs]
+        return [
+            answer
+            for run, requests in zip(self.runs, sent, strict=True)
+            for answer in await results(self.server, run, requests)
+        ]
+
+
+@asynccontextmanager
+async def killed_worker(
+    redis_url: str, folder: Path, model: Path, failpoints: str, **settings: str
+) -> AsyncIterator[Host]:
+    """Train three runs beside one another and kill their worker; the next one meets the failpoints."""
+    environment = settings_of(redis_url, folder, model) | settings
+    shared = {name: environment[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
+    connection, spool = open_connection(redis_url), Spool(folder / "spool", new_writer("api"))
+    async with Futures(connection, spool) as futures:
+        server = stack_of(connection, spool, futures)
+        runs = [await server.create(name, name, LORA) for name in NAMES]
+        sent = [await submit(server, run, 1, OPS) for run in runs]
+        log = folder / "worker.log"
+        with Process("cotrain_scheduler", shared, folder / "scheduler.log"):
+            with Process("cotrain_workers", environment, log) as first:
+                for run, requests in zip(runs, sent, strict=True):
+                    await results(server, run, requests)
+                await asyncio.to_thread(first.kill)
+            environment |= {
+                "COTRAIN_FAILPOINTS": failpoints,
+                "COTRAIN_FAILPOINTS_LOG": str(folder / "reached"),
+            }
+            with Process("cotrain_workers", environment, log) as second:
+                yield Host(server, runs, folder, second)
+    spool.close()
+    await connection.aclose()
+
+
+async def test_two_kills_while_runs_are_restored_lose_no_run_that_was(
+    empty_redis: EmbeddedRedis, redis: SyncConnection, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Killed as soon as the copy of one more run is registered: the next process replays one less."""
+    kills = "snapshot.registered=kill@1,snapshot.registered=kill@2"
+    async with killed_worker(empty_redis.url, tmp_path, tiny_model, kills) as host:
+        answers = asyncio.create_task(host.go_on())
+        for restored in (1, 2):
+            await asyncio.to_thread(host.worker.await_kill)
+            copies = [redis.hget(run_keys.log(POOL, run.id), "snap") for run in host.runs]
+            assert sorted(copies) == [b"-1"] * (len(NAMES) - restored) + [b"8"] * restored
+            host.worker.start()
+        assert len(await answers) == len(NAMES)
+        await asyncio.to_thread(host.worker.stop)
+        assert sorted(times[-1] for times in host.replayed.values()) == [0, 0, 7]
+        assert host.events("step_crash_loop") == []
+        assert not redis.exists(fleet_keys.starts(POOL), fleet_keys.crash_counts(POOL))
+
+
+async def test_a_worker_that_is_told_to_end_while_it_restores_has_not_crashed(
+    empty_redis: EmbeddedRedis, redis: SyncConnection, tmp_path: Path, tiny_model: Path
+) -> None:
+    """SIGTERM comes when one of three runs is back: it ends with status 0, and what follows finds no crash."""
+    async with killed_worker(
+        empty_redis.url, tmp_path, tiny_model, "worker.replayed=stop@1"
+    ) as host:
+        answers = asyncio.create_task(host.go_on())
+        await until(lambda: host.worker.is_stopped)
+        host.worker.send(signal.SIGTERM)
+        host.worker.send(signal.SIGCONT)
+        await asyncio.to_thread(host.worker.await_end)
+        assert [event["progress"] for event in host.events("restore_stopped")] == [
+            "1 of 3 runs, 9 of 27 ops"
+        ]
+        assert all(int(count) <= 0 for count in redis.hvals(fleet_keys.starts(POOL)))
+        assert not redis.exists(fleet_keys.crash_counts(POOL))
+        host.worker.start()
+        assert len(await answers) == len(NAMES)
+        await asyncio.to_thread(host.worker.stop)
+        assert sorted(times[-1] for times in host.replayed.values()) == [0, 7, 7]
+        assert not redis.exists(fleet_keys.starts(POOL))
+
+
+async def test_many_small_passes_are_copied_before_their_replay_takes_too_long(
+    server: Stack, redis: SyncConnection, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    """A pass alone costs 10 s, and each run has two: none of the three is near 30 s, all of them are beyond."""
+    runs = [await server.create(name, name, LORA) for name in NAMES]
+    sent = [await submit(server, run, 1, 4) for run in runs]
+    with worker(empty_redis.url, tmp_path, engine, drains=False, cost=ReplayCost(pass_s=10.0)):
+        for run, requests in zip(runs, sent, strict=True):
+            await results(server, run, requests)
+
+        def copied() -> list[bytes | None]:
+            return [redis.hget(run_keys.log(POOL, run.id), "snap") for run in runs]
+
+        await until(lambda: copied().count(b"4") >= 2)
+
+
+async def test_how_far_a_restore_is_can_be_seen_while_it_lasts(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    heartbeats_are_quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = [await server.create(name, name, LORA) for name in NAMES]
+    sent = [await submit(server, run, 1, OPS) for run in runs]
+    with worker(empty_redis.url, tmp_path, engine, drains=False):
+        for run, requests in zip(runs, sent, strict=True):
+            await results(server, run, requests)
+    last = [await submit(server, run, OPS + 1, OPS + 1) for run in runs]
+    goes_on = threading.Event()
+
+    def wait(name: str, *_: object) -> None:
+        assert name != "worker.replayed" or goes_on.wait(60)
+
+    monkeypatch.setattr("cotrain_workers.recovery.run_lifecycle.failpoint", wait)
+    connection = open_connection(empty_redis.url)
+
+    async def shows(progress: dict[str, int] | None) -> bool:
+        found = (await pool_status(connection, POOL)).workers
+        return [each.restoring for each in found] == [progress]
+
+    with worker(empty_redis.url, tmp_path, engine):
+        first = {"runs_done": 1, "runs": 3, "ops_done": 9, "ops": 27}
+        await until_true(lambda: shows(first))
+        waits = await server.futures.wait(runs[2].tenant, last[2][0], 0.01)
+        assert isinstance(waits, Pending)
+        assert "worker is restoring: 1 of 3 runs, 9 of 27 ops; position 1" in (waits.reason or "")
+        goes_on.set()
+        for run, requests in zip(runs, last, strict=True):
+            await results(server, run, requests)
+        await until_true(lambda: shows(None))
+    await connection.aclose()
