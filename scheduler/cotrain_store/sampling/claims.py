@@ -104,7 +104,7 @@ class SampleClaims:
         args = {
             "epoch": str(self._epoch), "prefix": fleet_keys.prefix(pool), "worker": me,
             "any_worker": run_keys.ANY_WORKER, "most": most, "token": self._claim_token,
-            "most_of_tenant": most if max_of_tenant is None else max_of_tenant,
+            "max_of_tenant": most if max_of_tenant is None else max_of_tenant,
             "waiting": dict(waiting),
         }  # fmt: skip
         rows = self._claim(script_keys, args)

@@ -67,8 +67,8 @@ async def read(look: PageRequest) -> dict[str, Any]:
         "total_count": page.total_count,
         "count": count,
         "size": size,
-        "most_count": quotas.checkpoints,
-        "most_size": quotas.checkpoint_bytes,
+        "max_count": quotas.checkpoints,
+        "max_size": quotas.checkpoint_bytes,
         "next": "/ui/checkpoints?" + urlencode({**given, "offset": offset + SHOWN})
         if more
         else None,

@@ -31,7 +31,7 @@ def trained(hand: ByHand, tenant: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in chosen])
 
 
-@pytest.mark.parametrize("most_tokens", [24, 1000])
+@pytest.mark.parametrize("token_limit", [24, 1000])
 def test_the_mixed_batch_trains_every_tenant_as_the_loop_does(
     model: Path, token_limit: int
 ) -> None:
