@@ -1,8 +1,9 @@
-"""GET status: how the server is. The operator is shown everything, a tenant its own part.
+"""GET status: health and load of the server. The operator receives everything, a tenant its own part.
 
-What only the operator is shown has a default here; the server may show more than is named.
+Fields only for the operator have a default here; the server may send more fields.
 
-GET fleet: how many workers each pool is to have, and what those do that there are. For the operator, and what scales for them.
+GET fleet: for each pool, the required number of workers and the state of the running ones. For the operator and
+autoscalers.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ class QueueStatus(WireModel):
     ops: int
     tokens: int
     oldest_s: float = 0.0
-    """Age of the oldest that may run."""
+    """Age in seconds of the oldest request that may run."""
 
 
 class SamplesStatus(WireModel):
-    """Sample requests."""
+    """Number of sample requests."""
 
     waiting: int
     running: int
 
 
 class TenantStatus(WireModel):
-    """What one tenant has accepted and not yet got back."""
+    """Unfinished requests of one tenant."""
 
     tenant: str
     tenant_name: str = ""
-    """The name of its first key."""
+    """Name of its first key."""
     ops: int
     tokens: int
     bytes: int
@@ -42,14 +43,14 @@ class TenantStatus(WireModel):
 
 
 class MemberStatus(WireModel):
-    """What one process of a group holds."""
+    """Runs and memory of one process of a group."""
 
     runs: int
     memory_bytes: int
 
 
 class WorkerStatus(WireModel):
-    """What a live worker says about itself."""
+    """Heartbeat of a live worker."""
 
     id: str
     state: str
@@ -58,22 +59,22 @@ class WorkerStatus(WireModel):
     runs: int
     memory_bytes: int
     members: list[MemberStatus] = Field(default=[])
-    """Of a group; none where a worker is one process."""
+    """Processes of a group; empty for a worker of one process."""
 
 
 class CycleRun(WireModel):
-    """What one run did in a cycle."""
+    """Part of one run in a cycle."""
 
     run: str
     tenant: str
     tenant_name: str = ""
     tokens: int
     ops: dict[str, int]
-    """Kind of op → how many."""
+    """Number of ops for each kind."""
 
 
 class CycleRecord(WireModel):
-    """One cycle that is over. Times are seconds since 1970."""
+    """Finished cycle. Times are seconds since 1970."""
 
     cycle: int
     worker: str
@@ -85,75 +86,75 @@ class CycleRecord(WireModel):
 
 
 class PoolStatus(WireModel):
-    """One base model and its workers."""
+    """State of a base model and its workers."""
 
     base_model: str
     workers: int | list[WorkerStatus]
-    """A tenant sees how many there are."""
+    """A tenant receives only their number."""
     last_cycle: int
     open_cycles: int = 0
     queue: QueueStatus
     samples: SamplesStatus
     duty: dict[str, float] = Field(default={})
-    """What the devices did in the last minute (train, optim, sample, idle), as parts of it."""
+    """Fractions of the last minute that the devices spent on each activity (train, optim, sample, idle)."""
     tenants: list[TenantStatus] = Field(default=[])
     cycles: list[CycleRecord] = Field(default=[])
-    """The last ones, newest first."""
+    """Last cycles, newest first."""
 
 
 class ServerStatus(WireModel):
-    """All of it."""
+    """Status of the server and all its pools."""
 
     version: str
     uptime_s: float | None = None
     ready: bool | None = None
     reasons: list[str] = Field(default=[])
-    """Why it is not ready, in sentences."""
+    """Reasons why it is not ready, as sentences."""
     pools: list[PoolStatus]
 
 
 class FleetWorker(WireModel):
-    """A living worker."""
+    """Live worker."""
 
     id: str
     state: str
     """`serving`, `draining` or `drained`."""
     is_draining: bool
-    """The operator wants it drained, or its process is to end."""
+    """The operator is draining it, or its process is shutting down."""
     host: str
     device: str
     tokens_per_s: float
-    """Measured, of training."""
+    """Measured training throughput."""
     runs: int
     busy: float
-    """What it computed of the last minute, from 0 to 1, sampling included."""
+    """Fraction of the last minute spent computing, from 0 to 1, sampling included."""
     backlog_s: float
-    """Time that it needs for the training that waited for it when a worker of its pool was last free."""
+    """Time in seconds for its pending training work, as of the last time a worker of its pool was free."""
 
 
 class FleetPool(WireModel):
-    """A base model that is or was served, or that this server is set to serve."""
+    """Base model that is or was served, or that this server is configured to serve."""
 
     base_model: str
     pool: str | None
     """None: no worker has served it yet."""
     workers_wanted: int
     workers_unavailable: list[str]
-    """Ids whose process gives no heartbeat, and whose runs are still theirs."""
+    """Ids without a heartbeat whose runs have not been reassigned."""
     workers: list[FleetWorker]
     ops: int
     """Training requests that are accepted and not done."""
     tokens: int
-    """Of those that are accepted and not run."""
+    """Tokens of requests that are accepted and have not run."""
     oldest_s: float
-    """Age of the oldest request that can be run."""
+    """Age in seconds of the oldest request that can run."""
     backlog_s: float
-    """Time that the workers there are need for `tokens`; without one, that of one as it was measured last."""
+    """Time in seconds that the current workers need for `tokens`; without one, from the last measured rate."""
     samples_waiting: int
     samples_running: int
 
 
 class Fleet(WireModel):
-    """All pools."""
+    """State of all pools, for autoscaling."""
 
     pools: list[FleetPool]
