@@ -178,7 +178,7 @@ def reassignments(
 
 
 def drained(slots: Sequence[WorkerSlot]) -> list[tuple[WorkerSlot, WorkerId]]:
-    """Pair each completely drained worker with its successor, which receives its remaining cleanups."""
+    """Pair each completely drained worker with its successor, which receives its pending deletions."""
     staying = [
         slot.heartbeat for slot in slots if slot.heartbeat and slot.heartbeat.state == "serving"
     ]
