@@ -1,7 +1,7 @@
 """Weighted fair queue of the tenants of one worker. Pure.
 
-It is passed from cycle to cycle, so the cost of a cycle depends on the changes since the last one and on the
-planned ops. (Copies for each cycle are lists of references.)
+It is passed from cycle to cycle, so a cycle costs only its planned ops and the changes since the last one.
+(Copies for each cycle are lists of references.)
 """
 
 from __future__ import annotations

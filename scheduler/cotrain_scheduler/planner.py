@@ -43,7 +43,7 @@ from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
 _TAIL = (OpKind.SAVE, OpKind.LOAD)
 #: After one of these, a cycle takes only saves and loads of the run.
 _LAST = (OpKind.OPTIM_STEP, *_TAIL)
-#: Saves and loads of one run in a cycle. They have no tokens, so no budget limits them: sixty loads in
+#: Saves and loads of one run in a cycle. They have no tokens, so no budget limits them. Sixty loads in
 #: flight would make a cycle of sixty whole states, all of them in memory at once.
 LIMITS = {OpKind.SAVE: 4, OpKind.LOAD: 1}
 

@@ -133,8 +133,8 @@ class SamplingClient:
         """Sample `num_samples` continuations of a prompt.
 
         If the server is busy, the request is retried without a time limit. Cancelling the only task that awaits the
-        future cancels the sample on the server. `target_prompt_logprobs` (int64
-        `[len(prompt) - 1, K]`) scores other tokens at the prompt positions; -1 means none.
+        future cancels the sample on the server. Other tokens are scored at the prompt positions of
+        `target_prompt_logprobs` (int64 `[len(prompt) - 1, K]`); -1 means none.
         """
         request = SampleRequest(
             sampling_session_id=self._sampler_id,

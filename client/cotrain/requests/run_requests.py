@@ -95,7 +95,7 @@ class RunRequests:
 
         Raises UnsupportedInput for a datum that is not text, or for too much data in one call.
         """
-        # Encoded here, so that later changes by the caller have no effect, and before a
+        # Encoded here, so that later changes by the caller have no effect. This happens before a
         # `seq_id` is taken, so that a datum that cannot be encoded leaves no gap.
         requests = [
             wrap_datums(

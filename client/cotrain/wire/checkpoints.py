@@ -207,7 +207,7 @@ class CheckpointArchiveUrlResponse(WireModel):
 
 
 class UploadQuery(WireModel):
-    """POST training_runs/upload: query parameters, with the settings of the checkpoint in the body."""
+    """POST training_runs/upload: query parameters, the settings of the checkpoint whose archive is the body."""
 
     base_model: Name
     name: Name
