@@ -1,4 +1,4 @@
-"""cotrain: train LoRA adapters, and sample from them, on a server that many people share.
+"""cotrain: client to train LoRA adapters, and sample from them, on a shared server.
 
 from cotrain import Datum, ModelInput, SamplingParams, ServiceClient
 
@@ -50,7 +50,7 @@ from cotrain.types import (
 )
 from cotrain.version import __version__
 
-# Names of the hosted SDK for what is one thing here.
+# Names of the hosted SDK for the same classes.
 AdminClient = RestClient
 APIFuture = Future
 

@@ -1,6 +1,6 @@
-"""The `cotrain` command: what a client can do, and what the installed services add to it.
+"""Command `cotrain`: the client's commands, and those of installed services.
 
-A distribution offers commands as entry points of the group `cotrain.commands`: a function for one
+A distribution provides commands as entry points of the group `cotrain.commands`: a function for one
 command, a `typer.Typer` for several. The client imports none of those by name.
 """
 
@@ -38,14 +38,14 @@ def main() -> None:
 
 
 def replace_what_cannot_be_encoded() -> None:
-    """Have stdout and stderr write `?` for a character that their encoding does not have."""
+    """Configure stdout and stderr to write `?` for characters that their encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # no text, or closed
+        with suppress(AttributeError, OSError, ValueError):  # not a text stream, or closed
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def command_line(commands: Iterable[EntryPoint]) -> typer.Typer:
-    """Build the command line of the client's own commands and of these."""
+    """Return the command line with the client's own commands and those of the entry points."""
     app = typer.Typer(
         name="cotrain",
         help="Train many people's LoRA adapters at once on one frozen base model. "
@@ -88,7 +88,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Take what comes before a command."""
+    """Parse the options before a command."""
 
 
 def _add_own(app: typer.Typer) -> None:

@@ -1,29 +1,29 @@
-"""Errors a user of the client meets.
+"""Errors that a user of the client can see.
 
-CotrainError
-├── SettingsMissing                 (no server address or key was given, or a wrong one)
-├── ClientClosed
-├── UnsupportedInput                (a datum this server cannot train on; also a ValueError)
-├── TokenizerMissing                (no transformers here, or no such tokenizer)
-├── TorchMissing                    (a custom loss without torch; also an ImportError)
-├── VersionMismatch                 (this server and this client would misread each other)
-├── MalformedMessage                (bytes that are not the message they should be)
-├── RequestFailed                   (accepted, then failed: category user, server or unknown)
-│   └── CheckpointNotFound          (also a NotFoundError: what it was to load is not there)
-└── APIError
-    ├── APIConnectionError          (no answer)
-    │   ├── APITimeoutError
-    │   └── ForeignAnswer           (something else answered; also a MalformedMessage)
-    └── APIStatusError              (an answer that says no: `status_code`, `body`)
-        ├── BadRequestError             400
-        ├── AuthenticationError         401
-        ├── BillingError                402 (of a proxy: no server of ours bills)
-        ├── PermissionDeniedError       403
-        ├── NotFoundError               404
-        ├── ConflictError               409 (of a proxy: no server of ours says so)
-        ├── UnprocessableEntityError    422
-        ├── RateLimitError              429, after every retry
-        └── InternalServerError         5xx, after every retry
+* CotrainError
+  * SettingsMissing: server address or key is missing or invalid
+  * ClientClosed
+  * UnsupportedInput: a datum this server cannot train on; also a ValueError
+  * TokenizerMissing: transformers or the tokenizer is missing
+  * TorchMissing: a custom loss without torch; also an ImportError
+  * VersionMismatch: incompatible protocol versions of server and client
+  * MalformedMessage: bytes that cannot be parsed as the expected message
+  * RequestFailed: accepted, then failed; its category is user, server or unknown
+    * CheckpointNotFound: the checkpoint to load does not exist; also a NotFoundError
+  * APIError
+    * APIConnectionError: no response
+      * APITimeoutError
+      * ForeignAnswer: an intermediary responded; also a MalformedMessage
+    * APIStatusError: the server rejected the request, see `status_code` and `body`
+      * BadRequestError: 400
+      * AuthenticationError: 401
+      * BillingError: 402, from a proxy, because no cotrain server bills
+      * PermissionDeniedError: 403
+      * NotFoundError: 404
+      * ConflictError: 409, from a proxy, because no cotrain server sends it
+      * UnprocessableEntityError: 422
+      * RateLimitError: 429, after every retry
+      * InternalServerError: 5xx, after every retry
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ __all__ = [
 ]
 
 Category = Literal["user", "server", "unknown"]
-"""Whose fault a failure is: the request's, the server's, or not known."""
+"""Cause of a failure: the request, the server, or unknown."""
 
 
 class CotrainError(Exception):
-    """Something went wrong between this client and its server."""
+    """Base of all errors of this client."""
 
 
 class SettingsMissing(CotrainError):
-    """A setting that the client needs is missing or cannot be."""
+    """A required setting is missing or invalid."""
 
 
 class ClientClosed(CotrainError):
@@ -74,7 +74,7 @@ class ClientClosed(CotrainError):
 
 
 class UnsupportedInput(CotrainError, ValueError):
-    """This server cannot train on such an input."""
+    """This server cannot train on this input."""
 
 
 class TokenizerMissing(CotrainError):
@@ -82,19 +82,19 @@ class TokenizerMissing(CotrainError):
 
 
 class TorchMissing(CotrainError, ImportError):
-    """A loss of the caller's own needs torch, which is not installed here."""
+    """A custom loss needs torch, which is not installed here."""
 
 
 class VersionMismatch(CotrainError):
-    """This server and this client would misread each other."""
+    """Server and client use incompatible protocol versions."""
 
 
 class MalformedMessage(CotrainError):
-    """These bytes are not the message they should be."""
+    """Bytes cannot be parsed as the expected message."""
 
 
 class RequestFailed(CotrainError):
-    """The server accepted this request and then failed it; the run goes on without it."""
+    """The server accepted this request and then failed it; the run continues without it."""
 
     def __init__(self, message: str, request_id: str, category: Category) -> None:
         super().__init__(message)
@@ -104,23 +104,23 @@ class RequestFailed(CotrainError):
 
 
 class APIError(CotrainError):
-    """A call of the API did not succeed."""
+    """A call of the API failed."""
 
 
 class APIConnectionError(APIError):
-    """The server gave no answer."""
+    """The server did not respond."""
 
 
 class APITimeoutError(APIConnectionError):
-    """The server gave no answer in time."""
+    """The server did not respond in time."""
 
 
 class ForeignAnswer(APIConnectionError, MalformedMessage):
-    """Something other than the server answered: a login page, a redirect, a maintenance notice."""
+    """An intermediary responded instead of the server: a login page, a redirect, a maintenance notice."""
 
 
 class APIStatusError(APIError):
-    """The server answered that it will not do this."""
+    """The server rejected the request."""
 
     def __init__(
         self,
@@ -136,13 +136,13 @@ class APIStatusError(APIError):
         self.body = body
         self.retry_after_s = retry_after_s
         self.request_id = request_id
-        """What to ask the server's operator about; "" where the server did not say."""
+        """Id of the request in the server's log, for its operator; "" if the server sent none."""
         if request_id:
             self.add_note(f"The server's log has this as request {request_id}.")
 
 
 class BadRequestError(APIStatusError):
-    """The request is wrong."""
+    """The request is invalid."""
 
 
 class AuthenticationError(APIStatusError):
@@ -150,23 +150,23 @@ class AuthenticationError(APIStatusError):
 
 
 class BillingError(APIStatusError):
-    """Something before the server wants to be paid."""
+    """An intermediary requires payment."""
 
 
 class PermissionDeniedError(APIStatusError):
-    """This key may not do this."""
+    """This key has no permission for this request."""
 
 
 class NotFoundError(APIStatusError):
-    """There is no such thing, or it is not yours."""
+    """The resource does not exist, or belongs to another tenant."""
 
 
 class ConflictError(APIStatusError):
-    """Something before the server holds another state than the request expects."""
+    """An intermediary has another state than the request expects."""
 
 
 class CheckpointNotFound(RequestFailed, NotFoundError):
-    """The checkpoint that an accepted request was to load is not there, or not yours."""
+    """The checkpoint that an accepted request loads does not exist, or belongs to another tenant."""
 
     def __init__(self, message: str, request_id: str) -> None:
         APIStatusError.__init__(self, message, 404, None)
@@ -175,11 +175,11 @@ class CheckpointNotFound(RequestFailed, NotFoundError):
 
 
 class UnprocessableEntityError(APIStatusError):
-    """The request cannot be read as what it should be."""
+    """The request does not match the expected format."""
 
 
 class RateLimitError(APIStatusError):
-    """Too much is waiting already."""
+    """Too many requests are waiting."""
 
 
 class InternalServerError(APIStatusError):
@@ -205,7 +205,7 @@ def status_error(
     retry_after_s: float | None = None,
     request_id: str = "",
 ) -> APIStatusError:
-    """Make the most specific error for an HTTP status."""
+    """Return the most specific error for an HTTP status."""
     general = InternalServerError if status_code >= 500 else APIStatusError
     error_class = _ERROR_BY_STATUS.get(status_code, general)
     return error_class(message, status_code, body, retry_after_s, request_id)

@@ -1,8 +1,8 @@
-"""Every error of this package, also under the names that programs of the hosted services catch.
+"""Errors of this package, with aliases that programs for the hosted services catch.
 
-A program that says `except BiosAPIError` (or `TinkerError`, or `MintAPIError`) means whatever its
-service answers badly. Here these are `CotrainError`, the root of the tree in `errors`, so that such
-a clause catches refusals, broken connections and requests that failed after they were accepted.
+Programs use `except BiosAPIError` (or `TinkerError`, or `MintAPIError`) for all failures of their
+service. Here these are aliases of `CotrainError`, the root of the tree in `errors`. So such a clause
+catches rejections, broken connections and requests that failed after they were accepted.
 """
 
 from cotrain import errors
@@ -14,7 +14,7 @@ BiosAPIError = CotrainError
 MintAPIError = CotrainError
 # The official SDK's name for a request that was accepted and then failed.
 RequestFailedError = RequestFailed
-# …and for an answer that cannot be read.
+# …and for a response that cannot be parsed.
 APIResponseValidationError = MalformedMessage
 
 __all__ = [

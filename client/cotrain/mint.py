@@ -1,8 +1,7 @@
-"""The two extensions of the `mint` SDK under its own names: `from cotrain import mint as mintx`.
+"""Functions of the `mint` SDK with its names: `from cotrain import mint as mintx`.
 
-Both are methods of our clients as well, which give futures. Here they are called as there: with the
-client as the first argument, and the plain call waits for its answer. What they compute stands in
-`docs/mint.md`.
+Both are also methods of cotrain's clients, which return futures. Here, as in that SDK, the client is the
+first argument, and the plain call waits for its result. See `docs/mint.md` for the definitions.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def forward_backward_reverse_kl(
     data: Sequence[ReverseKlDatum],
     temperature: float = 1.0,
 ) -> ReverseKlResponse:
-    """Pull a run towards a reference, and wait; see `TrainingClient.forward_backward_reverse_kl`."""
+    """Move a run towards a reference, and wait; see `TrainingClient.forward_backward_reverse_kl`."""
     sent = training_client.forward_backward_reverse_kl(reference_model_path, data, temperature)
     return sent.result()
 
@@ -56,7 +55,7 @@ def forward_backward_reverse_kl_async(
     data: Sequence[ReverseKlDatum],
     temperature: float = 1.0,
 ) -> Submitted[ReverseKlResponse]:
-    """Send it; await that for the future, once the server has it."""
+    """Send the request. Awaiting it returns the future once the server has accepted it."""
     return training_client.forward_backward_reverse_kl_async(
         reference_model_path, data, temperature
     )
@@ -69,7 +68,7 @@ def interpolate_checkpoints(
     coefficients: Sequence[float],
     output_path: str | None = None,
 ) -> InterpolateResponse:
-    """Make weights of others', and wait; see `ServiceClient.interpolate_checkpoints`."""
+    """Combine weights of checkpoints, and wait; see `ServiceClient.interpolate_checkpoints`."""
     return service_client.interpolate_checkpoints(source_paths, coefficients, output_path).result()
 
 
@@ -80,5 +79,5 @@ def interpolate_checkpoints_async(
     coefficients: Sequence[float],
     output_path: str | None = None,
 ) -> Submitted[InterpolateResponse]:
-    """Send it; await that for the future, once the server has it."""
+    """Send the request. Awaiting it returns the future once the server has accepted it."""
     return service_client.interpolate_checkpoints_async(source_paths, coefficients, output_path)

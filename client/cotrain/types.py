@@ -1,7 +1,7 @@
-"""Every type of the wire by its name, so that `cotrain.types.Datum` works: ours and the hosted SDK's.
+"""Public types of the wire for `cotrain.types.Datum`: cotrain's names and the hosted SDK's.
 
-They are described where they are defined: what a run trains on in `wire/datums.py` and
-`wire/tensors.py`, the others in the modules below.
+Training inputs are described in `wire/datums.py` and `wire/tensors.py`, other types in the modules imported
+below.
 """
 
 from cotrain.compat.type_names import (

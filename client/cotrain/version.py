@@ -3,4 +3,4 @@
 __version__ = "0.1.0"
 
 PROTOCOL = 1
-"""Counts changes after which a client and a server of this project misread each other."""
+"""Protocol version, incremented by every incompatible change between client and server."""

@@ -1,1 +1,1 @@
-"""Policy: which ops run in the next cycle, on which worker, and when a cycle starts."""
+"""Scheduling policy: the ops and the worker of the next cycle, and its start time."""

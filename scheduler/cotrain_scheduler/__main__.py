@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 async def serve(settings: SchedulerSettings, quantum_tokens: int = QUANTUM_TOKENS) -> int:
-    """Schedule until a signal stops it; the exit status is 0 unless this Redis is refused."""
+    """Schedule until a signal stops the process, and return the exit status 0."""
     connection = open_connection(settings.redis_url)
     await check_store(connection, accept_data_loss=settings.accept_data_loss)
     name = f"{socket.gethostname()}-{os.getpid()}"
@@ -47,7 +47,7 @@ async def serve(settings: SchedulerSettings, quantum_tokens: int = QUANTUM_TOKEN
 def main() -> None:
     """Start the process."""
     parser = argparse.ArgumentParser(prog="cotrain_scheduler")
-    # Small for trials of fairness with small requests: no operator has reason to change it.
+    # Hidden option: fairness tests set it low for small requests; operators have no reason to change it.
     parser.add_argument(
         "--quantum-tokens", type=int, default=QUANTUM_TOKENS, help=argparse.SUPPRESS
     )
@@ -63,7 +63,7 @@ def main() -> None:
     except StoreUnavailable as unavailable:
         log.error(
             "redis_unavailable", reason=str(unavailable)
-        )  # the supervisor starts this process again
+        )  # the supervisor restarts this process
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The process: lead or stand by, and tick every pool, each in a task of its own. The only place that sleeps."""
+"""Scheduler process: lead or stand by, and tick every pool in its own task. Only this module sleeps."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from cotrain_store.settings.scheduler import SchedulerSettings
 
 log = structlog.get_logger()
 
-#: The lease lasts 3 s.
+#: Renewal interval of the lease, which lasts 3 s.
 RENEW_S = 1.0
-#: How often old gaps are looked for.
+#: Interval between searches for expired gaps.
 GAPS_S = 5.0
 _RETRY_S = 0.2
 
 
 class Clock:
-    """Drives every pool until `stop`; stands by while another scheduler leads."""
+    """Driver of every pool until `stop`; stands by while another scheduler leads."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class Clock:
         self._gaps_at = 0.0
 
     def stop(self) -> None:
-        """Stop after the present ticks."""
+        """Stop after the current ticks."""
         self._stopped.set()
         self._wake_all()
 
     async def run(self) -> None:
-        """Lead, or stand by, until stopped. An unavailable Redis is a pause."""
+        """Lead or stand by until stopped. While Redis is unavailable, it waits."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 listener = tasks.create_task(self._listen())
@@ -67,7 +67,7 @@ class Clock:
                 await self._dispatch.resign()
 
     async def _repeat(self, woken: asyncio.Event, act: Callable[[], Awaitable[float]]) -> None:
-        """Act until stopped, after each time for as long as it says, in s, or until woken."""
+        """Repeat `act` until stopped. It returns the seconds to wait, unless `woken` is set earlier."""
         while not self._stopped.is_set():
             began = time.monotonic()
             woken.clear()
@@ -75,7 +75,7 @@ class Clock:
                 wait_s = await act()
             except CONNECTION_LOST:
                 log.warning("redis_disconnected")
-                self._forget_queues()  # what was written, and what was lost, is not known
+                self._forget_queues()  # writes may have been lost or applied
                 wait_s = _RETRY_S
             except Fenced:
                 log.warning("scheduler_fenced")
@@ -86,10 +86,10 @@ class Clock:
                 await asyncio.wait_for(woken.wait(), max(0.0, began + wait_s - time.monotonic()))
 
     async def _keep_lead(self, tasks: asyncio.TaskGroup) -> float:
-        """Take or renew the lease, let the store's time pass, and drive pools that are new."""
+        """Acquire or renew the lease, advance the store's time, and drive new pools."""
         epoch = self._dispatch.epoch
         leads = await self._dispatch.lead()
-        if leads:  # before a pool may plan: nothing is planned for who is paused
+        if leads:  # before any pool plans, so that paused tenants are excluded
             self._policy = await self._dispatch.policy()
             for clock, _ in self._pools.values():
                 clock.policy = self._policy
@@ -98,7 +98,7 @@ class Clock:
         if not leads:
             return RENEW_S
         if self._dispatch.epoch != epoch:
-            self._forget_queues()  # another one led
+            self._forget_queues()  # another scheduler led in between
         await self._dispatch.pass_time()
         pools = await self._dispatch.pools()
         for pool in pools:
@@ -113,7 +113,7 @@ class Clock:
         return RENEW_S
 
     def _drive(self, pool: PoolId, base_model: str, tasks: asyncio.TaskGroup) -> None:
-        """Tick a pool from now on. Another one that takes its time does not hold it up."""
+        """Start the tasks of a pool. A slow pool does not delay the others."""
         clock = PoolClock(
             self._dispatch, self._settings, pool, gather_s=self._gather_s,
             quantum_tokens=self._quantum_tokens, base_model=base_model,
@@ -145,7 +145,7 @@ class Clock:
         while True:
             try:
                 async for wake in self._dispatch.wakes():
-                    if wake is None:  # it listens anew: Redis may be another one by now
+                    if wake is None:  # the subscription is new, and Redis may be another server
                         self._forget_queues()
                         self._wake_all()
                     elif wake.pool in self._pools:

@@ -1,7 +1,7 @@
-"""Whose turn it is among the tenants who wait for one worker: fair queueing by tokens. Pure.
+"""Weighted fair queue of the tenants of one worker. Pure.
 
-It is handed from cycle to cycle, so that a cycle costs what changed since the last one and what it takes.
-(What is copied for each are lists of references.)
+It is passed from cycle to cycle, so a cycle costs only its planned ops and the changes since the last one.
+(Copies for each cycle are lists of references.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cotrain_store.messages.ids import RunId, TenantId
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A pass that was divided: how many of its tokens were planned up to now."""
+    """Split pass, with the number of its tokens planned so far."""
 
     tenant: TenantId
     run: RunId
@@ -27,32 +27,32 @@ class PlannedPart:
 
 
 class FairQueue:
-    """What each tenant was served, in tokens over its weight, and who of those who wait is next.
+    """Virtual time of each tenant (tokens served, divided by weight), and the next waiting tenant.
 
-    Next is the tenant whose next part would end first. Who did not wait counts as served as much as the
-    least served who did, if not more. Losing this (a scheduler restart) costs less than two quanta of
-    fairness, so it is not stored.
+    The next tenant is the one whose next part would finish first. A tenant that starts to wait gets at least
+    the smallest virtual time of the waiting ones. Losing this state (a scheduler restart) costs less than
+    two quanta of fairness, so it is not stored.
     """
 
     def __init__(self, served: Mapping[TenantId, float] | None = None) -> None:
-        """Begin with what some were served more than others who may come."""
+        """Start with the virtual times in `served`; other tenants start at 0."""
         self._served: dict[TenantId, float] = dict(served or {})
         self._floor = 0.0
-        """What the least served who waits had; it never falls."""
+        """Smallest virtual time of the waiting tenants; it never decreases."""
         self._parts: dict[TenantId, int] = {}
-        """The next part of each who waits."""
+        """Tokens of the next part of each waiting tenant."""
         self._ends: list[tuple[float, TenantId]] = []
-        """When it would end, sorted."""
+        """Virtual finish times of the next parts, sorted."""
         self._waits: list[tuple[float, TenantId]] = []
-        """What those who wait were served, sorted."""
+        """Virtual times of the waiting tenants, sorted."""
         self._weights: Mapping[TenantId, float] = {}
         self.quantum = 0
-        """What the parts were made for; 0: they are to be made anew."""
+        """Quantum for which the parts were computed; 0 means they must be recomputed."""
         self.planned: tuple[PlannedPart, ...] = ()
-        """What was counted as served before it ran."""
+        """Parts that were counted as served before they ran."""
 
     def copy(self, *, is_current: bool = True) -> FairQueue:
-        """Copy it, to be changed; unless it is current, every part in the copy is to be made anew."""
+        """Return a mutable copy. If `is_current` is False, all parts must be recomputed."""
         other = copy(self)
         other._served, other._parts = dict(self._served), dict(self._parts)
         other._ends, other._waits = list(self._ends), list(self._waits)
@@ -61,22 +61,22 @@ class FairQueue:
 
     @property
     def next(self) -> tuple[TenantId, int] | None:
-        """Say whose turn it is, and how large its part is."""
+        """Return the next tenant, and the tokens of its next part."""
         return (self._ends[0][1], self._parts[self._ends[0][1]]) if self._ends else None
 
     @property
     def waiting(self) -> Set[TenantId]:
-        """List who waits."""
+        """Return the waiting tenants."""
         return self._parts.keys()
 
     def weigh(self, weights: Mapping[TenantId, float]) -> None:
-        """Count each token as 1 / weight from now on; of tenants that have none of their own, as WEIGHT says."""
+        """Set the weights: each token counts as 1 / weight. The default weight is WEIGHT."""
         if weights != self._weights:
             self._weights = weights
             self._ends = sorted((self._end(name), name) for name in self._parts)
 
     def wait(self, name: TenantId, part: int) -> None:
-        """Let one wait for a part of so many tokens; with 0 it does not wait any more."""
+        """Set the next part of a tenant, in tokens; with 0 it no longer waits."""
         if name not in self._parts:
             if not part:
                 return
@@ -89,7 +89,7 @@ class FairQueue:
             self._enter(name, part)
 
     def serve(self, name: TenantId, tokens: int, then_waits_for: int) -> None:
-        """Count tokens as served; what does not wait any more, with 0, is remembered for a while."""
+        """Count tokens as served, and set the next part. With 0 the tenant no longer waits."""
         if name in self._parts:
             self._leave(name)
         weight = self._weights.get(name, WEIGHT)
@@ -98,9 +98,9 @@ class FairQueue:
             self._enter(name, then_waits_for)
 
     def correct(self, begun: Mapping[tuple[RunId, int], int]) -> None:
-        """Count what ran of the passes that were divided: a worker runs whole slices, and stops in time.
+        """Count the tokens that actually ran of split passes: a worker runs whole slices, and stops in time.
 
-        `begun` has the tokens of those that are still there; any other ended.
+        `begun` contains the tokens done of the passes that are still open; all others have ended.
         """
         for part in self.planned:
             ran = begun.get((part.run, part.seq), part.tokens)
@@ -108,7 +108,7 @@ class FairQueue:
         self.planned = ()
 
     def end_cycle(self, planned: Iterable[PlannedPart]) -> None:
-        """Forget who was served no more than the least served who waits; everyone, when none waits."""
+        """Drop tenants whose virtual time is not ahead of the minimum of waiting tenants; all if none waits."""
         self.planned = tuple(planned)
         if not self._waits:
             self._served, self._floor = {}, 0.0

@@ -1,6 +1,6 @@
-"""Decide which runs go to another worker, so that none computes all the time while another rests. Pure; times in s.
+"""Selection of runs that move to another worker, to balance the load. Pure; times in seconds.
 
-A run stays where it is as long as that is good enough: moving one costs a copy, and a wait of its requests.
+A run stays on its worker while the balance is good enough: a move costs a copy, and delays its requests.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, WorkerId
 from cotrain_store.monitoring.backlog import computed
 
-#: Of work, by which one worker has to have more than another: two clock periods, of some six that MEMORY_S has.
+#: Minimum difference of work between two workers: two clock periods; MEMORY_S has about six.
 DIFFERENCE_S = 20.0
-#: For how long.
+#: Minimum duration of that difference.
 LASTS_S = 20.0
-#: After moves the loads of the workers follow; nothing more is moved until then.
+#: Pause after moves, until the measured loads reflect them.
 REST_S = MEMORY_S
-#: A move that takes longer does not come about: its run goes on where it is.
+#: A move that takes longer is cancelled, and its run stays on its worker.
 PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """One worker's work, in seconds of it."""
+    """Work of one worker, in seconds."""
 
     worker: WorkerId
     seconds: float
-    """All of it."""
+    """Total work."""
     training_s: float
-    """Of these, what is its runs': sampling stays where it is when they go."""
+    """Training part of it; sampling stays on the worker when runs move."""
     tokens_of: Mapping[RunId, float]
-    """What its runs asked for lately."""
+    """Recent tokens of its runs."""
 
 
 def load_of(
     worker: WorkerHeartbeat, queued_tokens: float, tokens_of: Mapping[RunId, float]
 ) -> Load:
-    """Sum up what a worker did in the last minute, and what waits there."""
+    """Return the load of a worker: its work of the last minute, and its pending work."""
     busy_s = MEMORY_S * min(computed(worker.duty), 1.0)
     sampling_s = MEMORY_S * worker.duty.get("sample", 0.0)
     waiting_s = queued_tokens / max(worker.tokens_per_s, 1.0)
@@ -48,7 +48,7 @@ def load_of(
 
 @dataclass
 class Balance:
-    """Since when the workers of a pool differ, and when runs were moved last."""
+    """Imbalance of the workers of a pool: its start, and the time of the last moves."""
 
     _differ_since: float | None = None
     _moved_at: float | None = None
@@ -56,7 +56,7 @@ class Balance:
     def moves(
         self, loads: Sequence[Load], now: float, resting: Container[RunId] = frozenset()
     ) -> list[tuple[RunId, WorkerId]]:
-        """Say which runs go where, now; `resting` are not moved: they were within the last ten minutes."""
+        """Return the moves to start now; `resting` runs moved within the last ten minutes and stay."""
         if self._moved_at is not None and 0 <= now - self._moved_at < REST_S:
             return []
         seconds = [load.seconds for load in loads]
@@ -74,7 +74,7 @@ class Balance:
 
 
 def levelled(loads: Sequence[Load], resting: Container[RunId]) -> list[tuple[RunId, WorkerId]]:
-    """Move runs, the largest that fits first, from who has most to who has least, while that evens them out."""
+    """Return moves from the most to the least loaded worker, largest fitting run first, until balanced."""
     seconds = {load.worker: load.seconds for load in loads}
     parts = {load.worker: _parts(load, resting) for load in loads}
     found: list[tuple[RunId, WorkerId]] = []
@@ -82,19 +82,19 @@ def levelled(loads: Sequence[Load], resting: Container[RunId]) -> list[tuple[Run
         hot = max(seconds, key=lambda name: (seconds[name], name))
         cold = min(seconds, key=lambda name: (seconds[name], name))
         gap = seconds[hot] - seconds[cold]
-        # Half the gap evens both out. The larger part has to shrink by more than a run's share is off.
+        # Half the gap balances both. The larger load must shrink by more than the error of a run's share.
         fitting = [(part, run) for run, part in parts[hot].items() if 0 < part <= gap / 2]
         if gap < DIFFERENCE_S or not fitting:
             return found
         part, run = max(fitting)
-        del parts[hot][run]  # each at most once
+        del parts[hot][run]  # each run moves at most once
         seconds[hot] -= part
         seconds[cold] += part
         found.append((run, cold))
 
 
 def _parts(load: Load, resting: Container[RunId]) -> dict[RunId, float]:
-    """Say how much of a worker's training each of its runs is, in s; those aside that stay."""
+    """Return the training seconds of each run of a worker, without the resting ones."""
     total = sum(load.tokens_of.values())
     return {
         run: load.training_s * tokens / total

@@ -1,10 +1,8 @@
-"""Decide which worker a new run trains on: where what is asked for would be done first. Pure; times in seconds.
+"""Placement of new runs, and reassignment of the runs of dead or drained workers. Pure; times in seconds.
 
-How many runs a worker has says little of that: most are at rest, one may send more than a hundred others, and
-workers differ. So what waits there and what was asked for lately are counted in tokens, over the tokens per
-second that the worker measures.
-
-Decide which dead or drained worker's work goes to whom. Pure; times in seconds, `now` comes in.
+A new run goes to the worker that would finish it first. The number of a worker's runs does not predict that:
+most are idle, one may send more than a hundred others, and workers differ. So pending tokens and recent
+tokens are added, and divided by the measured tokens per second of the worker.
 """
 
 from __future__ import annotations
@@ -20,36 +18,37 @@ from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import RunId, WorkerId
 
-#: What was asked for so long ago counts 1/e of what is asked for now.
+#: Time constant of the exponential decay of recent load.
 MEMORY_S = 60.0
-#: Workers with devices of one kind differ by no more than this from the middle of them.
+#: Maximum factor between a worker's throughput and the median of its kind of device.
 FACTOR = 2.0
-#: Below this many tokens a run is at rest, and forgotten.
+#: A run with fewer recent tokens is idle, and dropped.
 AT_REST_TOKENS = 1.0
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A worker that a run may go to."""
+    """Worker that a run may be placed on."""
 
     worker: WorkerId
     tokens: float
-    """That wait there, or were asked for lately."""
+    """Pending and recent tokens of the worker."""
     tokens_per_s: float
     fits_one_more: bool = True
-    """Whether one more adapter fits on its device, as far as its heartbeat tells."""
+    """True if one more adapter fits on its device, according to its heartbeat."""
 
     @property
     def seconds(self) -> float:
-        """How long that would take it."""
+        """Time that the worker needs for these tokens."""
         return self.tokens / max(self.tokens_per_s, 1.0)
 
 
 def rates(workers: Sequence[WorkerHeartbeat]) -> dict[WorkerId, float]:
-    """Say how many tokens per second each worker is taken to do. Devices of one kind do about as much.
+    """Return the estimated tokens per second of each worker. Devices of one kind have similar throughput.
 
-    One that was measured while its host was busy, at its start above all, may be many times off; and a worker that
-    gets no runs for it is never measured again. So it is believed as far as FACTOR from the middle of its kind.
+    A worker measured while its host was busy, above all at its start, may be wrong by a large factor. If
+    it gets no runs for that reason, it is never measured again. So its rate is clamped to within FACTOR of the
+    median of its kind.
     """
     kinds: defaultdict[str, list[float]] = defaultdict(list)
     for worker in workers:
@@ -65,14 +64,17 @@ def rates(workers: Sequence[WorkerHeartbeat]) -> dict[WorkerId, float]:
 
 
 def best(candidates: Sequence[Candidate]) -> WorkerId:
-    """Choose the worker with room that would be done first; of several, the first by name. Raises ValueError without one."""
+    """Return the worker that would finish first, preferring free memory, then the id.
+
+    Raises ValueError without a candidate.
+    """
     return min(candidates, key=lambda one: (not one.fits_one_more, one.seconds, one.worker)).worker
 
 
 def fits_one_more(worker: WorkerHeartbeat) -> bool:
-    """Tell whether one more adapter, like those that a worker has, fits on its device.
+    """Return True if one more adapter of average size fits on a worker's device.
 
-    Without room it computes as well, and moves adapters between host and device in each cycle.
+    Without free memory it computes as fast, but moves adapters between host and device in each cycle.
     """
     count, size = worker.adapters.get("device", 0), worker.adapter_bytes.get("device", 0)
     limit = worker.adapter_limit_bytes
@@ -80,16 +82,16 @@ def fits_one_more(worker: WorkerHeartbeat) -> bool:
 
 
 class RecentTokens:
-    """What runs asked of their workers lately, in tokens: the older, the less it counts."""
+    """Recent tokens of runs, by worker, with exponential decay."""
 
     def __init__(self) -> None:
         self._of_run: dict[RunId, tuple[WorkerId, _Fading]] = {}
         self._of_worker: dict[WorkerId, _Fading] = {}
         self._kept = 1024
-        """Runs at rest are looked for where there are more than these."""
+        """Number of runs above which idle ones are dropped."""
 
     def note(self, run: RunId, worker: WorkerId, tokens: float, now: float) -> None:
-        """Count what a run asks of a worker; what it asked of another one before counts here from now on."""
+        """Add tokens of a run to a worker. Recent tokens of its previous worker move with the run."""
         home, known = self._of_run.get(run, (worker, NOTHING))
         if home != worker:
             self._of_worker[home] = self._of_worker[home].plus(-known.at(now), now)
@@ -102,15 +104,15 @@ class RecentTokens:
             self._forget_at_rest(now)
 
     def settle(self, run: RunId, worker: WorkerId, now: float) -> None:
-        """Count a run that a worker is to have; one that asked for nothing yet as if it were like the others."""
+        """Count a run at its new worker; a run without requests yet counts as an average one."""
         self.note(run, worker, 0.0 if run in self._of_run else self._usual(now), now)
 
     def of(self, worker: WorkerId, now: float) -> float:
-        """Return the tokens that were asked of a worker lately."""
+        """Return the recent tokens of a worker."""
         return self._of_worker.get(worker, NOTHING).at(now)
 
     def runs_of(self, worker: WorkerId, now: float) -> dict[RunId, float]:
-        """Return the runs that asked a worker for something lately, with what is left of that."""
+        """Return the recent tokens of each run of a worker."""
         return {run: each.at(now) for run, (home, each) in self._of_run.items() if home == worker}
 
     def _usual(self, now: float) -> float:
@@ -130,29 +132,29 @@ class RecentTokens:
 
 @dataclass(frozen=True)
 class _Fading:
-    """An amount, as it was at a time."""
+    """Decaying amount, with the time of its last update."""
 
     tokens: float
     noted_at: float
 
     def at(self, now: float) -> float:
-        """Return what is left of it; a clock that was set back lets nothing grow."""
+        """Return the decayed amount. If the clock was set back, the amount does not grow."""
         return self.tokens * math.exp(-max(0.0, now - self.noted_at) / MEMORY_S)
 
     def plus(self, tokens: float, now: float) -> _Fading:
-        """Add to what is left; never below nothing, which is where roundings would lead."""
+        """Add tokens to the decayed amount; at least 0, despite rounding."""
         return _Fading(max(0.0, self.at(now) + tokens), now)
 
 
 NOTHING = _Fading(0.0, 0.0)
 
 
-#: Since when a worker gave no heartbeat, by its id and the epoch of the last process that had it.
+#: Start of each worker's time without a heartbeat, by its id and the epoch of its last process.
 Absences: TypeAlias = Mapping[tuple[WorkerId, int], float]
 
 
 def absences(slots: Iterable[WorkerSlot], before: Absences, now: float) -> Absences:
-    """Note since when slots are empty; a process that came and went in between starts it anew."""
+    """Return the start of each absence; a process that ran in between restarts it."""
     empty = [(slot.worker, slot.epoch) for slot in slots if slot.heartbeat is None]
     return {name: before.get(name, now) for name in empty}
 
@@ -162,7 +164,7 @@ def reassignments(
 ) -> list[tuple[WorkerSlot, WorkerId]]:
     """Pair each slot that was empty for `after_s` with its successor: the live worker with the fewest runs.
 
-    Without a live worker there is no successor, and what the dead ones had waits for them.
+    Without a live worker there is no successor, and the runs of dead workers wait.
     """
     alive = [slot.heartbeat for slot in slots if slot.heartbeat is not None]
     if not alive:
@@ -176,7 +178,7 @@ def reassignments(
 
 
 def drained(slots: Sequence[WorkerSlot]) -> list[tuple[WorkerSlot, WorkerId]]:
-    """Pair each worker that has nothing left with its successor, which gets what it was to forget."""
+    """Pair each completely drained worker with its successor, which receives its pending deletions."""
     staying = [
         slot.heartbeat for slot in slots if slot.heartbeat and slot.heartbeat.state == "serving"
     ]

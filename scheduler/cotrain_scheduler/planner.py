@@ -1,22 +1,29 @@
-"""Decide what the next cycle of one worker holds. Pure: the queue in, a plan out.
+"""Select the ops of the next cycle of one worker. Pure: queue in, plan out.
 
-Order: a run's ops are taken in seq order, as the longest prefix of the form
-`(create | import)? (forward | forward_backward | reverse_kl)* optim_step? (save | load)*`, so that a
-step submitted whole trains in one cycle, weights never change under a forward, and what is saved is
-what the step left. A barrier holds back its own run only.
+Order. The ops of a run execute in seq order. A cycle takes the longest prefix that matches
 
-Fairness: fair queueing by tokens between tenants; the runs of one take turns. Next is the tenant whose next
-part would end first, had all who wait been served alike (Demers, Keshav and Shenker, SIGCOMM 1989). A pass
-of two quanta or more is taken by the quantum; what of it a cycle does not hold goes on in the next one.
-Among tenants that always have passes waiting, the tokens served since they all had differ by less than two
-quanta; and a tenant that had nothing waiting is served before another gets more than that request's tokens
-and two quanta. A tenant with a weight of its own counts each token as 1/weight: it gets weight times the tokens
-of one without, the tokens served of each over its weight differ by less than two quanta over the least weight,
-and of a tenant that is `n` times as heavy as the newcomer comes at most `n` times as much before it. What has
-no tokens (a create, a step, a save, a load) is always taken: it takes nothing of a cycle that could be shared,
-and would hold up its run. So a run has few saves and one load in a cycle (`backlog.MOST`).
+    (create | import)? (forward | forward_backward | reverse_kl)* optim_step? (save | load)*
 
-What one tenant has waiting, taken from its runs in turn: ops, and at last parts of passes. Pure.
+so that a complete training step runs in one cycle, weights do not change between the forwards of a
+cycle, and a save stores the weights after the step. A barrier delays only its own run.
+
+Fairness. Tenants share the token budget of a cycle by weighted fair queueing (Demers, Keshav and Shenker,
+SIGCOMM 1989); runs of one tenant are served round robin. The tenant whose next part would finish first
+under an ideal fair share is served next. A pass of at least two quanta is split into quanta, and the
+remainder continues in the next cycle.
+
+Guarantees:
+
+* Tokens of tenants that all have passes pending differ by less than two quanta, since they all had.
+* With weights, tokens divided by weight differ by less than two quanta divided by the smallest weight. A
+  tenant receives its weight times the tokens of a tenant without a weight.
+* A tenant that becomes active is served before another tenant gets more than the new request's tokens
+  plus two quanta. A tenant with `n` times its weight may get `n` times as much.
+
+Ops without tokens (create, optim_step, save, load) are free and always selected, because delaying them
+would block their run. The saves and loads of a run in one cycle are bounded by `LIMITS`.
+
+`Backlog` contains the pending work of one tenant, taken round robin from its runs.
 """
 
 from __future__ import annotations
@@ -32,17 +39,17 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
 
-#: These run last in a cycle, in order…
+#: These run last in a cycle, in this order.
 _TAIL = (OpKind.SAVE, OpKind.LOAD)
-#: … and after one of these a cycle takes nothing else of their run.
+#: After one of these, a cycle takes only saves and loads of the run.
 _LAST = (OpKind.OPTIM_STEP, *_TAIL)
-#: Saves and loads of one run in a cycle. They have no tokens, so that no budget bounds them: sixty loads in
-#: flight would be a cycle of sixty times a whole state read, all of it in memory at once.
+#: Saves and loads of one run in a cycle. They have no tokens, so no budget limits them. Sixty loads in
+#: flight would make a cycle of sixty whole states, all of them in memory at once.
 LIMITS = {OpKind.SAVE: 4, OpKind.LOAD: 1}
 
 
 def runnable_prefix(ops: Iterable[QueuedOp], *, accepts_saves: bool = True) -> list[QueuedOp]:
-    """Take the ops of one run that one cycle may hold."""
+    """Return the ops of one run that one cycle may contain."""
     prefix: list[QueuedOp] = []
     takes_only_tail = False
     left = {**LIMITS, OpKind.SAVE: LIMITS[OpKind.SAVE] if accepts_saves else 0}
@@ -60,29 +67,29 @@ def runnable_prefix(ops: Iterable[QueuedOp], *, accepts_saves: bool = True) -> l
 
 
 def cost(op: QueuedOp) -> int:
-    """Count what an op takes of a budget: a pass its tokens, at least 1; anything else nothing."""
+    """Return the budget cost of an op: the tokens of a pass, at least 1; otherwise 0."""
     return max(1, op.tokens) if op.kind in PASSES else 0
 
 
 def part(rest: int, quantum: int) -> int:
-    """Count what is next taken of a pass with so many tokens left: no part is smaller than a quantum, nor what it leaves."""
+    """Return the tokens of the next part of a pass; no part or remainder is smaller than a quantum."""
     return quantum if rest >= 2 * quantum else rest
 
 
 def first_part(queue: RunQueue | None, quantum: int) -> int:
-    """Count what is next taken of a run whose first op is a pass; 0 without one."""
+    """Return the tokens of the next part of a run whose first op is a pass; 0 without one."""
     return part(_rest(queue.ops[0], queue.done_tokens), quantum) if queue else 0
 
 
 class Backlog:
-    """One tenant's work. A run with a pass is read when its turn comes."""
+    """Pending work of one tenant. A run with a pass is read when its turn comes."""
 
     def __init__(
         self, free: Iterable[RunQueue], passes: Iterable[RunQueue], *, accepts_saves: bool
     ) -> None:
-        """Take what costs nothing of the runs in `free`, which do that first, and begin with the others."""
+        """Plan the leading free ops of the runs in `free`; these runs come after those in `passes`."""
         self.works: list[_Work] = []
-        """Of the runs that were read."""
+        """Runs that have been read."""
         self._takes_saves = accepts_saves
         self._unread = iter(passes)
         self._read: deque[_Work] = deque()
@@ -92,18 +99,18 @@ class Backlog:
 
     @property
     def rest(self) -> int:
-        """Count the tokens left of the next pass; 0 without one."""
+        """Remaining tokens of the next pass; 0 without one."""
         return self._first.rest if self._first else 0
 
     def take(self, tokens: int, *, may_stay_open: bool = False) -> None:
-        """Take that much of the next pass."""
+        """Plan this many tokens of the next pass."""
         if self._first:
             self._first.take(tokens, may_stay_open=may_stay_open)
             self._wait(self._first)
             self._first = self._next()
 
     def planned_parts(self) -> list[PlannedPart]:
-        """Say what is taken of the passes that are divided."""
+        """Return the planned parts of the passes that are split."""
         return [part for work in self.works for part in work.planned_part()]
 
     def _work(self, queue: RunQueue) -> _Work:
@@ -123,7 +130,7 @@ class Backlog:
 
 
 class _Work:
-    """What one run has waiting, and what of it is taken: ops, and at last a part of a pass."""
+    """Pending ops of one run, and how many are planned."""
 
     def __init__(self, queue: RunQueue, prefix: Iterable[QueuedOp]) -> None:
         self.queue = queue
@@ -134,11 +141,11 @@ class _Work:
 
     @property
     def rest(self) -> int:
-        """Count the tokens left of the next pass; 0 without one."""
+        """Remaining tokens of the next pass; 0 without one."""
         return self._rest
 
     def take(self, tokens: int, *, may_stay_open: bool = False) -> None:
-        """Take that much of the next pass; with its last token, all up to the pass after it."""
+        """Plan this many tokens of the next pass; with its last token, also all ops up to the next pass."""
         request = self._left[0].request_id
         self._rest -= tokens
         self.allowances[request] = self.allowances.get(request, 0) + tokens
@@ -149,11 +156,11 @@ class _Work:
             self._take_whole()
 
     def taken(self) -> list[QueuedOp]:
-        """List the ops that are taken, in part or whole."""
+        """Return the planned ops; the last one may be planned in part."""
         return [*self._taken, self._left[0]] if self._is_divided else self._taken
 
     def planned_part(self) -> list[PlannedPart]:
-        """Say what of the next pass is taken, where that is not all of it."""
+        """Return the planned part of the next pass; empty if the pass is not split."""
         if not self._is_divided:
             return []
         op, queue = self._left[0], self.queue
@@ -165,7 +172,7 @@ class _Work:
         return bool(self._left) and self._left[0].request_id in self.allowances
 
     def _take_whole(self, done_tokens: int = 0) -> None:
-        """Take what has no tokens, up to the next pass."""
+        """Plan the ops without tokens up to the next pass."""
         while self._left and not cost(self._left[0]):
             self._taken.append(self._left.popleft())
         is_begun = self._left and self._left[0] is self.queue.ops[0]
@@ -173,30 +180,30 @@ class _Work:
 
 
 def _rest(op: QueuedOp, done_tokens: int) -> int:
-    """Count what is left of a pass; it was not counted to the token, and still has to end."""
+    """Return the remaining tokens of a pass, at least 1: counts are approximate, and the pass still has to end."""
     return max(1, cost(op) - done_tokens)
 
 
-#: Tokens a tenant is served at a time; the least part that a pass is divided into. About what a device
-#: runs at once: a smaller part costs it the time of a whole one.
+#: Tokens a tenant is served at a time; the smallest part of a split pass. It is about the size that a device
+#: runs at once: a smaller part takes it just as long.
 QUANTUM_TOKENS = 2_048
-#: A cycle holds so many quanta at least, where it is short.
+#: Minimum number of quanta in a cycle; a short cycle has smaller quanta.
 QUANTA_PER_CYCLE = 16
-#: A cycle holds no more than this many times the tokens of the one before it, or than FIRST_TOKENS: a
-#: throughput that was measured on small cycles says little of one a hundred times as large.
+#: A cycle has at most this many times the tokens of the previous one, or FIRST_TOKENS if that is more. A
+#: throughput measured on small cycles does not predict that of one a hundred times as large.
 GROWTH = 4
 FIRST_TOKENS = 8 * QUANTUM_TOKENS
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The ops of one worker's step, grouped by run and in seq order, and whose turn it is after it."""
+    """Ops of one worker's step, grouped by run and in seq order, and the fair queue after it."""
 
     ops: tuple[QueuedOp, ...]
     allowances: dict[RequestId, int]
-    """Of passes that may stay open: their tokens in this step, as `Step` has them."""
+    """Token budget in this step for each pass that may continue in a later step. Same format as `Step`."""
     tokens: int
-    """Of all that the step shall run."""
+    """Total tokens planned for the step."""
     fair_queue: FairQueue
 
 
@@ -209,13 +216,13 @@ def select(
     accepts_saves: bool = True,
     weights: Mapping[TenantId, float] = MappingProxyType({}),
 ) -> Selection:
-    """Choose ops, and parts of passes, worth at most `budget_tokens`.
+    """Select ops, and parts of passes, worth at most `budget_tokens`.
 
-    `fair_queue` is what the last selection left; who is in `waiting.changed` is looked at again, and of all others
-    nothing is read before it is their turn. Of tenants that wait, one gets tokens in proportion to its weight.
+    The last selection returned `fair_queue`. Only tenants in `waiting.changed` are re-evaluated; other tenants
+    are read when they are served. Waiting tenants get tokens in proportion to their weights.
 
-    Something is always chosen when something can run, so that nothing waits permanently. Without
-    `accepts_saves` no save can, nor what its run has behind it.
+    At least one op is selected if any can run, so that no op waits permanently. Without
+    `accepts_saves`, saves and the ops after them are not selected.
     """
     free = _free(waiting, accepts_saves=accepts_saves)
     backlogs = {
@@ -245,7 +252,7 @@ def select(
 
 
 def _free(waiting: Waiting, *, accepts_saves: bool) -> dict[TenantId, Iterable[RunQueue]]:
-    """List, by tenant, the runs whose first op is taken in any case."""
+    """Return, by tenant, the runs whose first op is always selected."""
     if not (accepts_saves and waiting.saves):
         return {tenant: runs.values() for tenant, runs in waiting.free.items()}
     tenants = waiting.free.keys() | waiting.saves.keys()
@@ -262,7 +269,7 @@ def _passes(waiting: Waiting, tenant: TenantId) -> Iterable[RunQueue]:
 def _up_to_date(
     before: FairQueue, waiting: Waiting, quantum: int, weights: Mapping[TenantId, float]
 ) -> FairQueue:
-    """Follow what waits now, and what ran."""
+    """Return a copy updated with the pending work, and with the tokens that ran."""
     fair_queue, changed = before.copy(), waiting.changed
     fair_queue.weigh(weights)
     if quantum != fair_queue.quantum:
@@ -278,10 +285,10 @@ def _up_to_date(
 
 
 def take_single_run(backlogs: Iterable[Backlog], budget_tokens: int) -> int:
-    """Take what is worth a budget, and all that is left of the pass that exceeds it; return the tokens.
+    """Plan ops worth the budget, and all of the pass that exceeds it; return the tokens.
 
-    It may be worth less than it seems, as long as little was measured; else the worker stops the pass
-    after a clock period.
+    The pass may take longer than expected while few measurements exist. Then the worker stops it after a
+    clock period.
     """
     spent = 0
     for backlog in backlogs:
@@ -300,9 +307,9 @@ def _selection(backlogs: Iterable[Backlog], tokens: int, fair_queue: FairQueue) 
 
 
 def budget(worker: WorkerHeartbeat, limit_s: float, last_tokens: int) -> int:
-    """Count the tokens a worker does in one cycle of `limit_s`, at the throughput it measured.
+    """Return the tokens of a cycle of `limit_s`, at the worker's measured throughput.
 
-    After a cycle of `last_tokens` no more than that has shown.
+    The limit also grows only gradually from `last_tokens`, the size of the previous cycle.
     """
     shown = max(FIRST_TOKENS, GROWTH * last_tokens)
     return max(1, min(shown, int(worker.tokens_per_s * limit_s)))

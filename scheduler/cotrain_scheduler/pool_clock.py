@@ -1,13 +1,13 @@
-"""One pool: hear what changed in its queue, and plan for each of its workers that is free.
+"""Scheduler of one pool: follow the changes of its queue, and plan for each idle worker.
 
-The queue is in memory (`queue.py`) and follows what the scripts note with every change, in the same
-transaction. Everything is read once: at the start, and whenever this process cannot know what it missed.
+The queue is in memory (`queue.py`) and follows the changes that the scripts record in the same
+transaction. It is read completely at the start, and whenever changes may have been missed.
 
-The span of a plan, where some op of it is traced: the root of its cycle's trace.
+The file also contains:
 
-The host's time of day, for what reads it again and again: whether it was set in between.
-
-Decide whose work waits although a worker is free: the operator has paused it, or it is being moved. Pure.
+* the span of a plan, which is the root of its cycle's trace if any op is traced;
+* `HostTime`, which detects that the host's clock was set;
+* `exclude_paused`, a pure filter of paused and moving runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 
 
 def begin_plan(ops: Sequence[QueuedOp], began: float) -> Span | None:
-    """Begin the span of what was begun then; a plan that is not written leaves none."""
+    """Start the span of a plan that started at `began`. Without `end_plan` nothing is reported."""
     traces = tracer()
     if traces is None or not any(op.trace for op in ops):
         return None
@@ -47,28 +47,28 @@ def begin_plan(ops: Sequence[QueuedOp], began: float) -> Span | None:
 
 
 def end_plan(span: Span, pool: PoolId, step: Step) -> None:
-    """Report the plan of a step that is written."""
+    """Report the plan of a committed step."""
     span.end(
         pool=pool, worker=step.worker, cycle=step.cycle, runs=len(step.tenant_by_run),
         ops=len(step.ops), tokens=sum(op.tokens for op in step.ops),
     )  # fmt: skip
 
 
-#: Between two readings the time may have been set, or the host may have slept.
+#: A larger difference between two readings means that the clock was set, or that the host slept.
 _JUMP_S = 1.0
 
 
 class HostTime:
-    """One reader's clock."""
+    """Wall clock of one reader."""
 
     def __init__(self) -> None:
         self.now = time.time()
         self._offset_s = self.now - time.monotonic()
 
     def read(self) -> float:
-        """Read it into `now`; return by how many seconds it jumped since it was last read, 0 for not.
+        """Update `now`; return the jump in seconds since the last reading, 0 if there was none.
 
-        After a jump, what was noted before cannot be compared with it.
+        After a jump, `now` cannot be compared with earlier readings.
         """
         steady = time.monotonic()
         offset_s = time.time() - steady
@@ -80,7 +80,7 @@ class HostTime:
 def exclude_paused(
     waiting: Waiting, pauses: Pauses, moving: Collection[RunId] = frozenset()
 ) -> Waiting:
-    """Leave out the tenants and runs that are paused, and runs that go elsewhere; where none is, this costs nothing."""
+    """Return the queue without paused tenants, paused runs and moving runs; without any, it is free."""
     if not pauses.tenants and not pauses.runs and not moving:
         return waiting
     left = Waiting()
@@ -110,35 +110,35 @@ def _exclude_paused(group: ByTenant, pauses: Pauses, moving: Collection[RunId]) 
 
 log = structlog.get_logger()
 
-#: A wake-up can be lost, and a heartbeat wakes no scheduler: look by ourselves this often.
+#: Polling interval: a wake-up can be lost, and a heartbeat wakes no scheduler.
 SWEEP_S = 0.25
-#: As often where nothing waits and no worker is at work: a host without work burns no processor.
+#: Polling interval when the pool is idle, to save processor time.
 IDLE_SWEEP_S = 1.0
-#: The queue changed under a plan; long enough not to spin should it never settle.
+#: Delay after the queue changed under a plan; long enough not to spin if it keeps changing.
 REPLAN_S = 0.005
-#: A metronome looks this often whether the host's time was set.
+#: Interval at which a metronome checks whether the host's clock was set.
 LOOK_S = 1.0
 
 
 @dataclass
 class _WorkerClock:
-    """What is remembered of one worker between cycles."""
+    """State of one worker between cycles."""
 
     fair_queue: FairQueue = field(default_factory=FairQueue)
     policy: PlanPolicy = field(default_factory=PlanPolicy)
-    """That of the last step that was planned."""
+    """Policy of the last planned step."""
     last: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
     missed: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
-    """The cycle before, with those of its runs that were not back when the last one was planned."""
+    """Previous cycle, with those of its runs that were not back when the last one was planned."""
     returns: cycle_start.ReturnTimes = field(default_factory=cycle_start.ReturnTimes)
     last_tokens: int = 0
-    """Of the last step that was planned."""
+    """Tokens of the last planned step."""
     planned_at: float | None = None
-    """When the step in work was planned; None while the worker is free."""
+    """Time when the step in progress was planned; None while the worker is idle."""
 
 
 class PoolClock:
-    """Plans for one pool, while its process leads."""
+    """Scheduler of one pool, while its process is the leader."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class PoolClock:
         quantum_tokens: int = planner.QUANTUM_TOKENS,
         base_model: str = "",
     ) -> None:
-        """`base_model` is what the pool is called in metrics."""
+        """Initialise the clock; `base_model` is the pool's label in metrics."""
         self.pool = pool
         self._label = base_model or pool
         self._tick_duration = metrics.SCHEDULER_TICK.labels(self._label)
@@ -160,34 +160,34 @@ class PoolClock:
         self._quantum_tokens = quantum_tokens
         self._queue = PoolQueue(MAX_OPS_PER_RUN)
         self._seen: int | None = None
-        """The number of the last change that is in the queue; None: read everything."""
+        """Number of the last change in the queue; None means that the queue must be reloaded."""
         self._is_forgotten = False
-        """Whether all shall be read at the next tick; one that reads now does not undo that."""
+        """Reload the whole queue at the next tick. Not cleared by a reload already in progress."""
         self._slots: dict[WorkerId, int] = {}
-        """The workers there are, each with the epoch of its last process."""
+        """Registered workers, each with the epoch of its last process."""
         self._free: frozenset[WorkerId] | None = None
-        """The workers that were free after the last tick; None before, and during one."""
+        """Idle workers after the last tick. None before the first tick, and during a tick."""
         self._clocks: defaultdict[WorkerId, _WorkerClock] = defaultdict(_WorkerClock)
         self._empty_since: fleet.Absences = {}
         self._rebalancing = Rebalancing(dispatch, pool)
         self._moving: frozenset[RunId] = frozenset()
         self.policy = PlanPolicy()
-        """As the operator set them; the driver of this clock keeps them up to date."""
+        """Pauses and weights set by the operator; the driver of this clock keeps them up to date."""
         self._time = HostTime()
         self._last_period = self._period_number(self._time.now)
 
     def forget_queue(self) -> None:
-        """Read everything at the next tick: something may have been missed."""
+        """Reload the queue at the next tick, because changes may have been missed."""
         self._is_forgotten = True
         self._free = None
 
     @property
     def waiting_tokens(self) -> dict[WorkerId, int]:
-        """Say what waits for each worker, as it was known when a worker was free last."""
+        """Tokens waiting for each worker, as of the last time a worker was idle."""
         return {worker: self._queue.waiting_tokens(worker) for worker in sorted(self._slots)}
 
     def _forget_times(self, now: float) -> None:
-        """Begin anew with everything that waits for some time to pass; whose turn it is stays."""
+        """Reset all state that depends on elapsed time; the fair queues are kept."""
         self._last_period = self._period_number(now)
         self._empty_since = {}
         for clock in self._clocks.values():
@@ -195,7 +195,7 @@ class PoolClock:
             clock.planned_at = clock.planned_at and now
 
     def is_woken_by(self, wake: Wake) -> bool:
-        """Tell whether a tick may have something to do now: not for a request whose worker is busy."""
+        """Return True if a tick may have work now. A request whose worker is busy does not count."""
         if self._settings.clock_mode is ClockMode.METRONOME:
             return False
         if wake.is_free or self._free is None or wake.worker in self._free:
@@ -203,12 +203,12 @@ class PoolClock:
         return bool(self._free) and wake.worker not in self._slots
 
     async def look(self) -> float:
-        """Tick at the host's time; return for how long, in s, to sleep at most.
+        """Tick at the host's time; return the maximum sleep in seconds.
 
         Raises:
             Fenced: a newer scheduler leads.
         """
-        structlog.contextvars.bind_contextvars(pool=self.pool)  # of this pool's task alone
+        structlog.contextvars.bind_contextvars(pool=self.pool)  # only in this pool's task
         jumped_s = self._time.read()
         now = self._time.now
         if jumped_s:
@@ -217,7 +217,7 @@ class PoolClock:
         return await self.tick(now) - now
 
     async def tick(self, now: float) -> float:
-        """Plan whatever may start now; return when to look again at the latest.
+        """Plan all cycles that may start now; return the latest time of the next tick.
 
         Raises:
             Fenced: a newer scheduler leads.
@@ -228,7 +228,7 @@ class PoolClock:
         next_look = min((number + 1) * self._settings.clock_period_s, now + LOOK_S)
         if number != self._last_period:
             if await self._tick(now) <= now + REPLAN_S:
-                return now + REPLAN_S  # the queue changed under a plan: the period is not done with
+                return now + REPLAN_S  # the queue changed under a plan: the period is not finished
             self._last_period = number
         return next_look
 
@@ -237,7 +237,9 @@ class PoolClock:
             return await self._plan_free(now)
 
     async def _plan_free(self, now: float) -> float:
-        self._free = None  # until this tick knows: what becomes ready during it counts
+        self._free = (
+            None  # unknown during a tick, so that runs becoming ready during it wake it again
+        )
         slots = await self._dispatch.worker_slots(self.pool)
         await self._reassign(slots, now)
         await self._deregister(slots)
@@ -265,7 +267,7 @@ class PoolClock:
         return again
 
     async def _follow(self, slots: dict[WorkerId, int]) -> None:
-        """Bring the queue in memory up to date: by what changed, or by all there is."""
+        """Update the queue in memory with the changes, or reload it."""
         if self._is_forgotten or slots.keys() - self._slots.keys():
             self._seen = None  # a new worker may have had runs before
         self._is_forgotten = False
@@ -293,12 +295,12 @@ class PoolClock:
             if is_back:
                 break
         if len(self._queue) != ready:
-            # A process of another version does not note what it changes, or Redis has lost data.
+            # A process of another version does not record its changes, or Redis has lost data.
             log.warning("queue_differs", pool=self.pool, known=len(self._queue), ready=ready)
             self._seen = None
 
     async def _reassign(self, slots: Sequence[WorkerSlot], now: float) -> None:
-        """Give what workers had that are dead for long to living ones."""
+        """Reassign the runs of workers that have been dead for a long time to live ones."""
         self._empty_since = fleet.absences(slots, self._empty_since, now)
         after_s = self._settings.reassign_after_s
         for dead, successor in fleet.reassignments(slots, self._empty_since, now, after_s):
@@ -310,7 +312,7 @@ class PoolClock:
                 )
 
     async def _deregister(self, slots: Sequence[WorkerSlot]) -> None:
-        """Let the runs of drained workers go to others."""
+        """Release the runs of drained workers to others."""
         for slot, successor in fleet.drained(slots):
             if await self._dispatch.deregister(self.pool, slot, successor):
                 log.info("worker_drained", pool=self.pool, worker=slot.worker)
@@ -334,7 +336,10 @@ class PoolClock:
         )
 
     def _note_returns(self, worker: WorkerId, clock: _WorkerClock, limit_s: float) -> None:
-        """Note how soon those of the last two cycles came back: of the one before, who came while the last ran."""
+        """Record return times of runs from the last two cycles.
+
+        A run of the earlier cycle may have come back while the last one ran.
+        """
         absent, delays_s = set(clock.last.runs), []
         for cycle in (clock.last, clock.missed):
             for run in cycle.runs:
@@ -345,21 +350,21 @@ class PoolClock:
         clock.missed = replace(clock.last, runs=frozenset(absent))
 
     async def _plan(self, worker: WorkerHeartbeat, now: float) -> bool:
-        """Write one worker's step; False when the log is not as it was read: it is read again."""
+        """Write one worker's step. Return False if the log has changed since it was read; it is read again."""
         clock, began = self._clocks[worker.id], time.time()
         limit_s = cycle_start.cycle_limit_s(
             self._settings.clock_period_s,
             begins_at_once=self._settings.clock_mode is ClockMode.EAGER,
         )
         tokens = planner.budget(worker, limit_s, clock.last_tokens)
-        policy = self.policy  # it may be set while this plan is written
+        policy = self.policy  # may change while this plan is written
         fair_queue = clock.fair_queue.copy(is_current=policy == clock.policy)
         chosen = planner.select(
             self._waiting(worker), fair_queue, tokens, self._quantum_tokens,
             accepts_saves=worker.accepts_saves, weights=policy.weights,
         )  # fmt: skip
         if not chosen.ops:
-            return True  # nothing but saves, which the worker takes none of now
+            return True  # only saves are waiting, which the worker does not accept now
         cycle = await self._dispatch.last_cycle(self.pool) + 1
         runs = frozenset(op.run for op in chosen.ops)
         tenants = {run: self._queue[run].tenant for run in runs}
@@ -392,7 +397,7 @@ class PoolClock:
         return exclude_paused(self._queue.waiting(worker.id), self.policy.pauses, self._moving)
 
     def _count(self, ops: Sequence[QueuedOp], now: float) -> None:
-        """Count what waited until now, a pass that goes on only once."""
+        """Record the waiting times until now; a pass that continues is counted only once."""
         for op in ops:
             queue = self._queue[op.run]
             if not (queue.done_tokens and op.seq == queue.ops[0].seq):

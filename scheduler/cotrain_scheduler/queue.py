@@ -1,7 +1,7 @@
-"""The queue of one pool in memory: whose ops wait, by the worker that has their run. Pure.
+"""Queue of one pool in memory: pending ops by worker. Pure.
 
-It is given what changed and never reads. Each change, and each look at one run, costs the same however many
-runs wait. Of one tenant, the run comes first whose last turn is longest ago.
+Callers pass in all changes; the queue never reads the store. Each change, and each lookup of one run, costs the
+same however many runs wait. Within a tenant, the least recently served run comes first.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from cotrain_store.messages.ops import QueuedOp, RunQueue
 
 
 class PoolQueue:
-    """The runs of a pool that can go on, each at the worker that has it or is to have it."""
+    """Runnable runs of a pool, each at its current or assigned worker."""
 
     def __init__(self, window_ops: int) -> None:
-        """Of a run with `window_ops` ops the log may hold more."""
+        """Create a queue; the log of a run with `window_ops` ops here may contain more."""
         self._window_ops = window_ops
         self._runs: dict[RunId, RunQueue] = {}
         self._at: dict[RunId, WorkerId | None] = {}
         self._waiting: defaultdict[WorkerId | None, Waiting] = defaultdict(Waiting)
         self._tokens: Counter[WorkerId | None] = Counter()
-        """That wait for each worker; of a run with a full window, those in it."""
+        """Tokens waiting for each worker; for a run with a full window, only those in the window."""
         self.recent = RecentTokens()
         self._workers: list[WorkerId] = []
         self.unread: set[RunId] = set()
-        """Runs of which the log holds more, or something else, than is known here."""
+        """Runs whose log differs from this queue, or contains more, and must be read."""
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -41,13 +41,13 @@ class PoolQueue:
         return self._runs[run]
 
     def clear(self) -> None:
-        """Forget every run."""
+        """Remove every run."""
         for queue in list(self._runs.values()):
             self._remove(queue)
         self.unread.clear()
 
     def put(self, queues: Iterable[RunQueue]) -> None:
-        """Take runs as they were read; one without ops can not go on, and goes. The others keep their turn."""
+        """Update runs as they were read; a run without ops is removed. The others keep their turn."""
         for queue in queues:
             self.unread.discard(queue.run)
             known = self._runs.get(queue.run)
@@ -63,7 +63,7 @@ class PoolQueue:
                 self._add(queue, queue.worker)
 
     def assign(self, workers: Sequence[WorkerHeartbeat], now: float) -> None:
-        """Give every run without a worker the one that would be done first; anew when the workers change."""
+        """Assign every run without a worker to the one that would finish first; again if workers change."""
         names = sorted(worker.id for worker in workers)
         if names != self._workers:
             self._workers = names
@@ -81,49 +81,49 @@ class PoolQueue:
             ])  # fmt: skip
             self.recent.settle(queue.run, chosen, now)
             self._move([queue], chosen)
-        self._waiting[None].changed.clear()  # no cycle is planned of these
+        self._waiting[None].changed.clear()  # no cycle is planned for these
 
     def load_of(self, worker: WorkerHeartbeat, now: float) -> Load:
-        """Sum up what a worker did lately and has waiting."""
+        """Return the recent and pending work of a worker."""
         tokens_of = self.recent.runs_of(worker.id, now)
         return load_of(worker, self._tokens[worker.id], tokens_of)
 
     def deregister(self, worker: WorkerId) -> None:
-        """Take its runs from a worker that is none any more."""
+        """Release the runs of a worker that is no longer registered."""
         lost = [queue for queue in self._runs.values() if queue.worker == worker]
         for queue in lost:
             self._remove(queue)
             self._add(replace(queue, worker=None, done_tokens=0), None)
 
     def reset(self, worker: WorkerId) -> None:
-        """Have read again what a worker began: another process of that id has none of it."""
+        """Mark runs with open passes as unread: a new process of that worker id has no part of them."""
         self.unread |= {
             run for run, queue in self._runs.items() if queue.worker == worker and queue.done_tokens
         }
 
     def waiting(self, worker: WorkerId) -> Waiting:
-        """Give the runs that a worker can go on with, as the planner takes them."""
+        """Return the runnable runs of a worker, for the planner."""
         return self._waiting[worker]
 
     def waiting_tokens(self, worker: WorkerId) -> int:
-        """Count the tokens that wait for a worker."""
+        """Return the number of tokens that wait for a worker."""
         return self._tokens[worker]
 
     def has_all(self, worker: WorkerId, runs: Iterable[RunId]) -> bool:
-        """Tell whether all of these runs wait for this worker."""
+        """Return True if all of these runs wait for this worker."""
         return all(self._at.get(run) == worker for run in runs)
 
     def taken(self, ops: Iterable[QueuedOp], worker: WorkerId, now: float) -> None:
-        """Note what a worker's step took. Its runs had their turn, and what changed before it is known."""
+        """Remove the ops of a worker's planned step. Its runs go to the end of their tenants' turns."""
         self._waiting[worker].changed.clear()
         last: dict[RunId, int] = {}
         tokens: Counter[RunId] = Counter()
-        for op in ops:  # of one run, in order
+        for op in ops:  # those of one run are in order
             last[op.run] = op.seq
             tokens[op.run] += op.tokens
         for run, seq in last.items():
             queue = self._runs[run]
-            if not queue.done_tokens:  # a pass that goes on was counted when it began
+            if not queue.done_tokens:  # a pass that continues was counted when it started
                 self.recent.note(run, worker, tokens[run], now)
             left = tuple(op for op in queue.ops if op.seq > seq)
             self._remove(queue)
@@ -151,5 +151,5 @@ class PoolQueue:
 
 
 def tokens_of(queue: RunQueue) -> int:
-    """Count the tokens that a run has waiting, as far as they are known here."""
+    """Return the pending tokens of a run's ops in the window."""
     return sum(op.tokens for op in queue.ops) - queue.done_tokens

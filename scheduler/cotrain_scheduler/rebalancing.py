@@ -1,4 +1,4 @@
-"""Move runs between the workers of one pool: ask for it, keep them waiting until it is done, give up what does not come about."""
+"""Moves of runs between the workers of one pool: request them, pause the runs, cancel moves that fail."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cotrain_store.oplog.moves import QUIET_S, Move
 
 log = structlog.get_logger()
 
-#: Loads are compared this often.
+#: Interval between comparisons of the loads.
 LOOK_S = 1.0
 
 
 class Rebalancing:
-    """The moves of one pool, the operator's and ours."""
+    """Moves of one pool, by the operator and by the scheduler."""
 
     def __init__(self, dispatch: Dispatch, pool: PoolId) -> None:
         self._dispatch = dispatch
@@ -33,12 +33,12 @@ class Rebalancing:
     async def moving_runs(
         self, workers: Sequence[WorkerHeartbeat], queue: PoolQueue, now: float
     ) -> frozenset[RunId]:
-        """Name the runs of which nothing is planned until they are moved, some of them from now on.
+        """Return the runs that are being moved, including new moves; nothing is planned for them.
 
         Raises:
             Fenced: a newer scheduler leads.
         """
-        if len(workers) < 2:  # nothing can move, and nothing waits for it
+        if len(workers) < 2:  # no move is possible
             self._since.clear()
             return frozenset()
         wanted = await self._dispatch.moves.wanted(self._pool)

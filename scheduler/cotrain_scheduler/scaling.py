@@ -1,4 +1,4 @@
-"""Say of each pool how many workers it is to have, for an autoscaler. Starts and ends none itself."""
+"""Required number of workers of each pool, for an autoscaler. It starts and stops no worker itself."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cotrain_store.settings.scheduler import SchedulerSettings
 
 log = structlog.get_logger()
 
-#: What a pool has to do is looked at this often.
+#: Interval between evaluations of a pool's demand.
 LOOK_S = 2.0
-#: A decision that stays the same is written anew this often, so that it does not count as stale.
+#: Interval at which an unchanged decision is written again, so that it does not become stale.
 WRITE_S = 10.0
 
 
 class PoolScaling:
-    """The decisions about one pool, of the scheduler that leads."""
+    """Scaling decisions for one pool, by the leading scheduler."""
 
     def __init__(self, dispatch: Dispatch, pool: PoolId, settings: SchedulerSettings) -> None:
         self._dispatch = dispatch
@@ -35,11 +35,11 @@ class PoolScaling:
         self._written: Scaling | None = None
 
     def forget(self) -> None:
-        """Begin with what is on record: another scheduler may have led."""
+        """Drop the last decision and read the stored one, because another scheduler may have led."""
         self._decided = None
 
     async def look(self, waiting_tokens: Mapping[WorkerId, int], pauses: Pauses) -> None:
-        """Decide anew, and write it where it is news, or due.
+        """Decide the number of workers, and write the decision if it changed or its record is old.
 
         Raises:
             Fenced: a newer scheduler leads.

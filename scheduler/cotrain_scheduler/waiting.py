@@ -1,7 +1,7 @@
-"""The runs that can go on at one worker, by what they would do first. Pure; each change costs the same.
+"""Runnable runs of one worker, grouped by their first op. Pure; each change has constant cost.
 
-A choice for a cycle reads all runs that wait for something without tokens, since it takes them all, and of
-those that wait for a pass the ones it takes. So nothing here is read again for being there.
+The selection for a cycle reads all runs whose first op has no tokens, because it takes all of them. Of the runs
+with a pass it reads only those that it takes. So waiting alone costs nothing.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import TypeAlias
 from cotrain_store.messages.ids import RunId, TenantId
 from cotrain_store.messages.ops import PASSES, OpKind, RunQueue
 
-#: The runs of each tenant, in the order of their turns.
+#: Runs of each tenant, in round-robin order.
 ByTenant: TypeAlias = "dict[TenantId, dict[RunId, RunQueue]]"
 
 
 class Waiting:
-    """What waits for one worker."""
+    """Pending runs of one worker."""
 
     def __init__(self) -> None:
         self.passes: ByTenant = {}
-        """Runs whose first op is a pass, and so costs tokens."""
+        """Runs whose first op is a pass, which costs tokens."""
         self.free: ByTenant = {}
-        """Runs whose first op costs none."""
+        """Runs whose first op has no tokens."""
         self.saves: ByTenant = {}
-        """The like, whose first op is a save, which a worker does not always take."""
+        """Runs whose first op is a save, which a worker does not always accept."""
         self.changed: set[TenantId] = set()
-        """Tenants whose passes may be others than when the last cycle was planned."""
+        """Tenants whose passes may have changed since the last cycle was planned."""
 
     def __bool__(self) -> bool:
         return bool(self.passes or self.free or self.saves)
@@ -38,12 +38,12 @@ class Waiting:
                 yield from runs.values()
 
     def put(self, queue: RunQueue) -> None:
-        """Take a run that has ops; one that is here, and would do the like first, keeps its turn."""
+        """Add a run with ops; a run already in the same group keeps its turn."""
         self._group(queue).setdefault(queue.tenant, {})[queue.run] = queue
         self.changed.add(queue.tenant)
 
     def remove(self, queue: RunQueue) -> None:
-        """Take a run away, as it was put."""
+        """Remove a run, with the ops that it was added with."""
         group = self._group(queue)
         del group[queue.tenant][queue.run]
         if not group[queue.tenant]:
@@ -51,17 +51,17 @@ class Waiting:
         self.changed.add(queue.tenant)
 
     def replace(self, known: RunQueue, queue: RunQueue) -> None:
-        """Put a run as it is now."""
+        """Update a run."""
         if self._group(known) is not self._group(queue):
             self.remove(known)
         self.put(queue)
 
     def first_pass(self, tenant: TenantId) -> RunQueue | None:
-        """Return the run of a tenant that is next, of those with a pass."""
+        """Return the tenant's next run whose first op is a pass."""
         return next(iter(self.passes.get(tenant, {}).values()), None)
 
     def is_one_run(self, *, accepts_saves: bool) -> bool:
-        """Tell whether no more than one run can go on."""
+        """Return True if exactly one run can continue."""
         runs = 0
         for group in (self.passes, self.free, self.saves if accepts_saves else {}):
             for of_tenant in group.values():

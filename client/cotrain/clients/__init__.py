@@ -1,1 +1,1 @@
-"""The objects a user holds; they know what to ask, and leave how to `requests` and `transport`."""
+"""Client classes of the public API. They define the requests; `requests` and `transport` send them."""

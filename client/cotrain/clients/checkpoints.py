@@ -1,4 +1,4 @@
-"""The checkpoints of an account: bring one, list, copy, download and interpolate them."""
+"""Operations on the checkpoints of an account: upload, list, copy, download and interpolate."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from cotrain.wire.checkpoints import (
 from cotrain.wire.rest import Checkpoint, CheckpointsListResponse
 from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, UntypedAPIFuture
 
-# How many bytes went over the wire, and how many there are; 0 where it is not known.
+# Arguments: bytes transferred and the total, 0 if unknown.
 Progress = Callable[[int, int], None]
 
 PAGE = 100
-#: Names a server may have files written under: the folder may hold the caller's own work.
+#: File names that a server may write: the folder may contain other files of the caller.
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(?:json|safetensors|age)")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that was made elsewhere, and what it is to become here."""
+    """Adapter trained elsewhere, with the settings of its upload."""
 
     source: Path
     """A PEFT folder, or an archive of one."""
@@ -49,16 +49,16 @@ class Adapter:
 
 
 class Checkpoints:
-    """Calls about checkpoints as wholes, in no run's order."""
+    """Calls on whole checkpoints, outside the order of any run."""
 
     def __init__(self, transport: Transport, runs: Runs) -> None:
         self._transport = transport
         self._runs = runs
 
     async def upload(self, adapter: Adapter, progress: Progress | None = None) -> str:
-        """Send an adapter; returns the checkpoint's path once it is stored.
+        """Upload an adapter; returns the checkpoint's path once it is stored.
 
-        Raises OSError, APIError, or RequestFailed where the adapter does not fit its base model.
+        Raises OSError, APIError, or RequestFailed if the adapter does not fit its base model.
         """
         archive = archive_of(adapter.source)
         session_id, seq_id = await self._runs.reserve()
@@ -83,7 +83,7 @@ class Checkpoints:
         return answer.path
 
     async def list_all(self) -> list[Checkpoint]:
-        """List every checkpoint of the account, newest first. Raises APIError."""
+        """Return every checkpoint of the account, newest first. Raises APIError."""
         checkpoints: list[Checkpoint] = []
         while True:
             query = f"checkpoints?limit={PAGE}&offset={len(checkpoints)}"
@@ -95,7 +95,7 @@ class Checkpoints:
                 return checkpoints
 
     async def copy(self, path: str, ttl_seconds: int | None, token: str | None) -> str:
-        """Give a checkpoint to this session, under a run of its own; its new path. Raises APIError."""
+        """Copy a checkpoint to a new run of this session; returns the new path. Raises APIError."""
         session_id, seq_id = await self._runs.reserve()
         wanted = CopyWeightsRequest(
             source_path=path,
@@ -110,14 +110,14 @@ class Checkpoints:
     async def download(
         self, path: str, folder: Path, progress: Progress | None = None
     ) -> list[str]:
-        """Fetch a checkpoint's files into a folder, each of them whole or not at all; their names.
+        """Download a checkpoint's files to a folder, each one atomically; returns their names.
 
         Raises OSError or APIError.
         """
         where = f"{checkpoint_url(path)}/external_weights_urls"
         urls = (await self._transport.get(where, reader(ExternalWeightsUrlsResponse))).urls
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-        names = sorted(urls)  # the small configuration first: links do not live long
+        names = sorted(urls)  # the small configuration first, because links expire soon
         for name in names:
             if not FILE.fullmatch(name):
                 raise MalformedMessage(f"{name!r} is no name of a checkpoint's file")
@@ -130,7 +130,7 @@ class Checkpoints:
     async def download_archive(
         self, path: str, file: Path, progress: Progress | None = None
     ) -> None:
-        """Fetch all files of a checkpoint as one tar. Raises OSError or APIError."""
+        """Download all files of a checkpoint as one tar. Raises OSError or APIError."""
         link = await RestCalls(self._transport).archive_url(checkpoint_url(path))
         await asyncio.to_thread(file.parent.mkdir, parents=True, exist_ok=True)
         await self._transport.fetch(link.url, file, progress)
@@ -139,7 +139,7 @@ class Checkpoints:
 def interpolate(
     loop: BackgroundLoop, transport: Transport, wanted: InterpolateRequest
 ) -> Future[InterpolateResponse]:
-    """POST it at once; the future is accepted when the server has queued it."""
+    """Send an interpolation at once; the future is accepted when the server has queued it."""
 
     async def submit() -> str:
         path = "mint/checkpoints/interpolate"
@@ -155,6 +155,6 @@ def interpolate(
 
 
 def _of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:
-    """Report the bytes of file `i` as part of those of all files; 0 in all where a size is not known."""
+    """Report the bytes of file `i` as a part of all files; the total is 0 if any size is unknown."""
     total = sum(sizes) if all(sizes) else 0
     return lambda done, _: progress(sum(sizes[:i]) + done, total)

@@ -1,8 +1,8 @@
-"""A loss of the caller's own, written in torch over the log-probs that the server computes.
+"""A custom loss, written in torch over the log-probs that the server computes.
 
-The server runs a forward; here the loss is taken of its log-probs and differentiated by them; the
-server runs a backward of cross-entropy, `-sum(weight * logprob)`, with minus that derivative as its
-weights. By the chain rule its gradient is the loss's own. Torch is needed here, and only here.
+The server runs a forward. This client computes the loss of its log-probs and differentiates it. The
+server then runs a backward of cross-entropy, `-sum(weight * logprob)`, with the negated derivative as
+weights. By the chain rule, its gradient is that of the custom loss. Only this module needs torch.
 """
 
 from __future__ import annotations
@@ -18,37 +18,36 @@ from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import TensorData
 
 LossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, SupportsFloat]]]
-"""Of the datums and their log-probs (float32 tensors, of the shape of each datum's
-`target_tokens`): the loss, a tensor, and numbers to put among the metrics."""
+"""Maps the datums and their log-probs (float32 tensors, each with the shape of the datum's
+`target_tokens`) to the loss, a tensor, and a dict of numbers for the metrics."""
 
 TARGETS, WEIGHTS = "target_tokens", "weights"
 
-# Losses are taken one at a time, whatever clients they belong to: a caller's code need not expect to
-# run in two threads at once.
+# Custom losses of all clients run one at a time, so that user code need not be thread-safe.
 _one_at_a_time = threading.Lock()
 
 
 class CustomLoss:
-    """One use of a loss: on one batch, once."""
+    """One evaluation of a custom loss on one batch."""
 
     def __init__(self, data: Sequence[Datum], loss_fn: LossFn) -> None:
-        """Keep what the loss is of. Raises TorchMissing, or UnsupportedInput for what is no datum."""
+        """Store the batch and the loss. Raises TorchMissing, or UnsupportedInput for an invalid datum."""
         self._torch = _torch()
         self._data = datums_of(data)
         self._loss_fn = loss_fn
         self._metrics: dict[str, float] = {}
 
     def forward_data(self) -> list[Datum]:
-        """Give what the forward is of: only targets and weights, which are 0 where there are none.
+        """Return the datums of the forward: only targets and weights, with missing weights as zeros.
 
-        Raises UnsupportedInput where there is no datum, or one has no targets.
+        Raises UnsupportedInput if the batch is empty or a datum has no targets.
         """
         if not self._data:
             raise UnsupportedInput("a custom loss needs at least one datum")
         return [_forward_datum(index, datum) for index, datum in enumerate(self._data)]
 
     def datums(self, forward: ForwardBackwardOutput) -> list[Datum]:
-        """Take the loss, and give the backward's datums: minus its slopes as weights."""
+        """Compute the loss and return the backward's datums, with negated derivatives as weights."""
         rows = [
             output["logprobs"].to_torch().requires_grad_() for output in forward.loss_fn_outputs
         ]
@@ -63,13 +62,13 @@ class CustomLoss:
         ]
 
     def finish(self, backward: ForwardBackwardOutput) -> ForwardBackwardOutput:
-        """Give the backward's output the loss's own metrics; `surrogate_loss:sum` was its loss."""
+        """Merge the custom metrics into the backward's output, whose own loss becomes `surrogate_loss:sum`."""
         metrics = dict(backward.metrics)
         metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
         return backward.model_copy(update={"metrics": metrics | self._metrics})
 
     def _slope_of(self, row: Any) -> Any:
-        # A loss may leave a datum out.
+        # The loss may not depend on every datum.
         return self._torch.zeros_like(row) if row.grad is None else row.grad
 
 

@@ -1,6 +1,6 @@
-"""RestClient: what an account has, kept, used and changed. No session is opened for it.
+"""RestClient: runs, checkpoints, sessions, usage and webhook of an account. It opens no session.
 
-What a RestClient sends, and how it reads the answers.
+`RestCalls` sends the requests and parses the responses.
 """
 
 from __future__ import annotations
@@ -64,18 +64,19 @@ from cotrain.wire.usage import (
 
 Model = TypeVar("Model", bound=BaseModel)
 
-#: A server that is still drawing a timeline is asked again after this.
+#: Interval between requests for a timeline that the server is still drawing.
 TRACE_POLL_S = 5.0
-#: A link that expired longer ago is none: a login page is never to be kept. The clocks may differ by less.
+#: A link that expired longer ago than this is rejected, so that a login page is never saved as an archive.
+#: The clocks of client and server may differ by less.
 CLOCKS_DIFFER = timedelta(days=1)
 
 
 class Nothing(WireModel):
-    """The body of a POST that its URL says it all."""
+    """Empty request body."""
 
 
 class RestCalls:
-    """Calls in no run's order. All of them run on the client's own loop, and raise APIError."""
+    """Calls outside the order of any run. They run on the client's own loop and raise APIError."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -83,7 +84,7 @@ class RestCalls:
     async def get(
         self, path: str, model: type[Model], **query: str | int | date | list[str] | None
     ) -> Model:
-        """GET an answer; what is None is not asked for."""
+        """GET a resource. Query parameters that are None are left out."""
         asked = {name: _text(value) for name, value in query.items() if value is not None}
         return await self._transport.get(f"{path}?{urlencode(asked, doseq=True)}", reader(model))
 
@@ -94,45 +95,48 @@ class RestCalls:
         model: type[Model],
         headers: Mapping[str, str] | None = None,
     ) -> Model:
-        """POST a question and read its answer."""
+        """POST a message and parse the response."""
         return await self._transport.post(path, message, reader(model), headers)
 
     async def post_empty(self, path: str) -> None:
-        """POST to a URL that says it all."""
+        """POST an empty body."""
         await self._transport.post(path, Nothing(), acknowledged)
 
     async def put(self, path: str, message: BaseModel) -> None:
-        """PUT."""
+        """PUT a message; the response has no content."""
         await self._transport.put(path, message, acknowledged)
 
     async def put_for(self, path: str, message: BaseModel, model: type[Model]) -> Model:
-        """PUT something and read what it gives."""
+        """PUT a message and parse the response."""
         return await self._transport.put(path, message, reader(model))
 
     async def patch(self, path: str, message: BaseModel, model: type[Model]) -> Model:
-        """PATCH something and read what it is now."""
+        """PATCH a resource and parse its new state."""
         return await self._transport.patch(path, message, reader(model))
 
     async def delete(self, path: str) -> None:
-        """DELETE."""
+        """DELETE a resource."""
         await self._transport.delete(path)
 
     async def training_run_ids(self, limit: int, offset: int) -> list[str]:
-        """List the ids of one page of runs."""
+        """Return the ids of one page of runs."""
         page = await self.get("training_runs", TrainingRunsResponse, limit=limit, offset=offset)
         return [run.training_run_id for run in page.training_runs]
 
     async def copy(self, wanted: CopyWeightsRequest) -> str:
-        """Copy a checkpoint; one key for all attempts, so that what is asked for again is one copy."""
+        """Copy a checkpoint. All attempts send the same idempotency key, so a retry makes no second copy."""
         once = {"X-Idempotency-Key": str(uuid.uuid4())}
         return (await self.post("copy_weights", wanted, CopyWeightsResponse, once)).tinker_path
 
     async def archive_url(self, checkpoint: str) -> CheckpointArchiveUrlResponse:
-        """Ask where the tar of a checkpoint is: the server answers by sending us there."""
+        """Return the URL of the tar of a checkpoint; the server sends it as a redirect."""
         return await self._transport.get(f"{checkpoint}/archive", _archive_link)
 
     async def trace_url(self, session_id: str) -> str:
-        """Wait for a session's timeline. Raises RequestFailed where there is none to draw."""
+        """Poll until a session's timeline is drawn, and return its URL.
+
+        Raises RequestFailed if the session has no timeline.
+        """
         path = url_of("sessions", session_id, "trace_export")
         while (answer := await self.get(path, TraceExportResponse)).status == "pending":
             await self._transport.sleep(TRACE_POLL_S)
@@ -141,7 +145,7 @@ class RestCalls:
         return answer.url
 
     async def whoami(self) -> WhoamiResponse:
-        """Read whose the key is in a token that stands for it."""
+        """Return the owner of the API key, from a token that the server issues for it."""
         token = await self.post("auth/token", Nothing(), AuthTokenResponse)
         claims = _claims(token.jwt)
         return WhoamiResponse(
@@ -152,12 +156,12 @@ class RestCalls:
 
 
 def url_of(*parts: str) -> str:
-    """Join parts that may hold any character to a URL's path."""
+    """Return a URL path of parts that may contain any character."""
     return "/".join(quote(part, safe="") for part in parts)
 
 
 def checkpoint_url(tinker_path: str) -> str:
-    """Write a checkpoint's path as the URL it has. Raises ValueError where it is none."""
+    """Return the URL path of a checkpoint. Raises ValueError if `tinker_path` is malformed."""
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
     return url_of(
         "training_runs", parsed.training_run_id, "checkpoints", *parsed.checkpoint_id.split("/")
@@ -165,7 +169,7 @@ def checkpoint_url(tinker_path: str) -> str:
 
 
 def _archive_link(response: httpx.Response) -> CheckpointArchiveUrlResponse:
-    """Read where the server sends us. Raises MalformedMessage for where a login page would."""
+    """Parse a redirect to an archive. Raises MalformedMessage for a redirect to a login page."""
     try:
         expires = parsedate_to_datetime(response.headers["Expires"])
         link = CheckpointArchiveUrlResponse(url=response.headers["Location"], expires=expires)
@@ -183,7 +187,7 @@ def _text(value: str | int | date | list[str]) -> str | list[str]:
 
 
 def _claims(jwt: str) -> dict[str, Any]:
-    """Read a token without checking it: it came straight from the server that made it."""
+    """Parse a token without verifying it: it comes directly from the server that issued it."""
     try:
         content = jwt.split(".")[1]
         claims: dict[str, Any] = json.loads(urlsafe_b64decode(content + "=" * (-len(content) % 4)))
@@ -198,13 +202,16 @@ AuditedResource = Literal["all", "checkpoints", "projects", "teams", "organizati
 
 
 class RestClient:
-    """Lists and changes what an account has; from any thread or event loop, with nothing to close.
+    """Client that lists and changes the resources of an account.
 
-    Every method asks at once and returns a `Future`: `.result()` blocks for the answer, `await` gives
-    it. Each is also there as `…_async`, which is the same method. What the server refuses is an
-    APIStatusError (NotFoundError where there is no such thing, or it is not yours), and a path
-    that is none a ValueError. `service.create_rest_client()` makes one of a ServiceClient; alone it
-    takes the server and key that ServiceClient would. Times are UTC, sizes bytes, lists newest first.
+    It works from any thread or event loop and need not be closed. Every method sends its request at
+    once and returns a `Future`: `.result()` blocks for the response, `await` returns it. Each method
+    has an alias `…_async`, which is the same method.
+
+    A rejected request raises APIStatusError (NotFoundError if the resource does not exist or belongs to
+    another tenant). A malformed path raises ValueError. `service.create_rest_client()` makes a
+    client that shares the connection of a ServiceClient. Created directly, it uses the same base URL and
+    key defaults as ServiceClient. Times are UTC, sizes bytes, lists newest first.
     """
 
     def __init__(
@@ -226,11 +233,11 @@ class RestClient:
     # ---- Server and key --------------------------------------------------------------------------
 
     def get_server_capabilities(self) -> Future[GetServerCapabilitiesResponse]:
-        """Ask which base models the server holds."""
+        """Return the base models of the server."""
         return self._get("get_server_capabilities", GetServerCapabilitiesResponse)
 
     def whoami(self) -> Future[WhoamiResponse]:
-        """Ask whose the API key is."""
+        """Return the owner of the API key."""
         return self._start(self._calls.whoami())
 
     # ---- Runs ------------------------------------------------------------------------------------
@@ -245,9 +252,9 @@ class RestClient:
         tags: Sequence[str] = (),
         text: str | None = None,
     ) -> Future[TrainingRunsResponse]:
-        """List one page of runs; `.cursor.total_count` says how many there are.
+        """Return one page of runs; `.cursor.total_count` is the length of the whole list.
 
-        With `tags`, those that have all of them; with `text`, those whose note or tags hold its words.
+        `tags` keeps runs that have all of these tags. `text` keeps runs with its words in note or tags.
         """
         query: dict[str, str | list[str] | None] = {
             "access_scope": access_scope,
@@ -258,20 +265,20 @@ class RestClient:
         return self._get("training_runs", TrainingRunsResponse, limit=limit, offset=offset, **query)
 
     def list_training_run_ids(self, limit: int = 20, offset: int = 0) -> Future[list[str]]:
-        """List the ids of one page of runs."""
+        """Return the ids of one page of runs."""
         return self._start(self._calls.training_run_ids(limit, offset))
 
     def get_training_run(
         self, training_run_id: str, access_scope: AccessScope = "owned"
     ) -> Future[TrainingRun]:
-        """Ask about one run; `accessible` also finds runs of others that published a checkpoint."""
+        """Return one run; scope `accessible` includes other tenants' runs with a published checkpoint."""
         path = url_of("training_runs", training_run_id)
         return self._get(path, TrainingRun, access_scope=access_scope)
 
     def update_training_run(
         self, training_run_id: str, *, note: str | None = None, tags: Sequence[str] | None = None
     ) -> Future[TrainingRun]:
-        """Write a run's note or its tags, which lists and searches find it by; None: they stay."""
+        """Update the note or the tags of a run, by which lists and searches find it; None keeps a field."""
         changes = UpdateTrainingRunRequest(note=note, tags=None if tags is None else list(tags))
         path = url_of("training_runs", training_run_id)
         return self._start(self._calls.patch(path, changes, TrainingRun))
@@ -279,74 +286,74 @@ class RestClient:
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
     ) -> Future[TrainingRun]:
-        """Ask about the run that made a checkpoint."""
+        """Return the run that saved a checkpoint."""
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         return self.get_training_run(parsed.training_run_id, access_scope)
 
     def get_training_run_history(
         self, training_run_id: str, after_step: int = -1
     ) -> Future[TrainingRunHistory]:
-        """Ask for losses, gradient norms and learning rates of a run, those after a step."""
+        """Return losses, gradient norms and learning rates of a run, for steps after `after_step`."""
         path = url_of("training_runs", training_run_id, "history")
         return self._get(path, TrainingRunHistory, after_step=after_step)
 
     # ---- Checkpoints -----------------------------------------------------------------------------
 
     def list_checkpoints(self, training_run_id: str) -> Future[CheckpointsListResponse]:
-        """List all checkpoints of one run."""
+        """Return all checkpoints of one run."""
         path = url_of("training_runs", training_run_id, "checkpoints")
         return self._get(path, CheckpointsListResponse)
 
     def list_user_checkpoints(
         self, limit: int = 100, offset: int = 0
     ) -> Future[CheckpointsListResponse]:
-        """List one page of the checkpoints of all runs."""
+        """Return one page of the checkpoints of all runs."""
         return self._get("checkpoints", CheckpointsListResponse, limit=limit, offset=offset)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Future[WeightsInfoResponse]:
-        """Ask what a run must be like to load a checkpoint."""
+        """Return the base model and LoRA settings that a run needs to load a checkpoint."""
         wanted = WeightsInfoRequest(tinker_path=tinker_path)
         return self._start(self._calls.post("weights_info", wanted, WeightsInfoResponse))
 
     def get_external_weights_urls(self, tinker_path: str) -> Future[ExternalWeightsUrlsResponse]:
-        """Get a link to each file of a checkpoint; for some minutes it opens without a key."""
+        """Return a link to each file of a checkpoint; the links need no key and expire after minutes."""
         path = f"{checkpoint_url(tinker_path)}/external_weights_urls"
         return self._get(path, ExternalWeightsUrlsResponse)
 
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> Future[CheckpointArchiveUrlResponse]:
-        """Get a link to a tar of a checkpoint's files; `checkpoint_id` is `<kind>/<name>`."""
+        """Return a link to a tar of a checkpoint's files; `checkpoint_id` is `<kind>/<name>`."""
         path = checkpoint_url(f"tinker://{training_run_id}/{checkpoint_id}")
         return self._start(self._calls.archive_url(path))
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
     ) -> Future[CheckpointArchiveUrlResponse]:
-        """Get a link to a tar of a checkpoint's files."""
+        """Return a link to a tar of a checkpoint's files."""
         return self._start(self._calls.archive_url(checkpoint_url(tinker_path)))
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Future[None]:
-        """Delete a checkpoint; what was loaded from it stays. `checkpoint_id` is `<kind>/<name>`."""
+        """Delete a checkpoint; runs loaded from it keep their weights. `checkpoint_id` is `<kind>/<name>`."""
         path = f"tinker://{training_run_id}/{checkpoint_id}"
         return self.delete_checkpoint_from_tinker_path(path)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        """Delete a checkpoint; what was loaded from it stays."""
+        """Delete a checkpoint; runs loaded from it keep their weights."""
         return self._start(self._calls.delete(checkpoint_url(tinker_path)))
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        """Let every tenant of the server read a checkpoint."""
+        """Publish a checkpoint: every tenant of the server may read it."""
         return self._start(self._calls.post_empty(f"{checkpoint_url(tinker_path)}/publish"))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        """Keep a checkpoint to yourself again."""
+        """Make a published checkpoint private again."""
         return self._start(self._calls.delete(f"{checkpoint_url(tinker_path)}/publish"))
 
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
     ) -> Future[None]:
-        """Let a checkpoint expire so many seconds from now; None: never."""
+        """Set the expiry of a checkpoint, in seconds from now; None removes it."""
         path = f"{checkpoint_url(tinker_path)}/ttl"
         return self._start(self._calls.put(path, CheckpointTtlRequest(ttl_seconds=ttl_seconds)))
 
@@ -358,10 +365,10 @@ class RestClient:
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
     ) -> Future[str]:
-        """Give a checkpoint to a project, under a new run that cannot be trained on; its new path.
+        """Copy a checkpoint to a project and return the new path. The copy's run cannot be trained.
 
-        The bytes are shared. `weights_access_token` is a key of the tenant that owns the checkpoint,
-        where that is another one.
+        Both copies share the stored bytes. `weights_access_token` is an API key of the tenant that owns
+        the checkpoint, if that is another tenant.
         """
         wanted = CopyWeightsRequest(
             source_path=path,
@@ -376,35 +383,35 @@ class RestClient:
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> Future[ListSessionsResponse]:
-        """List the ids of one page of sessions."""
+        """Return the ids of one page of sessions."""
         query = {"limit": limit, "offset": offset, "access_scope": access_scope}
         return self._get("sessions", ListSessionsResponse, **query)
 
     def get_session(
         self, session_id: str, access_scope: AccessScope = "owned"
     ) -> Future[GetSessionResponse]:
-        """Ask about one session: its runs and samplers."""
+        """Return the runs and samplers of a session."""
         path = url_of("sessions", session_id)
         return self._get(path, GetSessionResponse, access_scope=access_scope)
 
     def search_sessions(self, request: SessionSearchRequest) -> Future[SessionSearchResponse]:
-        """Search sessions; pass `next_cursor` of an answer as `cursor` for its next page."""
+        """Search sessions; pass `next_cursor` of a result as `cursor` to get its next page."""
         return self._start(self._calls.post("sessions/search", request, SessionSearchResponse))
 
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
-        """Move a session to a project; a project is a name, and exists by being given."""
+        """Move a session to a project. A project is only a name and needs no creation."""
         path = url_of("sessions", session_id, "project")
         return self._start(self._calls.put(path, AssignProjectRequest(project_id=project_id)))
 
     def export_session_trace(self, session_id: str) -> Future[str]:
-        """Get a link to a session's timeline, for Perfetto or chrome://tracing.
+        """Return a link to a session's timeline, for Perfetto or chrome://tracing.
 
-        The future raises RequestFailed where the server keeps none of its cycles any more.
+        The future raises RequestFailed if the server has no cycles of the session any longer.
         """
         return self._start(self._calls.trace_url(session_id))
 
     def get_sampler(self, sampler_id: str) -> Future[GetSamplerResponse]:
-        """Ask what a sampler samples from."""
+        """Return the base model and weights of a sampler."""
         return self._get(url_of("samplers", sampler_id), GetSamplerResponse)
 
     # ---- Usage and audit -------------------------------------------------------------------------
@@ -412,38 +419,38 @@ class RestClient:
     def get_usage(
         self, starting_on: datetime | None = None, ending_before: datetime | None = None
     ) -> Future[UsageResponse]:
-        """Ask what each run and sampler used; without limits, of all that the server remembers."""
+        """Return the usage of each run and sampler; without limits, of the server's whole record."""
         window = {"starting_on": starting_on, "ending_before": ending_before}
         return self._get("usage", UsageResponse, **window)
 
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> Future[BillingUsageResponse]:
-        """Ask what was used by hour and session, as hosted services bill it; here without prices."""
+        """Return usage by hour and session, in the billing format of hosted services but without prices."""
         window = {"starting_on": starting_on, "ending_before": ending_before}
         return self._get("billing/usage/events", BillingUsageResponse, **window)
 
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> Future[StorageResponse]:
-        """Ask how many bytes the checkpoints of each project hold now."""
+        """Return the current checkpoint bytes of each project."""
         path = "billing/usage/checkpoints/current"
         return self._get(path, StorageResponse, project_id=project_id)
 
     def get_audit_log(
         self, event_type: AuditedResource = "all", day: date | None = None
     ) -> Future[AuditLogResponse]:
-        """Ask what was changed or taken away on one day (UTC; None: today), oldest first."""
+        """Return the audit log of one day (UTC; None means today), oldest first."""
         return self._get("audit", AuditLogResponse, event_type=event_type, day=day)
 
     # ---- Webhook ---------------------------------------------------------------------------------
 
     def set_webhook(self, url: str) -> Future[NewWebhook]:
-        """Send this account's events to an address; gives the secret they are signed with, once."""
+        """Set the URL that receives this account's events; returns the signing secret, only once."""
         return self._start(self._calls.put_for("webhook", SetWebhookRequest(url=url), NewWebhook))
 
     def get_webhook(self) -> Future[Webhook]:
-        """Ask where events go, and what became of them."""
+        """Return the webhook's URL and the state of its deliveries."""
         return self._get("webhook", Webhook)
 
     def test_webhook(self) -> Future[WebhookTest]:
@@ -451,10 +458,10 @@ class RestClient:
         return self._start(self._calls.post("webhook/test", Nothing(), WebhookTest))
 
     def remove_webhook(self) -> Future[None]:
-        """Send no more events."""
+        """Remove the webhook; no further events are sent."""
         return self._start(self._calls.delete("webhook"))
 
-    # ---- The same, as code for an event loop names them ------------------------------------------
+    # ---- Aliases with the names of the asynchronous API -------------------------------------------
 
     get_server_capabilities_async = get_server_capabilities
     whoami_async = whoami

@@ -1,4 +1,4 @@
-"""Makes the runs of one session: fresh ones, and ones that go on from a checkpoint."""
+"""Factory of the runs of one session: new runs, and runs that continue from a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from cotrain.wire.runs import (
 
 
 class Made(WireModel):
-    """The result of what makes a run."""
+    """Result of a request that creates a run."""
 
     model_id: str
 
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint that a run starts from."""
+    """Checkpoint that a run starts from."""
 
     path: str
     base_model: str | None
-    """The checkpoint's, or nothing."""
+    """Base model of the checkpoint, or None."""
     user_metadata: dict[str, Any] | None
-    """Of the run."""
+    """Metadata of the new run."""
     weights_access_token: str | None = field(repr=False)
-    """A key of the tenant that owns the checkpoint, where that is another one."""
+    """API key of the tenant that owns the checkpoint, if that is another tenant."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What lists and searches find a run by."""
+    """Note and tags of a run, used by lists and searches."""
 
     note: str | None = None
     tags: list[str] | None = None
 
 
 class Runs:
-    """Makes the runs of a session, and numbers them in the order they are asked for."""
+    """Factory of the runs of a session; numbers them in the order of the calls."""
 
     def __init__(self, connection: Connection, session: Session, samplers: Samplers) -> None:
         self._connection = connection
@@ -64,8 +64,8 @@ class Runs:
         self._seq_ids = itertools.count()
 
     async def reserve(self) -> tuple[str, int]:
-        """Take the next place for a run: `session_id` and `model_seq_id`."""
-        await self._connection.config()  # first: it shows whether this is a server to talk to
+        """Return the `session_id` and the next `model_seq_id`."""
+        await self._connection.config()  # first, because it checks that this is a compatible server
         return await self._session.id(), next(self._seq_ids)
 
     async def create(
@@ -75,7 +75,7 @@ class Runs:
         user_metadata: dict[str, Any] | None,
         labels: Labels,
     ) -> TrainingClient:
-        """Start a run with a fresh adapter. Raises RequestFailed or APIError."""
+        """Create a run with a new adapter. Raises RequestFailed or APIError."""
         session_id, seq_id = await self.reserve()
         request = CreateModelRequest(
             session_id=session_id,
@@ -89,7 +89,7 @@ class Runs:
         return self._client(await self._made("create_model", request), base_model)
 
     async def load(self, start: Start, *, optimizer: bool) -> TrainingClient:
-        """Start a run with what a checkpoint holds. Raises RequestFailed or APIError."""
+        """Create a run with the state of a checkpoint. Raises RequestFailed or APIError."""
         session_id, seq_id = await self.reserve()
         request = CreateFromWeightsRequest(
             session_id=session_id,

@@ -1,8 +1,7 @@
-"""SamplingClient: continues prompts, and scores them, with weights that never change.
+"""SamplingClient: continues and scores prompts with weights that never change.
 
-Which sampler to sample from, as a string that may be passed to other processes and machines.
-
-Makes the sampling clients of one session.
+`SamplerHandle` identifies a sampler as a string for other processes. `Samplers` creates the sampling
+clients of one session.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from cotrain.wire.tensors import TensorData
 
 
 class SamplerHandle(WireModel):
-    """A sampler of a server. It opens nothing: to use it takes a key of the sampler's tenant."""
+    """Identifier of a sampler on a server. It contains no key; using it requires a key of the tenant."""
 
     base_url: str
     sampler_id: str
@@ -53,12 +52,12 @@ class SamplerHandle(WireModel):
     polls_in_batches: bool
 
     def text(self) -> str:
-        """Write it as letters, digits, `-`, `_` and `=`."""
+        """Return the handle as letters, digits, `-`, `_` and `=`."""
         return urlsafe_b64encode(self.model_dump_json().encode()).decode()
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Read it. Raises ValueError for what is none."""
+        """Parse a handle. Raises ValueError if `text` is malformed."""
         try:
             return cls.model_validate_json(urlsafe_b64decode(text))
         except ValueError as error:
@@ -72,14 +71,14 @@ log = logging.getLogger("cotrain")
 
 EXPIRED = 410  # Gone
 ATTEMPTS = 5
-"""A sample whose result the server no longer keeps is sent again, up to so many times in all."""
+"""Maximum number of requests for one sample whose result expires on the server before it is read."""
 
 
 class SamplingClient:
-    """Samples from one sampler: saved weights, or a base model, as they were when it was made.
+    """Client of one sampler: saved weights, or a base model, as they were when it was created.
 
-    Use it from any thread or event loop. It may be pickled, to sample from other processes; the
-    pickle holds the API key.
+    It works from any thread or event loop. It can be pickled to sample from other processes; the pickle
+    contains the API key.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class SamplingClient:
 
     @property
     def sampler_id(self) -> str:
-        """The sampler's id on the server."""
+        """Id of the sampler on the server."""
         return self._sampler_id
 
     @override
@@ -111,7 +110,7 @@ class SamplingClient:
         return f"<SamplingClient of sampler {self._sampler_id}, {at}>"
 
     def result(self, timeout: float | None = None) -> Self:
-        """Give this client, which is there: programs for the hosted SDK await it, or ask for it."""
+        """Return this client. Programs for the hosted SDK call `result` or await the client."""
         return self
 
     def __await__(self) -> Generator[None, None, Self]:
@@ -131,11 +130,11 @@ class SamplingClient:
         *,
         prompt_logprobs_last_n: int | None = None,
     ) -> Future[SampleResponse]:
-        """Continue a prompt `num_samples` times.
+        """Sample `num_samples` continuations of a prompt.
 
-        A busy server is waited for, as long as it takes. A task that is cancelled while it awaits
-        the future, alone, cancels the sample on the server. `target_prompt_logprobs` (int64
-        `[len(prompt) - 1, K]`) scores other tokens at prompt positions, -1 none.
+        If the server is busy, the request is retried without a time limit. Cancelling the only task that awaits the
+        future cancels the sample on the server. Other tokens are scored at the prompt positions of
+        `target_prompt_logprobs` (int64 `[len(prompt) - 1, K]`); -1 means none.
         """
         request = SampleRequest(
             sampling_session_id=self._sampler_id,
@@ -156,9 +155,9 @@ class SamplingClient:
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> Future[list[float | None]]:
-        """Compute the log-prob of every prompt token, or of the last N; None for the others.
+        """Compute the log-probs of all prompt tokens, or of the last N; None for the others.
 
-        The first token has none: nothing comes before it.
+        The first token has no log-prob, because no token precedes it.
         """
         request = SampleRequest(
             sampling_session_id=self._sampler_id,
@@ -173,11 +172,11 @@ class SamplingClient:
     compute_logprobs_async = submitted(compute_logprobs)
 
     def get_base_model(self) -> str:
-        """Name the base model, without a call of the server."""
+        """Return the name of the base model, without a call of the server."""
         return self._base_model
 
     async def get_base_model_async(self) -> str:
-        """Name the base model, without a call of the server."""
+        """Return the name of the base model, without a call of the server."""
         return self._base_model
 
     def get_tokenizer(self) -> Any:
@@ -185,7 +184,7 @@ class SamplingClient:
         return load_tokenizer(self._connection, self._base_model)
 
     def get_sampler_handle(self) -> str:
-        """Write down which sampler this is, for other processes; unlike a pickle it holds no key."""
+        """Return a handle of this sampler for other processes; unlike a pickle it contains no key."""
         handle = SamplerHandle(
             base_url=self._connection.settings.base_url,
             sampler_id=self._sampler_id,
@@ -196,9 +195,9 @@ class SamplingClient:
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
-        """Sample from the sampler of a handle; without `api_key`, with `COTRAIN_API_KEY`.
+        """Create a client for the sampler of a handle; `api_key` defaults to `COTRAIN_API_KEY`.
 
-        Raises ValueError for what is no handle, or SettingsMissing.
+        Raises ValueError for a malformed handle, or SettingsMissing.
         """
         read = SamplerHandle.of(handle)
         settings = client_settings(read.base_url, api_key)
@@ -235,7 +234,7 @@ class SamplingClient:
             future = await asyncio.wrap_future(accepted)
         except asyncio.CancelledError:
             if not accepted.cancelled() and accepted.exception() is None:
-                # Accepted at the very moment it was given up.
+                # Accepted at the moment of the cancellation.
                 await self._requests.cancel(accepted.result().request_id)
             raise
         for _ in range(ATTEMPTS - 1):
@@ -261,7 +260,7 @@ class SamplingClient:
             self._completions.retrieved(future.request_id)
         return _with_sequence_ids(response, future.sample_sequence_ids)
 
-    if not TYPE_CHECKING:  # a type checker is to know every attribute, and so every mistake
+    if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
 
         def __getattr__(self, name: str) -> NoReturn:
             raise absent(self, name)
@@ -270,7 +269,7 @@ class SamplingClient:
 def _clone(
     settings: ClientSettings, sampler_id: str, base_model: str, polls_in_batches: bool
 ) -> SamplingClient:
-    """Make a client that shares a sampler with others and the numbers of its requests with none."""
+    """Return a new client of an existing sampler. Its sequence ids differ from those of other clients."""
     connection = shared_connection(settings)
     return SamplingClient(
         connection,
@@ -282,7 +281,7 @@ def _clone(
 
 
 def _with_sequence_ids(response: SampleResponse, ids: list[str] | None) -> SampleResponse:
-    """Name the sequences as the server named them when it accepted their request."""
+    """Set the sequence ids that the server assigned when it accepted the request."""
     if ids is None:
         return response
     named = [
@@ -293,7 +292,7 @@ def _with_sequence_ids(response: SampleResponse, ids: list[str] | None) -> Sampl
 
 
 def _copied(prompt: Any) -> ModelInput:
-    """Copy a prompt, so that what the caller changes afterwards changes nothing."""
+    """Copy a prompt, so that later changes by the caller have no effect."""
     if not isinstance(prompt, ModelInput):
         message = "prompt must be a ModelInput, such as ModelInput.from_ints(tokens)"
         raise UnsupportedInput(f"{message}, not a {type(prompt).__name__}")
@@ -307,7 +306,7 @@ def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
 
 
 class Samplers:
-    """Makes the samplers of a session, and numbers them in the order they are asked for."""
+    """Factory of the samplers of a session; numbers them in the order of the calls."""
 
     def __init__(self, connection: Connection, session: Session) -> None:
         self._connection = connection
@@ -315,13 +314,13 @@ class Samplers:
         self._seq_ids = itertools.count()
 
     def reserve(self) -> int:
-        """Take the next `sampling_session_seq_id`."""
+        """Return the next `sampling_session_seq_id`."""
         return next(self._seq_ids)
 
     async def create(
         self, *, model_path: str | None = None, base_model: str | None = None
     ) -> SamplingClient:
-        """Make a sampler of saved weights, or of a base model. Raises APIError."""
+        """Create a sampler of saved weights, or of a base model. Raises APIError."""
         request = CreateSamplingSessionRequest(
             session_id=await self._session.id(),
             sampling_session_seq_id=self.reserve(),
@@ -337,7 +336,7 @@ class Samplers:
         return await self.client(sampler_id, base_model)
 
     async def client(self, sampler_id: str, base_model: str) -> SamplingClient:
-        """Make the client of a sampler that exists."""
+        """Return the client of an existing sampler."""
         config = await self._connection.config()
         return SamplingClient(
             self._connection,

@@ -1,4 +1,4 @@
-"""ServiceClient: the door to one server."""
+"""ServiceClient: entry point to one server."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from cotrain.wire.sessions import GetServerCapabilitiesResponse
 
 
 class ServiceClient:
-    """Creates training and sampling clients. Use it from any thread or event loop, and close it when done.
+    """Factory of training and sampling clients. Use it from any thread or event loop, and close it when done.
 
-    Without `base_url` and `api_key` it takes `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. `user_metadata`,
-    `project_id` and `display_name` are what its session is found by. `policy` says for how long a
-    server that does not answer is tried again. `network` replaces the network, for tests.
+    `base_url` and `api_key` default to `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. Sessions can be searched by
+    `user_metadata`, `project_id` and `display_name`. `policy` limits the retries of a server that does not
+    answer. `network` replaces the network, for tests.
     """
 
     @hosted("default_headers_overrides")
@@ -75,12 +75,12 @@ class ServiceClient:
         note: str | None = None,
         tags: Sequence[str] = (),
     ) -> TrainingClient:
-        """Start a run: a fresh adapter on a base model, 0 where it ends, so that it changes nothing yet.
+        """Create a run: a new adapter on a base model. Its output matrix is zero, so it changes nothing yet.
 
-        What it adds to a weight is scaled by `alpha / rank`; the only dropout is 0. Lists, searches and the
-        dashboard find it by its note (2,000 characters at most) and its tags (16 of 64 at most). Waits until
-        the server has made it. Raises RequestFailed, APIError, or ValidationError for another dropout, or a
-        note or tag that is too long.
+        The adapter's output is scaled by `alpha / rank`. The only accepted dropout is 0. Lists, searches and the
+        dashboard find the run by its note (at most 2,000 characters) and tags (at most 16, each at most 64
+        characters). Waits until the server has created the run. Raises RequestFailed, APIError, or
+        ValidationError for another dropout or a note or tag that is too long.
         """
         lora = LoraConfig(
             rank=rank,
@@ -106,11 +106,11 @@ class ServiceClient:
         user_metadata: dict[str, Any] | None = None,
         weights_access_token: str | None = None,
     ) -> TrainingClient:
-        """Start a run with the weights of a checkpoint and a new optimizer.
+        """Create a run with the weights of a checkpoint and a new optimizer state.
 
-        `base_model`, if given, must be the checkpoint's. `weights_access_token` is a key of the tenant
-        that owns the checkpoint, where that is another one. Waits until the server has made the run.
-        Raises RequestFailed, or NotFoundError where there is no such checkpoint.
+        `base_model`, if passed, must be the checkpoint's. `weights_access_token` is an API key of the tenant
+        that owns the checkpoint, if that is another tenant. Waits until the server has created the run.
+        Raises RequestFailed, or NotFoundError if the checkpoint does not exist.
         """
         start = Start(path, base_model, user_metadata, weights_access_token)
         return await self._runs.load(start, optimizer=False)
@@ -126,7 +126,7 @@ class ServiceClient:
         user_metadata: dict[str, Any] | None = None,
         weights_access_token: str | None = None,
     ) -> TrainingClient:
-        """Start a run that goes on where a checkpoint was saved, with its optimizer's state."""
+        """Create a run that continues where a checkpoint was saved, including the optimizer state."""
         start = Start(path, base_model, user_metadata, weights_access_token)
         return await self._runs.load(start, optimizer=True)
 
@@ -139,20 +139,20 @@ class ServiceClient:
     async def _create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None
     ) -> SamplingClient:
-        """Sample from weights that were saved (`tinker://…`), or from a base model as it is.
+        """Create a sampler of saved weights (`tinker://…`), or of an unchanged base model.
 
-        Raises NotFoundError where there are no such weights, or they are not yours.
+        Raises NotFoundError if the weights do not exist or belong to another tenant.
         """
         return await self._samplers.create(model_path=model_path, base_model=base_model)
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
 
     def create_rest_client(self) -> RestClient:
-        """Make a client for lists, checkpoints and usage; it opens no session and calls no server yet."""
+        """Return a client for lists, checkpoints and usage. It opens no session and sends nothing yet."""
         return RestClient(self._connection)
 
     async def _get_server_capabilities(self) -> GetServerCapabilitiesResponse:
-        """Ask which base models the server holds."""
+        """Return the base models of the server."""
         return await self._transport.get(
             "get_server_capabilities", reader(GetServerCapabilitiesResponse)
         )
@@ -169,13 +169,13 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None = None,
         progress: Progress | None = None,
     ) -> str:
-        """Bring a LoRA adapter that was made elsewhere; returns its path here.
+        """Upload a LoRA adapter trained elsewhere; returns the path of the new checkpoint.
 
-        `source` is what PEFT saved: a folder with `adapter_config.json` and
+        `source` is a PEFT adapter: a folder with `adapter_config.json` and
         `adapter_model.safetensors`, or a tar of it (plain or gzip). Waits until it is stored. Raises
-        BadRequestError where its files cannot be taken, RequestFailed where they do not fit the base
-        model; both say what to change. `progress` is called, on the client's thread, with the bytes sent and
-        with how many there are.
+        BadRequestError if its files cannot be read, and RequestFailed if they do not fit the base
+        model; both messages name the remedy. The client's thread calls `progress` with the bytes sent and the
+        total.
         """
         adapter = Adapter(Path(source), base_model, name, ttl_seconds, user_metadata)
         return await self._checkpoints.upload(adapter, progress)
@@ -183,13 +183,13 @@ class ServiceClient:
     upload_checkpoint, upload_checkpoint_async = both_ways(_upload_checkpoint)
 
     async def _list_checkpoints(self) -> list[Checkpoint]:
-        """List your checkpoints, newest first."""
+        """Return the checkpoints of the account, newest first."""
         return await self._checkpoints.list_all()
 
     list_checkpoints, list_checkpoints_async = both_ways(_list_checkpoints)
 
     async def _delete_checkpoint(self, path: str) -> None:
-        """Delete a checkpoint. What was loaded from it stays."""
+        """Delete a checkpoint; runs loaded from it keep their weights."""
         await self._transport.delete(checkpoint_url(path))
 
     delete_checkpoint, delete_checkpoint_async = both_ways(_delete_checkpoint)
@@ -197,11 +197,11 @@ class ServiceClient:
     async def _download_checkpoint(
         self, path: str, folder: str | Path, progress: Progress | None = None
     ) -> list[str]:
-        """Write a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
+        """Download a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
 
-        Returns the names of its files. One that broke off is gone on with by the next call. `progress`
-        is called, on the client's thread, with the bytes that are here and with how many there are in
-        all files; 0 where the server does not say.
+        Returns the file names. The next call resumes an interrupted download. The client's thread calls
+        `progress` with the bytes downloaded and the total of all files, or 0 if the server does not send
+        a size.
         """
         return await self._checkpoints.download(path, Path(folder), progress)
 
@@ -210,7 +210,7 @@ class ServiceClient:
     async def _download_checkpoint_archive(
         self, path: str, file: str | Path, progress: Progress | None = None
     ) -> None:
-        """Write all files of a checkpoint to one tar. `progress` is as for `download_checkpoint`."""
+        """Download all files of a checkpoint as one tar. `progress` is as for `download_checkpoint`."""
         await self._checkpoints.download_archive(path, Path(file), progress)
 
     download_checkpoint_archive, download_checkpoint_archive_async = both_ways(
@@ -224,9 +224,9 @@ class ServiceClient:
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
     ) -> Future[str]:
-        """Give a checkpoint to this session, under a new run that cannot be trained on; its new path.
+        """Copy a checkpoint to this session and return the new path. The copy's run cannot be trained.
 
-        The bytes are shared. `weights_access_token` is as for `create_training_client_from_state`.
+        Both copies share the stored bytes. `weights_access_token` is as for `create_training_client_from_state`.
         """
         copied = self._loop.start(self._checkpoints.copy(path, ttl_seconds, weights_access_token))
         return Future(copied, copied, what=f"a copy of {path}")
@@ -239,9 +239,9 @@ class ServiceClient:
         coefficients: Sequence[float],
         output_path: str | None = None,
     ) -> Future[InterpolateResponse]:
-        """Make sampler weights whose change of the base model is `sum coefficient * change`, exactly.
+        """Create sampler weights whose change of the base model is exactly `sum coefficient * change`.
 
-        `output_path` is the plain name of the new weights; the result says their path. See
+        `output_path` is the plain name of the new weights; the result contains their path. See
         docs/mint.md.
         """
         wanted = InterpolateRequest(
@@ -256,7 +256,8 @@ class ServiceClient:
     def close(self, status: Outcome = "success", detail: str | None = None) -> Future[None]:
         """Finish the session and end the client's thread. Results not fetched yet are lost.
 
-        Done when it returns, and so is the future. The operator finds `detail` with the session.
+        Blocks until closed, so the returned future is already done. `detail` is shown to the operator with the
+        session.
         """
         self._loop.close(lambda: self._farewell(status, detail))
         closed: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -283,7 +284,7 @@ class ServiceClient:
         await self._session.finish(outcome, detail)
         await self._transport.close()
 
-    if not TYPE_CHECKING:  # a type checker is to know every attribute, and so every mistake
+    if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
 
         def __getattr__(self, name: str) -> NoReturn:
             raise absent(self, name)

@@ -1,4 +1,4 @@
-"""One client process's session: opened when first needed, kept alive by heartbeats, finished once."""
+"""Session of one client: opened on first use, kept active by heartbeats, finished once."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from cotrain.wire.sessions import (
 log = logging.getLogger("cotrain")
 
 HEARTBEAT_EVERY_S = 10.0
-# A server gives a silent session two minutes; say so before it does more.
+# A server ends a session after two minutes without a heartbeat; warn at that time.
 WARN_AFTER_MISSED = 12
 
-# To close a client does not wait for a server that hangs.
+# Maximum time to report the end of the session, so that closing a client does not hang with the server.
 FAREWELL_S = 5.0
 
 Outcome = Literal["success", "errored", "interrupted"]
 
 
 class Session:
-    """A session of one server. All of it runs on the client's own loop."""
+    """Session on one server. Runs on the client's own loop."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Session:
         return f"session {self._id}" if self._id else "no session yet"
 
     async def id(self) -> str:
-        """Open the session if it is not open yet, and name it."""
+        """Return the session's id; the first call opens the session."""
         async with self._opening:
             if self._id is None:
                 self._id = await self._open()
@@ -69,7 +69,7 @@ class Session:
         return self._id
 
     async def finish(self, outcome: Outcome, detail: str | None = None) -> None:
-        """Report the end of the session; a server that this does not reach ends it when heartbeats stop."""
+        """Report the end of the session. If the report is lost, the server ends it when heartbeats stop."""
         if self.heartbeat is not None:
             self.heartbeat.cancel()
         if self._id is None:
@@ -108,7 +108,7 @@ class Session:
 
 
 def _is_final(error: APIError) -> bool:
-    # A refusal of the server is JSON; a proxy's page says nothing of the session.
+    # The server rejects with JSON; a proxy's page implies nothing about the session.
     return (
         isinstance(error, APIStatusError)
         and error.status_code in (401, 403, 404, 410)

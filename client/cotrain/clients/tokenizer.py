@@ -1,4 +1,4 @@
-"""The tokenizer of a base model: the server's own, or where it hands none out the hub's."""
+"""Tokenizer of a base model: the server's, or the hub's if the server provides none."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from cotrain.transport.responses import reader
 from cotrain.wire.runs import TOKENIZER_FILES, TokenizerResponse
 
 LLAMA_3 = "meta-llama/Llama-3"
-# The same tokenizer where no licence must be accepted first.
+# The same tokenizer without a licence to accept first.
 LLAMA_3_MIRROR = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 
 HUB_PATIENCE_S = 5.0
 
 
 def load_tokenizer(connection: Connection, base_model: str) -> Any:
-    """Load a base model's tokenizer with transformers: the server's, else a folder's or the hub's.
+    """Load a base model's tokenizer with transformers: from the server, else from a folder or the hub.
 
     Raises TokenizerMissing, or APIError.
     """
     try:
-        # By name: transformers is the caller's, this package does not depend on it.
+        # Imported by name, because this package does not depend on transformers.
         auto_tokenizer = import_module("transformers").AutoTokenizer
     except ModuleNotFoundError as error:
         raise TokenizerMissing("get_tokenizer needs: pip install transformers") from error
@@ -39,7 +39,7 @@ def load_tokenizer(connection: Connection, base_model: str) -> Any:
     name = tokenizer_name(base_model)
     unreachable = None if Path(name).is_dir() else _why_unreachable()
     try:
-        # The server said this name: code that lies there is not to be asked about, nor run.
+        # The server chose this name, so code in that repository must neither run nor prompt the user.
         return auto_tokenizer.from_pretrained(
             name, local_files_only=unreachable is not None, trust_remote_code=False
         )
@@ -56,7 +56,7 @@ def load_tokenizer(connection: Connection, base_model: str) -> Any:
 
 
 def _why_unreachable() -> str | None:
-    """Say why the hub cannot be asked, for which transformers would try for a minute."""
+    """Return the reason if the hub is unreachable, because transformers would retry for a minute."""
     try:
         httpx.head(import_module("huggingface_hub.constants").ENDPOINT, timeout=HUB_PATIENCE_S)
     except httpx.TransportError as error:
@@ -65,7 +65,7 @@ def _why_unreachable() -> str | None:
 
 
 async def _served(connection: Connection, base_model: str) -> Mapping[str, str]:
-    """Ask the server; nothing where it has none, no such base model, or does not know the question."""
+    """Fetch the server's files; {} if it has none, or not this base model, or not this endpoint."""
     try:
         path = f"tokenizers?base_model={quote(base_model, safe='')}"
         return (await connection.transport.get(path, reader(TokenizerResponse))).files
@@ -87,9 +87,9 @@ def _of_files(auto_tokenizer: Any, files: Mapping[str, str]) -> Any:
 
 
 def tokenizer_name(base_model: str) -> str:
-    """Name the tokenizer of a base model; a folder is one as it stands.
+    """Return the name of a base model's tokenizer; a folder is used unchanged.
 
-    A suffix after `:` and the variant of `organisation/model/variant` name the same tokenizer.
+    A suffix after `:` and the variant in `organisation/model/variant` are ignored.
     """
     if Path(base_model).is_dir():
         return base_model

@@ -1,6 +1,6 @@
-"""TrainingClient: one run, whose requests the server executes in the order of these calls.
+"""TrainingClient: one run. The server executes its requests in the order of these calls.
 
-One step of training as one call: a forward_backward and the optim_step behind it, sent together.
+`TrainOutput` is the result of `TrainingClient.train`, one forward_backward and its optim_step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainOutput:
-    """What a step gave: the pass's losses, taken before the step, and the step's own numbers."""
+    """Result of a training step: the losses of the pass, before the update, and the optimizer's metrics."""
 
     forward_backward: ForwardBackwardOutput
     optim_step: OptimStepResponse
@@ -66,19 +66,19 @@ class TrainOutput:
 
     @property
     def loss_fn_outputs(self) -> list[dict[str, TensorData]]:
-        """Named arrays per datum in the order they were sent, as `forward_backward` gives them."""
+        """Named arrays for each datum in the order sent, as in `ForwardBackwardOutput`."""
         return self.forward_backward.loss_fn_outputs
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers of both; a name that both have is the pass's."""
+        """Metrics of both requests. If both have a name, the pass's value is returned."""
         return {**(self.optim_step.metrics or {}), **self.forward_backward.metrics}
 
 
 def joined(
     loop: BackgroundLoop, passed: Future[ForwardBackwardOutput], stepped: Future[OptimStepResponse]
 ) -> Future[TrainOutput]:
-    """Make one future of both: accepted and done when both are. It fails with the first that does."""
+    """Combine both futures into one, accepted and done when both are. It fails with the first failure."""
 
     async def accept() -> None:
         await passed.accepted_async()
@@ -91,11 +91,12 @@ def joined(
 
 
 class TrainingClient:
-    """Trains one adapter. Every call takes its place in the run's order before it returns.
+    """Client of one run, which trains one adapter.
 
-    So `forward_backward` and `optim_step` may be sent together and waited for afterwards; sent
-    together, they share a clock cycle. An `_async` method sends at once too, awaited or not; await
-    what it gives for the same future once the server has the request, and that for the result.
+    Every call takes its `seq_id`, its position in the order of the run, before it returns. So
+    `forward_backward` and `optim_step` may be sent together and awaited afterwards; sent together, they
+    share a clock cycle. An `_async` method also sends at once, awaited or not. Awaiting it returns the
+    same future once the server has accepted the request; awaiting that future returns the result.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class TrainingClient:
 
     @property
     def model_id(self) -> str:
-        """The run's id on the server."""
+        """Id of the run on the server."""
         return self._model_id
 
     @override
@@ -120,7 +121,7 @@ class TrainingClient:
         return f"<TrainingClient of {self._requests!r}, {at}>"
 
     def result(self, timeout: float | None = None) -> Self:
-        """Give this client, which is there: programs for the hosted SDK await it, or ask for it."""
+        """Return this client. Programs for the hosted SDK call `result` or await the client."""
         return self
 
     def __await__(self) -> Generator[None, None, Self]:
@@ -133,7 +134,7 @@ class TrainingClient:
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> Future[ForwardBackwardOutput]:
-        """Compute log-probs and the loss; leaves gradients as they are."""
+        """Compute log-probs and the loss; gradients are unchanged."""
         return self._requests.pass_over(data, loss_fn, loss_fn_config, forward_only=True)
 
     forward_async = submitted(forward)
@@ -144,11 +145,11 @@ class TrainingClient:
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> Future[ForwardBackwardOutput]:
-        """Compute the loss and add its gradient to what the run has accumulated.
+        """Compute the loss and add its gradient to the accumulated gradient of the run.
 
-        All of it or, where it fails, nothing. Losses are sums over tokens and datums, so splitting
-        a batch over calls changes no sum. Raises UnsupportedInput for a datum that is not text, or
-        more than the server reads at once.
+        A failed request adds nothing. Losses are sums over tokens and datums, so splitting a batch over
+        several calls does not change the sum. Raises UnsupportedInput for a datum that is not text, or for
+        more data than the server accepts in one request.
         """
         return self._requests.pass_over(data, loss_fn, loss_fn_config, forward_only=False)
 
@@ -157,9 +158,9 @@ class TrainingClient:
     def optim_step(
         self, adam_params: AdamParams | None = None, *, optim_params: AdamParams | None = None
     ) -> Future[OptimStepResponse]:
-        """Take one AdamW step with the accumulated gradient, then zero the gradient.
+        """Apply one AdamW step with the accumulated gradient, then zero the gradient.
 
-        `optim_params` is another name of the same argument. Raises UnsupportedInput for both.
+        `optim_params` is an alias of `adam_params`. Raises UnsupportedInput if both are passed.
         """
         if adam_params is not None and optim_params is not None:
             raise UnsupportedInput(
@@ -179,10 +180,10 @@ class TrainingClient:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> Future[SaveWeightsResponse]:
-        """Keep weights and optimizer as they are at this place in the order; gives their path.
+        """Save weights and optimizer state at this position in the run's order; returns their path.
 
-        Done when they are on the server's disk. A name in use fails, or with `overwrite` moves here;
-        without one, the place in the order names it.
+        The future is done when they are on the server's disk. A name in use fails, or is replaced if
+        `overwrite` is set. Without a name, the checkpoint is named after its position in the order.
         """
         return self._requests.ask(
             "save_weights",
@@ -199,11 +200,11 @@ class TrainingClient:
     def load_state(
         self, path: str, weights_access_token: str | None = None
     ) -> Future[LoadWeightsResponse]:
-        """Go on from the weights of a checkpoint, with a new optimizer and no gradient.
+        """Load the weights of a checkpoint, with a new optimizer state and no gradient.
 
-        It must be of this run's base model, rank and trained parts. Another tenant's needs its key,
-        as `weights_access_token`, unless it is published. The future raises CheckpointNotFound where
-        there is none.
+        The checkpoint must match the base model, rank and trained modules of this run. A checkpoint of
+        another tenant requires that tenant's key as `weights_access_token`, unless it is published. The
+        future raises CheckpointNotFound if the checkpoint does not exist.
         """
         return self._load(path, weights_access_token, optimizer=False)
 
@@ -212,7 +213,7 @@ class TrainingClient:
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> Future[LoadWeightsResponse]:
-        """Go on from a checkpoint as if nothing had come between: weights, moments and step count."""
+        """Load weights, moments and step count, to continue exactly where the checkpoint was saved."""
         return self._load(path, weights_access_token, optimizer=True)
 
     load_state_with_optimizer_async = submitted(load_state_with_optimizer)
@@ -223,7 +224,7 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         age_encryption_recipients: list[str] | None = None,
     ) -> Future[SaveWeightsExternalResponse]:
-        """Keep the adapter as files to download, encrypted to `age1…` recipients where there are any."""
+        """Save the adapter as files to download, encrypted for `age1…` recipients if any are passed."""
         return self._requests.ask(
             "save_weights_external",
             SaveWeightsExternalRequest,
@@ -241,9 +242,9 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
     ) -> Future[SaveWeightsForSamplerResponse]:
-        """Keep the weights as they are at this place in the order, for sampling; gives their path.
+        """Save the weights at this position in the run's order, for sampling; returns their path.
 
-        A name that was used before moves to these weights; samplers made of it keep theirs.
+        A name in use moves to these weights; samplers created from it before keep the old weights.
         """
         return self._save_for_sampler(
             path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
@@ -253,10 +254,10 @@ class TrainingClient:
 
     @hosted("kind", "record_stability_info", "retry_config")
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
-        """Keep the weights as they are at this place in the order, and sample from them.
+        """Save the weights at this position in the run's order, and return a client that samples from them.
 
-        With a name they can be found again; without one they last as long as they are used.
-        Blocks until they are kept; requests sent before go on running.
+        With a name, the weights can be loaded again. Without one, they are deleted after their last use.
+        Blocks until the weights are saved; requests sent earlier continue.
         """
         return self._loop.run(self._sampler_of(self._save_for(name)))
 
@@ -269,7 +270,7 @@ class TrainingClient:
 
     @hosted("record_stability_info", "retry_config")
     async def _create_sampling_client(self, model_path: str) -> SamplingClient:
-        """Sample from weights that were saved, of whichever run."""
+        """Create a sampler of saved weights of any run."""
         return await self._samplers.create(model_path=model_path)
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
@@ -279,16 +280,16 @@ class TrainingClient:
         return load_tokenizer(self._connection, self._base_model)
 
     async def _get_info(self) -> GetInfoResponse:
-        """Ask what this run is."""
+        """Return the base model and LoRA settings of this run."""
         request = GetInfoRequest(model_id=self._model_id)
         return await self._transport.post("get_info", request, reader(GetInfoResponse))
 
     get_info, get_info_async = both_ways(_get_info)
 
     async def _history(self, after_step: int = -1) -> TrainingRunHistory:
-        """Ask what the steps and evaluations of this run found, those after a step; `.points` are in order.
+        """Return the metrics of this run's steps and evaluations after `after_step`; `.points` are in order.
 
-        The server keeps it with the run: see docs/usage.md.
+        The server stores the history with the run: see docs/usage.md.
         """
         path = url_of("training_runs", self._model_id, "history")
         query = f"{path}?after_step={after_step}"
@@ -297,26 +298,26 @@ class TrainingClient:
     history, history_async = both_ways(_history)
 
     async def _unload(self) -> None:
-        """End the run and free its place on the server; requests still waiting fail."""
+        """Close the run and free its memory on the server; pending requests fail."""
         request = UnloadModelRequest(model_id=self._model_id)
         future = await self._transport.post("unload_model", request, reader(UntypedAPIFuture))
         await wait_for_json(self._transport, future.request_id, UnloadModelResponse)
 
     unload, unload_async = both_ways(_unload)
 
-    # ---- losses of one's own, and a step in one call ----------------------------------------------
+    # ---- custom losses, and a step in one call ----------------------------------------------------
 
     @hosted("loss_type_input")
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: LossFn
     ) -> Future[ForwardBackwardOutput]:
-        """Compute a loss of your own and add its gradient to what the run has accumulated.
+        """Compute a custom loss and add its gradient to the accumulated gradient of the run.
 
-        `loss_fn(data, logprobs)` gets the datums and one float32 torch tensor of log-probs for each,
-        shaped as its `target_tokens`; it returns the loss and numbers for the metrics. It runs on
-        a thread of this client once a forward is back; the backward behind it has its place already.
-        Requests sent behind it wait for it, for no longer than the server's `COTRAIN_GAP_LIMIT_S`.
-        Raises TorchMissing, or UnsupportedInput for a datum without targets.
+        `loss_fn(data, logprobs)` receives the datums and one float32 torch tensor of log-probs for each,
+        with the shape of its `target_tokens`. It returns the loss and a dict of numbers for the metrics. It
+        runs on a thread of this client after the forward; the `seq_id` of the backward is reserved before
+        this method returns. Later requests of the run wait for it, at most `COTRAIN_GAP_LIMIT_S` of the
+        server. Raises TorchMissing, or UnsupportedInput for a datum without targets.
         """
         loss = CustomLoss(data, loss_fn)
         return self._requests.pass_twice(loss.forward_data(), loss)
@@ -332,10 +333,10 @@ class TrainingClient:
         *,
         adam_params: AdamParams | None = None,
     ) -> Future[TrainOutput]:
-        """Take one step on a batch: `forward_backward` and `optim_step`, sent together.
+        """Train one step on a batch: `forward_backward` and `optim_step`, sent together.
 
-        `learning_rate` replaces that of `adam_params`. Should the pass fail, the step is taken all
-        the same, with the gradient that was there before, as it is when both are sent by hand.
+        `learning_rate` replaces that of `adam_params`. If the pass fails, the optimizer step still runs, with
+        the gradient accumulated before; this is also true if both are sent separately.
         """
         params = adam_params or AdamParams()
         if learning_rate is not None:
@@ -350,7 +351,7 @@ class TrainingClient:
     ) -> Future[ReverseKlResponse]:
         """Add the gradient of `sum weight * KL(run || reference)` over the whole vocabulary.
 
-        The reference is a checkpoint or the base model; it stays as it is. See docs/mint.md.
+        The reference is a checkpoint or the base model; it is not changed. See docs/mint.md.
         """
         return self._requests.ask(
             "mint/forward_backward_reverse_kl",
@@ -394,7 +395,7 @@ class TrainingClient:
             return await self._samplers.client(answer.sampling_session_id, self._base_model)
         return await self._samplers.create(model_path=answer.path)
 
-    if not TYPE_CHECKING:  # a type checker is to know every attribute, and so every mistake
+    if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
 
         def __getattr__(self, name: str) -> NoReturn:
             raise absent(self, name)

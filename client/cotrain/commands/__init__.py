@@ -1,1 +1,1 @@
-"""The subcommands of `cotrain` that speak to a server as its tenant or its operator."""
+"""Subcommands of `cotrain` for tenants and operators of a server."""

@@ -1,4 +1,4 @@
-"""`cotrain checkpoints …`: list, share, keep and delete checkpoints."""
+"""Commands `cotrain checkpoints …`: list, publish, expire and delete checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ app = typer.Typer(
 
 
 def _seconds(text: str) -> int | None:
-    """Read `3600`, `90m`, `12h`, `7d` or `never`."""
+    """Return the seconds of `3600`, `90m`, `12h` or `7d`, and None for `never`."""
     if text == "never":
         return None
     match = re.fullmatch(r"([1-9][0-9]{0,11})([smhd]?)", text)
@@ -61,7 +61,7 @@ def list_checkpoints(
 
 @app.command(epilog=examples(f"cotrain checkpoints show {PATH}"))
 def show(path: PathOf, as_json: AsJson = False) -> None:
-    """Show one checkpoint, and what a run must be like to load it."""
+    """Show one checkpoint, and the settings that a run needs to load it."""
     with opened() as service:
         rest = service.create_rest_client()
         info = rest.get_weights_info_by_tinker_path(path).result()
@@ -75,7 +75,7 @@ def show(path: PathOf, as_json: AsJson = False) -> None:
 
 @app.command(epilog=examples(f"cotrain checkpoints publish {PATH}"))
 def publish(path: PathOf, as_json: AsJson = False) -> None:
-    """Let every tenant of the server read a checkpoint."""
+    """Publish a checkpoint: every tenant of the server may read it."""
     with opened() as service:
         service.create_rest_client().publish_checkpoint_from_tinker_path(path).result()
     _done({"tinker_path": path, "public": True}, f"published {path}", as_json)
@@ -83,7 +83,7 @@ def publish(path: PathOf, as_json: AsJson = False) -> None:
 
 @app.command(epilog=examples(f"cotrain checkpoints unpublish {PATH}"))
 def unpublish(path: PathOf, as_json: AsJson = False) -> None:
-    """Keep a checkpoint to yourself again."""
+    """Make a published checkpoint private again."""
     with opened() as service:
         service.create_rest_client().unpublish_checkpoint_from_tinker_path(path).result()
     _done({"tinker_path": path, "public": False}, f"unpublished {path}", as_json)
@@ -99,7 +99,7 @@ def ttl(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Let a checkpoint expire so long from now, or never."""
+    """Set the time until a checkpoint expires, or `never`."""
     seconds = _seconds(after)
     with opened() as service:
         service.create_rest_client().set_checkpoint_ttl_from_tinker_path(path, seconds).result()
@@ -114,7 +114,7 @@ def delete(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Delete checkpoints. What was loaded from them stays."""
+    """Delete checkpoints; runs loaded from them keep their weights."""
     with opened() as service:
         for path in paths:
             service.delete_checkpoint(path)

@@ -1,8 +1,7 @@
-"""`cotrain runs history` and `cotrain runs export`: what the steps of a run found.
+"""Commands `cotrain runs history` and `cotrain runs export`: metrics of a run's steps.
 
-The history of a run for other programs: TensorBoard, Weights & Biases, trackio.
-
-None of them comes with cotrain: each is imported when it is asked for.
+The export writes files for TensorBoard, Weights & Biases or trackio. None of them is a dependency of cotrain:
+each is imported on use.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Export = Callable[[str, Sequence[HistoryPoint], Path, str], str]
 
 
 class Target(StrEnum):
-    """A program that draws curves."""
+    """Program that draws curves."""
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -41,16 +40,16 @@ class Target(StrEnum):
 
 
 class NotInstalled(CotrainError):
-    """The program that shall show a history is not installed here."""
+    """The program for the export is not installed here."""
 
 
 def folder_name(run: str) -> str:
-    """Name a run as a folder may be named everywhere."""
+    """Return a run's id as a folder name that is valid on every system."""
     return run.replace(":", "_")
 
 
 def scalars_of(point: HistoryPoint) -> dict[str, float]:
-    """Name what a point shows; an evaluation apart from the steps."""
+    """Return the values of a point by name; evaluations have names of their own."""
     if point.kind == "forward":
         return {"evaluation/loss": point.loss, "evaluation/loss_sum": point.loss_sum}
     shown = {
@@ -64,7 +63,7 @@ def scalars_of(point: HistoryPoint) -> dict[str, float]:
 
 
 def to_tensorboard(name: str, points: Sequence[HistoryPoint], output: Path, project: str) -> str:
-    """Write an event file. TensorBoard keeps 32 bits of each number."""
+    """Write an event file. TensorBoard stores 32 bits of each number."""
     event_pb2 = imported("tensorboard.compat.proto.event_pb2")
     summary_pb2 = imported("tensorboard.compat.proto.summary_pb2")
     files = imported("tensorboard.summary.writer.event_file_writer")
@@ -83,7 +82,7 @@ def to_tensorboard(name: str, points: Sequence[HistoryPoint], output: Path, proj
 
 
 def to_wandb(name: str, points: Sequence[HistoryPoint], output: Path, project: str) -> str:
-    """Log to Weights & Biases, as its own variables say: WANDB_MODE, WANDB_API_KEY, …"""
+    """Log to Weights & Biases, with the settings of its own variables: WANDB_MODE, WANDB_API_KEY, …"""
     wandb = imported("wandb")
     output.mkdir(parents=True, exist_ok=True)
     run = wandb.init(project=project, id=name, name=name, resume="allow", dir=str(output))
@@ -117,7 +116,7 @@ EXPORTS: dict[Target, Export] = {
 
 
 def imported(module: str) -> Any:
-    """Import a module of such a program; raises NotInstalled, which says what to install."""
+    """Import a module of an export program. Raises NotInstalled, which names the package to install."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -130,7 +129,7 @@ def imported(module: str) -> Any:
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = 60
-"""Characters of a curve at most."""
+"""Maximum width of a curve in characters."""
 
 
 def history(
@@ -158,9 +157,9 @@ def export(
     output: Annotated[Path, typer.Option(help="A folder; each run gets one in it.")] = Path("runs"),
     project: Annotated[str, typer.Option(help="Of wandb or trackio.")] = "cotrain",
 ) -> None:
-    """Write the histories of runs for TensorBoard, Weights & Biases or trackio.
+    """Export the histories of runs to TensorBoard, Weights & Biases or trackio.
 
-    On this host. wandb goes where it is logged in to; WANDB_MODE=offline writes files only.
+    Files are written on this host. wandb uses its own login; WANDB_MODE=offline writes files only.
     """
     with opened() as service:
         rest = service.create_rest_client()
@@ -171,7 +170,7 @@ def export(
 
 
 def history_view(points: Sequence[HistoryPoint]) -> RenderableType:
-    """Draw curves over the steps, and all points as a table."""
+    """Return curves over the steps, and a table of all points."""
     if not points:
         return Text("no optimizer step yet")
     steps = [point for point in points if point.kind == "optim_step"]
@@ -187,7 +186,7 @@ def history_view(points: Sequence[HistoryPoint]) -> RenderableType:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw numbers as bars, the lowest one ▁ and the highest █; of many, every so manyth and the last."""
+    """Return numbers as bars from ▁ (lowest) to █ (highest). Long series are sampled evenly, with the last value."""
     every = -(-len(values) // SPARKS)
     shown = list(values[::-1][::every][::-1])
     low, high = min(shown), max(shown)

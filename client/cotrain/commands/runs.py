@@ -1,9 +1,4 @@
-"""`cotrain runs …`: the runs of an account.
-
-`cotrain runs note` and `cotrain runs tag`: what a run is remembered by.
-
-`cotrain models`: the base models of the server.
-"""
+"""Commands `cotrain runs …`: list and show runs, edit note and tags. Command `cotrain models`: base models."""
 
 from __future__ import annotations
 
@@ -43,7 +38,7 @@ def tag(
     remove: Annotated[list[str] | None, typer.Option(help="To take away; repeated.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add tags to a run, and take others away; without any, show them."""
+    """Add and remove tags of a run; without any, show its tags."""
     with opened() as service:
         rest = service.create_rest_client()
         found = rest.get_training_run(run).result()
@@ -176,7 +171,7 @@ def _facts(run: TrainingRun) -> list[tuple[str, str]]:
 
 
 def models(as_json: AsJson = False) -> None:
-    """List the base models that the server holds."""
+    """List the base models of the server."""
     with opened() as service:
         found = service.get_server_capabilities().supported_models
     if as_json:

@@ -1,6 +1,6 @@
-"""`cotrain sample`: continue one text, or chat, in the terminal.
+"""Command `cotrain sample`: continue a text, or chat, in the terminal.
 
-Text in, text out, by the server's own tokenizer: none is needed here.
+The server's tokenizer converts text, so the client needs none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class TextRequest:
-    """How to sample; None is left to the server."""
+    """Sampling parameters; None selects the server's default."""
 
     model: str
     """A base model, or the path of sampler weights."""
@@ -50,7 +50,7 @@ class TextRequest:
 def sample(
     http: httpx.Client, about: str | Sequence[Message], asked: TextRequest
 ) -> dict[str, Any]:
-    """Continue a text, or answer a chat; the answer as the server gives it. Raises APIStatusError."""
+    """Continue a text, or answer a chat; returns the server's response. Raises APIStatusError."""
     path, body = _question(about, asked)
     answer: dict[str, Any] = checked(http.post(path, json=body)).json()
     return answer
@@ -59,9 +59,9 @@ def sample(
 def stream(
     http: httpx.Client, about: str | Sequence[Message], asked: TextRequest
 ) -> Generator[str]:
-    """Give the text in parts, as each becomes certain. Leaving it early cancels the sample.
+    """Yield the text in parts as they become final. Closing the generator early cancels the sample.
 
-    Raises APIStatusError, also in the middle.
+    Raises APIStatusError, also after the first part.
     """
     path, body = _question(about, asked)
     with http.stream("POST", path, json={**body, "stream": True}) as response:
@@ -72,7 +72,7 @@ def stream(
 
 
 def text_of(choice: dict[str, Any]) -> str:
-    """Read the text of one choice, of whichever shape."""
+    """Return the text of one choice, of a completion or of a chat."""
     holder = choice.get("message") or choice.get("delta")
     return (holder["content"] if holder and "content" in holder else choice.get("text")) or ""
 
@@ -188,12 +188,12 @@ def _next_line() -> str | None:
         return input("> " if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):
         if sys.stdin.isatty():
-            typer.echo()  # what comes next begins a line
+            typer.echo()  # so that later output starts on a new line
         return None
 
 
 def _answer(http: httpx.Client, messages: Sequence[Message], asked: TextRequest) -> str:
-    """Print an answer as it comes, and return it. Ctrl-C ends it and keeps what came."""
+    """Print an answer while it arrives, and return it. Ctrl-C ends it and keeps the text so far."""
     shown: list[str] = []
     with suppress(KeyboardInterrupt), closing(stream(http, messages, asked)) as texts:
         for text in texts:
@@ -204,10 +204,10 @@ def _answer(http: httpx.Client, messages: Sequence[Message], asked: TextRequest)
 
 
 def _show(text: str) -> None:
-    """Print text of a model, which may have sampled what makes a terminal do things."""
+    """Print text of a model, without characters that control the terminal."""
     if sys.stdout.isatty():
         text = harmless(text)
-    typer.echo(text, nl=False, color=True)  # else click takes escapes out of what goes to a file
+    typer.echo(text, nl=False, color=True)  # otherwise click removes escapes from output to a file
 
 
 def _user(content: str) -> Message:

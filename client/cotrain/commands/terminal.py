@@ -1,8 +1,7 @@
-"""What all commands do alike: open a client, print tables or JSON, and fail in one sentence.
+"""Shared parts of all commands: open a client, print tables or JSON, and report errors in one sentence.
 
-Calls of what is no part of the training protocol: the server's status, and its endpoints for text.
-
-They need no session, no thread and no retries, and the status may be asked for without a key.
+Also calls outside the training protocol: the server's status, and its endpoints for text. They need no
+session, no thread and no retries, and the status needs no key.
 """
 
 from __future__ import annotations
@@ -35,32 +34,32 @@ from cotrain.transport.retries import RetryPolicy
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/cli.md names its fields.")]
 PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kind>/<name>")]
 
-#: A person waits for the answer: say soon that there is no server. One that answers may take its time.
+#: A person waits, so report soon that there is no server. A server that responds may take its time.
 PATIENCE = RetryPolicy(give_up_unanswered_after_s=5.0, longest_delay_s=2.0)
-#: Ids and paths are there to be copied, so no cell is ever cut or wrapped; a terminal wraps lines.
+#: Ids and paths are meant to be copied, so no cell is ever cut or wrapped; a terminal wraps lines.
 WIDTH = 10_000
-#: In markup, which help is, the colons of a run's id would make it an emoji; nothing in bold parts them.
+#: Help is markup, where the colons of a run's id would produce an emoji; empty bold markup separates them.
 NO_TRAIN = ":train[bold][/bold]:"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: No printable characters, and part of texts: the last two hold letters and emoji apart and together.
+#: Not printable, but part of texts: the two joiners separate or combine letters and emoji.
 _TEXT_TOO = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 def examples(*lines: str) -> str:
-    """Write examples as the end of a command's help."""
+    """Return examples for the end of a command's help."""
     return "\n\n".join(("Examples:", *lines)).replace(":train:", NO_TRAIN)
 
 
 @contextmanager
 def opened() -> Iterator[ServiceClient]:
-    """Open a client of the server and key that the environment names."""
+    """Open a client with the server and key of the environment."""
     with failing_in_a_sentence(), ServiceClient(policy=PATIENCE) as service:
         yield service
 
 
 @contextmanager
 def failing_in_a_sentence() -> Iterator[None]:
-    """Say what goes wrong on stderr and end the command with status 1."""
+    """Report errors on stderr in one sentence and exit with status 1."""
     try:
         yield
     except (CotrainError, OSError, ValueError) as error:
@@ -69,13 +68,13 @@ def failing_in_a_sentence() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Print what pydantic or json can write; what is no text stays escaped."""
+    """Print a value as JSON, converted by pydantic; characters that are no text stay escaped."""
     text = json.dumps(to_jsonable_python(value), indent=2, ensure_ascii=False)
     typer.echo("".join(c if _is_text(c) else json.dumps(c)[1:-1] for c in text))
 
 
 def harmless(text: str) -> str:
-    """Replace what is no text: names, refusals and samples may hold what makes a terminal do things."""
+    """Replace characters that are no text: names, errors and samples may contain terminal control codes."""
     return "".join(c if _is_text(c) else REPLACEMENT for c in text)
 
 
@@ -89,25 +88,25 @@ def _is_text(character: str) -> bool:
 
 @dataclass(frozen=True)
 class Harmless:
-    """Something drawn, but what others named in it cannot draw elsewhere."""
+    """Renderable without control characters in its texts, so that foreign names cannot control the terminal."""
 
     content: RenderableType
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw it."""
+        """Render the content."""
         for text, style, control in console.render(self.content, options):
             yield Segment(text if control else harmless(text), style, control)
 
 
 def print_rich(content: RenderableType) -> None:
-    """Print a table; in colour where it goes to a terminal."""
-    # A run's id has `:train:` in it, which is an emoji to rich, and names may look like markup.
+    """Print a table, in colour if the output is a terminal."""
+    # A run's id contains `:train:`, which rich renders as an emoji, and names may look like markup.
     Console(width=WIDTH, markup=False, emoji=False, highlight=False).print(Harmless(content))
 
 
 @contextmanager
 def bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """Show how far a transfer is: on stderr, where that is a terminal."""
+    """Show the progress of a transfer on stderr, if that is a terminal."""
     console = Console(stderr=True, markup=False, emoji=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     disable = not (shown and console.is_terminal)
@@ -120,22 +119,22 @@ def bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]
 
 
 def minute(time: datetime | None, otherwise: str = "") -> str:
-    """Write a time to the minute, in UTC."""
+    """Return a time in UTC, to the minute."""
     return f"{time:%Y-%m-%d %H:%M}" if time else otherwise
 
 
-# A sample waits for its turn, which may take minutes on a busy server.
+# A sample may wait for minutes on a busy server.
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
 ADMIN_KEY_FILE = "admin-key"
-#: Where `cotrain serve` keeps everything by default.
+#: Default data folder of `cotrain serve`.
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"
-#: A key of this host is shown to no other.
+#: The admin key of this host is sent to no other host.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @contextmanager
 def plain_http(settings: ClientSettings) -> Iterator[httpx.Client]:
-    """Open a client; without a key it shows none. Raises APIConnectionError from within the block."""
+    """Open an HTTP client, without a key if there is none. Raises APIConnectionError from within the block."""
     headers = {"X-API-Key": settings.api_key} if settings.api_key else {}
     try:
         with httpx.Client(
@@ -155,9 +154,9 @@ def plain_http(settings: ClientSettings) -> Iterator[httpx.Client]:
 
 
 def checked(response: httpx.Response) -> httpx.Response:
-    """Give an answer back that is one.
+    """Return a successful response of the server.
 
-    Raises APIStatusError for a refusal, and ForeignAnswer for a redirect or a web page.
+    Raises APIStatusError for a rejection, and ForeignAnswer for a redirect or a web page.
     """
     if response.is_success and not is_page(response):
         return response
@@ -172,7 +171,7 @@ def _foreign(response: httpx.Response) -> httpx.Response:
 
 
 def kept_admin_key(url: str, data_dir: Path) -> str:
-    """Read the operator's key of a server on this host; empty where this user cannot, or it is elsewhere."""
+    """Return the operator's key of a server on this host; "" if it is unreadable or the server is remote."""
     if urlsplit(url).hostname not in LOOPBACK:
         return ""
     try:

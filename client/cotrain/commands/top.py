@@ -1,7 +1,4 @@
-"""`cotrain top`: pools, cycles, queues and tenants, live.
-
-How `cotrain top` looks.
-"""
+"""Command `cotrain top`: live view of pools, cycles, queues and tenants."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ CYCLES_SHOWN = 10
 
 
 def view(status: ServerStatus) -> RenderableType:
-    """Draw all of it, a part below another."""
+    """Return the view of all parts, one below the other."""
     parts: list[RenderableType] = [_headline(status)]
     for pool in status.pools:
         parts += [Text(), _pool(pool)]
@@ -56,7 +53,7 @@ def view(status: ServerStatus) -> RenderableType:
 
 
 def tokens_per_s(cycles: Sequence[CycleRecord]) -> float:
-    """Say how many tokens a second went through these cycles, pauses between them included."""
+    """Return the throughput over these cycles, pauses between them included."""
     if not cycles:
         return 0.0
     started = min(cycle.started_at for cycle in cycles)
@@ -77,7 +74,7 @@ def _headline(status: ServerStatus) -> Text:
 
 
 def _workers(pool: PoolStatus) -> str:
-    """Count them; those that do not simply serve are named by their state, groups by their size."""
+    """Return the number of workers, with the states other than serving and the sizes of groups."""
     if isinstance(pool.workers, int):
         return str(pool.workers)
     states = Counter(worker.state for worker in pool.workers if worker.state != "serving")
@@ -183,7 +180,7 @@ def top(
     ] = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """Watch pools, cycles, queues and tenants; Ctrl-C ends it. With --json: look once."""
+    """Watch pools, cycles, queues and tenants; Ctrl-C ends it. With --json: print one snapshot."""
     with failing_in_a_sentence():
         url = checked_url(base_url)
         key = admin_key or ("" if all_tenants else api_key) or kept_admin_key(url, data_dir)
@@ -215,10 +212,10 @@ def _watch(http: httpx.Client, every_s: float) -> None:
             except (httpx.TransportError, InternalServerError) as error:
                 live.update(
                     harmless(f"{http.base_url} does not answer: {error}")
-                )  # it may be starting again
+                )  # it may be restarting
 
 
 def _ask(http: httpx.Client) -> ServerStatus:
-    """Ask how the server is. Raises APIError, or MalformedMessage where it does not say."""
+    """Fetch the status. Raises APIError, or MalformedMessage if the response is none."""
     answer = checked(http.get("/status", timeout=TIMEOUT_S))
     return understood(answer, reader(ServerStatus))

@@ -18,9 +18,9 @@ def download(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch a checkpoint's adapter: a folder that plain PEFT, vLLM and merge tools read.
+    """Download a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
 
-    A download that was interrupted goes on where it stopped.
+    An interrupted download resumes where it stopped.
     """
     with opened() as service, bar(path.rpartition("/")[2], shown=not as_json) as progress:
         if archive is None:
@@ -43,7 +43,7 @@ def upload(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a LoRA adapter that was made elsewhere: safetensors, as PEFT saves it."""
+    """Upload a LoRA adapter trained elsewhere: safetensors, in the format of PEFT."""
     with opened() as service, bar(source.name, shown=not as_json) as progress:
         path = service.upload_checkpoint(
             source, base_model, name, ttl_seconds=ttl_seconds, progress=progress

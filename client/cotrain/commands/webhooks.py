@@ -1,4 +1,4 @@
-"""`cotrain webhooks …`: where the server tells an account of its events."""
+"""Commands `cotrain webhooks …`: delivery of an account's events to a URL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ app = typer.Typer(
 def set_webhook(
     url: Annotated[str, typer.Argument(metavar="URL", help="https://…")], as_json: AsJson = False
 ) -> None:
-    """Send events to this address. Prints the secret they are signed with, which is shown once."""
+    """Send events to this URL. Prints the signing secret, which is shown only once."""
     with opened() as service:
         made = service.create_rest_client().set_webhook(url).result()
     if as_json:
@@ -37,7 +37,7 @@ def set_webhook(
 
 @app.command(epilog=examples("cotrain webhooks show --json"))
 def show(as_json: AsJson = False) -> None:
-    """Show where events go, and what became of them."""
+    """Show the URL of the webhook, and the state of its deliveries."""
     with opened() as service:
         found = service.create_rest_client().get_webhook().result()
     if as_json:
@@ -57,7 +57,7 @@ def show(as_json: AsJson = False) -> None:
 
 @app.command("test", epilog=examples("cotrain webhooks test && cotrain webhooks show"))
 def send_test(as_json: AsJson = False) -> None:
-    """Send an event of type `test`; `show` tells what became of it."""
+    """Send an event of type `test`; `show` prints the outcome."""
     with opened() as service:
         sent = service.create_rest_client().test_webhook().result()
     if as_json:
@@ -68,7 +68,7 @@ def send_test(as_json: AsJson = False) -> None:
 
 @app.command(epilog=examples("cotrain webhooks remove"))
 def remove(as_json: AsJson = False) -> None:
-    """Send no more events; those that wait are gone."""
+    """Remove the webhook; pending events are dropped."""
     with opened() as service:
         service.create_rest_client().remove_webhook().result()
     if as_json:

@@ -1,1 +1,1 @@
-"""Names and arguments of the hosted SDKs; nothing here sends anything."""
+"""Compatibility with names and arguments of the hosted SDKs, without network code."""

@@ -1,4 +1,4 @@
-"""Types of ours under the names that the hosted services' SDK gives them, where ours are others."""
+"""Aliases of cotrain's types with the names of the hosted services' SDK, where the names differ."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SaveWeightsExternalResponseInternal = SaveWeightsExternalResponse
 
 
 class RequestErrorCategory(StrEnum):
-    """Whose fault a failure is; equal to `RequestFailed.category`, which is plain text."""
+    """Cause of a failure; equal to `RequestFailed.category`, which is plain text."""
 
     Unknown = "unknown"
     Server = "server"

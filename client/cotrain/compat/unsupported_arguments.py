@@ -1,7 +1,7 @@
-"""What the hosted SDK's clients have and ours have not, and the sentence that a program which uses it gets.
+"""Arguments and methods of the hosted SDK that this client lacks, with the reason for each.
 
-So a program that comes from there meets a sentence instead of a bare TypeError. Arguments are taken
-where their value asks for nothing; type checkers and `help()` do not show them.
+A program written for the hosted SDK gets that reason instead of a bare TypeError. An argument is
+accepted if its value has no effect. Type checkers and `help()` do not show these arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "record_stability_info": ((False,), "this server records none"),
     "retry_config": ((None,), "ServiceClient(policy=RetryPolicy(…)) says how long is tried"),
 }
-"""Name → the values that ask for nothing, and why there are no others."""
+"""For each name, the values without effect, and the reason why no others are supported."""
 
 METHODS = {
     "create_custom_loss": "a loss is a plain function: run.forward_backward_custom(data, loss_fn)",
@@ -39,7 +39,7 @@ METHODS = {
 
 
 def hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a method take these ARGUMENTS, by keyword. Raises UnsupportedInput for what they cannot be."""
+    """Accept these ARGUMENTS of a method, by keyword. Raises UnsupportedInput for an unsupported value."""
 
     def of(method: Callable[P, T]) -> Callable[P, T]:
         @wraps(method)
@@ -56,7 +56,7 @@ def hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def absent(owner: object, name: str) -> AttributeError:
-    """Make the error for an attribute that `owner` has not."""
+    """Return the error for a missing attribute of `owner`."""
     message = f"{type(owner).__name__!r} object has no attribute {name!r}"
     reason = METHODS.get(name)
     return AttributeError(f"{message}: {reason}" if reason else message, name=name, obj=owner)

@@ -1,1 +1,1 @@
-"""What was sent and is not answered yet: order, flow control, chunks, polling, futures."""
+"""Requests in flight: order, flow control, chunks, polling, futures."""

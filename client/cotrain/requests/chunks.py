@@ -1,7 +1,7 @@
-"""Decides in how many requests a pass goes, and makes one result of theirs.
+"""Split passes into requests, and combine their results.
 
-To a server of ours a pass goes whole, so that it adds its whole gradient or nothing. Other servers of
-the protocol say how large a request may be, and have each one succeed or fail on its own.
+A cotrain server receives a pass in one request, so that it adds the whole gradient or nothing. Other servers of
+the protocol publish a request size limit, and each request succeeds or fails separately.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from cotrain.wire.sessions import ClientConfigResponse
 MIB = 1024**2
 HEAD_BYTES = 4096
 FRAME_BYTES = 6
-"""Bytes of a request around its datums, and around each of them: no more than this."""
+"""Upper bounds of the overhead in bytes: per request, and per datum."""
 
 
 def chunks_of(
     datums: Sequence[wire.Datum], config: ClientConfigResponse
 ) -> list[Sequence[wire.Datum]]:
-    """Split a pass as its server wants it: not at all, where that is one of ours.
+    """Split a pass into the chunks that its server requires; a cotrain server receives it whole.
 
-    Raises UnsupportedInput for more than such a server reads at once.
+    Raises UnsupportedInput if it exceeds the limits of a cotrain server for one request.
     """
     most = config.cotrain_max_pass_bytes
     if most is None:
@@ -46,9 +46,9 @@ def chunks_of(
 
 
 def cut(datums: Sequence[wire.Datum], max_datums: int, max_bytes: int) -> list[list[wire.Datum]]:
-    """Split datums, in order, into the fewest chunks within both limits; no datums, one chunk.
+    """Split datums, in order, into the fewest chunks within both limits; an empty list gives one chunk.
 
-    A single datum over the limit goes alone.
+    A single datum over the limit gets its own chunk.
     """
     chunks: list[list[wire.Datum]] = [[]]
     chunk_bytes = 0
@@ -64,11 +64,15 @@ def cut(datums: Sequence[wire.Datum], max_datums: int, max_bytes: int) -> list[l
 
 
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """Join the results of a pass's chunks, in order, into the result of the whole pass.
+    """Combine the results of a pass's chunks, in order, into the result of the whole pass.
 
-    A metric combines as the end of its name says: `:sum`, `:min`, `:max`; `:mean` by number of
-    datums; `:slack` is the maximum less that mean; `:unique` keeps every value, as `name`,
-    `name_1`, …. Metrics of any other kind, or missing in a chunk, are left out.
+    The suffix of a metric's name selects the reduction:
+
+    * `:sum`, `:min`, `:max`, and `:mean` weighted by number of datums;
+    * `:slack`, the maximum less that mean;
+    * `:unique`, every value, as `name`, `name_1`, ….
+
+    Metrics with another suffix, or missing in a chunk, are left out.
     """
     first, *others = outputs
     if not others:
@@ -105,7 +109,7 @@ def _numbered(name: str) -> Iterator[str]:
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
     total = sum(weights)
-    if not total:  # chunks without datums say nothing about any
+    if not total:  # no chunk has datums, so there are no weights
         return sum(values) / len(values)
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
 

@@ -1,8 +1,7 @@
-"""One client's way to one server: the key, the thread, the HTTP calls.
+"""Connection of one client to one server: the key, the thread, the HTTP calls.
 
-The thread that all of a client's network traffic runs on, under one event loop of its own.
-
-So callers may be plain threads or any event loops, and a slow training loop delays no heartbeat.
+`BackgroundLoop` is the thread, with its own event loop, that runs all network traffic of a client. So callers
+may be plain threads or any event loops, and a slow training loop delays no heartbeat.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ ENDED = "the client was closed before this ended"
 
 
 def check_not_forked(pid: int) -> None:
-    """Raise ClientClosed where a client of process `pid` is used in another one.
+    """Raise ClientClosed if a client created in process `pid` is used in another process.
 
-    A fork copies a client's memory, and not the thread that does its work.
+    A fork copies a client's memory, but not the thread that does its work.
     """
     if pid != os.getpid():
         raise ClientClosed(
@@ -57,11 +56,11 @@ class BackgroundLoop:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True after `close` was called."""
         return self._is_closed
 
     def is_here(self) -> bool:
-        """Say whether this is the loop's own thread, which must wait for nothing that runs on it."""
+        """Return True on the loop's own thread, which must not wait for work that runs on it."""
         return threading.current_thread() is self._thread
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -90,7 +89,7 @@ class BackgroundLoop:
             raise ClientClosed(ENDED) from None
 
     async def run_async(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run work on this loop and await its result on the caller's; cancelling reaches it.
+        """Run work on this loop and await its result on the caller's; cancellation is passed on.
 
         Raises ClientClosed.
         """
@@ -105,8 +104,8 @@ class BackgroundLoop:
             raise
 
     def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Cancel all work, do `farewell`, and end the thread. A second call does nothing."""
-        if self._pid != os.getpid():  # the thread that could close is the parent's
+        """Cancel all work, run `farewell`, and end the thread. A second call does nothing."""
+        if self._pid != os.getpid():  # only the parent process has the thread
             return
         with self._closing:
             if self._is_closed:
@@ -131,10 +130,10 @@ def _name_of(work: Coroutine[Any, Any, Any]) -> str:
 
 
 async def cancel_the_rest_and(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Cancel all tasks of this loop but the one that calls, wait until they have ended, and do `farewell`."""
+    """Cancel all other tasks of this loop, wait until they have ended, and run `farewell`."""
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-        # A task that is cancelled before it began never awaits what it was made for, and Python warns of that:
-        # those of httpx that connect, for one.
+        # Let new tasks start first. A task cancelled before it starts never awaits its coroutine, and Python
+        # warns about that; connecting tasks of httpx are an example.
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
@@ -143,7 +142,7 @@ async def cancel_the_rest_and(farewell: Callable[[], Coroutine[Any, Any, None]])
 
 
 class Connection:
-    """What every client made from one `ServiceClient` shares."""
+    """Settings, loop and transport shared by all clients made from one `ServiceClient`."""
 
     def __init__(
         self,
@@ -169,17 +168,17 @@ class Connection:
 
     @property
     def known_config(self) -> ClientConfigResponse:
-        """What the server has message of how to talk to it; the protocol's defaults until it was asked."""
+        """Configuration sent by the server; the protocol's defaults until it has been fetched."""
         return self._config or ClientConfigResponse()
 
     def send_queue(self) -> SendQueue:
-        """Make the send queue of one run."""
+        """Return a new send queue for one run."""
         return SendQueue(self._dispatch, self.transport.pause)
 
     async def config(self) -> ClientConfigResponse:
-        """Ask, once, how the server wants to be talked to.
+        """Fetch the server's configuration once and apply its limits.
 
-        Raises APIError, or VersionMismatch where it speaks another protocol than this client.
+        Raises APIError, or VersionMismatch if the server uses another protocol version than this client.
         """
         async with self._asking:
             if self._config is None:
@@ -194,7 +193,7 @@ class Connection:
         asked = ClientConfigRequest(sdk_version=f"cotrain-{__version__}")
         try:
             config = await self.transport.post("client/config", asked, reader(ClientConfigResponse))
-        except NotFoundError as error:  # every server of the protocol has it
+        except NotFoundError as error:  # every server of the protocol has this endpoint
             if was_known:
                 raise
             message = f"{self.settings.base_url} is no cotrain server: is the base URL right?"
@@ -215,9 +214,9 @@ _sharing = threading.Lock()
 
 
 def shared_connection(settings: ClientSettings) -> Connection:
-    """Give the one connection that all clients of these settings without a service share here.
+    """Return the connection shared by all clients with these settings that belong to no ServiceClient.
 
-    It is closed when the process ends: its clients have no `close`, so its last use is not known.
+    It is closed when the process ends: its clients have no `close`, so its last use is unknown.
     """
     here = (os.getpid(), settings)  # a forked process inherits the connection, not its thread
     with _sharing:
@@ -228,5 +227,5 @@ def shared_connection(settings: ClientSettings) -> Connection:
 
 
 def _close(pid: int, connection: Connection) -> None:
-    if pid == os.getpid():  # a forked process has the handler, and no thread that could close
+    if pid == os.getpid():  # a forked process inherits this handler, but not the thread
         connection.loop.close(connection.transport.close)

@@ -1,12 +1,11 @@
-"""How much of a client's training is under way to the server at once, and in what order.
+"""Flow control of a client's training requests: how many are in flight, and in which order.
 
-Three limits. *InFlightLimit*: requests that the server has not accepted yet fill so much memory and no
-more; a call beyond that blocks. *Dispatch*: of those, so many bytes and requests are sent at once.
-*SendQueue*: a run's requests are sent in the order of their `seq_id`, and none overtakes one that the
-server refused for being full: a full server that lacks the request its first one waits for would
-never empty.
+Three limits. *InFlightLimit* bounds the memory of requests that the server has not accepted yet; a call
+beyond it blocks. *Dispatch* bounds the bytes and requests that are being sent at once. *SendQueue*
+sends a run's requests in the order of their `seq_id`. No request overtakes one that a full server rejected:
+the server would stay full of requests that wait for the missing one.
 
-Knows sizes and order; what is sent, and what an answer means, is for `transport/`.
+Only sizes and order are handled here; `transport/` sends the requests and interprets the responses.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ T = TypeVar("T")
 
 IN_FLIGHT_BYTES = 256_000_000
 IN_FLIGHT_REQUESTS = 10_000
-"""What may wait in memory for the server to accept it. One call always may, whatever its size."""
+"""Limits of the memory for unaccepted requests. A single call is always allowed, whatever its size."""
 DISPATCH_BYTES = 50_000_000
 DISPATCH_REQUESTS = 32
-"""What is sent at once, where the server does not say otherwise; each request holds a connection."""
+"""Default limits of concurrent sending; the server may set the bytes. Each request holds a connection."""
 SLOWEST_REFUSAL = 3
-"""A full server is asked again as after so many failures: one request of each run, every 2 s."""
+"""Cap on the failure count for the delay after a full server: one request of each run, every 2 s."""
 
 
 class InFlightLimit:
-    """Limits the memory of requests that the server has not accepted. Used from any thread."""
+    """Memory limit of requests that the server has not accepted. Used from any thread."""
 
     def __init__(self, must_not_wait: Callable[[], bool] = lambda: False) -> None:
         self._must_not_wait = must_not_wait
-        """True on the client's own thread, which is the one that releases."""
+        """Returns True on the client's own thread, because that thread calls `release`."""
         self._changed = threading.Condition()
         self._bytes = 0
         self._requests = 0
 
     def acquire(self, size_bytes: int, requests: int = 1) -> None:
-        """Block this thread until so much is under the limit, and count it.
+        """Block this thread until the request fits under the limit, and count it.
 
-        To be called before a `seq_id` is taken: else the first of a run could wait for its last.
+        Call it before taking a `seq_id`; otherwise the first request of a run could wait for its last.
         """
         with self._changed:
             if not self._must_not_wait():
@@ -54,7 +53,7 @@ class InFlightLimit:
             self._requests += requests
 
     def release(self, size_bytes: int, requests: int = 1) -> None:
-        """Count it no more, and wake the calls that wait."""
+        """Stop counting a request, and wake the blocked calls."""
         with self._changed:
             self._bytes -= size_bytes
             self._requests -= requests
@@ -68,17 +67,17 @@ class InFlightLimit:
 
 
 class Dispatch:
-    """What all runs of a client send at once. Lives on the client's own loop."""
+    """Limit on concurrent sending for all runs of a client. Runs on the client's own loop."""
 
     def __init__(self) -> None:
         self.limit_bytes = DISPATCH_BYTES
         self._bytes = 0
         self._requests = 0
         self._queues: set[SendQueue] = set()
-        """Those in which requests wait."""
+        """Queues with waiting requests."""
 
     def fits(self, size_bytes: int) -> bool:
-        """Say whether so much more may be sent."""
+        """Return True if a request of this size may be sent now."""
         return self._requests < DISPATCH_REQUESTS and self._bytes + size_bytes <= self.limit_bytes
 
     def begin(self, size_bytes: int) -> None:
@@ -87,7 +86,7 @@ class Dispatch:
         self._requests += 1
 
     def end(self, size_bytes: int) -> None:
-        """Count it no more."""
+        """Stop counting a request."""
         self._bytes -= size_bytes
         self._requests -= 1
 
@@ -107,7 +106,7 @@ class _Waiting(NamedTuple):
 
 
 class SendQueue:
-    """One run's requests on their way to the server. Lives on the client's own loop."""
+    """Unaccepted requests of one run, in order. Runs on the client's own loop."""
 
     def __init__(
         self, dispatch: Dispatch, pause: Callable[[int, RateLimitError, float], Awaitable[None]]
@@ -120,13 +119,13 @@ class SendQueue:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some request is not being sent yet."""
+        """True if at least one request is not being sent yet."""
         return bool(self._waiting)
 
     async def send(self, seq_id: int, size_bytes: int, post: Callable[[], Awaitable[T]]) -> T:
-        """Send a request in the order of `seq_id`, and again for as long as the server is full.
+        """Send a request in the order of `seq_id`, and retry while the server is full.
 
-        `post` raises RateLimitError where it is. Raises whatever else `post` raises.
+        `post` raises RateLimitError if the server is full. All other errors of `post` are raised.
         """
         refusals, began = 0, time.monotonic()
         try:
@@ -176,9 +175,9 @@ class SendQueue:
             raise
 
     def _may_start(self, first: _Waiting) -> bool:
-        """Whether the first of those that wait may be sent.
+        """Return True if the first waiting request may be sent.
 
-        The first of all that the server has not accepted always may: everything behind it needs it.
+        The run's first unaccepted request is always allowed, because all later ones depend on it.
         """
         if any(refused < first.seq_id for refused in self._refused):
             return False

@@ -1,8 +1,7 @@
-"""Future[T]: a request that was sent, and the result it will have. Submitted[T]: awaiting that it is.
+"""Future[T]: a request that was sent, and its later result. Submitted[T]: awaitable acceptance of a request.
 
-Both work from any thread and any event loop, for any number of waiters, any number of times.
-
-A method that is written once and called in either way: plainly, or as code for an event loop does.
+Both work from any thread and any event loop, for any number of waiters, any number of times. The
+decorators `both_ways` and `submitted` define a method once for blocking and asynchronous callers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ log = logging.getLogger("cotrain")
 
 
 class Future(Generic[T]):
-    """The promise of one result. A caller that waits, or ceases to, changes nothing for the others.
+    """Future of one result. A caller that waits, or stops waiting, does not affect the others.
 
     A failure that was never raised to a caller is logged once, when the future is collected.
     """
@@ -44,10 +43,9 @@ class Future(Generic[T]):
         what: str = "a request",
         ends_with_its_waits: bool = False,
     ) -> None:
-        """Promise `outcome`; `what` names the request where its failure is logged.
+        """Wrap `outcome`; `what` names the request in the log if it fails.
 
-        With `ends_with_its_waits` the request is given up when the last task that awaits it is
-        cancelled.
+        With `ends_with_its_waits`, cancelling the last task that awaits the future cancels the request.
         """
         self._accepted = accepted
         self._outcome = outcome
@@ -59,23 +57,23 @@ class Future(Generic[T]):
         self._was_raised = False
 
     def done(self) -> bool:
-        """Say whether the result, or the failure, is there."""
+        """Return True if the result, or the failure, is available."""
         return self._outcome.done()
 
     def cancel(self) -> bool:
-        """Give up this result, for all who wait; False where it is there already.
+        """Cancel the future for all waiters. Return False if it is already done.
 
-        A sample is cancelled on the server too. A training request has its `seq_id` in the run's order
-        and is done all the same.
+        A sample is also cancelled on the server. A training request already has its `seq_id` in the run's
+        order, so the server still executes it.
         """
         self._given_up = self._outcome.cancel() or self._given_up
         return self._given_up
 
     def result(self, timeout: float | None = None) -> T:
-        """Block this thread for the result.
+        """Block this thread until the result is available, and return it.
 
-        Raises RequestFailed if the server failed the request, APIError if it could not be asked,
-        TimeoutError after `timeout` seconds (the request itself goes on: wait again), and
+        Raises RequestFailed if the server failed the request, and APIError if it could not be sent or
+        polled. Raises TimeoutError after `timeout` seconds (the request continues: wait again), and
         CancelledError after `cancel`.
         """
         if self._outcome.done():
@@ -84,7 +82,7 @@ class Future(Generic[T]):
             return self._value_of(self._outcome, timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - public API
-        """Await the result; raises what `result` raises."""
+        """Await the result; raises the errors of `result`."""
         await self._settle(self._outcome, timeout)
         return self._value_of(self._outcome)
 
@@ -92,7 +90,7 @@ class Future(Generic[T]):
         return self.result_async().__await__()
 
     async def accepted_async(self) -> None:
-        """Await that the server has the request in its order; raises what it was refused with."""
+        """Await until the server has accepted the request; raises the error if it was rejected."""
         await self._settle(self._accepted)
         self._value_of(self._accepted)
 
@@ -123,7 +121,7 @@ class Future(Generic[T]):
                 raise
             raise ClientClosed("the client was closed before this result came") from None
         except BaseException as error:
-            # Where it is a timeout, the failure is still to be raised.
+            # After a timeout, the failure itself has not been raised yet.
             self._was_raised = self._was_raised or settled.done()
             if isinstance(error, TimeoutError) and not settled.done():
                 raise self._still_running(timeout) from None
@@ -162,7 +160,7 @@ class Future(Generic[T]):
         if not self._was_raised:
             self._outcome.add_done_callback(partial(_log_failure, self._what))
 
-    if not TYPE_CHECKING:  # a type checker is to know every attribute, and so every mistake
+    if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
@@ -173,11 +171,11 @@ class Future(Generic[T]):
 
 
 class Submitted(Coroutine[Any, Any, Future[T]]):
-    """A request that is on its way, in its place: what every `_async` method gives at once.
+    """A request in flight, with its position in the order reserved. Every `_async` method returns one.
 
-    Await it for the `Future`, once the server has accepted the request; `result_async` and `result`
-    go straight to the result. Never awaited, it is sent all the same. To a caller that wants a
-    coroutine (`asyncio.create_task`, `asyncio.run`) it is one.
+    Awaiting it returns the `Future` once the server has accepted the request. `result_async` and `result`
+    wait for the result directly. It is sent even if it is never awaited. It also works where a coroutine
+    is required (`asyncio.create_task`, `asyncio.run`).
     """
 
     def __init__(self, future: Future[T]) -> None:
@@ -189,11 +187,11 @@ class Submitted(Coroutine[Any, Any, Future[T]]):
         return f"<{type(self).__name__}: {self._future!r}>"
 
     def done(self) -> bool:
-        """Say whether the result, or the failure, is there."""
+        """Return True if the result, or the failure, is available."""
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Give up the result; see `Future.cancel`."""
+        """Cancel the future; see `Future.cancel`."""
         return self._future.cancel()
 
     def result(self, timeout: float | None = None) -> T:
@@ -210,29 +208,29 @@ class Submitted(Coroutine[Any, Any, Future[T]]):
 
     @override
     def send(self, value: Any, /) -> Any:
-        """Go on as a coroutine; for event loops."""
+        """Resume the coroutine; for event loops."""
         return self._step(lambda steps: steps.send(value))
 
     @override
     def throw(self, *raised: Any) -> Any:
-        """Raise in this coroutine; for event loops."""
+        """Raise an exception in the coroutine; for event loops."""
         return self._step(lambda steps: steps.throw(*raised))
 
     @override
     def close(self) -> None:
-        """End this coroutine; for event loops. The request goes on."""
+        """Close the coroutine; for event loops. The request continues."""
         if (steps := self._steps.pop(_task_here(), None)) is not None:
             steps.close()
 
     def _step(self, go_on: Callable[[Coroutine[Any, Any, Future[T]]], Any]) -> Any:
-        # One for each task, so that any number may wait; made late, since a coroutine that never
-        # ran would warn that it was never awaited.
+        # One coroutine for each task, so that any number may wait. Created on first use, because a coroutine
+        # that never ran makes Python warn that it was never awaited.
         task = _task_here()
         if task not in self._steps:
             self._steps[task] = self._accept()
         try:
             return go_on(self._steps[task])
-        except BaseException:  # its end, however it ends
+        except BaseException:  # StopIteration included: the coroutine has ended
             self._steps.pop(task, None)
             raise
 
@@ -263,7 +261,7 @@ async def _settled(
     is_settled = asyncio.Event()
 
     def wake(_: object) -> None:
-        with suppress(RuntimeError):  # the waiter's loop is closed: it waits no more
+        with suppress(RuntimeError):  # the waiter's loop is closed, so it waits no longer
             loop.call_soon_threadsafe(is_settled.set)
 
     future.add_done_callback(wake)
@@ -283,7 +281,7 @@ def _log_failure(what: str, outcome: concurrent.futures.Future[Any]) -> None:
 
 
 class OnALoop(Protocol):
-    """What has a loop that its calls run on."""
+    """Object with an event loop that runs its calls."""
 
     _loop: BackgroundLoop
 
@@ -298,7 +296,7 @@ def both_ways(
 ) -> tuple[
     Callable[Concatenate[Looped, P], T], Callable[Concatenate[Looped, P], Coroutine[Any, Any, T]]
 ]:
-    """Make of `async def _x` the methods `x`, which blocks, and `x_async`, to be awaited on any loop."""
+    """Return, for `async def _x`, the methods `x` (blocks) and `x_async` (awaitable on any loop)."""
 
     @wraps(work)
     def blocking(self: Looped, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -319,7 +317,7 @@ def both_ways(
 def submitted(
     send: Callable[Concatenate[S, P], Future[T]],
 ) -> Callable[Concatenate[S, P], Submitted[T]]:
-    """Make of the method `x`, which sends a request, its twin `x_async`: it sends at once, too."""
+    """Return `x_async` for the method `x`, which sends a request. It also sends when called."""
 
     @wraps(send)
     def sent(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Submitted[T]:
@@ -327,7 +325,7 @@ def submitted(
 
     sent.__name__, sent.__qualname__ = f"{send.__name__}_async", f"{send.__qualname__}_async"
     sent.__doc__ = f"Send a `{send.__name__}`; await it for the future, once the server has it."
-    # For `help()` alone: a type checker reads the annotations of this function.
+    # Only for `help()`: a type checker reads the annotations of this function.
     signature = inspect.signature(send)
     given = f"Submitted{str(signature.return_annotation).removeprefix('Future')}"
     sent.__signature__ = signature.replace(return_annotation=given)  # type: ignore[attr-defined]

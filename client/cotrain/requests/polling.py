@@ -1,8 +1,6 @@
-"""Waiting for one request's result: the long poll, and what each answer to it means.
+"""Polling for results: long polls of single requests, and batch polls of all samples of a sampler.
 
-Batch polling: one poll for all waiting samples of a sampler.
-
-The HTTP calls of sampling, no more at once than either side bears.
+`SampleRequests` limits the concurrent HTTP calls of sampling.
 """
 
 from __future__ import annotations
@@ -50,11 +48,11 @@ T = TypeVar("T")
 Result = TypeVar("Result", bound=BaseModel)
 
 PENDING = 408
-"""The server's answer, as late as it may give it, that a result is not there yet."""
-# What the server says where a request was to load what is not there: it sends no code for it, and a
-# test compares the two texts.
+"""Status that the server sends at the end of a long poll while the result is pending."""
+# Message of the server for a request that loads a missing checkpoint. The server sends no code for it,
+# so a test compares the two texts.
 NOT_FOUND = "Checkpoint not found."
-# A poll is a long poll. Should one be answered at once, this keeps the loop from spinning.
+# A poll is a long poll. If one is answered at once, this pause keeps the loop from spinning.
 GAP_S = 0.05
 
 
@@ -99,7 +97,7 @@ async def _wait(transport: Transport, request_id: str, reads: Callable[[httpx.Re
             )
         except APIStatusError as error:
             if not isinstance(error.body, dict) and transport.is_known:
-                # No refusal of the server: its own are JSON. To ask again changes nothing.
+                # Not a rejection by the server, which sends JSON. Repeating the poll is harmless.
                 await patience.wait_out(ForeignAnswer(str(error)))
             elif error.status_code == PENDING:
                 patience.pending(error)
@@ -143,10 +141,10 @@ log = logging.getLogger("cotrain")
 
 
 class Completions:
-    """Knows which requests of one sampler have ended. Lives on the client's own loop.
+    """Completed requests of one sampler. Runs on the client's own loop.
 
-    It says when to ask for a result, never what the result is: where batch polling fails, each
-    request is polled on its own, and the server's answer to that counts.
+    It decides when to fetch a result, and never contains one. If batch polling fails, each request is
+    polled separately, and only the server's response to that poll counts.
     """
 
     def __init__(self, transport: Transport, target: SamplingSessionTarget) -> None:
@@ -154,16 +152,16 @@ class Completions:
         self._target = target
         self._waiting: dict[str, asyncio.Event] = {}
         self._ended: set[str] = set()
-        """Ended before a caller waited for them."""
+        """Requests that ended before a caller waited for them."""
         self._retrieved: set[str] = set()
-        """Results that have arrived, which the server does not know yet."""
+        """Results that have arrived and are not yet acknowledged to the server."""
         self._cursor = 0
         self._failed = False
         self.task: asyncio.Task[None] | None = None
         """Polls while a result is awaited, or has arrived and is not acknowledged."""
 
     async def ended(self, request_id: str) -> None:
-        """Wait until a request has ended, or has to be polled on its own."""
+        """Wait until a request has ended, or has to be polled separately."""
         if self._failed or request_id in self._ended:
             self._ended.discard(request_id)
             return
@@ -175,7 +173,7 @@ class Completions:
             self._waiting.pop(request_id, None)
 
     def retrieved(self, request_id: str) -> None:
-        """Note that a result has arrived, so that the server need not keep it."""
+        """Record that a result has arrived; the next poll acknowledges it, so that the server can drop it."""
         if not self._failed:
             self._retrieved.add(request_id)
             self._go_on()
@@ -199,7 +197,7 @@ class Completions:
             self.task = None
 
     async def _poll_once(self) -> None:
-        retrieved = sorted(self._retrieved)[:MAX_RETRIEVED]  # the rest goes with the next poll
+        retrieved = sorted(self._retrieved)[:MAX_RETRIEVED]  # the next poll sends the remainder
         request = RetrieveFuturesRequest(
             target=self._target,
             prev_cursor=self._cursor,
@@ -231,35 +229,35 @@ class Completions:
 
 
 POSTS_AT_ONCE = 32
-"""Of a thousand samples that a busy server turns away, so many ask again and the others wait."""
+"""Maximum number of rejected samples that retry at once; all others wait."""
 POLLS_AT_ONCE = 500
-"""Each holds a connection; the other half is for training and heartbeats."""
+"""Concurrent polls. Each holds a connection; the other half is for training and heartbeats."""
 CANCEL_WITHIN_S = 5.0
 
 
 class SampleRequests:
-    """Shared by all samplers of one connection."""
+    """Sample requests of all samplers of one connection."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.limit(POLLS_AT_ONCE)
 
     def limit(self, samples: int) -> None:
-        """Have no more than so many on their way; the server says so before the first is sent."""
+        """Set the number of concurrent requests, from the server's configuration, before the first is sent."""
         self._posts = asyncio.Semaphore(min(samples, POSTS_AT_ONCE))
         self._polls = asyncio.Semaphore(min(samples, POLLS_AT_ONCE))
 
     async def accept(self, request: SampleRequest) -> UntypedAPIFuture:
-        """POST a sample request until the server has it, however long it is busy.
+        """POST a sample request until the server accepts it, without a time limit while it is busy.
 
-        The same `seq_id` each time: to ask twice is to ask once. Raises APIError.
+        Every attempt has the same `seq_id`, so repeats have no effect. Raises APIError.
         """
         async with self._posts:
             while True:
                 try:
                     return await self._transport.post("asample", request, reader(UntypedAPIFuture))
                 except RateLimitError:
-                    continue  # which the transport has reported
+                    continue  # the transport has already reported it
 
     async def retrieve(self, request_id: str) -> SampleResponse:
         """Wait for the result of a sample request. Raises RequestFailed or APIError."""
@@ -267,7 +265,7 @@ class SampleRequests:
             return await wait_for_sample(self._transport, request_id)
 
     async def cancel(self, request_id: str) -> None:
-        """Cancel a sample whose result is no longer wanted; one that this does not reach is done all the same."""
+        """Cancel a sample. If the call does not reach the server, the sample still runs."""
         with suppress(APIError, TimeoutError):
             async with asyncio.timeout(CANCEL_WITHIN_S):
                 await self._transport.post_once(

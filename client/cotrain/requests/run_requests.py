@@ -1,4 +1,4 @@
-"""The ordered requests of one run: each gets its `seq_id` when it is made, whatever becomes of it."""
+"""Ordered requests of one run. Each request gets its `seq_id` when it is created, also if it later fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import ForwardBackwardOutput, UntypedAPIFuture
 
 POLLS_AT_ONCE = 16
-"""Of a run's thousand futures so many hold a connection each; the others have no result yet."""
+"""Maximum number of a run's futures that are polled at once; each poll holds a connection."""
 
 SMALL_BYTES = 1_000
 
@@ -36,17 +36,17 @@ Result = TypeVar("Result", bound="BaseModel")
 
 
 class CustomPass(Protocol):
-    """A loss of the caller's: what is computed on this machine between its two passes."""
+    """Custom loss, computed on the client between its forward and its backward."""
 
     def datums(self, forward: ForwardBackwardOutput) -> Sequence[Datum]:
-        """Give the backward's datums, one for each of the forward; called on a thread of its own."""
+        """Return the backward's datums, one for each of the forward; called on a separate thread."""
 
     def finish(self, backward: ForwardBackwardOutput) -> ForwardBackwardOutput:
-        """Make the caller's result of the backward's."""
+        """Return the caller's result, from the output of the backward."""
 
 
 class RunRequests:
-    """Numbers a run's requests and sends them."""
+    """Sender of a run's requests; assigns their `seq_id`s."""
 
     def __init__(self, connection: Connection, model_id: str) -> None:
         self._connection = connection
@@ -61,7 +61,7 @@ class RunRequests:
         self._lost = set[int]()
         self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
         self._undone = set[object]()
-        """The outcomes that are still to come."""
+        """Outcomes that are still pending."""
 
     @override
     def __repr__(self) -> str:
@@ -70,9 +70,9 @@ class RunRequests:
     def ask(
         self, path: str, request: type[SequencedRequest], answer: type[Result], /, **what: Any
     ) -> Future[Result]:
-        """POST a request of these fields as the run's next; its result is JSON.
+        """POST the run's next request with these fields; its result is JSON.
 
-        Raises ValidationError for what cannot be sent.
+        Raises ValidationError for invalid fields.
         """
 
         async def wait(request_ids: list[str]) -> Result:
@@ -80,7 +80,7 @@ class RunRequests:
             async with self._polls:
                 return await wait_for_json(self._transport, request_id, answer)
 
-        # Read before a `seq_id` is taken, so that what cannot be sent leaves no gap.
+        # Validated before a `seq_id` is taken, so that an invalid request leaves no gap.
         return self._send(path, [request(model_id=self._model_id, seq_id=1, **what)], wait)
 
     def pass_over(
@@ -91,11 +91,11 @@ class RunRequests:
         *,
         forward_only: bool,
     ) -> Future[ForwardBackwardOutput]:
-        """POST a forward or forward_backward as the run's next, in as many requests as its server asks for.
+        """POST a forward or forward_backward as the run's next, in as many chunks as its server requires.
 
-        Raises UnsupportedInput for a datum that is not text, or too much for one call.
+        Raises UnsupportedInput for a datum that is not text, or for too much data in one call.
         """
-        # Encoded here, so that what the caller changes afterwards changes nothing, and before a
+        # Encoded here, so that later changes by the caller have no effect. This happens before a
         # `seq_id` is taken, so that a datum that cannot be encoded leaves no gap.
         requests = [
             wrap_datums(
@@ -113,10 +113,10 @@ class RunRequests:
     def pass_twice(
         self, data: Sequence[Datum], custom: CustomPass
     ) -> Future[ForwardBackwardOutput]:
-        """POST a forward, and once `custom` has its result a backward of as many datums.
+        """POST a forward and, once `custom` has processed its result, a backward with as many datums.
 
-        Both have their `seq_id`s before this returns, so requests made after it come after them.
-        Raises UnsupportedInput for a datum that is not text, or too much for one call.
+        Both have their `seq_id`s before this returns, so later requests of the run come after both.
+        Raises UnsupportedInput for a datum that is not text, or for too much data in one call.
         """
         chunks = self._cut(data)
         accepted, seq_ids = self._start(
@@ -125,7 +125,7 @@ class RunRequests:
         work = self._loop.start(
             self._second_pass(accepted, custom, seq_ids[len(chunks) :], [len(c) for c in chunks])
         )
-        # Shielded: giving up the result must leave no gap at the backward's `seq_id`.
+        # Shielded: cancelling the result must leave no gap at the backward's `seq_id`.
         outcome = self._loop.start(_shielded(work))
         what = f"custom pass {seq_ids.start} of run {self._model_id}"
         return Future(accepted, outcome, what=what)
@@ -145,9 +145,9 @@ class RunRequests:
     def _start(
         self, path: str, requests: Sequence[SequencedRequest | Message], seq_ids_each: int = 1
     ) -> tuple[concurrent.futures.Future[list[str]], range]:
-        """Take the run's next `seq_id`s and start to send, in that order.
+        """Reserve the run's next `seq_id`s and start to send, in that order.
 
-        Of more `seq_id`s than requests the first are used. Blocks at the in-flight limit
+        With more `seq_id`s than requests, the requests use the first ones. Blocks at the in-flight limit
         (`flow_control.py`).
         """
         check_not_forked(self._pid)
@@ -200,20 +200,20 @@ class RunRequests:
         return future.request_id
 
     async def _fill_lost(self) -> None:
-        """Fill the `seq_id`s of requests that were given up: the server may have them, or not."""
+        """Fill the `seq_id`s of abandoned requests, because the server may not have received them."""
         for seq_id in sorted(self._lost):
             try:
                 await self._accepted("forward_backward", self._nothing_at(seq_id))
             except APIError as error:
                 if is_transient(error):
                     raise
-                # It has them.
+                # The server has already received this request.
             self._lost.discard(seq_id)
 
     async def _fill_once(self, seq_id: int) -> None:
-        """Try to fill the `seq_id` of a request that was given up: others may wait behind it already.
+        """Try once to fill the `seq_id` of an abandoned request: later requests may already wait for it.
 
-        Where that fails too, the next request fills it first.
+        If that fails too, the next request fills it first.
         """
         self._lost.add(seq_id)
         try:
@@ -226,9 +226,9 @@ class RunRequests:
         self._lost.discard(seq_id)
 
     async def _fill_gap(self, seq_id: int) -> None:
-        """Send a request that does nothing under the `seq_id` of a refused one.
+        """Send an empty request with the `seq_id` of a rejected one.
 
-        Otherwise the server would wait for this `seq_id`, and every later request with it.
+        Otherwise the server would wait for this `seq_id`, and block every later request of the run.
         """
         try:
             await self._accepted("forward_backward", self._nothing_at(seq_id))
@@ -244,7 +244,7 @@ class RunRequests:
         accepted: concurrent.futures.Future[list[str]],
         wait: Callable[[list[str]], Coroutine[Any, Any, T]],
     ) -> T:
-        # Acceptance is shielded, so that a caller that gives up the result leaves no gap in the order.
+        # Acceptance is shielded, so that a caller that cancels the result leaves no gap in the order.
         return await wait(await asyncio.shield(asyncio.wrap_future(accepted)))
 
     async def _second_pass(
@@ -256,16 +256,16 @@ class RunRequests:
     ) -> ForwardBackwardOutput:
         try:
             request_ids = await asyncio.wrap_future(accepted)
-            # Outside the limit of the run's other polls: these may all be of requests that wait for
-            # the backward, which waits for this one.
+            # Outside the limit of the run's other polls. Those may all poll requests that wait for the
+            # backward, which itself waits for this forward.
             outputs = await asyncio.gather(
                 *(wait_for_pass(self._transport, request_id) for request_id in request_ids)
             )
             datums = encode_datums(await asyncio.to_thread(custom.datums, combine(outputs)))
-        except Exception:  # also whatever the caller's loss raises
+        except Exception:  # also any exception of the caller's loss
             await asyncio.gather(*map(self._fill_gap, seq_ids))
             raise
-        # Cut where the forward was, whatever the sizes are now: so many `seq_id`s were taken.
+        # Split like the forward, whatever the sizes are now, because that many `seq_id`s were taken.
         ends = list(accumulate(chunk_lengths))
         requests = [
             self._cross_entropy(seq_id, datums[end - length : end], forward_only=False)
@@ -295,7 +295,7 @@ class RunRequests:
     async def _polled(
         self, poll: Callable[[Transport, str], Coroutine[Any, Any, T]], request_id: str
     ) -> T:
-        # First come, first served: results come in about the order of acceptance.
+        # First come, first served: results arrive in about the order of acceptance.
         async with self._polls:
             return await poll(self._transport, request_id)
 
@@ -305,12 +305,12 @@ async def _shielded(work: concurrent.futures.Future[T]) -> T:
 
 
 def _size(request: BaseModel | Message) -> int:
-    """Bytes of a request as it is sent, before compression; about as many where it is small."""
+    """Return the bytes of a request before compression; a constant for JSON requests, which are small."""
     return SMALL_BYTES if isinstance(request, BaseModel) else request.ByteSize()
 
 
 def _at(seq_id: int, request: SequencedRequest | Message) -> SequencedRequest | Message:
-    """Number a request."""
+    """Return the request with its `seq_id` set."""
     if isinstance(request, SequencedRequest):
         return request.model_copy(update={"seq_id": seq_id})
     request.seq_id = seq_id  # type: ignore[attr-defined]  # of the message of a pass

@@ -1,1 +1,1 @@
-"""One server over HTTP: calls, connection pools, retries, files; knows no run and no future."""
+"""HTTP transport to one server: calls, connection pools, retries, files; independent of runs and futures."""

@@ -1,9 +1,9 @@
-"""One file on its way here, in as many attempts as it takes.
+"""Resumable downloads of files, and streaming uploads of adapters.
 
-What has arrived lies in the target's folder until it is whole, in a file that bears the server's name for
-exactly these bytes (`ETag`): so it is gone on with, by a later process too, and never with others.
+A partial download is stored in the target's folder. Its name contains the server's name for exactly these
+bytes (`ETag`). So another process can resume it too, and bytes of different files are never mixed.
 
-An adapter as the bytes of one archive, read from disk while they are sent.
+`UploadArchive` is an adapter as the bytes of one archive, read from disk while they are sent.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NOTHING_LEFT = 416
 
 
 async def size_of(http: httpx.AsyncClient, url: str) -> int:
-    """Ask how many bytes a link holds; 0 where it does not say. Raises what httpx raises.
+    """Return the bytes behind a link; 0 if the server sends no size. Raises the errors of httpx.
 
-    By its first byte: a link that was signed for one method answers no other.
+    It requests the first byte, because a link signed for GET rejects other methods.
     """
     request = _request(http, url, {"Range": "bytes=0-0"})
     async with aclosing(await http.send(request, stream=True)) as answer:
@@ -42,7 +42,7 @@ async def size_of(http: httpx.AsyncClient, url: str) -> int:
 
 
 class Download:
-    """Fetches a URL to a file, which is whole or not there."""
+    """Download of a URL to a file, which is complete or missing."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Download:
         self._arrived_before = 0
 
     async def go_on(self) -> None:
-        """Fetch what is missing. Raises OSError, or APIError for what may be tried again or not."""
+        """Download the remaining bytes. Raises OSError, or APIError, which may be transient."""
         part = await asyncio.to_thread(self._find_part)
         try:
             async with aclosing(await self._http.send(self._request(part), stream=True)) as answer:
                 if answer.status_code == NOTHING_LEFT and part is not None:
-                    # Not the file it was: all of it, next time.
+                    # The file has changed: the next attempt downloads all of it.
                     await asyncio.to_thread(part.unlink)
                     raise APIConnectionError(f"{self._target.name} is another file by now")
                 if answer.is_error:
@@ -81,7 +81,7 @@ class Download:
         await asyncio.to_thread(part.replace, self._target)
 
     def has_advanced(self) -> bool:
-        """Say whether something has arrived since this was last asked."""
+        """Return True if bytes have arrived since the last call."""
         before, self._arrived_before = self._arrived_before, self._arrived
         return self._arrived > before
 
@@ -108,12 +108,12 @@ class Download:
                     self._progress(had, total)
         size = part.stat().st_size
         if "Content-Length" in answer.headers and size != total:
-            await asyncio.to_thread(part.unlink)  # another process has written here too
+            await asyncio.to_thread(part.unlink)  # another process has also written to it
             raise APIConnectionError(f"{self._target.name} has {size} bytes instead of {total}")
         return part
 
     def _find_part(self) -> Path | None:
-        """Find what an earlier attempt has left and can be gone on with."""
+        """Return the partial download that can be resumed, or None."""
         tagged = [part for part in self._parts() if _tag_of(part, self._target)]
         return tagged[0] if len(tagged) == 1 and tagged[0].stat().st_size else None
 
@@ -131,7 +131,7 @@ class Download:
 
 
 def _request(http: httpx.AsyncClient, url: str, headers: dict[str, str]) -> httpx.Request:
-    # As it is, uncompressed: a range of it must be one of the file.
+    # Uncompressed, so that a byte range of the response is one of the file.
     headers = {**headers, "Accept-Encoding": "identity"}
     request = http.build_request("GET", url, headers=headers, timeout=TIMEOUT)
     del request.headers["X-API-Key"]
@@ -144,7 +144,7 @@ def _part_of(target: Path, etag: str | None) -> Path:
 
 
 def _tag_of(part: Path, target: Path) -> str:
-    """Read the tag in a part's name; without one it cannot be gone on with."""
+    """Return the tag in the name of a partial file; without a tag it cannot be resumed."""
     return part.name.removeprefix(_start_of(target)).removesuffix(".part")
 
 
@@ -164,7 +164,7 @@ CHUNK_BYTES = 1024**2
 
 @dataclass(frozen=True)
 class UploadArchive:
-    """What is sent, in order: bytes, and the content of files."""
+    """Content of an upload, in order: bytes, and files."""
 
     parts: tuple[bytes | Path, ...]
     size: int
@@ -172,7 +172,7 @@ class UploadArchive:
     async def chunks(
         self, progress: Callable[[int, int], None] | None = None
     ) -> AsyncIterator[bytes]:
-        """Give the bytes, from the first one on each time; `progress` is called with what has been sent."""
+        """Yield the bytes from the start; `progress` is called with the bytes sent and the total."""
         sent = 0
         for part in self.parts:
             async for chunk in _content(part):
@@ -183,7 +183,7 @@ class UploadArchive:
 
 
 def archive_of(source: Path) -> UploadArchive:
-    """Take an archive as it is, and of a folder the two files that make a PEFT adapter, as a tar.
+    """Return an archive unchanged, or the two files of a PEFT folder as a tar.
 
     Raises OSError, or UnsupportedInput for weights in another form.
     """

@@ -1,7 +1,7 @@
-"""The variables of the environment that say how to reach a server: proxies, and whom TLS believes.
+"""Environment variables of the network: proxies, and the certificates that TLS trusts.
 
-httpx reads the same ones, and answers a value that it cannot read with errors of its own that name no
-variable. It also takes no networks in NO_PROXY, which container tools and VPNs write there.
+httpx reads the same variables, but reports an unreadable value without naming the variable. It also
+supports no networks in NO_PROXY, which container tools and VPNs write there.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import httpx
 from cotrain.errors import SettingsMissing
 
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
-"""The first that is set counts."""
+"""In order of precedence."""
 
 
 @cache
 def trusted() -> ssl.SSLContext:
-    """Return whom TLS believes, once for all clients: to read all certificates takes 20 ms.
+    """Return the TLS context, shared by all clients, because reading all certificates takes 20 ms.
 
-    Raises SettingsMissing, which names the variable, where its file or folder cannot be read.
+    Raises SettingsMissing, which names the variable, if its file or folder cannot be read.
     """
     name = next((name for name in CERTIFICATES if os.environ.get(name)), None)
     if name is None:
@@ -47,7 +47,7 @@ def trusted() -> ssl.SSLContext:
 
 
 def proxy_of(url: str) -> str | None:
-    """Return the proxy that a URL is reached through, or None. Raises SettingsMissing."""
+    """Return the proxy for a URL, or None. Raises SettingsMissing."""
     parts = urlsplit(url)
     proxies = getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
@@ -70,7 +70,7 @@ def proxy_of(url: str) -> str | None:
 
 
 def through_proxy(url: str) -> str:
-    """Say which proxy a URL is reached through, for an error; "" without one."""
+    """Return the part of an error message that names the proxy of a URL; "" without one."""
     proxy = proxy_of(url)
     if proxy is None:
         return ""
@@ -87,7 +87,7 @@ def _name_of(scheme: str, proxies: dict[str, str]) -> str:
 
 
 def _shown(proxy: str) -> str:
-    """Leave out a name and a password."""
+    """Return the address without user name and password."""
     scheme, _, rest = proxy.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"
 
@@ -97,7 +97,7 @@ def _is_excepted(host: str, port: int | None, entries: Iterable[str]) -> bool:
 
 
 def _is_meant(entry: str, host: str, port: int | None) -> bool:
-    """Tell whether an entry of NO_PROXY names a host: by name, as part of a domain, or as part of a network."""
+    """Return True if an entry of NO_PROXY matches a host: by name, as part of a domain, or of a network."""
     if entry == "*":
         return True
     entry = entry.rpartition("://")[2]

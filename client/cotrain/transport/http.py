@@ -1,17 +1,14 @@
-"""One HTTP call: the key, the time limits, the encoding of what is sent.
+"""HTTP transport: the key, the timeouts, the encoding of requests.
 
-Everything a client POSTs may be sent twice: the server knows a repeated request by its `seq_id` in
-its run, and a session opened twice gets no heartbeats and ends. What is tried again, and for how
-long, is for `retries.py`.
+Every POST may be sent twice. The server recognises a repeated request by its `seq_id` in the run. A
+session opened twice gets no heartbeats and ends. The module `retries.py` decides which calls are
+retried, and for how long.
 
-The connections to one server, in several small pools.
+Connections are spread over small pools. The library httpx scans all connections of a pool whenever a request starts or
+ends. With a hundred requests in flight, that costs more than everything else in this client.
 
-A pool of httpx looks at each of its connections whenever a request comes or ends, which for a hundred
-requests in flight costs more than all else this client does. Small pools keep that from growing.
-
-The caller's span, where its program traces with OpenTelemetry: a server that traces puts its own below it.
-
-Nothing is imported for this: a program that traces has imported it.
+If the caller's program traces with OpenTelemetry, requests carry the caller's span, and a tracing server
+makes its spans children of it. OpenTelemetry is never imported here: a tracing program has imported it.
 """
 
 from __future__ import annotations
@@ -48,9 +45,9 @@ from cotrain.version import __version__
 from cotrain.wire.pass_codec import PROTOBUF
 
 AT_ONCE = 4
-"""Requests in flight in one pool, and so its connections, before the next pool is used."""
+"""Requests in flight, and so connections, of one pool before the next pool is used."""
 POOLS = 250
-"""More than AT_ONCE times so many requests share the pools evenly."""
+"""Maximum number of pools. More than AT_ONCE times this many requests share the pools evenly."""
 
 
 @dataclass
@@ -60,7 +57,10 @@ class _Pool:
 
 
 class ConnectionPools:
-    """Sends each request through the first pool that is not full. Lives on the client's own loop."""
+    """Pools of connections to one server; a request uses the first pool that is not full.
+
+    Runs on the client's own loop.
+    """
 
     def __init__(self, make_pool: Callable[[], httpx.AsyncClient]) -> None:
         self._make_pool = make_pool
@@ -68,11 +68,11 @@ class ConnectionPools:
 
     @property
     def first(self) -> httpx.AsyncClient:
-        """The pool that is always there, to build requests with."""
+        """The pool that always exists, used to build requests."""
         return self._pools[0].http
 
     async def send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and read its answer. Raises what httpx raises."""
+        """Send a request and return its response. Raises the errors of httpx."""
         pool = self._free_pool()
         pool.in_flight += 1
         try:
@@ -96,7 +96,7 @@ class ConnectionPools:
 
 
 def traceparent() -> dict[str, str]:
-    """Give the header that names the caller's span; nothing where there is none."""
+    """Return the header with the caller's span, or {} without one."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return {}
@@ -114,20 +114,20 @@ T = TypeVar("T")
 JSON = "application/json"
 BINARY = "application/octet-stream"
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
-# Before it answers, a server unpacks what it was sent, maybe after what others have sent.
+# A server unpacks the whole body before it responds, possibly after the bodies of other clients.
 STREAM_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None, read=600.0)
-# How many there are is for `http.py`. A server lets an idle one live for longer.
+# `ConnectionPools` limits the number of connections. The server keeps idle ones open for longer than this.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
 ZSTD = "zstd"
 COMPRESSED_BYTES = 1_000
-"""What is smaller is one packet on the network in any case."""
+"""Smaller messages are not compressed: they fit into one packet in any case."""
 ENCODE_ELSEWHERE_BYTES = 256_000
-"""Larger messages are written in a thread, for milliseconds in which others' answers would wait."""
+"""Larger messages are encoded in a thread: that takes milliseconds, which would delay other responses."""
 
 
 @cache
 def can_compress() -> bool:
-    """Say whether `zstandard` is installed: the `zstd` extra of this package."""
+    """Return True if `zstandard` is installed: the `zstd` extra of this package."""
     return find_spec("zstandard") is not None
 
 
@@ -146,7 +146,7 @@ class Transport:
         self.policy = policy or RetryPolicy()
         self.sleep = sleep
         self.compresses = False
-        """Whether passes are compressed, which the server says and this machine must be able to."""
+        """True if passes are compressed; the server must accept it and `zstandard` be installed."""
         self._contact = Contact(base_url)
         proxy = None if network else proxy_of(base_url)
         self._pools = ConnectionPools(
@@ -165,7 +165,7 @@ class Transport:
 
     @property
     def is_known(self) -> bool:
-        """Whether the server has ever answered."""
+        """True if the server has ever responded."""
         return self._contact.is_known
 
     async def post(
@@ -177,9 +177,10 @@ class Transport:
         *,
         raises_busy: bool = False,
     ) -> T:
-        """POST until there is an answer that `reads` takes, and give what it makes of it.
+        """POST until a response can be parsed by `reads`, and return the parsed value.
 
-        Raises APIError for a refusal or when it gives up. With `raises_busy`, RateLimitError is a refusal too: the caller knows better when to ask again.
+        Raises APIError if the server rejects the request or the retries end. With `raises_busy`,
+        RateLimitError is raised at once, for callers that schedule their own retries.
         """
         body, described = await self._encoded(message)
         return await self._until_answered(
@@ -188,9 +189,9 @@ class Transport:
         )
 
     async def put(self, path: str, message: BaseModel, reads: Callable[[httpx.Response], T]) -> T:
-        """PUT until there is an answer; a field that is None is sent as null, which says "none".
+        """PUT until there is a response. A field that is None is sent as null, which clears it.
 
-        Raises APIError for a refusal or when it gives up.
+        Raises APIError if the server rejects the request or the retries end.
         """
         body, headers = message.model_dump_json().encode(), {"Content-Type": JSON}
         return await self._until_answered(
@@ -200,9 +201,9 @@ class Transport:
         )
 
     async def patch(self, path: str, message: BaseModel, reads: Callable[[httpx.Response], T]) -> T:
-        """PATCH until there is an answer; a field that is None is not sent, which says "as it is".
+        """PATCH until there is a response. A field that is None is not sent and stays unchanged.
 
-        Raises APIError for a refusal or when it gives up.
+        Raises APIError if the server rejects the request or the retries end.
         """
         body = message.model_dump_json(exclude_none=True).encode()
         headers = {"Content-Type": JSON}
@@ -213,13 +214,13 @@ class Transport:
         )
 
     async def get(self, path: str, reads: Callable[[httpx.Response], T]) -> T:
-        """GET until there is an answer. Raises APIError for a refusal or when it gives up."""
+        """GET until there is a response. Raises APIError if it is a rejection or the retries end."""
         return await self._until_answered(
             lambda: self._send(self._http.build_request("GET", path), reads)
         )
 
     async def delete(self, path: str) -> None:
-        """DELETE until there is an answer. Raises APIError for a refusal or when it gives up."""
+        """DELETE until there is a response. Raises APIError if it is a rejection or the retries end."""
         await self._until_answered(
             lambda: self._send(self._http.build_request("DELETE", path), acknowledged)
         )
@@ -232,9 +233,9 @@ class Transport:
         content: Callable[[], AsyncIterator[bytes]],
         reads: Callable[[httpx.Response], T],
     ) -> T:
-        """POST a body of `size` bytes that is read while it is sent; `content` is asked each time.
+        """POST a body of `size` bytes that is read while it is sent; each attempt calls `content` again.
 
-        Raises APIError for a refusal or when it gives up.
+        Raises APIError if the server rejects the request or the retries end.
         """
         return await self._until_answered(
             lambda: self._send(
@@ -253,10 +254,10 @@ class Transport:
     async def fetch(
         self, url: str, target: Path, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Download a link of the server's to a file, which is whole or not there.
+        """Download a link of the server to a file, atomically.
 
-        Goes on where an earlier attempt broke off, in this process or before. The link is all it
-        needs: the key stays here. Raises OSError or APIError.
+        Resumes where an earlier attempt stopped, also one of another process. The link needs no key, so the
+        key is not sent. Raises OSError or APIError.
         """
         download = Download(self._http, url, target, progress)
         patience = self.patience()
@@ -271,8 +272,8 @@ class Transport:
                 return
 
     async def size_of(self, url: str) -> int:
-        """Ask how many bytes a link holds; 0 where it does not say, or does not answer."""
-        with suppress(httpx.TransportError):  # which the download will say better
+        """Return the bytes behind a link; 0 if the server sends no size, or does not respond."""
+        with suppress(httpx.TransportError):  # the download itself reports it better
             return await size_of(self._http, url)
         return 0
 
@@ -284,16 +285,16 @@ class Transport:
         *,
         accept: str = JSON,
     ) -> T:
-        """POST a single time. Raises APIError for anything but an answer that `reads` takes."""
+        """POST a single time. Raises APIError for any response that `reads` cannot parse."""
         body, described = await self._encoded(message)
         return await self._post(path, body, reads, {**described, "Accept": accept})
 
     def patience(self) -> Patience:
-        """Give what one call has of it."""
+        """Return the retry state of one call."""
         return Patience(self.policy, self._contact, self.sleep)
 
     async def pause(self, failures: int, error: APIStatusError, waited_s: float) -> None:
-        """Wait as long as the policy says after `failures` in a row, and `waited_s` already."""
+        """Wait for the policy's delay after `failures` in a row; `waited_s` is the total wait so far."""
         self._contact.busy(error, waited_s)
         await self.sleep(self.policy.delay_s(failures, error, random.random()))  # noqa: S311  # no secret
 
@@ -314,7 +315,7 @@ class Transport:
                 await patience.wait_out(error)
 
     async def _encoded(self, message: BaseModel | Message) -> tuple[bytes, dict[str, str]]:
-        """Write a message; returns it with the headers that describe it."""
+        """Encode a message; returns it with the headers that describe it."""
         if isinstance(message, BaseModel):
             return message.model_dump_json(exclude_none=True).encode(), {"Content-Type": JSON}
         size = message.ByteSize()
@@ -360,7 +361,7 @@ def _written(message: Message, *, zips: bool) -> bytes:
 
 
 def _compressed(body: bytes) -> bytes:
-    """Make one zstd frame. A pass shrinks to a sixth or so: ids are small, and most weights one."""
+    """Compress to one zstd frame. A pass shrinks to about a sixth: ids are small, and most weights are one."""
     import zstandard  # an optional dependency, and slow to import
 
     return zstandard.ZstdCompressor().compress(body)

@@ -1,7 +1,7 @@
-"""One line for those who wait: what for, for how long, and what the server says to that.
+"""Progress line of waiting calls: the request, the duration, and the server's message.
 
-It appears on stderr once a wait has lasted for ten seconds, where stderr is a terminal or a notebook,
-and is gone when the wait is over. Elsewhere the logger `cotrain` gets it, as INFO, once a minute.
+It appears on stderr after a wait of ten seconds, if stderr is a terminal or a notebook, and disappears when
+the wait ends. Otherwise it is logged to the logger `cotrain` as INFO, once a minute.
 COTRAIN_PROGRESS=0 turns it off.
 """
 
@@ -23,26 +23,26 @@ SHOWN_AFTER_S = 10.0
 DRAWN_EVERY_S = 1.0
 LOGGED_EVERY_S = 60.0
 IDLE_ROUNDS = 60
-"""The thread that draws ends after so many rounds in which nothing was waited for."""
+"""The drawing thread ends after this many rounds in a row without a wait."""
 NOTEBOOK_COLUMNS = 120
 
 
 class Wait(NamedTuple):
-    """Something that a caller waits for."""
+    """A wait of a caller."""
 
     since: float
     what: Callable[[], str]
 
 
 class ServerMessage(NamedTuple):
-    """What the server said last, and until when it is worth showing."""
+    """Last message of the server, and the time until which it is shown."""
 
     text: str
     until: float
 
 
 def line(waits: list[Wait], word: ServerMessage | None, now: float) -> str | None:
-    """Say what is waited for, the longest wait first; None while none of them is long."""
+    """Return the text of the line, with the longest wait; None while no wait is long."""
     late = [wait for wait in waits if now - wait.since >= SHOWN_AFTER_S]
     if not late:
         return None
@@ -55,11 +55,11 @@ def line(waits: list[Wait], word: ServerMessage | None, now: float) -> str | Non
 
 
 class Progress:
-    """The one line of this process. Used from any thread."""
+    """Progress line of this process. Used from any thread."""
 
     def __init__(self) -> None:
         self._begin_anew()
-        if hasattr(os, "register_at_fork"):  # what is forked has neither the waits nor the thread
+        if hasattr(os, "register_at_fork"):  # a forked process has neither the waits nor the thread
             os.register_at_fork(after_in_child=self._begin_anew)
 
     def _begin_anew(self) -> None:
@@ -89,7 +89,7 @@ class Progress:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Draw nothing until the block ends: something else has the terminal."""
+        """Draw nothing until the block ends, because other output uses the terminal."""
         self._hidden += 1
         try:
             yield
@@ -97,11 +97,11 @@ class Progress:
             self._hidden -= 1
 
     def show_message(self, text: str, for_s: float) -> None:
-        """Show what the server says, for so long."""
+        """Show a message of the server for `for_s` seconds."""
         self._word = ServerMessage(text, time.monotonic() + for_s)
 
     def clear(self) -> None:
-        """Take the line away, for one who prints."""
+        """Clear the progress line before other output."""
         with self._drawing:
             self._draw("")
 
@@ -125,7 +125,7 @@ class Progress:
             self.show()
 
     def show(self) -> None:
-        """Draw the line as it is now, or log it."""
+        """Draw the current line, or log it."""
         with self._drawing:
             now = time.monotonic()
             text = line(list(self._waits.values()), self._word, now)
@@ -138,7 +138,7 @@ class Progress:
     def _draw(self, text: str) -> None:
         text = text[: max(_columns() - 1, 0)]
         if text or self._drawn:
-            # Blanks and not an escape: a notebook knows only the carriage return.
+            # Spaces instead of an escape sequence, because a notebook supports only the carriage return.
             with suppress(OSError, ValueError):  # stderr is closed
                 sys.stderr.write(f"\r{text.ljust(len(self._drawn))}" + ("" if text else "\r"))
                 sys.stderr.flush()
@@ -155,7 +155,7 @@ def _is_wanted() -> bool:
 
 
 def _columns() -> int:
-    """Width of a terminal or a notebook; 0 where stderr is neither."""
+    """Return the width of a terminal or a notebook; 0 if stderr is neither."""
     if sys.stderr is None:
         return 0
     if type(sys.stderr).__module__.startswith("ipykernel"):

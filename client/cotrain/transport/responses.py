@@ -1,4 +1,4 @@
-"""An HTTP answer as a message of the wire, a refusal, or the answer of something else."""
+"""Parsing of HTTP responses: messages of the protocol, rejections, and responses of intermediaries."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LONGEST_ID = 64
 NO_CONTENT, BAD_REQUEST, UNAUTHORIZED, TOO_LARGE = 204, 400, 401, 413
 UNBELIEVED = "CERTIFICATE_VERIFY_FAILED"
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
-"""What OpenSSL, older and newer, says of an answer that is plain text."""
+"""OpenSSL errors, of older and newer versions, for a response in plain text."""
 
 
 def read(response: httpx.Response, model: type[Model]) -> Model:
-    """Read a JSON answer.
+    """Parse a JSON response.
 
-    Raises MalformedMessage where it is not of this shape, or has none of its fields and others.
+    Raises MalformedMessage if it does not match the model, or has fields but none of the model's.
     """
     failure = MalformedMessage(f"{response.url} did not answer a {model.__name__}")
     if not response.is_success or is_page(response):
@@ -49,12 +49,12 @@ def read(response: httpx.Response, model: type[Model]) -> Model:
 
 
 def reader(model: type[Model]) -> Callable[[httpx.Response], Model]:
-    """Give the function that reads an answer of this shape."""
+    """Return a function that parses responses with this model."""
     return lambda response: read(response, model)
 
 
 def acknowledged(response: httpx.Response) -> None:
-    """Read an answer that has no content. Raises MalformedMessage where it has some."""
+    """Check that a response has no content. Raises MalformedMessage if it has."""
     is_empty = response.status_code == NO_CONTENT
     if not is_empty and (not response.is_success or _json_or_text(response) not in ({}, None)):
         raise MalformedMessage(f"{response.url} did not answer that it is done")
@@ -63,9 +63,9 @@ def acknowledged(response: httpx.Response) -> None:
 def understood(
     response: httpx.Response, reads: Callable[[httpx.Response], T], *, is_known: bool = False
 ) -> T:
-    """Read an answer; `is_known` where this server has answered before.
+    """Parse a response; `is_known` if this server has responded before.
 
-    Raises ForeignAnswer, which says what to look at, where `reads` raises MalformedMessage.
+    If `reads` raises MalformedMessage, raises ForeignAnswer with a hint at the cause.
     """
     try:
         return reads(response)
@@ -75,11 +75,11 @@ def understood(
 
 
 def refusal(response: httpx.Response, *, is_known: bool = False) -> APIStatusError:
-    """Make an error of an answer that says no; `is_known` where this server has answered before."""
+    """Return the error for a rejection; `is_known` if this server has responded before."""
     detail = body = _json_or_text(response)
-    for name in ("detail", "error", "message"):  # the endpoints for text answer in others' dialects
+    for name in ("detail", "error", "message"):  # endpoints for text use the formats of other APIs
         detail = detail.get(name, detail) if isinstance(detail, dict) else detail
-    if is_page(response):  # of a proxy or another kind of server, and of no use to a caller
+    if is_page(response):  # of a proxy or another kind of server, and useless to a caller
         detail = ""
     message = str(detail or response.reason_phrase)[:LONGEST_DETAIL]
     hint = "" if response.is_server_error else _hint(response, is_known=is_known)
@@ -100,10 +100,10 @@ def refusal(response: httpx.Response, *, is_known: bool = False) -> APIStatusErr
 def unreached(
     error: httpx.TransportError, url: httpx.URL, through: str = "", *, is_known: bool = False
 ) -> CotrainError:
-    """Make an error of no answer, `through` a proxy; `is_known` where this server has answered before.
+    """Return the error for a missing response, `through` a proxy; `is_known` if this server has responded before.
 
-    One that has not, and speaks plain HTTP where TLS was tried, or shows a certificate that is not
-    believed, is no matter of waiting: SettingsMissing.
+    A server that never responded may use plain HTTP instead of TLS, or an untrusted certificate.
+    Waiting does not help then, so the error is SettingsMissing.
     """
     message = f"cannot reach {url}{through}: {error}"
     if UNBELIEVED in str(error):
@@ -124,7 +124,7 @@ def unreached(
 
 
 def _hint(response: httpx.Response, *, is_known: bool) -> str:
-    """Say what to look at: the key, a proxy, or the address where no such server has answered yet."""
+    """Return a hint at the cause: the key, a proxy, or the address if no such server has responded yet."""
     if target := response.headers.get("Location"):
         if is_known:
             return f"; something before the server redirects to {target}: a login?"
@@ -151,7 +151,7 @@ def _host(url: httpx.URL) -> str:
 
 
 def is_page(response: httpx.Response) -> bool:
-    """Say whether an answer is a web page, which no part of the protocol is."""
+    """Return True if a response is a web page, which the protocol never sends."""
     return "text/html" in response.headers.get("Content-Type", "")
 
 
@@ -171,5 +171,5 @@ def _seconds(header: str | None) -> float | None:
     try:
         seconds = float(header or "")
     except ValueError:
-        return None  # absent, or an HTTP date, which this server does not send
+        return None  # missing, or an HTTP date, which this server does not send
     return seconds if 0 < seconds <= 60 else None

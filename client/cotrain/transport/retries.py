@@ -1,9 +1,9 @@
-"""What is tried again, for how long, and what is logged of it.
+"""Retry policy: which calls are retried, for how long, and how it is logged.
 
-A lost answer, a busy server (429), a restarting one (5xx) and a slow one (408) are tried again; every
-other refusal is the caller's to read. An answer that something before the server gave in its place is
-a lost one, but only where the server has answered before: else the address is wrong. A server that has answered before is given minutes to come
-back; one that never has is more likely somewhere else, and is given seconds.
+A lost response, a busy server (429), a restarting one (5xx) and a slow one (408) are retried; every
+other rejection is raised to the caller. A response from an intermediary counts as a lost response, but only if the
+server has responded before; otherwise the address is wrong. A server that has responded before gets minutes to
+come back. One that never has is probably at another address, and gets seconds.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ log = logging.getLogger("cotrain")
 
 WARN_AFTER_S = 10.0
 WARN_AGAIN_S = 600.0
-"""The same reason of a wait is not logged again sooner."""
+"""Minimum interval between two log lines with the same reason."""
 WORD_LASTS_S = 60.0
-"""As long as a poll may take to bring another word."""
+"""Display time of a server message: the longest time until a poll brings the next one."""
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long, and how fast, a call is tried again."""
+    """Duration and delays of the retries of a call."""
 
     give_up_after_s: float = 300.0
     give_up_unanswered_after_s: float = 30.0
-    """Of a server that has never answered anything."""
+    """Limit for a server that has never responded."""
     first_delay_s: float = 0.5
     longest_delay_s: float = 10.0
 
     def delay_s(self, failures: int, error: APIError, jitter: float) -> float:
-        """Seconds to wait after `failures` in a row; the server's `Retry-After` wins.
+        """Return the delay in seconds after `failures` in a row; the server's `Retry-After` takes precedence.
 
         `jitter` in 0…1 shortens the wait by up to a quarter, so that many clients spread out.
         """
@@ -49,18 +49,18 @@ class RetryPolicy:
 
 
 def queue_state_reason(error: APIStatusError) -> str | None:
-    """Say why a request is not done yet, where the server says it."""
+    """Return the server's reason why a request is still pending, or None."""
     reason = error.body.get("queue_state_reason") if isinstance(error.body, dict) else None
     return str(reason) if reason else None
 
 
 def is_moving(error: APIStatusError) -> bool:
-    """Whether the server says that the queue a request waits in goes on."""
+    """Return True if the server reports that the request's queue is progressing."""
     return isinstance(error.body, dict) and error.body.get("queue_state") == "active"
 
 
 def is_transient(error: APIError) -> bool:
-    """Whether the same request may well succeed in a while."""
+    """Return True if the same request may succeed later."""
     if isinstance(error, APIStatusError):
         return error.status_code in (408, 429) or error.status_code >= 500
     return isinstance(error, APIConnectionError)
@@ -68,24 +68,24 @@ def is_transient(error: APIError) -> bool:
 
 @dataclass
 class Contact:
-    """Whether the server is there, as far as all calls of one client together know."""
+    """Reachability of the server, from all calls of one client."""
 
     base_url: str
     is_known: bool = False
-    """Whether it has ever answered."""
+    """True if it has ever responded."""
     _silent_since: float | None = None
     _has_warned: bool = False
     _warned_at: dict[object, float] = field(default_factory=dict)
 
     def answered(self) -> None:
-        """Note an answer, whatever it says."""
+        """Record a response, whatever its content."""
         if self._silent_since is not None and self._has_warned:
             silence_s = time.monotonic() - self._silent_since
             log.info("%s answers again, after %.0f s", self.base_url, silence_s)
         self.is_known, self._silent_since, self._has_warned = True, None, False
 
     def lost(self, error: APIConnectionError, patience_s: float) -> None:
-        """Note that there was no answer; warn once each time the server stops answering."""
+        """Record a missing response; warn once each time the server stops responding."""
         self._silent_since = self._silent_since or time.monotonic()
         PROGRESS.show_message(str(error), WORD_LASTS_S)
         if not self._has_warned and time.monotonic() - self._silent_since >= WARN_AFTER_S:
@@ -94,10 +94,10 @@ class Contact:
             log.warning("still trying, for %.0f s in all: %s", patience_s, error)
 
     def busy(self, error: APIStatusError, waited_s: float) -> None:
-        """Note why the server lets a call wait; warn of it once where the wait is long."""
+        """Record why the server delays a call; warn once if the wait is long."""
         why = queue_state_reason(error)
         PROGRESS.show_message(why or str(error), WORD_LASTS_S)
-        # What is said holds numbers that change: a position, seconds.
+        # The message contains numbers that change: a position, seconds.
         about = re.sub(r"\d+", "", why) if why else error.status_code
         now = time.monotonic()
         if (
@@ -111,7 +111,7 @@ class Contact:
 
 @dataclass
 class Patience:
-    """How much of it one call has left. Each failure in a row costs more than the last."""
+    """Remaining retries of one call. Each failure in a row waits longer than the last."""
 
     policy: RetryPolicy
     contact: Contact
@@ -121,14 +121,14 @@ class Patience:
     _began: float = field(default_factory=time.monotonic)
 
     def renew(self) -> None:
-        """Begin anew: the server has answered usefully."""
+        """Reset the retries: the server has responded usefully."""
         self._failures, self._since = 0, time.monotonic()
 
     def pending(self, error: APIStatusError) -> None:
-        """Begin anew: the result is not there yet, and maybe the server says why.
+        """Reset the retries: the result is pending, and the server may have sent a reason.
 
-        A position in a queue that moves is shown where there is a progress bar; a queue that does not is
-        worth a warning.
+        A position in a queue that moves is shown in the progress line. A queue that does not move is
+        logged as a warning.
         """
         self.renew()
         reason = queue_state_reason(error)
@@ -138,7 +138,7 @@ class Patience:
             self.contact.busy(error, time.monotonic() - self._began)
 
     async def wait_out(self, error: APIError) -> None:
-        """Wait before the next try. Raises the error where it is final, or where this is enough."""
+        """Wait before the next attempt. Raises the error if it is final or the time limit has passed."""
         self._failures += 1
         tried_s = time.monotonic() - self._since
         if isinstance(error, APIConnectionError):

@@ -1,1 +1,1 @@
-"""What crosses the network, as JSON and as protobuf; knows no connection and no server."""
+"""Messages between client and server, as JSON and as protobuf, independent of any transport."""

@@ -1,4 +1,4 @@
-"""What the operator reads and changes over HTTP: `/api/v1/admin/…`. Times are seconds since 1970."""
+"""Messages of the operator's API `/api/v1/admin/…`. Times are seconds since 1970."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cotrain.wire.model import WireModel
 from cotrain.wire.usage import Amounts
 
 Role = Literal["member", "viewer"]
-"""What a key may do for its tenant: everything, or read."""
+"""Permissions of a key for its tenant: everything, or read only."""
 Printable = r"^[^\x00-\x1f\x7f-\x9f]*$"
 KeyName = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=Printable)]
 Reason = Annotated[str, StringConstraints(max_length=200, pattern=Printable)]
@@ -18,43 +18,43 @@ MAX_DAYS = 3_650
 
 
 class Change(WireModel):
-    """What the operator sends; a field that is none is refused."""
+    """Base of the operator's requests; an unknown field is rejected."""
 
     model_config = ConfigDict(**WireModel.model_config | {"extra": "forbid", "strict": True})
 
 
 class KeyRequest(Change):
-    """A key that is to be made."""
+    """Request to create a key."""
 
     name: KeyName
     role: Role = "member"
     days: Annotated[float, Field(gt=0, le=MAX_DAYS)] | None = None
-    """After which it is good no more; without, it is good until it is revoked."""
+    """Days until the key expires; without, it is valid until it is revoked."""
     prefix: Literal["tml", "sk"] = "tml"
 
 
 class PauseRequest(Change):
-    """Why a tenant or run is held back; its clients read it."""
+    """Reason for pausing a tenant or a run, shown to its clients."""
 
     reason: Reason = ""
 
 
 class MoveRequest(Change):
-    """Where a run shall go on."""
+    """Request to move a run to another worker."""
 
     worker: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-    """The id of a worker of its pool."""
+    """Id of a worker of the run's pool."""
 
 
 class Pause(WireModel):
-    """Since when a tenant or a run is held back, and why."""
+    """Start and reason of the pause of a tenant or a run."""
 
     since: float
     reason: str
 
 
 class KeyShown(WireModel):
-    """An API key without its secret."""
+    """API key without its secret."""
 
     id: str
     tenant: str
@@ -65,34 +65,34 @@ class KeyShown(WireModel):
     created_at: float
     not_after: float | None
     last_used_at: float | None
-    """To within a minute."""
+    """Time of the last use, to within a minute."""
 
 
 class NewKey(KeyShown):
-    """A key that was just made: only here its secret is seen."""
+    """New key; the only message that contains its secret."""
 
     key: str
 
 
 class TenantRow(WireModel):
-    """A tenant at a glance."""
+    """Summary of a tenant."""
 
     id: str
     name: str
     weight: float
     paused: Pause | None
     runs: int
-    """Live ones."""
+    """Live runs."""
     run_bytes: int
     ops: int
-    """Waiting, in all pools; so are the next two."""
+    """Pending ops in all pools; the next two fields also count all pools."""
     tokens: int
     samples: int
-    """Waiting or running."""
+    """Sample requests that are waiting or running."""
 
 
 class TenantList(WireModel):
-    """Tenants by name."""
+    """Page of tenants, sorted by name."""
 
     tenants: list[TenantRow]
     total: int
@@ -101,56 +101,56 @@ class TenantList(WireModel):
 
 
 class QuotaUse(WireModel):
-    """One limit of a tenant, and how much of it is used."""
+    """Limit of a tenant, and its current use."""
 
     name: str
     limit: int
     default: int
     is_own: bool
-    """The operator gave this tenant another one than the default."""
+    """True if the operator set a limit for this tenant instead of the default."""
     used: int
 
 
 class DayUsage(WireModel):
-    """What was used on one day, in UTC."""
+    """Usage of one day, in UTC."""
 
     day: str
     amounts: Amounts
 
 
 class TenantDetail(TenantRow):
-    """A tenant with its limits, its keys and what it used."""
+    """Tenant with its limits, keys and usage."""
 
     quotas: list[QuotaUse]
     usage: list[DayUsage]
-    """Of the last days, oldest first; today counts up to now."""
+    """Usage of the last days, oldest first; today is counted so far."""
     keys: list[KeyShown]
     paused_runs: dict[str, Pause]
 
 
 class WorkerShown(WireModel):
-    """A worker, also one that is drained or does not answer."""
+    """State of a worker, including drained and unreachable ones."""
 
     pool: str
     base_model: str
     id: str
     state: str
-    """`serving`, `draining`, `drained`, or `away`: no process gives a heartbeat."""
+    """`serving`, `draining`, `drained`, or `away`: no process sends a heartbeat."""
     drain_asked_at: float | None
     drain_waits: bool
-    """It is to be drained, and keeps its runs: no other worker serves this base model."""
+    """The drain waits and the worker keeps its runs, because no other worker serves this base model."""
     heartbeat: dict[str, Any] | None
     open_steps: int
 
 
 class WorkerList(WireModel):
-    """All workers of all pools."""
+    """Workers of all pools."""
 
     workers: list[WorkerShown]
 
 
 class AuditEvent(WireModel):
-    """One act: when, by which key, about whom."""
+    """Entry of the audit log: the time, the key, and the tenant concerned."""
 
     id: str
     at: float
@@ -162,7 +162,7 @@ class AuditEvent(WireModel):
 
 
 class AuditPage(WireModel):
-    """Acts, newest first; `next` is to be sent as `before` for those that came earlier."""
+    """Page of audit events, newest first; send `next` as `before` to get older ones."""
 
     events: list[AuditEvent]
     next: str | None

@@ -1,6 +1,6 @@
-"""The JSON shapes of checkpoints: to save, load, copy, keep and download them.
+"""JSON messages of checkpoints: save, load, copy, expire, download and upload.
 
-The limits here are those of the shapes; names, lifetimes and whose a path is, the server checks.
+The limits here are those of the message format; the server checks names, expiry and ownership of a path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TYPE_BY_KIND: dict[str, Literal["training", "sampler", "external"]] = {
 
 
 class ParsedCheckpointTinkerPath(WireModel):
-    """What a checkpoint's path says."""
+    """Parts of a checkpoint's path."""
 
     tinker_path: str
     training_run_id: str
@@ -41,7 +41,7 @@ class ParsedCheckpointTinkerPath(WireModel):
 
     @classmethod
     def from_tinker_path(cls, tinker_path: str) -> Self:
-        """Read `tinker://<run>/<kind>/<name>`. Raises ValueError where it is none."""
+        """Parse `tinker://<run>/<kind>/<name>`. Raises ValueError if it is malformed."""
         run, kind, name = (tinker_path.removeprefix(SCHEME).split("/") + [""] * 3)[:3]
         whole = f"{SCHEME}{run}/{kind}/{name}" == tinker_path and run and name
         if not whole or kind not in TYPE_BY_KIND:
@@ -58,37 +58,37 @@ class ParsedCheckpointTinkerPath(WireModel):
 
 
 class SaveWeightsRequest(SequencedRequest):
-    """POST save_weights: keep the weights and the optimizer's state, to train on from later."""
+    """POST save_weights: save weights and optimizer state, for later training."""
 
     path: Name | None = None
-    """The checkpoint's name; without one, it is named by its place in the run's order."""
+    """Name of the checkpoint; the default is its position in the run's order."""
     ttl_seconds: Seconds | None = None
     overwrite: bool = False
-    """Let the name move on from an older checkpoint; that one stays until this one is stored."""
+    """Move the name from an older checkpoint, which is kept until this one is stored."""
     user_metadata: UserMetadata | None = None
     type: Literal["save_weights"] = "save_weights"
 
 
 class SaveWeightsResponse(WireModel):
-    """The checkpoint is stored."""
+    """Result of save_weights: the checkpoint is stored."""
 
     path: str
     type: Literal["save_weights"] | None = "save_weights"
 
 
 class SaveWeightsExternalRequest(SequencedRequest):
-    """POST save_weights_external: keep the adapter as files to download."""
+    """POST save_weights_external: save the adapter as files to download."""
 
     path: Name
     ttl_seconds: Seconds | None = None
     user_metadata: UserMetadata | None = None
     age_encryption_recipients: Listed[Annotated[str, Field(max_length=4096)]] | None = None
-    """`age1…` recipients: every file is encrypted to all of them and ends in `.age`."""
+    """`age1…` recipients: every file is encrypted for all of them and its name ends in `.age`."""
     type: Literal["save_weights_external"] = "save_weights_external"
 
 
 class SaveWeightsExternalResponse(WireModel):
-    """The files are stored."""
+    """Result of save_weights_external: the files are stored."""
 
     path: str | None = None
     size_bytes: int | None = None
@@ -99,39 +99,39 @@ class SaveWeightsExternalResponse(WireModel):
 
 
 class LoadRequest(WireModel):
-    """What to load, whatever into."""
+    """Fields of both load requests."""
 
     path: Path
     optimizer: bool = False
-    """Whether Adam's moments and step count are restored; else the optimizer starts anew."""
+    """Restore Adam's moments and step count; otherwise the optimizer state is new."""
     weights_access_token: Credential | None = None
-    """A key of the tenant that the checkpoint belongs to, where that is another one."""
+    """API key of the tenant that owns the checkpoint, if that is another tenant."""
     type: Literal["load_weights"] = "load_weights"
 
 
 class LoadWeightsRequest(LoadRequest, SequencedRequest):
-    """POST load_weights, with `model_id`: replace what a run has by what a checkpoint holds."""
+    """POST load_weights with `model_id`: replace the state of a run by a checkpoint's."""
 
 
 class OptimizerChoice(WireModel):
-    """The optimizer of a new run; AdamW is the only one here, which the server says."""
+    """Optimizer of a new run; AdamW is the only one, and the server rejects others."""
 
     type: str = "adamw"
 
 
 class CreateFromWeightsRequest(LoadRequest):
-    """POST load_weights, with `session_id`: start a run with what a checkpoint holds."""
+    """POST load_weights with `session_id`: create a run with the state of a checkpoint."""
 
     session_id: Name
     model_seq_id: ModelSeqId
     base_model: Name | None = None
-    """The base model of the checkpoint, or nothing."""
+    """Base model of the checkpoint, or None."""
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerChoice = OptimizerChoice()
 
 
 class LoadWeightsResponse(WireModel):
-    """The checkpoint is loaded."""
+    """Result of load_weights: the checkpoint is loaded."""
 
     path: str | None = None
     model_id: str | None = None
@@ -139,13 +139,13 @@ class LoadWeightsResponse(WireModel):
 
 
 class WeightsInfoRequest(WireModel):
-    """POST weights_info: ask what a run must be like to load a checkpoint."""
+    """POST weights_info: request the settings that a run needs to load a checkpoint."""
 
     tinker_path: Path
 
 
 class WeightsInfoResponse(WireModel):
-    """What the run was like that made a checkpoint."""
+    """Settings of the run that saved a checkpoint."""
 
     base_model: str
     optimizer_config: OptimizerChoice = OptimizerChoice()
@@ -157,13 +157,13 @@ class WeightsInfoResponse(WireModel):
     train_attn: bool | None = None
 
 
-# ---- Keep ----------------------------------------------------------------------------------------
+# ---- Copy and expire -----------------------------------------------------------------------------
 
 
 class CopyWeightsRequest(WireModel):
-    """POST copy_weights: another name for a checkpoint, under a run of its own.
+    """POST copy_weights: copy a checkpoint to a run of its own, without copying the bytes.
 
-    It goes to a session's place for a run, or to a project.
+    The new run belongs to a session, with a `model_seq_id`, or to a project.
     """
 
     source_path: Path
@@ -175,13 +175,13 @@ class CopyWeightsRequest(WireModel):
 
 
 class CopyWeightsResponse(WireModel):
-    """Where the copy is."""
+    """Path of the copy."""
 
     tinker_path: str
 
 
 class CheckpointTtlRequest(WireModel):
-    """PUT …/ttl: let a checkpoint expire so long from now, or never."""
+    """PUT …/ttl: set the expiry of a checkpoint in seconds from now; None removes it."""
 
     ttl_seconds: Seconds | None
 
@@ -190,86 +190,86 @@ class CheckpointTtlRequest(WireModel):
 
 
 class ExternalWeightsUrlsResponse(WireModel):
-    """GET …/external_weights_urls: where each file of a checkpoint can be fetched, without a key."""
+    """GET …/external_weights_urls: links to each file of a checkpoint, which need no key."""
 
     urls: dict[str, str]
     expires: datetime
 
 
 class CheckpointArchiveUrlResponse(WireModel):
-    """GET …/archive: where all files of a checkpoint can be fetched as one tar, without a key."""
+    """GET …/archive: link to a tar of all files of a checkpoint, which needs no key."""
 
     url: str
     expires: datetime
 
 
-# ---- Upload: an adapter that was made elsewhere becomes a checkpoint -------------------------------
+# ---- Upload: an adapter trained elsewhere becomes a checkpoint -------------------------------------
 
 
 class UploadQuery(WireModel):
-    """POST training_runs/upload: what the archive in its body is to become, in the query."""
+    """POST training_runs/upload: query parameters, the settings of the checkpoint whose archive is the body."""
 
     base_model: Name
     name: Name
-    """The checkpoint's name."""
+    """Name of the checkpoint."""
     session_id: Name | None = None
     model_seq_id: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-    """With both, an upload that is sent again is the same one; without, it gets a session of its own."""
+    """With session and number, a repeated upload is the same upload; without, it gets a session of its own."""
     ttl_seconds: int | None = None
     user_metadata: Annotated[str | None, Field(max_length=2**14)] = None
-    """A JSON object of texts, kept with the checkpoint; an HTTP server takes no longer request line."""
+    """A JSON object of texts, stored with the checkpoint; an HTTP server accepts no longer request line."""
 
 
 class UploadResponse(UntypedAPIFuture):
-    """The upload is queued: `request_id` resolves when the checkpoint is stored."""
+    """Response to a queued upload: `request_id` resolves when the checkpoint is stored."""
 
     import_request_id: str
-    """Resolves before, when the adapter fits its base model, or says why it does not."""
+    """Resolves earlier: when the adapter fits its base model, or with the reason why it does not."""
     path: str
-    """Where the checkpoint will be."""
+    """Path of the future checkpoint."""
 
 
 class UploadedResponse(WireModel):
     """POST checkpoints/upload: the upload is stored."""
 
     path: str
-    """Where the checkpoint is."""
+    """Path of the checkpoint."""
 
 
 # ---- Key -----------------------------------------------------------------------------------------
 
 
 class OrganizationDetails(WireModel):
-    """Who a key belongs to: here, its tenant."""
+    """Organisation of a key: on this server, its tenant."""
 
     name: str
 
 
 class UserDetails(WireModel):
-    """Who uses a key: this server knows tenants only."""
+    """User of a key; this server has only tenants."""
 
     email: str
 
 
 class KeyDetails(WireModel):
-    """Whose a key is."""
+    """Owner of a key."""
 
     org_details: OrganizationDetails
     user_details: UserDetails
 
 
 class WhoamiResponse(WireModel):
-    """Whose a key is, as the token that stands for it says."""
+    """Owner of a key, from the token issued for it."""
 
     user_urn: str
-    """Here, the tenant."""
+    """On this server, the tenant."""
     org_urn: str
     email: str | None = None
-    """None: this server knows tenants, not their people."""
+    """None: this server has tenants, but no users."""
 
 
 class ApiKeyResponse(WireModel):
-    """GET auth/apikey/me: what the shown key is."""
+    """GET auth/apikey/me: description of the key that was sent."""
 
     key_id: int
     name: str

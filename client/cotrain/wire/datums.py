@@ -1,4 +1,4 @@
-"""What a run trains on: chunks of tokens, model inputs, datums."""
+"""Training data: chunks of tokens, model inputs, datums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cotrain.wire.model import Listed, in_a_sentence
 from cotrain.wire.tensors import DType, TensorData, read_numbers
 
 Token = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
-"""A token id as the wire can carry it; the server checks it against the base model's vocabulary."""
+"""A token id in the wire's range; the server checks it against the base model's vocabulary."""
 
 DTYPE_BY_INPUT: dict[str, DType] = {
     "target_tokens": "int64",
@@ -24,13 +24,13 @@ DTYPE_BY_INPUT: dict[str, DType] = {
     "clip_high_threshold": "float32",
     "sequence_ratio_mask": "float32",
 }
-"""Element type of every known loss input, for those given as plain lists."""
+"""Element type of every known loss input, for inputs passed as plain lists."""
 
 
 class EncodedTextChunk(BaseModel):
-    """A stretch of token ids: a list, an array, a tensor, or what a tokenizer gave.
+    """Sequence of token ids, from a list, an array, a tensor, or the output of a tokenizer.
 
-    Raises UnsupportedInput, naming the first that is no token id.
+    Raises UnsupportedInput, which names the first invalid element.
     """
 
     tokens: Listed[Token]
@@ -42,7 +42,7 @@ class EncodedTextChunk(BaseModel):
         except ValidationError as refused:
             raise UnsupportedInput(in_a_sentence(refused)) from None
 
-    # For those who make one; what reads the wire has pydantic read it, strictly and faster.
+    # Only for callers: pydantic parses wire messages without this `__init__`, strictly and faster.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # of pydantic itself
 
     @property
@@ -52,19 +52,19 @@ class EncodedTextChunk(BaseModel):
 
 
 class ImageChunk(BaseModel):
-    """An image. Read, so that it can be refused by name: this server trains on text only."""
+    """Image. Parsed only so that the error can name it: this server trains on text only."""
 
     type: Literal["image"] = "image"
 
 
 class ImageAssetPointerChunk(BaseModel):
-    """A stored image. Read, so that it can be refused by name."""
+    """Stored image. Parsed only so that the error can name it."""
 
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
 
 
 class DmelChunk(BaseModel):
-    """A stretch of audio. Read, so that it can be refused by name."""
+    """Audio. Parsed only so that the error can name it."""
 
     type: Literal["dmel"] = "dmel"
 
@@ -76,51 +76,57 @@ ModelInputChunk = Annotated[
 
 
 class ModelInput(BaseModel):
-    """What the base model reads, in order."""
+    """Input of the base model: chunks in order."""
 
     chunks: Listed[ModelInputChunk]
 
     @classmethod
     def from_ints(cls, tokens: Any) -> ModelInput:
-        """Make an input of token ids: a list, an array, a tensor, or what a tokenizer gave.
+        """Return an input of token ids: a list, an array, a tensor, or the output of a tokenizer.
 
-        Raises UnsupportedInput, naming the first that is no token id.
+        Raises UnsupportedInput, which names the first invalid element.
         """
         return cls(chunks=[EncodedTextChunk(tokens=tokens)])
 
     @classmethod
     def empty(cls) -> ModelInput:
-        """Make an input of nothing."""
+        """Return an input without chunks."""
         return cls(chunks=[])
 
     def append(self, chunk: ModelInputChunk) -> ModelInput:
-        """Give an input with one chunk more; this one stays as it is."""
+        """Return a copy with one more chunk; this input is unchanged."""
         return ModelInput(chunks=[*self.chunks, chunk])
 
     def append_int(self, token: int) -> ModelInput:
-        """Give an input with one token more; this one stays as it is."""
+        """Return a copy with one more token; this input is unchanged."""
         return self.append(EncodedTextChunk(tokens=[token]))
 
     def to_ints(self) -> list[int]:
-        """Join the token ids of every chunk. Raises UnsupportedInput where one is not text."""
+        """Return the token ids of all chunks. Raises UnsupportedInput if a chunk is not text."""
         return list(chain.from_iterable(_tokens_of(chunk) for chunk in self.chunks))
 
     @property
     def length(self) -> int:
-        """Number of tokens. Raises UnsupportedInput where a chunk is not text."""
+        """Number of tokens. Raises UnsupportedInput if a chunk is not text."""
         return sum(len(_tokens_of(chunk)) for chunk in self.chunks)
 
 
 class Datum(BaseModel):
-    """One example: row i of every loss input belongs to token i of the model input.
+    """Training example. Row i of every loss input belongs to token i of the model input.
 
-    The caller has shifted already: `model_input` is a sequence without its last token and
-    `target_tokens` the same sequence without its first. A loss input may be given as a list, a
+    The caller shifts the sequence: `model_input` is the sequence without its last token, and
+    `target_tokens` the same sequence without its first. A loss input may be a list, a
     NumPy array, a torch tensor or TensorData.
 
-    Of a model input of n tokens: `target_tokens` int64 `[n]`, and with it, float32 `[n]`, `weights`
-    for cross_entropy, `logprobs` (of the tokens when they were sampled, in nats) and `advantages` for
-    the policy losses, `sequence_ratio_mask` for gspo. cross_entropy takes `[n, K]` as well.
+    Loss inputs for a model input of n tokens:
+
+    * `target_tokens`: int64 `[n]`, always;
+    * `weights`: float32 `[n]`, for cross_entropy;
+    * `logprobs` and `advantages`: float32 `[n]`, for the policy losses. Log-probs are those of the tokens
+      at sampling time, in nats;
+    * `sequence_ratio_mask`: float32 `[n]`, for gspo.
+
+    For cross_entropy, targets and weights may also be `[n, K]`.
     """
 
     model_config = ConfigDict(protected_namespaces=())
@@ -138,7 +144,7 @@ class Datum(BaseModel):
         except ValidationError as refused:
             raise UnsupportedInput(in_a_sentence(refused)) from None
 
-    # For those who make one; what reads the wire has pydantic read it, strictly and faster.
+    # Only for callers: pydantic parses wire messages without this `__init__`, strictly and faster.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # of pydantic itself
 
     @field_validator("loss_fn_inputs", mode="before")
@@ -150,7 +156,7 @@ class Datum(BaseModel):
 
 
 def total_weight(data: Iterable[Datum]) -> float:
-    """Add up the weights of datums; 0 where one has none."""
+    """Return the sum of the weights of all datums; 0 if a datum has no weights."""
     total = 0.0
     for datum in data:
         weights = datum.loss_fn_inputs.get("weights")
@@ -161,8 +167,8 @@ def total_weight(data: Iterable[Datum]) -> float:
 
 
 def datums_of(data: Any) -> list[Datum]:
-    """List what a caller gave as datums. Raises UnsupportedInput where one is something else."""
-    if isinstance(data, Datum):  # which can be iterated over, like every pydantic model
+    """Return the caller's datums as a list. Raises UnsupportedInput if an element is not a Datum."""
+    if isinstance(data, Datum):  # iterable, like every pydantic model
         raise UnsupportedInput("data is one Datum; give a list of them")
     datums = list(data)
     for index, datum in enumerate(datums):
@@ -172,15 +178,15 @@ def datums_of(data: Any) -> list[Datum]:
 
 
 def as_tensor(name: str, value: Any) -> Any:
-    """Make TensorData of what a caller may give for a loss input; of JSON, nothing.
+    """Convert a caller's loss input to TensorData; a dict parsed from JSON is returned unchanged.
 
-    Raises UnsupportedInput, naming the loss input.
+    Raises UnsupportedInput, which names the loss input.
     """
     if isinstance(value, TensorData | dict):
         return value
     dtype = DTYPE_BY_INPUT.get(name)
     if dtype == "float32" and hasattr(value, "tolist"):
-        dtype = None  # an array says itself what it holds
+        dtype = None  # an array has its own dtype
     try:
         return TensorData.of(value, dtype)
     except UnsupportedInput as refused:
@@ -188,13 +194,13 @@ def as_tensor(name: str, value: Any) -> Any:
 
 
 def token_ids(given: Any) -> list[int]:
-    """List the token ids in what a tokenizer gave. Raises UnsupportedInput, naming the first that is none.
+    """Return the token ids of a tokenizer's output. Raises UnsupportedInput, which names the first invalid one.
 
-    A tokenizer gives a list, an array, a tensor, or all of it with its masks (`BatchEncoding`); of a
-    batch, there must be one.
+    The output may be a list, an array, a tensor, or a `BatchEncoding` with masks. A batch must contain
+    exactly one sequence.
     """
     ids: Any = given["input_ids"] if isinstance(given, Mapping) and "input_ids" in given else given
-    ids = getattr(ids, "ids", ids)  # of the library `tokenizers`
+    ids = getattr(ids, "ids", ids)  # an Encoding of the library `tokenizers`
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
         message = "tokens must be token ids, such as tokenizer.encode(text)"

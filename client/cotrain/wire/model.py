@@ -1,4 +1,4 @@
-"""What every JSON shape of the wire has in common."""
+"""Base classes and field types of all JSON messages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from cotrain.errors import UnsupportedInput
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 SeqId = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
-"""Place of a request in its run's order; the wire gives it 32 bits."""
+"""Position of a request in its run's order; 32 bits on the wire."""
 ModelSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-"""Number of a run in its session, given by the client."""
+"""Number of a run in its session, assigned by the client."""
 
 Each = TypeVar("Each")
 Listed = Annotated[list[Each], Field(fail_fast=True)]
-"""A list that is refused at its first wrong element: a million errors take gigabytes and half a minute."""
+"""List that is rejected at its first invalid element: a million errors take gigabytes and half a minute."""
 
 
 class WireModel(BaseModel):
-    """The wire's own names, and no NaN where it matters."""
+    """Base of all messages: field names of the wire, immutable, without NaN except where a field allows it."""
 
     model_config = ConfigDict(
         frozen=True, protected_namespaces=(), allow_inf_nan=False, ser_json_inf_nan="constants"
@@ -30,17 +30,17 @@ class WireModel(BaseModel):
 
 
 class Argument(WireModel):
-    """What a caller makes by hand: a name it does not have is refused, and not passed over.
+    """Message that callers construct. An unknown field is rejected instead of ignored.
 
-    `AdamParams(lr=1e-3)` would otherwise train with the default. A reader of the wire does pass
-    over what it does not know, a newer client's fields: to read, pydantic calls `__new__` bare.
+    `AdamParams(lr=1e-3)` would otherwise train with the default. Parsers of the wire do ignore unknown
+    fields, which a newer client may send: pydantic then calls `__new__` without fields.
     """
 
     _warns_only: ClassVar[bool] = False
-    """Where the hosted SDK passes over a name in silence: then it is passed over here with a warning."""
+    """True where the hosted SDK ignores unknown names silently: then this class ignores them with a warning."""
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
-        """Raises UnsupportedInput for a name that is no field."""
+        """Raise UnsupportedInput for an unknown field name."""
         unknown = fields.keys() - cls.model_fields.keys()
         if unknown:
             message = f"{cls.__name__} has no {min(unknown)}; it has {', '.join(cls.model_fields)}"
@@ -51,14 +51,14 @@ class Argument(WireModel):
 
 
 class SequencedRequest(WireModel):
-    """The part of a training request that says whose it is and where it stands in the order."""
+    """Fields of every training request: its run, and its position in the run's order."""
 
     model_id: Name
     seq_id: SeqId
 
 
 def in_a_sentence(refused: ValidationError) -> str:
-    """Say what is wrong with the first thing that pydantic refused."""
+    """Return one sentence about the first error of a pydantic validation."""
     first = refused.errors(include_url=False)[0]
     where = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
     message = first["msg"].removeprefix("Value error, ").replace("Input", "it", 1)

@@ -1,6 +1,6 @@
-"""Passes between Python objects and the binary messages of `proto/wire.proto`, without NumPy.
+"""Codec of passes: Python objects to and from the binary messages of `proto/wire.proto`, without NumPy.
 
-Knows how arrays lie in bytes; does not know which inputs a loss needs, or which tokens exist.
+It encodes arrays as bytes, but does not check the inputs of a loss or the token ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import DType, TensorData, from_bytes, to_bytes
 
 PROTOBUF = "application/x-protobuf"
-"""Media type of every message here."""
+"""Media type of all these messages."""
 
 
 def encode_pass_request(
@@ -35,7 +35,7 @@ def encode_pass_request(
     """Build the message of a forward or forward_backward request.
 
     Equal arguments give equal bytes under `SerializeToString(deterministic=True)`. Raises
-    UnsupportedInput, naming the datum, where a chunk is not text.
+    UnsupportedInput, which names the datum, if a chunk is not text.
     """
     return wrap_datums(
         model_id, seq_id, encode_datums(data), loss_fn, loss_fn_config, forward_only=forward_only
@@ -43,7 +43,7 @@ def encode_pass_request(
 
 
 def encode_datums(data: Sequence[Datum]) -> list[wire.Datum]:
-    """Encode every datum. Raises UnsupportedInput, naming the datum, where it is none, or not text."""
+    """Encode every datum. Raises UnsupportedInput, which names the datum, if it is invalid or not text."""
     return [_encode_datum(datum, index) for index, datum in enumerate(datums_of(data))]
 
 
@@ -56,7 +56,7 @@ def wrap_datums(
     *,
     forward_only: bool,
 ) -> wire.ForwardBackwardRequest:
-    """Build the message of a pass over datums that are encoded already."""
+    """Build the message of a pass over encoded datums."""
     message = wire.ForwardBackwardRequest(
         model_id=model_id, seq_id=seq_id, data=datums, loss_fn=loss_fn, forward_only=forward_only
     )
@@ -66,7 +66,7 @@ def wrap_datums(
 
 
 def decode_pass_output(payload: bytes) -> ForwardBackwardOutput:
-    """Read a serialized `ForwardBackwardOutput`, in one or several records.
+    """Parse a serialized `ForwardBackwardOutput`, in one or several records.
 
     `int32` widens to `int64` and `bfloat16` to `float32`. Raises MalformedMessage.
     """
@@ -84,7 +84,7 @@ def decode_pass_output(payload: bytes) -> ForwardBackwardOutput:
 
 
 def pass_output_to_json(payload: bytes) -> bytes:
-    """Rewrite a serialized `ForwardBackwardOutput` as the JSON older clients read."""
+    """Rewrite a serialized `ForwardBackwardOutput` as JSON for older clients."""
     return decode_pass_output(payload).model_dump_json(exclude_none=True).encode()
 
 
@@ -95,7 +95,7 @@ def _set_config(message: wire.ForwardBackwardRequest, name: str, value: float | 
     if isinstance(value, str):
         message.loss_fn_config_v2[name].text = value
         return
-    # Numbers go into both maps: servers of either age find them.
+    # Numbers go into both maps, for older and newer servers.
     message.loss_fn_config[name] = value
     message.loss_fn_config_v2[name].number = value
 

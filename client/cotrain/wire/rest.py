@@ -1,6 +1,6 @@
-"""Lists of what a tenant has: runs, checkpoints, sessions, and how to search sessions.
+"""Messages that list runs, checkpoints and sessions of a tenant, and search sessions.
 
-Times are UTC. Metadata is text by name on the wire; what a client stored otherwise is shown as JSON.
+Times are UTC. On the wire, metadata values are texts; other values that a client stored are shown as JSON.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pydantic import AwareDatetime, Field
 from cotrain.wire.model import Name, WireModel
 
 AccessScope = Literal["owned", "accessible"]
-"""`accessible`: also what others published."""
+"""`accessible` includes what other tenants published."""
 CheckpointType = Literal["training", "sampler", "external"]
 FinishReasonType = Literal["success", "errored", "interrupted"]
 
 MAX_PAGE = 1_000
 MAX_SEARCH_PAGE = 200
 MAX_SEARCHED = 1_000
-"""Projects, or kinds of status, that one search names: each session is compared with all of them."""
+"""Maximum number of projects, or of statuses, in one search: each session is compared with all of them."""
 
 
 Note = Annotated[str, Field(max_length=2_000)]
@@ -29,7 +29,7 @@ Tags = Annotated[list[Tag], Field(max_length=16)]
 
 
 class Cursor(WireModel):
-    """Which part of a list a page is."""
+    """Position of a page in a list."""
 
     offset: int
     limit: int
@@ -40,7 +40,7 @@ class Cursor(WireModel):
 
 
 class Checkpoint(WireModel):
-    """One checkpoint, as lists show it."""
+    """Checkpoint in a list."""
 
     checkpoint_id: str
     """`<kind>/<name>`."""
@@ -51,7 +51,7 @@ class Checkpoint(WireModel):
     public: bool = False
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
-    """None: kept until it is deleted."""
+    """None: the checkpoint does not expire."""
 
 
 class CheckpointsListResponse(WireModel):
@@ -62,38 +62,38 @@ class CheckpointsListResponse(WireModel):
 
 
 class TrainingRun(WireModel):
-    """One run."""
+    """Run of a tenant."""
 
     training_run_id: str
     base_model: str
     model_owner: str
     is_lora: bool = True
     corrupted: bool = False
-    """The server stopped it: its recovery did not reproduce the stored results."""
+    """The server stopped the run: its recovery did not reproduce the stored results."""
     lora_rank: int | None = None
     lora_alpha: float | None = None
     last_request_time: datetime
     last_checkpoint: Checkpoint | None = None
-    """The newest of kind `weights`."""
+    """The newest checkpoint of kind `weights`."""
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
     weights_epoch: int = 0
-    """How often its newest state was lost with a disk, and it went on from a checkpoint."""
+    """Number of rollbacks: its newest state was lost with a disk, and it continued from a checkpoint."""
     rolled_back_to: str | None = None
-    """The path of the last such checkpoint."""
+    """Path of the checkpoint of the last rollback."""
     note: str | None = None
     tags: list[str] = Field(default=[])
     waiting: str | None = None
-    """What its requests wait for where a seq_id is missing; of one run of your own, asked for by its id."""
+    """Reason why its requests wait if a seq_id is missing; only set when the owner requests this run by id."""
 
 
 class UpdateTrainingRunRequest(WireModel):
-    """PATCH training_runs/{run}: what is not named stays."""
+    """PATCH training_runs/{run}. Omitted fields keep their values."""
 
     note: Note | None = None
-    """An empty one takes it away."""
+    """An empty note removes it."""
     tags: Tags | None = None
-    """All that the run shall have from now on."""
+    """Complete new list of tags."""
 
 
 class TrainingRunsResponse(WireModel):
@@ -107,34 +107,34 @@ class TrainingRunsResponse(WireModel):
 
 
 class HistoryPoint(WireModel):
-    """One optimizer step of a run with the passes that went into it, or the forwards between two steps."""
+    """Optimizer step of a run with its passes, or the forwards between two steps."""
 
     kind: Literal["optim_step", "forward"]
     step: int
-    """Optimizer steps of the run up to this one, from 1; of forwards, up to then, from 0."""
+    """Number of optimizer steps so far. From 1 for a step, which counts itself; from 0 for forwards."""
     steps: int
-    """How many points in a row this one stands for, itself the newest: 1 until there are more than 1,024."""
+    """Number of consecutive points merged into this one, itself the newest: 1 up to 1,024 points."""
     seq: int
-    """Of the run's log: the optimizer step, or the newest of the forwards."""
+    """Seq in the run's log: of the optimizer step, or of the newest forward."""
     time_s: float
-    """When its result appeared, in seconds since the epoch."""
+    """Time when its result was available, in seconds since the epoch."""
     loss_sum: float
-    """`loss:sum` of the passes, added up in their order."""
+    """Sum of `loss:sum` of the passes, in their order."""
     weight_sum: float
-    """Of all weights of the passes; of a loss without weights, the number of advantages other than 0."""
+    """Sum of the weights, or the number of non-zero advantages if the loss has no weights."""
     grad_norm: float | None = None
-    """L2, before clipping; None for forwards."""
+    """L2 norm before clipping; None for forwards."""
     learning_rate: float | None = None
     """None for forwards."""
     tokens: int
-    """That the base model read in those passes."""
+    """Tokens that the base model processed in those passes."""
     run_tokens: int
-    """The like, of all passes with a gradient since the run began."""
+    """Tokens of all passes with a gradient since the run was created."""
     passes: int
 
     @property
     def loss(self) -> float:
-        """Loss per weight; the sum itself where there is no weight."""
+        """Loss per weight; the sum if the weights sum to 0."""
         return self.loss_sum / self.weight_sum if self.weight_sum > 0 else self.loss_sum
 
 
@@ -143,7 +143,7 @@ class TrainingRunHistory(WireModel):
 
     training_run_id: str
     points: list[HistoryPoint]
-    """In the order of the run's log."""
+    """Points in the order of the run's log."""
 
 
 # ---- Sessions ------------------------------------------------------------------------------------
@@ -182,19 +182,19 @@ class TraceExportResponse(WireModel):
 
 
 class OwnSearchOwner(WireModel):
-    """The caller's own sessions."""
+    """Search of the caller's own sessions."""
 
     type: Literal["own"] = "own"
 
 
 class AccessibleSearchOwner(WireModel):
-    """Every session the caller may see: here, its own."""
+    """Search of every session that the caller may read: on this server, its own."""
 
     type: Literal["accessible"] = "accessible"
 
 
 class UserSearchOwner(WireModel):
-    """The sessions of these owners."""
+    """Search of the sessions of these owners."""
 
     type: Literal["user"] = "user"
     owner_urns: list[Name] = Field(min_length=1, max_length=10)
@@ -206,25 +206,25 @@ SearchOwner = Annotated[
 
 
 class ActiveStatusQuery(WireModel):
-    """Not finished, and a heartbeat came within the last minutes."""
+    """Session that is not finished and sent a heartbeat within the last minutes."""
 
     type: Literal["active"] = "active"
 
 
 class CancelledStatusQuery(WireModel):
-    """Cancelled from a console: never, here."""
+    """Session cancelled from a console; this server has none."""
 
     type: Literal["cancelled"] = "cancelled"
 
 
 class FailedStatusQuery(WireModel):
-    """Failed by one of its runs."""
+    """Session failed by one of its runs."""
 
     type: Literal["failed"] = "failed"
 
 
 class ClientFinishedStatusQuery(WireModel):
-    """Its client said that it was done."""
+    """Session finished by its client."""
 
     type: Literal["client_finished"] = "client_finished"
     reasons: list[FinishReasonType] | None = Field(default=None, min_length=1)
@@ -237,25 +237,25 @@ StatusQuery = Annotated[
 
 
 class SessionSearchCursor(WireModel):
-    """Where the next page starts."""
+    """Start of the next page."""
 
     last_created_at: AwareDatetime
     last_session_id: Name
 
 
 class SessionSearchRequest(WireModel):
-    """POST sessions/search. What is not named matches everything."""
+    """POST sessions/search. An omitted field matches every session."""
 
     session_id: str | None = None
     project_ids: list[Name] | None = Field(default=None, max_length=MAX_SEARCHED)
     user_metadata: dict[str, str] = Field(default={})
-    """Every pair must hold."""
+    """Key-value pairs; all must match."""
     display_name: str | None = Field(default=None, min_length=1, max_length=1024)
-    """Each of its words is part of the name. With `session_id`, one of both must match."""
+    """Words that are all part of the name. With `session_id`, one of both must match."""
     tags: list[Tag] | None = Field(default=None, max_length=16)
-    """A run of the session has all of them."""
+    """Tags that one run of the session all has."""
     text: str | None = Field(default=None, min_length=1, max_length=1024)
-    """Each of its words stands in the note or in a tag of one run of the session."""
+    """Words that all occur in the note or in a tag of one run of the session."""
     owner: SearchOwner = OwnSearchOwner()
     statuses: list[StatusQuery] | None = Field(default=None, min_length=1, max_length=MAX_SEARCHED)
     limit: int = Field(default=50, ge=1, le=MAX_SEARCH_PAGE)
@@ -263,19 +263,19 @@ class SessionSearchRequest(WireModel):
 
 
 class SessionActive(WireModel):
-    """Not finished, and a heartbeat came within the last minutes."""
+    """Session that is not finished and sent a heartbeat within the last minutes."""
 
     type: Literal["active"] = "active"
 
 
 class FinishReason(WireModel):
-    """What the client said when it was done."""
+    """Reason that the client reported when it finished."""
 
     type: FinishReasonType
 
 
 class SessionFinished(WireModel):
-    """Its client said that it was done."""
+    """Session finished by its client."""
 
     type: Literal["client_finished"] = "client_finished"
     reason: FinishReason
@@ -283,14 +283,14 @@ class SessionFinished(WireModel):
 
 
 class FailedRunReason(WireModel):
-    """Which run failed it."""
+    """Run that failed the session."""
 
     type: Literal["training_run"] = "training_run"
     training_run_id: str
 
 
 class SessionFailed(WireModel):
-    """The server stopped one of its runs."""
+    """Session failed because the server stopped one of its runs."""
 
     type: Literal["failed"] = "failed"
     category: Literal["user", "internal"] = "internal"
@@ -304,15 +304,15 @@ SessionStatus = Annotated[
 
 
 class SessionSummary(WireModel):
-    """One session that was found."""
+    """Session in a search result."""
 
     session_id: str
     created_at: datetime
     owner: str
     project_id: str
-    """Empty for a session in no project."""
+    """Empty for a session without a project."""
     status: SessionStatus | None = None
-    """None: it has not finished, but sent no heartbeat for minutes."""
+    """None: the session is not finished, but sent no heartbeat for minutes."""
     checkpoints_count: int
     display_name: str | None = None
     user_metadata: dict[str, str] | None = None
@@ -320,7 +320,7 @@ class SessionSummary(WireModel):
 
 
 class SessionSearchResponse(WireModel):
-    """One page, newest first. It may be short, even empty, while there is a next one."""
+    """Page of a search, newest first. It may be short or even empty while there is a next one."""
 
     sessions: list[SessionSummary]
     next_cursor: SessionSearchCursor | None = None

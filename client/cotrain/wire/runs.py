@@ -1,10 +1,7 @@
-"""The JSON shapes of runs and their training, in the order a run meets them.
+"""JSON messages of runs and training, in the order in which a run uses them.
 
-Requests ignore fields they do not know, since SDKs of several ages send them.
-
-The JSON shapes of a future that is polled for one at a time.
-
-What the two extensions of the `mint` SDK send, in its own spelling.
+Requests ignore unknown fields, because SDKs of several versions send them. The file also contains the messages
+of single futures, and the two extensions of the `mint` SDK with its field names.
 """
 
 from __future__ import annotations
@@ -39,25 +36,25 @@ from cotrain.wire.tensors import TensorData
 
 
 MAX_ALPHA = 655_360.0
-"""Ten times the largest rank that any LoRA has: a larger alpha is a mistake."""
+"""Ten times the largest rank of any LoRA: a larger alpha is a mistake."""
 
 
 class LoraConfig(Argument):
-    """The adapter to train: it adds `alpha / rank * B @ A` to every weight that it is attached to.
+    """Adapter to train: it adds `alpha / rank * B @ A` to every weight that it is attached to.
 
-    A is `[rank, inputs]` and begins random, B is `[outputs, rank]` and begins as zeros. Raises
+    A is `[rank, inputs]` and starts random, B is `[outputs, rank]` and starts as zeros. Raises
     ValidationError (a ValueError) for an alpha outside (0, 655360], and for any dropout but 0: a
-    forward has to give the same numbers as the backward that follows it.
+    forward must return the same numbers as the backward that follows it.
     """
 
     rank: int = 32
-    """Rows of A and columns of B; the server bounds it by the base model's hidden size."""
+    """Rows of A and columns of B; the server limits it to the base model's hidden size."""
     alpha: Annotated[float, Field(gt=0, le=MAX_ALPHA)] = 32.0
-    """The same for every rank where nothing is said, as the hosted services have it."""
+    """The default is the same for every rank, as in the hosted services."""
     dropout: float = 0.0
     """Only 0 is implemented."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    """Of the random A; None: made of the run's id."""
+    """Seed of the random A; None derives it from the run's id."""
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -71,13 +68,13 @@ class LoraConfig(Argument):
 
 
 class OptimizerConfig(WireModel):
-    """The optimizer of a run for its whole life."""
+    """Optimizer of a run, fixed when the run is created."""
 
     type: Literal["adamw"] = "adamw"
 
 
 class CreateModelRequest(WireModel):
-    """POST create_model: start a run."""
+    """POST create_model: create a run."""
 
     session_id: Name
     model_seq_id: ModelSeqId
@@ -91,7 +88,7 @@ class CreateModelRequest(WireModel):
 
 
 class CreateModelResponse(WireModel):
-    """The run's id, which the wire calls `model_id`."""
+    """Id of the new run, which the wire calls `model_id`."""
 
     model_id: str
     type: Literal["create_model"] = "create_model"
@@ -105,7 +102,7 @@ class GetInfoRequest(WireModel):
 
 
 class ModelData(WireModel):
-    """What a run's base model is."""
+    """Base model of a run."""
 
     arch: str | None = None
     model_name: str | None = None
@@ -115,18 +112,18 @@ class ModelData(WireModel):
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
-"""What a server hands out of a tokenizer, and all that a client takes: data, no code."""
+"""Tokenizer files that a server sends, and the only ones that a client accepts: data, no code."""
 
 
 class TokenizerResponse(WireModel):
-    """A base model's tokenizer, as transformers saves it."""
+    """Tokenizer of a base model, in the files that transformers saves."""
 
     files: dict[str, str]
-    """The text of TOKENIZER_FILES, by name; not every tokenizer has all of them."""
+    """Text of TOKENIZER_FILES, by name; not every tokenizer has all of them."""
 
 
 class GetInfoResponse(WireModel):
-    """What a run is."""
+    """Properties of a run."""
 
     model_data: ModelData
     model_id: str
@@ -136,21 +133,21 @@ class GetInfoResponse(WireModel):
     model_name: str | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     weights_epoch: int = 0
-    """How often its newest state was lost with a disk, and it went on from a checkpoint."""
+    """Number of rollbacks: its newest state was lost with a disk, and it continued from a checkpoint."""
     rolled_back_to: str | None = None
-    """The path of the last such checkpoint."""
+    """Path of the checkpoint of the last rollback."""
     type: Literal["get_info"] | None = "get_info"
 
 
 class UnloadModelRequest(WireModel):
-    """POST unload_model: end a run."""
+    """POST unload_model: close a run."""
 
     model_id: Name
     type: Literal["unload_model"] = "unload_model"
 
 
 class UnloadModelResponse(WireModel):
-    """The run has ended."""
+    """Result of closing a run."""
 
     model_id: str
     type: Literal["unload_model"] = "unload_model"
@@ -160,13 +157,13 @@ class UnloadModelResponse(WireModel):
 
 
 class ForwardBackwardInput(WireModel):
-    """The datums of one pass and the loss to take of them."""
+    """Datums of one pass, and their loss."""
 
     data: Listed[Datum]
     loss_fn: Name
     """cross_entropy, importance_sampling, ppo, cispo, dro or gspo."""
     loss_fn_config: dict[str, float | str] | None = None
-    """`clip_low_threshold` and `clip_high_threshold`, ratios; `beta` of dro."""
+    """`clip_low_threshold` and `clip_high_threshold` are ratios; `beta` is for dro."""
 
 
 class ForwardBackwardRequest(SequencedRequest):
@@ -182,39 +179,39 @@ class ForwardRequest(SequencedRequest):
 
 
 class ForwardBackwardOutput(WireModel):
-    """Result of a pass: named arrays per datum in the order they were sent, and metrics."""
+    """Result of a pass: named arrays per datum in the order sent, and metrics."""
 
     loss_fn_output_type: str
     loss_fn_outputs: list[dict[str, TensorData]]
     """`logprobs`: float32, in the shape of the datum's `target_tokens`."""
     metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] = Field(default={})
-    """A name ends in `:` and how parts of a request combine: `loss:sum`, `x:mean`."""
+    """A name ends in `:` and the reduction over parts of a request: `loss:sum`, `x:mean`."""
 
     _total_weight: float = PrivateAttr(default=0.0)
 
     @property
     def loss(self) -> float:
-        """`metrics["loss:sum"]`; of a cross_entropy whose datums all had weights, per weighted token.
+        """`metrics["loss:sum"]`, or the mean per weighted token for cross_entropy whose datums all have weights.
 
-        That is `loss:sum / sum of all weights`, in nats, where that sum is above 0. The gradient is
-        that of `loss:sum` always.
+        That mean is `loss:sum / sum of all weights`, in nats, if that sum is above 0. The gradient is
+        always that of `loss:sum`.
         """
         total = self.metrics["loss:sum"]
         return total / self._total_weight if self._total_weight > 0 else total
 
     def with_total_weight(self, total_weight: float) -> Self:
-        """Give the same result, whose `loss` is per weight. For the client that sent the weights."""
+        """Return the same result with `loss` per weight. For the client that sent the weights."""
         weighted = self.model_copy()
         weighted._total_weight = total_weight
         return weighted
 
 
 def _finite_or_none(norm: Any) -> Any:
-    return 0.0 if norm == inf else norm  # JSON has no infinity, and 0 says the same
+    return 0.0 if norm == inf else norm  # JSON has no infinity, and 0 has the same meaning
 
 
 class AdamParams(Argument):
-    """One AdamW step as `torch.optim.AdamW` takes it; the defaults are those of the hosted SDK."""
+    """Parameters of one AdamW step as in `torch.optim.AdamW`; the defaults are those of the hosted SDK."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -222,7 +219,7 @@ class AdamParams(Argument):
     eps: Annotated[float, Field(ge=0)] = 1e-12
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip_norm: Annotated[float, BeforeValidator(_finite_or_none)] = 0.0
-    """L2 norm over the whole adapter that the gradient is scaled down to; 0, and inf, is no limit. Negative ones are refused."""
+    """Maximum L2 norm of the gradient of the whole adapter; 0 and inf disable clipping. A negative one is rejected."""
 
 
 class OptimStepRequest(SequencedRequest):
@@ -247,7 +244,7 @@ class OptimStepResponse(WireModel):
 
 
 class UntypedAPIFuture(WireModel):
-    """What every queued request is answered with at once: the id its result is asked for under."""
+    """Response to every queued request: the id for polling its result."""
 
     request_id: str
     model_id: str | None = None
@@ -262,7 +259,7 @@ class FutureRetrieveRequest(WireModel):
 
 
 class TryAgainResponse(WireModel):
-    """The result is not there yet; sent with status 408."""
+    """Response while the result is pending; sent with status 408."""
 
     request_id: str
     queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
@@ -271,23 +268,23 @@ class TryAgainResponse(WireModel):
 
 
 class RequestFailedResponse(WireModel):
-    """The request failed; sent with status 200."""
+    """Response for a failed request; sent with status 200."""
 
     error: str
     category: Category
 
 
 Path = Annotated[str, Field(min_length=1, max_length=1_024)]
-"""A `tinker://` path, or the name of a base model where one will do."""
+"""A `tinker://` path, or the name of a base model where that is allowed."""
 
 Coefficient = Annotated[float, Field(ge=-1e6, le=1e6)]
-"""Of one checkpoint in a combination; beyond these the product may be too large for float32."""
+"""Coefficient of one checkpoint; a larger product could overflow float32."""
 
 
 class ReverseKlDatum(WireModel):
-    """A continuation of n tokens, and the two contexts it follows: the run's and the reference's.
+    """Continuation of n tokens and its two contexts: the run's and the reference's.
 
-    Targets and weights may be given as a list, a NumPy array, a torch tensor or TensorData.
+    Targets and weights may be lists, NumPy arrays, torch tensors or TensorData.
     """
 
     student_input: ModelInput
@@ -304,32 +301,32 @@ class ReverseKlDatum(WireModel):
 
 
 class ReverseKlRequest(WireModel):
-    """POST mint/forward_backward_reverse_kl: pull a run towards a reference that stays as it is."""
+    """POST mint/forward_backward_reverse_kl: move a run towards a reference, which is not changed."""
 
     model_id: Name
     reference_model_path: Path
     data: Listed[ReverseKlDatum]
     temperature: float = 1.0
     seq_id: SeqId | None = None
-    """None: behind all that the run was sent so far."""
+    """None: after all requests that the run has received so far."""
     type: Literal["mint_forward_backward_reverse_kl"] = "mint_forward_backward_reverse_kl"
 
 
 class PlacedReverseKlRequest(SequencedRequest, ReverseKlRequest):
-    """The same, in the place in the run's order that its client gives it."""
+    """Reverse KL request with a position in the run's order, assigned by its client."""
 
 
 class ReverseKlItem(WireModel):
-    """What one datum gave."""
+    """Losses of one datum."""
 
     loss: TensorData
-    """float32 `[1]`: its sum."""
+    """float32 `[1]`: sum over the tokens."""
     token_losses: TensorData | None = None
-    """float32 `[n]`: its terms, 0 where the weight is 0."""
+    """float32 `[n]`: terms of the sum, 0 where the weight is 0."""
 
 
 class ReverseKlResponse(WireModel):
-    """Result of a reverse KL, per datum in the order they were sent."""
+    """Result of a reverse KL, per datum in the order sent."""
 
     outputs: list[ReverseKlItem]
     metrics: dict[str, float]
@@ -342,18 +339,18 @@ class ReverseKlResponse(WireModel):
 
 
 class InterpolateRequest(WireModel):
-    """POST mint/checkpoints/interpolate: make a checkpoint that is a linear combination of others."""
+    """POST mint/checkpoints/interpolate: create a checkpoint as a linear combination of others."""
 
     source_paths: Listed[Path]
     coefficients: Listed[Coefficient]
     output_path: str | None = None
-    """The name of the new checkpoint, without a `/`; None: the server names it."""
+    """Name of the new checkpoint, without a `/`; None: the server chooses it."""
     output_checkpoint_type: Literal["sampler"] = "sampler"
     type: Literal["mint_interpolate_checkpoints"] = "mint_interpolate_checkpoints"
 
 
 class InterpolateResponse(WireModel):
-    """Result of an interpolation: where the new sampler weights lie, and what they were made of."""
+    """Result of an interpolation: the path of the new sampler weights, and their sources."""
 
     path: str
     checkpoint_type: Literal["sampler"] = "sampler"

@@ -1,4 +1,4 @@
-"""Reads the binary result of a sample request, and rewrites it as JSON; without NumPy."""
+"""Parser of binary sample results, and conversion to JSON; without NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
 from cotrain.wire.tensors import DType, TensorData, from_bytes
 
 NOTHING = (0, -99999.0)
-"""Fills the cells of a top-k matrix that no token belongs to."""
+"""Value of the empty cells of a top-k matrix."""
 
 _STOP_REASON: dict[int, Literal["length", "stop"]] = {
     wire.STOP_REASON_STOP: "stop",
@@ -26,7 +26,7 @@ _ELEMENT: dict[int, tuple[str, DType]] = {
 
 
 def decode_sample_response(payload: bytes) -> SampleResponse:
-    """Read a serialized `SampleResponse`. Its sequences have no id yet. Raises MalformedMessage."""
+    """Parse a serialized `SampleResponse`. Its sequences have no id yet. Raises MalformedMessage."""
     try:
         message = wire.SampleResponse.FromString(payload)
     except DecodeError as error:
@@ -53,7 +53,7 @@ def decode_sample_response(payload: bytes) -> SampleResponse:
 
 
 def sample_response_to_json(payload: bytes) -> bytes:
-    """Rewrite a serialized `SampleResponse` as the JSON older clients read."""
+    """Rewrite a serialized `SampleResponse` as JSON for older clients."""
     return decode_sample_response(payload).model_dump_json(exclude_none=True).encode()
 
 
@@ -75,7 +75,7 @@ def _sequence(message: wire.SampledSequence) -> SampledSequence:
 
 
 def _topk(message: wire.TopkLogprobs) -> list[TopK | None]:
-    """Read two `[length, k]` matrices; a row without any token is None."""
+    """Parse two `[length, k]` matrices; a row without any token is None."""
     cells = list(
         zip(from_bytes("i", message.token_ids), from_bytes("f", message.logprobs), strict=False)
     )

@@ -1,7 +1,7 @@
-"""The JSON shapes of sampling, in the order a sampler meets them.
+"""JSON messages of sampling, in the order in which a sampler uses them.
 
-The limits here are those of the shapes; what a base model, a prompt or a tenant bounds, the server
-checks. `cotrain.types` names them all.
+The limits here are those of the message format; the server checks limits of base model, prompt and tenant. All
+are exported by `cotrain.types`.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ from cotrain.wire.model import Argument, Listed, Name, SequencedRequest, WireMod
 from cotrain.wire.tensors import TensorData, read_numbers
 
 MAX_RETRIEVED = 10_000
-"""Results that one poll may say have arrived; SDK 0.38 has 2,000 requests on their way at most."""
+"""Maximum number of results that one poll acknowledges; SDK 0.38 has at most 2,000 requests in flight."""
 
 CLONE_SEQ_IDS = 10**9
-"""Clone k of a sampling client, made by unpickling it, numbers its requests from k times this."""
+"""Clone k of a sampling client, created by unpickling it, numbers its requests from k times this."""
 
 SamplingSessionSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 SampleSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-"""Names a sample request within its sampler; says nothing of an order."""
+"""Id of a sample request within its sampler; implies no order."""
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Seconds = Annotated[int, Field(ge=1, lt=2**40)]
 LogProb = Annotated[float, Field(allow_inf_nan=True)]
 TopK = list[tuple[int, LogProb]]
-"""The likeliest tokens of one position with their log-probs, likeliest first."""
+"""Most likely tokens of one position with their log-probs, most likely first."""
 
 
 # ---- Sampler -------------------------------------------------------------------------------------
 
 
 class CreateSamplingSessionRequest(WireModel):
-    """POST create_sampling_session: make a sampler of a base model or of saved weights."""
+    """POST create_sampling_session: create a sampler of a base model or of saved weights."""
 
     session_id: Name
     sampling_session_seq_id: SamplingSessionSeqId
-    """One counter of the session, shared with `SaveWeightsForSamplerRequest`."""
+    """Counter of the session, shared with `SaveWeightsForSamplerRequest`."""
     base_model: Name | None = None
     model_path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """`tinker://<run>/sampler_weights/<name>`; wins over `base_model`."""
+    """`tinker://<run>/sampler_weights/<name>`; takes precedence over `base_model`."""
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
 class CreateSamplingSessionResponse(WireModel):
-    """The sampler's id."""
+    """Id of the new sampler."""
 
     sampling_session_id: str
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
 class GetSamplerResponse(WireModel):
-    """GET samplers/{id}: what a sampler samples from."""
+    """GET samplers/{id}: base model and weights of a sampler."""
 
     sampler_id: str
     base_model: str
@@ -61,9 +61,9 @@ class GetSamplerResponse(WireModel):
 
 
 class SaveWeightsForSamplerRequest(SequencedRequest):
-    """POST save_weights_for_sampler: keep the run's weights as they are after the requests before.
+    """POST save_weights_for_sampler: save the run's weights after the requests before it.
 
-    Under a name (`path`), or as a sampler of their own (`sampling_session_seq_id`).
+    They get a name (`path`), or a sampler of their own (`sampling_session_seq_id`).
     """
 
     path: Name | None = None
@@ -75,7 +75,7 @@ class SaveWeightsForSamplerRequest(SequencedRequest):
 
 
 class SaveWeightsForSamplerResponse(WireModel):
-    """The weights are kept: under `path`, or behind `sampling_session_id`."""
+    """Saved weights: their `path`, or the sampler `sampling_session_id`."""
 
     path: str | None = None
     sampling_session_id: str | None = None
@@ -86,7 +86,7 @@ class SaveWeightsForSamplerResponse(WireModel):
 
 
 def _listed(stop: Any) -> Any:
-    """Take tokens from an array or a tensor. Raises ValueError, once, for what is no stop at all."""
+    """Convert arrays and tensors to lists. Raises a single ValueError if `stop` has an invalid type."""
     stop = stop.tolist() if hasattr(stop, "tolist") else stop
     if stop is None or isinstance(stop, str):
         return stop
@@ -100,29 +100,29 @@ def _listed(stop: Any) -> Any:
 
 
 class SamplingParams(Argument):
-    """How tokens are chosen. Log-probs are the model's own, whatever stands here."""
+    """Selection of tokens. Log-probs are always the model's own, independent of these parameters."""
 
     _warns_only: ClassVar[bool] = True
 
     max_tokens: Count | None = None
     """None: until a stop, or until the context is full."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    """The same seed gives the same tokens, alone and among any neighbours."""
+    """The same seed produces the same tokens, independent of other requests."""
     stop: Annotated[str | Listed[str] | Listed[Token] | None, BeforeValidator(_listed)] = None
-    """None: at the end-of-sequence token. `[]`: nowhere. Else: there, and at end of sequence.
+    """None stops at the end-of-sequence token, `[]` nowhere, other values at both.
 
-    What completes the stop stays in the output.
+    The tokens that complete the stop stay in the output.
     """
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """0 takes the likeliest token every time."""
+    """0 always selects the most likely token."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
-    """Choose among the likeliest so many; -1 is no limit."""
+    """Number of most likely tokens to choose from; -1 means no limit."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Choose among the likeliest whose probabilities add up to this."""
+    """Choose from the most likely tokens whose probabilities sum to this."""
 
 
 class SampleRequest(WireModel):
-    """POST asample: continue a prompt `num_samples` times, and score it where asked to."""
+    """POST asample: continue a prompt `num_samples` times, and score it on request."""
 
     sampling_session_id: Name | None = None
     seq_id: SampleSeqId | None = None
@@ -135,7 +135,7 @@ class SampleRequest(WireModel):
     topk_prompt_logprobs: Count = 0
     topk_sample_logprobs: Count = 0
     target_prompt_logprobs: TensorData | None = None
-    """int64 `[len(prompt) - 1, K]`: token ids to score at prompt position `i + 1`; -1 asks for none."""
+    """int64 `[len(prompt) - 1, K]`: token ids to score at prompt position `i + 1`; -1 means none."""
     prompt_alt_tokens_k: Count = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     record_stability_info: bool | None = None
@@ -143,15 +143,15 @@ class SampleRequest(WireModel):
 
 
 class SampledSequence(WireModel):
-    """One continuation of the prompt."""
+    """Continuation of the prompt."""
 
     stop_reason: Literal["length", "stop"]
     tokens: list[int]
-    """What stopped it is its last token, or its last tokens."""
+    """Includes the token or tokens that stopped it."""
     logprobs: list[LogProb] | None = None
     topk_logprobs: list[TopK | None] | None = None
     sequence_id: str | None = None
-    """Given with the acceptance of the request, not with its result."""
+    """Sent when the request is accepted, not with its result."""
 
 
 class SampleResponse(WireModel):
@@ -159,10 +159,10 @@ class SampleResponse(WireModel):
 
     sequences: list[SampledSequence]
     prompt_logprobs: list[LogProb | None] | None = None
-    """One per prompt token; None where not asked for, and always for the first."""
+    """One per prompt token; None where not requested, and always for the first."""
     topk_prompt_logprobs: list[TopK | None] | None = None
     target_prompt_logprobs: TensorData | None = None
-    """float32 of the shape that was asked for; 0 where the request had -1."""
+    """float32 in the requested shape; 0 where the request had -1."""
     prompt_cache_hit_tokens: int = 0
     type: Literal["sample"] = "sample"
 
@@ -171,7 +171,7 @@ class SampleResponse(WireModel):
 
 
 class SamplingSessionTarget(WireModel):
-    """Whose completions are asked for: one sampler's, as one clone of its client made them."""
+    """Source of the polled completions: one sampler, with the requests of one clone of its client."""
 
     sampling_session_id: Name
     cloned_sampler_id: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
@@ -180,34 +180,34 @@ class SamplingSessionTarget(WireModel):
 
 
 class RetrieveFuturesRequest(WireModel):
-    """POST retrieve_futures: which of a sampler's requests have ended since `prev_cursor`."""
+    """POST retrieve_futures: poll the requests of a sampler that ended since `prev_cursor`."""
 
     target: SamplingSessionTarget
     prev_cursor: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
-    """What ended up to here has been read and may be forgotten."""
+    """Completions up to here have been read, and the server may drop them."""
     timeout: Annotated[float, Field(ge=0)] | None = None
-    """Seconds to wait where nothing has ended; None is as long as the server likes."""
+    """Seconds to wait while nothing has ended; None lets the server choose."""
     retrieved_request_ids: Listed[Name] = Field(default=[], max_length=MAX_RETRIEVED)
-    """Their results have arrived and need not be kept."""
+    """Requests whose results have arrived, and which the server may drop."""
 
 
 class FutureCompletion(WireModel):
-    """One request that has ended; its result, or its failure, is there to retrieve."""
+    """Completed request; its result or failure can be retrieved."""
 
     state: Literal["finished", "failed"]
     request_id: str
     response_payload_uncompressed_size: int | None = None
-    """Bytes of the result."""
+    """Size of the result in bytes."""
 
 
 class RetrieveFuturesResponse(WireModel):
-    """What has ended, in that order, and where to go on from."""
+    """Completions in order of completion, and the cursor for the next poll."""
 
     completions: list[FutureCompletion]
     cursor: int
 
 
 class CancelFutureRequest(WireModel):
-    """POST cancel_future: this sample's result is no longer wanted."""
+    """POST cancel_future: the client no longer needs this sample's result."""
 
     request_id: Name

@@ -1,4 +1,4 @@
-"""The JSON shapes of a session: how a client and a server find out about each other, and stay in touch."""
+"""JSON messages of a session: configuration, creation, heartbeats and end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cotrain.wire.model import Name, WireModel
 
 
 class ClientConfigRequest(WireModel):
-    """POST client/config and client/dynamic_config: who is asking."""
+    """POST client/config and client/dynamic_config: version of the client."""
 
     sdk_version: str = ""
 
 
 class ClientConfigResponse(WireModel):
-    """How a client should talk to this server; the defaults are those of the hosted SDK."""
+    """Configuration of a client by the server; the defaults are those of the hosted SDK."""
 
     pjwt_auth_enabled: bool = False
     proto_write_fwdbwd: bool = False
@@ -24,23 +24,23 @@ class ClientConfigResponse(WireModel):
     fwdbwd_max_chunk_len: Annotated[int, Field(ge=1)] = 1024
     fwdbwd_max_chunk_bytes_count: Annotated[int, Field(ge=1)] = 5_000_000
     fwdbwd_dispatch_bytes_semaphore_size: Annotated[int, Field(ge=1)] = 50_000_000
-    """Bytes of passes that one client sends at once, before compression."""
+    """Maximum bytes of passes that one client sends at once, before compression."""
     parallel_fwdbwd_chunks: bool = True
     sample_use_retrieve_futures: bool = False
-    """Poll once for all samples of a sampler rather than once for each."""
+    """Poll once for all samples of a sampler instead of once for each."""
     sample_max_concurrent_requests: Annotated[int, Field(ge=1)] = 2000
-    """Samples of one client that may be on their way at once where it does not."""
+    """Maximum number of concurrent samples of one client that polls once for each."""
     use_pyqwest_transport: bool = True
     cotrain_max_pass_bytes: Annotated[int, Field(ge=1)] | None = None
-    """What one pass may have, before compression, where the server is one of ours: a pass goes whole."""
+    """Maximum bytes of one pass before compression; only a cotrain server sends it, and receives passes whole."""
     cotrain_version: str | None = None
-    """Version of the server, where it is one of ours."""
+    """Version of the server; only a cotrain server sends it."""
     cotrain_protocol: int | None = None
-    """A client of ours that speaks another one must not go on; see `cotrain.version`."""
+    """Protocol version; a cotrain client with another version must stop; see `cotrain.version`."""
 
 
 class ClientDynamicConfigResponse(WireModel):
-    """What a client asks again from time to time."""
+    """Settings that a client fetches periodically."""
 
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = False
@@ -48,7 +48,7 @@ class ClientDynamicConfigResponse(WireModel):
 
 
 class AuthTokenResponse(WireModel):
-    """POST auth/token: a token to use in place of the key."""
+    """POST auth/token: token that replaces the key."""
 
     jwt: str
 
@@ -65,7 +65,7 @@ class CreateSessionRequest(WireModel):
 
 
 class CreateSessionResponse(WireModel):
-    """The session's id, and what the server wants its user to read."""
+    """Id of the session, and messages of the server for the user."""
 
     session_id: str
     info_message: str | None = None
@@ -82,13 +82,13 @@ class SessionHeartbeatRequest(WireModel):
 
 
 class SessionHeartbeatResponse(WireModel):
-    """The session lives on."""
+    """Response to a heartbeat: the session is still active."""
 
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class FinishReason(WireModel):
-    """Why a session ended."""
+    """Reason why a session ended."""
 
     type: Literal["success", "errored", "interrupted"]
 
@@ -101,7 +101,7 @@ class FinishSessionRequest(WireModel):
 
 
 class SupportedModel(WireModel):
-    """One base model and what can be done with it."""
+    """Base model and its supported uses."""
 
     model_name: str | None = None
     max_context_length: int | None = None

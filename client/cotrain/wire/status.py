@@ -1,8 +1,9 @@
-"""GET status: how the server is. The operator is shown everything, a tenant its own part.
+"""GET status: health and load of the server. The operator receives everything, a tenant its own part.
 
-What only the operator is shown has a default here; the server may show more than is named.
+Fields only for the operator have a default here; the server may send more fields.
 
-GET fleet: how many workers each pool is to have, and what those do that there are. For the operator, and what scales for them.
+GET fleet: for each pool, the required number of workers and the state of the running ones. For the operator and
+autoscalers.
 """
 
 from __future__ import annotations
@@ -82,22 +83,22 @@ class QueueStatus(WireModel):
     ops: int
     tokens: int
     oldest_s: float = 0.0
-    """Age of the oldest that may run."""
+    """Age in seconds of the oldest request that may run."""
 
 
 class SamplesStatus(WireModel):
-    """Sample requests."""
+    """Number of sample requests."""
 
     waiting: int
     running: int
 
 
 class TenantStatus(WireModel):
-    """What one tenant has accepted and not yet got back."""
+    """Unfinished requests of one tenant."""
 
     tenant: str
     tenant_name: str = ""
-    """The name of its first key."""
+    """Name of its first key."""
     ops: int
     tokens: int
     bytes: int
@@ -106,14 +107,14 @@ class TenantStatus(WireModel):
 
 
 class MemberStatus(WireModel):
-    """What one process of a group holds."""
+    """Runs and memory of one process of a group."""
 
     runs: int
     memory_bytes: int
 
 
 class WorkerStatus(WireModel):
-    """What a live worker says about itself."""
+    """Heartbeat of a live worker."""
 
     id: str
     state: str
@@ -124,22 +125,22 @@ class WorkerStatus(WireModel):
     restoring: Restoring | None = None
     """None: it restores no runs."""
     members: list[MemberStatus] = Field(default=[])
-    """Of a group; none where a worker is one process."""
+    """Processes of a group; empty for a worker of one process."""
 
 
 class CycleRun(WireModel):
-    """What one run did in a cycle."""
+    """Part of one run in a cycle."""
 
     run: str
     tenant: str
     tenant_name: str = ""
     tokens: int
     ops: dict[str, int]
-    """Kind of op → how many."""
+    """Number of ops for each kind."""
 
 
 class CycleRecord(WireModel):
-    """One cycle that is over. Times are seconds since 1970."""
+    """Finished cycle. Times are seconds since 1970."""
 
     cycle: int
     worker: str
@@ -151,28 +152,28 @@ class CycleRecord(WireModel):
 
 
 class PoolStatus(WireModel):
-    """One base model and its workers."""
+    """State of a base model and its workers."""
 
     base_model: str
     workers: int | list[WorkerStatus]
-    """A tenant sees how many there are."""
+    """A tenant receives only their number."""
     last_cycle: int
     open_cycles: int = 0
     queue: QueueStatus
     samples: SamplesStatus
     duty: dict[str, float] = Field(default={})
-    """What the devices did in the last minute (train, optim, sample, idle), as parts of it."""
+    """Fractions of the last minute that the devices spent on each activity (train, optim, sample, idle)."""
     tenants: list[TenantStatus] = Field(default=[])
     cycles: list[CycleRecord] = Field(default=[])
-    """The last ones, newest first."""
+    """Last cycles, newest first."""
 
 
 class ServerStatus(WireModel):
-    """All of it."""
+    """Status of the server and all its pools."""
 
     version: str
     uptime_s: float | None = None
     ready: bool | None = None
     reasons: list[str] = Field(default=[])
-    """Why it is not ready, in sentences."""
+    """Reasons why it is not ready, as sentences."""
     pools: list[PoolStatus]

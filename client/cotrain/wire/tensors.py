@@ -1,6 +1,6 @@
-"""TensorData: an array on the wire, and how lists, NumPy arrays and torch tensors become one.
+"""TensorData: an array on the wire, and its conversion from lists, NumPy arrays and torch tensors.
 
-Knows no NumPy and no torch: an array is whatever has `dtype`, `shape`, `reshape()` and `tolist()`.
+NumPy and torch are not imported: an array is any object with `dtype`, `shape`, `reshape()` and `tolist()`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _READ: dict[str, TypeAdapter[list[Any]]] = {
     "int64": TypeAdapter(list[Annotated[int, Field(ge=-(2**63), lt=2**63)]]),
     "float32": TypeAdapter(list[float]),
 }
-"""What a caller may give for numbers: also those of NumPy and torch, and whole floats for integers."""
+"""Parsers of numbers from callers. They also accept NumPy and torch scalars, and whole floats as integers."""
 
 
 class TensorData(BaseModel):
-    """An array of `int64` or `float32`: dense in C order, or a CSR matrix of its non-zero entries.
+    """Array of `int64` or `float32`: dense in C order, or a CSR matrix of its non-zero entries.
 
-    `data` may be a flat or nested list, a NumPy array or a torch tensor. Without `shape` a dense
-    array has that of `data`. Both `sparse_*` fields together make it CSR: then `data` holds only the
+    `data` may be a flat or nested list, a NumPy array or a torch tensor. Without `shape`, a dense
+    array has the shape of `data`. Both `sparse_*` fields together make it CSR. Then `data` contains only the
     listed values, and `shape` must be `[rows, columns]`. Raises UnsupportedInput for anything else.
     """
 
@@ -74,15 +74,15 @@ class TensorData(BaseModel):
         except ValidationError as refused:
             raise UnsupportedInput(in_a_sentence(refused)) from None
 
-    # For those who make one; what reads the wire has pydantic read it, strictly and faster.
+    # Only for callers: pydantic parses wire messages without this `__init__`, strictly and faster.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # of pydantic itself
 
     @classmethod
     def of(cls, values: Any, dtype: DType | None = None) -> TensorData:
-        """Make a dense array from nested lists, or from anything with `shape` and `tolist()`.
+        """Return a dense array from nested lists, or from any object with `shape` and `tolist()`.
 
         Without `dtype`, whole numbers become `int64` and all others `float32`. Raises UnsupportedInput
-        where nested lists are ragged, or hold something else.
+        if nested lists are ragged, or contain other types.
         """
         dtype = dtype or ("int64" if _are_whole(values) else "float32")
         flat, shape = _numbers(values, dtype)
@@ -90,17 +90,17 @@ class TensorData(BaseModel):
 
     @classmethod
     def from_numpy(cls, array: Any) -> TensorData:
-        """Make a dense array from a NumPy array."""
+        """Return a dense array from a NumPy array."""
         return cls.of(array)
 
     @classmethod
     def from_torch(cls, tensor: Any) -> TensorData:
-        """Make a dense array from a torch tensor on any device; copies it to the host."""
+        """Return a dense array from a torch tensor on any device; copies it to the host."""
         return cls.of(tensor)
 
     @classmethod
     def from_torch_sparse(cls, tensor: Any, pad_value: int = 0) -> TensorData:
-        """Make a CSR matrix of a 2-D torch tensor where that is smaller, else a dense array.
+        """Return a CSR matrix of a 2-D torch tensor if that is smaller, else a dense array.
 
         Entries equal to `pad_value` are left out.
         """
@@ -124,29 +124,29 @@ class TensorData(BaseModel):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether this is a CSR matrix."""
+        """True for a CSR matrix."""
         return self.sparse_crow_indices is not None
 
     @property
     def dense_shape(self) -> list[int]:
-        """Shape of the array, counted where it was not given."""
+        """Shape of the array, `[len(data)]` if it was not passed."""
         return [len(self.data)] if self.shape is None else self.shape
 
     def tolist(self, pad_value: int = 0) -> list[Any]:
-        """Copy the array to nested lists, one level per dimension.
+        """Return the array as nested lists, one level per dimension.
 
-        What a CSR matrix does not list is `pad_value`, here and in the two below.
+        Entries that a CSR matrix does not list become `pad_value`, as in `to_numpy` and `to_torch`.
         """
         return _nest(self._dense(pad_value), self.dense_shape)
 
     def to_numpy(self, pad_value: int = 0) -> Any:
-        """Copy the array to a NumPy array; needs NumPy."""
-        # By name: NumPy and torch are the caller's, this package depends on neither.
+        """Return the array as a NumPy array; needs NumPy."""
+        # Imported by name, because this package depends on neither NumPy nor torch.
         numpy = import_module("numpy")
         return numpy.array(self._dense(pad_value), dtype=self.dtype).reshape(self.dense_shape)
 
     def to_torch(self, pad_value: int = 0) -> Any:
-        """Copy the array to a torch tensor on the host; needs torch."""
+        """Return the array as a torch tensor on the host; needs torch."""
         torch = import_module("torch")
         flat = torch.tensor(self._dense(pad_value), dtype=getattr(torch, self.dtype))
         return flat.reshape(self.dense_shape)
@@ -191,7 +191,7 @@ class TensorData(BaseModel):
 
 
 def read_numbers(values: list[Any], dtype: DType, name: str = "data") -> list[Any]:
-    """Read a flat list of numbers of any kind. Raises UnsupportedInput, naming the first that is none."""
+    """Convert a flat list of numbers of any kind. Raises UnsupportedInput, which names the first invalid one."""
     try:
         return _READ[dtype].validate_python(values)
     except ValidationError as refused:
@@ -199,7 +199,7 @@ def read_numbers(values: list[Any], dtype: DType, name: str = "data") -> list[An
 
 
 def _numbers(values: Any, dtype: DType) -> tuple[list[Any], list[int]]:
-    """Read numbers, nested or not; returns them flat, and their shape. Raises UnsupportedInput."""
+    """Convert numbers, nested or not; returns them flat, and their shape. Raises UnsupportedInput."""
     if hasattr(values, "tolist"):
         flat = values if len(values.shape) == 1 else values.reshape(-1)
         return read_numbers(flat.tolist(), dtype), list(values.shape)
@@ -209,7 +209,7 @@ def _numbers(values: Any, dtype: DType) -> tuple[list[Any], list[int]]:
         )
     nested = list(values) if isinstance(values, Iterable) else values
     shape = _shape_of(nested)
-    # Nearly every list is flat; to walk it element by element would cost more than to send it.
+    # Nearly every list is flat; a walk over its elements would cost more than sending it.
     if len(shape) != 1 or any(map(_is_nested, {type(value) for value in nested})):
         nested = list(_flatten(nested, shape))
     return read_numbers(nested, dtype), shape
@@ -245,7 +245,7 @@ def _flatten(nested: Any, shape: Sequence[int]) -> Iterator[Any]:
 
 
 def _are_whole(values: Any) -> bool:
-    if hasattr(values, "dtype"):  # an empty array still says what it holds
+    if hasattr(values, "dtype"):  # an empty array also has a dtype
         return "int" in str(values.dtype)
     flat = _flatten(values, _shape_of(values))
     return all(isinstance(value, Integral) for value in flat)
@@ -258,16 +258,16 @@ def _nest(flat: Sequence[float], shape: Sequence[int]) -> list[Any]:
     return [_nest(flat[i * stride : (i + 1) * stride], shape[1:]) for i in range(shape[0])]
 
 
-# ---- How numbers lie in the bytes of the binary messages: little-endian, in C order -----------------
+# ---- Encoding of numbers in binary messages: little-endian, in C order -------------------------------
 
 
 def to_bytes(typecode: str, values: Iterable[float]) -> bytes:
-    """Write numbers as the `array` module's typecode says."""
+    """Encode numbers in the format of a typecode of the `array` module."""
     return _little_endian(array(typecode, values)).tobytes()
 
 
 def from_bytes(typecode: str, written: bytes) -> array[Any]:
-    """Read numbers back. Raises MalformedMessage where the bytes end within one."""
+    """Decode numbers. Raises MalformedMessage if the bytes end within one."""
     values: array[Any] = array(typecode)
     try:
         values.frombytes(written)

@@ -1,7 +1,4 @@
-"""What a tenant used, by the hour and by the run, and what it changed. There are no prices here.
-
-A tenant's webhook: where it wants to be notified of its events.
-"""
+"""Messages of usage by hour and by run, of the audit log, and of webhooks. This server has no prices."""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ from pydantic import Field
 
 from cotrain.wire.model import WireModel
 
-# ---- As the hosted services bill -----------------------------------------------------------------
+# ---- In the billing format of the hosted services ------------------------------------------------
 
 
 class TrainingUsage(WireModel):
-    """Tokens that went through forward or backward passes."""
+    """Tokens processed by forward or backward passes."""
 
     type: Literal["training"] = "training"
     token_count: int
 
 
 class PrefillUsage(WireModel):
-    """Prompt tokens: computed, or taken from what another request had computed (`cached`)."""
+    """Prompt tokens: computed, or reused from another request (`cached`)."""
 
     type: Literal["sampling_prefill"] = "sampling_prefill"
     cached: bool
@@ -31,14 +28,14 @@ class PrefillUsage(WireModel):
 
 
 class SampleUsage(WireModel):
-    """Tokens that were generated."""
+    """Generated tokens."""
 
     type: Literal["sampling_sample"] = "sampling_sample"
     token_count: int
 
 
 class CheckpointUsage(WireModel):
-    """Checkpoints that were made."""
+    """Number of created checkpoints."""
 
     type: Literal["checkpoint"] = "checkpoint"
     count: int
@@ -50,7 +47,7 @@ UsageInfo = Annotated[
 
 
 class UsageEvent(WireModel):
-    """What one session used of one kind in one hour. The prices are those of this server: none."""
+    """Usage of one kind by one session in one hour. This server has no prices."""
 
     bucket_start: datetime
     bucket_end: datetime
@@ -66,7 +63,7 @@ class UsageEvent(WireModel):
 
 
 class UsageSession(WireModel):
-    """What the client said about a session."""
+    """Metadata that the client set for a session."""
 
     user_metadata: dict[str, str] | None = None
 
@@ -80,7 +77,7 @@ class BillingUsageResponse(WireModel):
 
 
 class StorageItem(WireModel):
-    """What the checkpoints of one project hold now."""
+    """Current checkpoint storage of one project."""
 
     project_id: str | None = None
     org_user_urn: str | None = None
@@ -89,7 +86,7 @@ class StorageItem(WireModel):
     checkpoint_count: int
     size_bytes: int
     size_gigabytes: float
-    """Of 10^9 bytes."""
+    """Size in units of 10^9 bytes."""
     estimated_monthly_cost_usd: None = None
 
 
@@ -100,37 +97,37 @@ class StorageResponse(WireModel):
     data: list[StorageItem]
 
 
-# ---- Our own -------------------------------------------------------------------------------------
+# ---- In cotrain's own format ---------------------------------------------------------------------
 
 
 class Amounts(WireModel):
-    """What was used, in all."""
+    """Total usage."""
 
     training_tokens: int = 0
     device_s: float = 0.0
-    """Seconds of the accelerator: a cycle's time, shared by tokens among those in it."""
+    """Seconds of the accelerator: the time of each cycle is divided among its runs by tokens."""
     prefill_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that needed no computing."""
+    """Prompt tokens that were not computed."""
     sampled_tokens: int = 0
     checkpoints: int = 0
 
 
 class SourceUsage(WireModel):
-    """What one run or sampler used."""
+    """Usage of one run or sampler."""
 
     source: str
-    """The id of a run or of a sampler."""
+    """Id of a run or of a sampler."""
     session_id: str
     base_model: str
     amounts: Amounts
 
 
 class StoredBytes(WireModel):
-    """What is kept for a tenant now, in bytes; each has a quota."""
+    """Bytes currently stored for a tenant; each field has a quota."""
 
     runs: int = 0
-    """Of live runs: the state of each once in memory and twice on disk."""
+    """State of live runs, counted once in memory and twice on disk."""
     checkpoints: int = 0
     unread: int = 0
     """Results that were never fetched."""
@@ -150,7 +147,7 @@ class UsageResponse(WireModel):
 
 
 class AuditLogEntry(WireModel):
-    """Something that was changed or taken away."""
+    """Change or deletion recorded in the audit log."""
 
     timestamp: datetime
     event: str
@@ -162,7 +159,7 @@ class AuditLogEntry(WireModel):
 
 
 class AuditLogResponse(WireModel):
-    """GET audit: of one day, oldest first."""
+    """GET audit: entries of one day, oldest first."""
 
     entries: list[AuditLogEntry]
 
@@ -171,19 +168,19 @@ class SetWebhookRequest(WireModel):
     """PUT webhook."""
 
     url: Annotated[str, Field(min_length=1, max_length=2_000)]
-    """`https://…`; `http://` where the operator allows private networks."""
+    """`https://…`; `http://` if the operator allows private networks."""
 
 
 class NewWebhook(WireModel):
-    """What a webhook is signed with: shown once."""
+    """New webhook with its signing secret, which is shown only once."""
 
     url: str
     secret: str
-    """`whsec_` and base64 of the key of the HMAC."""
+    """`whsec_` and base64 of the HMAC key."""
 
 
 class Webhook(WireModel):
-    """GET webhook: where events go, and what became of them since the webhook was first set."""
+    """GET webhook: its URL, and the state of deliveries since the webhook was first set."""
 
     url: str
     created_at: datetime
@@ -191,16 +188,16 @@ class Webhook(WireModel):
     """Events that are not delivered yet."""
     delivered: int
     retried: int
-    """Attempts that failed, and were followed by another."""
+    """Failed attempts that were followed by another."""
     given_up: int
-    """Events that were tried for a day."""
+    """Events whose delivery failed for a day."""
     dropped: int
-    """Events that came while 1,000 waited."""
+    """Events that arrived while 1,000 were waiting."""
     last_event: str | None = None
     last_outcome: str | None = None
     """`delivered`, `retried` or `given_up`."""
     last_answer: str | None = None
-    """The status that the last attempt was answered with, or why it failed."""
+    """HTTP status of the last attempt, or the reason why it failed."""
     last_at: datetime | None = None
 
 

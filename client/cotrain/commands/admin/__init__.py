@@ -1,1 +1,1 @@
-"""`cotrain admin`: what the operator asks of a server and changes, by its admin API."""
+"""Commands `cotrain admin`: operation of a server through its admin API."""

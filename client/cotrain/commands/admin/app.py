@@ -1,10 +1,8 @@
-"""The group `cotrain admin`, and the audit log.
+"""Command group `cotrain admin`, with the commands for keys, runs, workers, fleet and audit log.
 
-`cotrain admin keys`: the members and viewers of a tenant.
-
-`cotrain admin runs`: hold one run back, let it go on, move it, end it.
-
-`cotrain admin workers`: how each is, and take one out of service without losing anything.
+* `cotrain admin keys`: API keys of a tenant.
+* `cotrain admin runs`: pause, resume, move or close one run.
+* `cotrain admin workers`: list workers, and drain one without losing work.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ def create(
     days: Annotated[float | None, typer.Option(help="Stop accepting it after so long.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key and print it; it is shown only now."""
+    """Create a key and print it; it is shown only once."""
     wanted = {"name": name, "role": role, **({} if days is None else {"days": days})}
     made = NewKey.model_validate(ask(context, "POST", "tenants", tenant, "keys", json=wanted))
     if as_json:
@@ -82,7 +80,7 @@ def revoke(
     key_id: Annotated[str, typer.Argument(metavar="KEY", help="Its id, as `keys list` shows it.")],
     as_json: AsJson = False,
 ) -> None:
-    """Stop accepting a key; within five seconds everywhere."""
+    """Revoke a key; every process rejects it within five seconds."""
     ask(context, "DELETE", "tenants", tenant, "keys", key_id)
     if as_json:
         print_json({"id": key_id, "revoked": True})
@@ -106,14 +104,14 @@ def pause(
     reason: Annotated[str, typer.Option(help="Its clients read it.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Hold a run back: what it is sent is accepted, and waits."""
+    """Pause a run: its requests are accepted, and wait."""
     ask(context, "POST", "tenants", tenant, "runs", run, "pause", json={"reason": reason})
     _done(run, "paused", as_json=as_json)
 
 
 @runs_app.command(epilog=examples("cotrain admin runs resume t-3f9c2a71 1f2e3d4c:train:0"))
 def resume(context: typer.Context, tenant: TenantId, run: RunId, as_json: AsJson = False) -> None:
-    """Let a run go on."""
+    """Resume a paused run."""
     ask(context, "POST", "tenants", tenant, "runs", run, "resume")
     _done(run, "resumed", as_json=as_json)
 
@@ -126,14 +124,14 @@ def move(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `workers list` shows it.")],
     as_json: AsJson = False,
 ) -> None:
-    """Have a run go on at another worker of its pool; nothing is replayed, and no request fails."""
+    """Move a run to another worker of its pool; nothing is replayed, and no request fails."""
     ask(context, "POST", "tenants", tenant, "runs", run, "move", json={"worker": worker})
     _done(run, "to be moved", as_json=as_json)
 
 
 @runs_app.command(epilog=examples("cotrain admin runs close t-3f9c2a71 1f2e3d4c:train:0"))
 def close(context: typer.Context, tenant: TenantId, run: RunId, as_json: AsJson = False) -> None:
-    """End a run as its owner can: what waits fails, what is planned still comes."""
+    """Close a run as its owner can. Pending ops fail, planned ops still finish."""
     ask(context, "POST", "tenants", tenant, "runs", run, "close")
     _done(run, "closed", as_json=as_json)
 
@@ -150,7 +148,7 @@ WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="As `workers lis
 
 @workers_app.command("list", epilog=examples("cotrain admin workers list"))
 def list_workers(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the workers of all pools, also those that are drained or away."""
+    """List the workers of all pools, including drained and unreachable ones."""
     found = WorkerList.model_validate(ask(context, "GET", "workers"))
     if as_json:
         print_json(found)
@@ -172,7 +170,7 @@ def list_workers(context: typer.Context, as_json: AsJson = False) -> None:
 
 @workers_app.command(epilog=examples("cotrain admin workers drain p-4f1a w0"))
 def drain(context: typer.Context, pool: PoolId, worker: WorkerId, as_json: AsJson = False) -> None:
-    """Hand a worker's runs to the others of its pool; it takes nothing more until `undrain`, also after a restart."""
+    """Move a worker's runs to others of its pool. It gets no new runs until `undrain`, even after a restart."""
     ask(context, "POST", "pools", pool, "workers", worker, "drain")
     if as_json:
         print_json({"worker": worker, "drain": True})
@@ -182,7 +180,7 @@ def drain(context: typer.Context, pool: PoolId, worker: WorkerId, as_json: AsJso
 def undrain(
     context: typer.Context, pool: PoolId, worker: WorkerId, as_json: AsJson = False
 ) -> None:
-    """Let a worker take runs again."""
+    """Allow a drained worker to receive runs again."""
     ask(context, "POST", "pools", pool, "workers", worker, "undrain")
     if as_json:
         print_json({"worker": worker, "drain": False})
@@ -210,7 +208,7 @@ def server(
         Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where a server on this host keeps it.")
     ] = DEFAULT_DATA_DIR,
 ) -> None:
-    """Say which server, and which key."""
+    """Set the server and the key."""
     context.obj = Server(base_url, admin_key, data_dir)
 
 
@@ -220,7 +218,7 @@ def server(
     )
 )
 def fleet(context: typer.Context, as_json: AsJson = False) -> None:
-    """Show how many workers each base model is to have, and what those do that there are."""
+    """Show the required number of workers for each base model, and the state of the running ones."""
     found = Fleet.model_validate(ask(context, "GET", "fleet", below=""))
     if as_json:
         print_json(found)
@@ -256,7 +254,7 @@ def audit(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List what was done and by which key, newest first."""
+    """List administrative actions and their keys, newest first."""
     params = {"tenant": tenant, "limit": limit, "before": before}
     page = AuditPage.model_validate(ask(context, "GET", "audit", params=params))
     if as_json:

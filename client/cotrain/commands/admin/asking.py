@@ -1,4 +1,4 @@
-"""One question to the admin API: where the server is, which key opens it, and what a refusal means."""
+"""Requests to the admin API: server address, admin key, and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cotrain.settings import ClientSettings, checked_url
 
 @dataclass(frozen=True)
 class Server:
-    """What `cotrain admin` was given in front of its subcommand."""
+    """Options of `cotrain admin` before its subcommand."""
 
     base_url: str
     admin_key: str
@@ -32,7 +32,10 @@ def ask(
     params: Mapping[str, Any] | None = None,
     below: str = "admin/",
 ) -> Any:
-    """Ask what is `below` /api/v1/, and return the JSON of the answer, None where it has none; a refusal ends the command in a sentence."""
+    """Request a path below /api/v1/ and return the JSON of the response, or None if it is empty.
+
+    An error ends the command with one sentence.
+    """
     server: Server = context.obj
     with failing_in_a_sentence():
         url = checked_url(server.base_url)

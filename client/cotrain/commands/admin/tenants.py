@@ -1,4 +1,4 @@
-"""`cotrain admin tenants`: who there is, what each may have, and who waits."""
+"""Commands `cotrain admin tenants`: tenants, their limits and their pending work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def list_tenants(
     offset: Annotated[int, typer.Option(min=0, help="How many to skip.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """List tenants by name, with what each has waiting."""
+    """List tenants by name, with their pending work."""
     params = {"search": search, "limit": limit, "offset": offset}
     page = TenantList.model_validate(ask(context, "GET", "tenants", params=params))
     if as_json:
@@ -48,7 +48,7 @@ def list_tenants(
 
 @app.command(epilog=examples("cotrain admin tenants show t-3f9c2a71"))
 def show(context: typer.Context, tenant: TenantId, as_json: AsJson = False) -> None:
-    """Show one tenant: limits with what is used of them, what it used by day, its keys."""
+    """Show one tenant: limits and their use, usage by day, and keys."""
     _print(TenantDetail.model_validate(ask(context, "GET", "tenants", tenant)), as_json=as_json)
 
 
@@ -58,7 +58,7 @@ def create(
     name: Annotated[str, typer.Argument(help="Of the tenant and its first key.")],
     as_json: AsJson = False,
 ) -> None:
-    """Make a tenant and print its first key; it is shown only now."""
+    """Create a tenant and print its first key; it is shown only once."""
     made = NewKey.model_validate(ask(context, "POST", "tenants", json={"name": name}))
     if as_json:
         print_json(made)
@@ -86,7 +86,7 @@ def set_tenant(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Set limits and the weight; they hold in every process within a second, without a restart."""
+    """Set limits and the weight; every process applies them within a second, without a restart."""
     change: dict[str, Any] = {} if weight is None else {"weight": weight}
     if limit:
         change["limits"] = dict(_limit(each) for each in limit)
@@ -103,14 +103,14 @@ def pause(
     reason: Annotated[str, typer.Option(help="Its clients read it.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Hold a tenant back: what it sends is accepted up to its limits, and waits."""
+    """Pause a tenant: its requests are accepted up to its limits, and wait."""
     ask(context, "POST", "tenants", tenant, "pause", json={"reason": reason})
     _done(tenant, as_json=as_json, paused=True)
 
 
 @app.command(epilog=examples("cotrain admin tenants resume t-3f9c2a71"))
 def resume(context: typer.Context, tenant: TenantId, as_json: AsJson = False) -> None:
-    """Let a tenant go on."""
+    """Resume a paused tenant."""
     ask(context, "POST", "tenants", tenant, "resume")
     _done(tenant, as_json=as_json, paused=False)
 

@@ -1,1 +1,1 @@
-"""The generated messages of `wire.proto`, and the command that makes them."""
+"""Generated messages of `wire.proto`, and the command that generates them."""
