@@ -92,7 +92,7 @@ def _tokens(prompt: ModelInput) -> tuple[int, ...]:
 def _stop(stop: str | list[str] | list[int] | None) -> tuple[str, ...] | tuple[int, ...] | None:
     if stop is None:
         return None
-    return (stop,) if isinstance(stop, str) else tuple(stop)  # one type or the other, never mixed
+    return (stop,) if isinstance(stop, str) else tuple(stop)  # type: ignore[return-value]  # one type or the other, never mixed
 
 
 def _targets(tensor: TensorData | None) -> tuple[tuple[int, ...], ...] | None:
