@@ -18,7 +18,7 @@ SHARING = (
 
 
 class UnfitGpus(Exception):
-    """What `--gpus` asks for cannot be had."""
+    """Invalid value of `--gpus`."""
 
 
 def gpus(environ: Mapping[str, str] | None = None, driver: Path = DRIVER) -> list[str]:
