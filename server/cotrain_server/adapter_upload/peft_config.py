@@ -1,7 +1,8 @@
-"""Read a PEFT LoRA adapter that a tenant uploaded: what its two files say, but for the numbers.
+"""Reader of an uploaded PEFT LoRA adapter: the content of its two files, without the tensor values.
 
-What would make it compute something else than `W + scale * B @ A` on modules that can be adapted here is
-refused, with the key that says so. Plain PEFT and the names of `tinker_cookbook` are understood.
+A setting that would compute anything other than `W + scale * B @ A` on the modules adaptable here
+is refused, and the error names its key. Plain PEFT and the names of `tinker_cookbook` are
+supported.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Number = TypeVar("Number", int, float)
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 
-#: The last part of a module's path, and which of a run's three switches trains it.
+#: Last part of a module's path, and the switch of a run that trains it.
 FAMILY_BY_MODULE: Mapping[str, Family] = {
     "q_proj": "attn",
     "k_proj": "attn",
@@ -37,41 +38,42 @@ FAMILY_BY_MODULE: Mapping[str, Family] = {
     "lm_head": "unembed",
 }
 UNEMBED = "lm_head"
-#: What `tinker_cookbook` calls it.
+#: Name in `tinker_cookbook`.
 UNEMBED_OF_COOKBOOK = "model.unembed_tokens"
 
-#: Read below.
+#: Keys that are read below.
 _READ = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "init_lora_weights", "bias",
 }  # fmt: skip
-#: Of training, of what other tools show, or of where to attach, which the tensors' names say, too.
+#: Keys for training, for display by other tools, or for module selection, which the tensor names
+#: also give.
 _WITHOUT_EFFECT = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "fan_in_fan_out", "exclude_modules", "layers_to_transform",
     "layers_pattern", "megatron_core", "qalora_group_size", "eva_config", "runtime_config",
 }  # fmt: skip
-#: The others (PiSSA, OLoRA, LoftQ, CorDA …) change the weights of the base model as well.
+#: Other methods (PiSSA, OLoRA, LoftQ, CorDA …) also change the weights of the base model.
 _INITS_OF_THE_ADAPTER_ALONE = (None, True, False, "gaussian", "orthogonal", "eva")
 
 _MATRIX = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,256})\.lora_(?P<letter>[AB])\.weight", re.A
 )
-#: PEFT takes any regular expression here; one that a tenant uploaded may run without end.
+#: PEFT accepts any regular expression here, but an untrusted one may run without end.
 _MODULE_ENDING = re.compile(r"\^?\w+(?:\\?\.\w+)*", re.A)
 
 
 @dataclass(frozen=True)
 class _Config:
-    """What of `adapter_config.json` decides about the function."""
+    """Fields of `adapter_config.json` that determine the function."""
 
     rank: int
     alpha: float
     is_rslora: bool
     rank_by_ending: Mapping[str, tuple[int, int]]
     alpha_by_ending: Mapping[str, tuple[int, float]]
-    """Its number in the list, of which the first that fits counts, and what it says."""
-    targets: frozenset[str] | None  # None: a pattern; the tensors' names say it
+    """Position in the list and value. The first match counts."""
+    targets: frozenset[str] | None  # None: a pattern; the tensor names determine the modules
 
     def rank_of(self, module: str) -> int:
         return _first_match(self.rank_by_ending, module, self.rank)
@@ -86,10 +88,11 @@ class _Config:
 
 
 def read_adapter(config: bytes, tensors: bytes, seed: int) -> PeftAdapter:
-    """Read both files; `seed` is of what the run trains beyond what they hold.
+    """Return the adapter of both files. `seed` initializes parameters that the run trains but the
+    files lack.
 
     Raises:
-        Invalid: with a sentence that names the key.
+        Invalid: the message names the key.
     """
     settings = _read_config(config)
     modules = _read_modules(settings, read_header(tensors))
@@ -159,7 +162,7 @@ def _pattern(fields: Mapping[str, Any], key: str, is_valid: Any) -> dict[str, An
 def _first_match(
     value_by_ending: Mapping[str, tuple[int, Number]], module: str, otherwise: Number
 ) -> Number:
-    # By the module's few endings, not by all that the file lists: a megabyte of those would take
+    # Look up the module's few endings instead of all listed ones: a megabyte of those would take
     # minutes for a megabyte of modules.
     named = [value_by_ending.get(ending) for ending in (f"^{module}", *_endings(module))]
     return min((found for found in named if found), default=(0, otherwise))[1]
@@ -201,7 +204,7 @@ def _read_modules(config: _Config, entries: Mapping[str, TensorEntry]) -> tuple[
 
 
 def _matrix_of(tensor: str, config: _Config) -> tuple[str, str]:
-    """Say which module a tensor is of, and whether it is its A or its B."""
+    """Return the module of a tensor, and whether it is the A or B matrix."""
     matched = _MATRIX.fullmatch(tensor)
     if not matched:
         raise Invalid(f"{named(tensor)} cannot be imported: {_advice(tensor)}")
