@@ -176,8 +176,11 @@ async def _pool_of(services: Services, config: bytes) -> PoolRecord:
 
 
 async def _await_op(services: Services, run: RunRecord, seq: int) -> None:
-    """Wait until an op is done. Raises Invalid with its error if it failed, StoreUnavailable after
-    PATIENCE_S.
+    """Wait until an op is done.
+
+    Raises:
+        Invalid: the op failed; the message is its error.
+        StoreUnavailable: the op is not done after PATIENCE_S, or this process drains.
     """
     end = time.monotonic() + PATIENCE_S
     while not services.draining and (left_s := end - time.monotonic()) > 0:
