@@ -1,5 +1,5 @@
-"""The HTTP front end and the supervisor: what tenants and operators talk to.
+"""HTTP front end and supervisor, the interface of tenants and operators.
 
-Checks everything a client sends before it is accepted, hands it to the store, and answers from the
-store. It knows HTTP and processes; it knows no Redis command, no planning policy and no tensor.
+The front end validates every request, passes it to the store, and answers from the store. It
+contains HTTP and process handling, but no Redis commands, no planning policy and no tensors.
 """

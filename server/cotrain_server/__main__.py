@@ -37,17 +37,19 @@ from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
 
 log = structlog.get_logger()
 
-#: SDKs keep connections for a minute; the shorter side closes them under a request in flight.
+#: SDKs keep connections for 60 s. If the server closed first, it could close them during a request.
 KEEP_ALIVE_S = 75
-#: How long connections stay open after the signal: a request that was just sent on one is answered,
-#: with a header that has its client ask the next process from now on.
+#: Connections stay open this long after the signal. A request just sent on one is still answered,
+#: with a header that directs its client to the next process.
 LINGER_S = 0.5
-#: After this, requests still in flight are given up: their clients repeat them.
+#: Time limit for requests in flight. Afterwards they are cancelled, and their clients repeat them.
 SHUTDOWN_S = 8
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, but held polls are answered when the signal comes: it would wait for them."""
+    """uvicorn server that answers open polls on a shutdown signal, because uvicorn would wait for
+    them.
+    """
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
@@ -55,14 +57,14 @@ class DrainingServer(uvicorn.Server):
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
+        """Start listening."""
         log_lost_accepts(asyncio.get_running_loop())
         await super().startup(sockets)
         listen_long(self.servers)
 
     @override
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more connections, drain, then close."""
+        """Stop accepting connections, drain, then close."""
         for server in self.servers:
             server.close()
         self._app.state.services.drain()
@@ -71,7 +73,9 @@ class DrainingServer(uvicorn.Server):
 
 
 def main() -> None:
-    """Start the process; exit status 2 for settings or a store that are refused, 3 for no store."""
+    """Run the API process. Exit status 2: settings or store refused. 3: store or address
+    unavailable.
+    """
     start_logs("api")
     arguments = _arguments()
     if refused := refused_variables():
@@ -84,18 +88,18 @@ def main() -> None:
     except (InvalidKey, OSError) as error:
         refuse("settings_refused", f"COTRAIN_API_KEYS or COTRAIN_API_KEYS_FILE: {error}")
     count_blob_failures(Source.API)
-    try:  # before uvicorn, which would show the operator where in our code it happened
+    try:  # before uvicorn starts, whose error would show the operator a traceback
         _check_store(settings)
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))
     except StoreUnavailable as unavailable:
-        log.error("redis_unavailable", reason=str(unavailable))  # its supervisor starts it again
+        log.error("redis_unavailable", reason=str(unavailable))  # its supervisor restarts it
         sys.exit(3)
     max_connections = allow_many_connections()
     app = create_app(settings, arguments.long_poll_s)
     server = DrainingServer(_config(app, settings, max_connections), app)
-    # uvicorn raises the signal once more when it has ended. It must not kill us then, nor be lost
-    # when it comes before uvicorn listens for it.
+    # uvicorn raises the signal again after its end. The signal must neither kill this process then,
+    # nor be lost before uvicorn handles it.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, server.handle_exit)
     log.info("api_started", host=settings.host, port=settings.port)
@@ -110,12 +114,12 @@ def _listener(settings: ServerSettings, descriptor: int | None) -> socket.socket
     try:
         return listen(settings.host, settings.port, backlog=ACCEPTED_AT_ONCE)
     except CannotListen as error:
-        log.error("cannot_listen", reason=str(error))  # another program may give the port back
+        log.error("cannot_listen", reason=str(error))  # another program may release the port
         sys.exit(3)
 
 
 def _arguments() -> argparse.Namespace:
-    """Read what a supervisor, a test or a benchmark sets, and no operator."""
+    """Return the arguments, which a supervisor, a test or a benchmark sets, but no operator."""
     parser = argparse.ArgumentParser(prog="python -m cotrain_server")
     parser.add_argument(
         "--listen-fd", type=int, help="an open listening socket, in place of host and port"

@@ -1,7 +1,7 @@
-"""The key that opens `/metrics` and the whole of `/status`: one that is set, or one of the data folder.
+"""Admin key for `/metrics` and the whole of `/status`, from the settings or the data folder.
 
-An address proves nothing: behind a proxy on this host, which may add no header of its own, every client
-comes from loopback.
+An address proves nothing: behind a proxy on this host that adds no header, every client appears to
+come from loopback.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from pathlib import Path
 from cotrain_server.settings import ServerSettings
 from cotrain_store.tenants.api_keys import MIN_CHARACTERS
 
-#: In the data folder; `cotrain top` reads it there.
+#: File name in the data folder, where `cotrain top` reads it.
 FILE = "admin-key"
 
 
 def admin_key(settings: ServerSettings) -> str:
-    """Give the operator's key; without one in the settings, that of the data folder, made if need be.
+    """Return the key in the settings, otherwise that of the data folder, which is created if
+    missing.
 
     Raises:
-        OSError: the file cannot be read or made.
-        ValueError: it holds no key.
+        OSError: the file cannot be read or created.
+        ValueError: the file contains no key.
     """
     if settings.admin_key is not None:
         return settings.admin_key.get_secret_value()
@@ -37,7 +38,9 @@ def admin_key(settings: ServerSettings) -> str:
 
 
 def _make(path: Path) -> None:
-    """Write a key that only the owner of the folder can read; another process may be doing the same."""
+    """Write a key that only the owner of the folder can read. Another process may do the same
+    concurrently.
+    """
     temporary = path.with_suffix(f".{secrets.token_hex(8)}")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{secrets.token_urlsafe(32)}\n")

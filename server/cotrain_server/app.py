@@ -1,4 +1,4 @@
-"""Put the HTTP application together."""
+"""Assembly of the HTTP application."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from cotrain_server.webhooks.sender import Sender
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.metrics_port import metrics_port
 
-#: What is asked for most stands first: a request is compared with one route after the other.
+#: Most frequent routers first, because a request is compared with one route after the other.
 ROUTERS = (
     futures.router,
     training.router,
@@ -79,14 +79,14 @@ ROUTERS = (
     pages.router,
 )
 
-#: Built when something is first asked for, once for all applications of a process.
+#: Built on the first use, once for all applications of a process.
 ROUTES = APIRouter(responses=errors.ERROR_RESPONSES)
 for router in ROUTERS:
     ROUTES.include_router(router)
 
 
 def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> FastAPI:
-    """Make the application; its lifespan opens the store."""
+    """Return the application. Its lifespan opens the store."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -104,16 +104,17 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
         description="Trains and samples many people's LoRA adapters at once on one base model.",
         lifespan=lifespan,
         routes=ROUTES.routes,
-        # A path with a slash too many is another path, not a hint at the one without.
+        # A path with an extra slash is a different path, and is not redirected.
         redirect_slashes=False,
         # FastAPI's pages for the OpenAPI load their scripts from another host. /openapi.json stays.
         docs_url=None,
         redoc_url=None,
-        # Its own spans and logs hold paths, queries and messages of exceptions, which may quote a tenant.
+        # FastAPI's spans and logs contain paths, queries and exception messages, which may quote a
+        # tenant.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     metrics.BUILD_INFO.labels(__version__).set(1)
-    # The last one added is the first to see a request.
+    # The middleware added last receives a request first.
     app.add_middleware(LongPolls, polls=futures.POLLS)
     app.add_middleware(RequestMiddleware, access_log=settings.access_log)
     if prefix := path_prefix(settings.public_url):

@@ -1,6 +1,7 @@
-"""Import this before anything that imports numpy: its libraries start a thread per core otherwise.
+"""Limit of numpy's threads. Import it before numpy, whose libraries otherwise start a thread per
+core.
 
-An API process multiplies no matrices. Where a variable is set already, that stands.
+An API process multiplies no matrices. A variable that is already set keeps its value.
 """
 
 from __future__ import annotations

@@ -1,26 +1,27 @@
-"""Errors of the HTTP edge, and the one table that gives every error its status.
+"""Errors of the HTTP edge, and the table that maps every error to its status.
 
-The docstring of a class is its default message. What the SDKs do with each status decides the
-table: 408, 409, 429 and 5xx are repeated, 402 pauses the client for an hour, all others are final.
+The docstring of an error class is its default message. The reaction of SDKs to each status determines the
+table: they repeat 408, 409, 429 and 5xx, pause for an hour at 402, and treat all others as final.
 
-RequestError
-├── Unreadable              (not the JSON, protobuf or zstd it says it is)
-├── Invalid                 (read, but not what this endpoint takes)
-├── BodyTooLarge
-├── BodyTooSlow
-├── UnsupportedMediaType
-├── TooManyFailures         (wrong API keys from one address)
-├── TooManyPolls            (held open by one tenant)
-├── TooManyBodies           (sent at once by one tenant)
-├── TooManyConnections      (in use by one tenant)
-├── TooManyUploads          (sent at once by one tenant)
-├── InvalidToken            (not ours, expired, or its key was revoked)
-├── BadLink                 (to a file)
-├── NotLoggedIn             (to the web pages)
-├── MissingFormToken        (of a page's form)
-├── KeyOfTheOperator        (its tenant cannot revoke it)
-├── ReadOnlyKey             (a viewer's, and this would change something)
-└── OperatorsOnly           (answered as if the endpoint did not exist)
+Subclasses of `RequestError`:
+
+* `Unreadable`: not the JSON, protobuf or zstd that it claims to be
+* `Invalid`: readable, but not valid for this endpoint
+* `BodyTooLarge`
+* `BodyTooSlow`
+* `UnsupportedMediaType`
+* `TooManyFailures`: wrong API keys from one address
+* `TooManyPolls`: held open by one tenant
+* `TooManyBodies`: sent at once by one tenant
+* `TooManyConnections`: in use by one tenant
+* `TooManyUploads`: sent at once by one tenant
+* `InvalidToken`: not ours, expired, or its key was revoked
+* `BadLink`: to a file
+* `NotLoggedIn`: to the web pages
+* `MissingFormToken`: of a page's form
+* `KeyOfTheOperator`: its tenant cannot revoke it
+* `ReadOnlyKey`: a viewer's, and the request would change something
+* `OperatorsOnly`: answered as if the endpoint did not exist
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class OperatorsOnly(RequestError):
     """Not Found"""
 
 
-#: First match wins, so the specific stand before the general.
+#: First match wins, so specific classes precede general ones.
 STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (Unreadable, 400),
     (Invalid, 400),
@@ -154,12 +155,12 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
     (ReadOnlyKey, 403),
     (OperatorsOnly, 404),
     (store.BaseModelNotServed, 400),
-    # The SDK samples again at 410, which is what such a request needs.
+    # The SDK samples again after 410, which such a request needs.
     (store.SampleExpired, 410),
     (store.NotFound, 404),
     (store.AuthenticationFailed, 401),
-    # The SDK's heartbeat stops at 410. Training never meets a 410: a finished session's runs are
-    # closed, and it would make the SDK send the same op again under a new seq_id.
+    # The SDK's heartbeat stops at 410. Training never receives a 410: a finished session's runs are
+    # closed, and the SDK would send the same op again under a new seq_id.
     (store.SessionFinished, 410),
     # Never 409: the SDK repeats it silently for five minutes.
     (store.Refused, 400),
@@ -171,32 +172,32 @@ STATUS_BY_ERROR: Sequence[tuple[type[Exception], int]] = (
 
 
 class ErrorBody(BaseModel):
-    """What every refusal says."""
+    """Body of every refusal."""
 
     detail: str
-    """A sentence for the sender of the request."""
+    """Message for the sender of the request."""
     code: str
-    """The same for programs."""
+    """Machine-readable code of the error."""
     request_id: str
-    """What to ask the operator about."""
+    """Reference for questions to the operator."""
 
 
-#: For the OpenAPI page: what any endpoint may answer.
+#: Error responses of every endpoint, for the OpenAPI page.
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     422: {"model": ErrorBody, "description": "A field is wrong."},
     "4XX": {"model": ErrorBody, "description": "The request was refused."},
     "5XX": {"model": ErrorBody, "description": "The server could not answer."},
 }
 
-#: For our own counts only: its client has disconnected.
+#: For our own metrics only, because the client has disconnected.
 CLIENT_CLOSED_REQUEST = 499
 
-#: How long a client should leave a Redis alone that is just restarting.
+#: Delay before a client retries while Redis restarts, in seconds.
 UNAVAILABLE_RETRY_S = 1.0
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error named here; the middleware catches what is not named."""
+    """Register handlers for all errors of this module. The middleware catches all others."""
     app.add_exception_handler(RequestError, _answer_known)
     app.add_exception_handler(store.StoreError, _answer_known)
     for lost in CONNECTION_LOST:
@@ -208,14 +209,16 @@ def install(app: FastAPI) -> None:
 def error_response(
     status: int, message: str, code: str, request_id: str, retry_after_s: float | None = None
 ) -> JSONResponse:
-    """Answer a refusal."""
+    """Return the response of a refusal."""
     headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
     body = ErrorBody(detail=message, code=code, request_id=request_id)
     return JSONResponse(body.model_dump(), status, headers)
 
 
 def ambiguous_length(request_id: str) -> JSONResponse:
-    """Refuse a request that says its length twice, and end its connection: what follows may be its body."""
+    """Refuse a request that declares its length twice, and close its connection: the following
+    bytes may be its body.
+    """
     answer = error_response(
         400,
         "Send Content-Length or Transfer-Encoding, not both.",
@@ -227,22 +230,22 @@ def ambiguous_length(request_id: str) -> JSONResponse:
 
 
 def internal_error(request_id: str) -> JSONResponse:
-    """Answer an unforeseen error: a reference to our log, and nothing of what happened."""
+    """Return the response of an unexpected error, with a reference to the log and without details."""
     return error_response(500, f"Internal error (ref {request_id}).", "internal_error", request_id)
 
 
 def status_of(error: Exception) -> int:
-    """Look up the status of an error; 500 for one that no tenant can cause."""
+    """Return the status of an error; 500 for an error that no tenant can cause."""
     return next((status for known, status in STATUS_BY_ERROR if isinstance(error, known)), 500)
 
 
 def code_of(error: Exception) -> str:
-    """Name an error for programs: `QueueFull` → `queue_full`."""
+    """Return the machine-readable code of an error: `QueueFull` → `queue_full`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
 
 
 def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Say what pydantic found first, with the field's path and without the value it holds."""
+    """Return pydantic's first error, with the field's path and without its value."""
     first = errors[0]
     path, found = _path(first["loc"]), first["msg"].removeprefix("Value error, ")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -255,7 +258,7 @@ def _path(loc: Sequence[int | str]) -> str:
 
 
 def refusal(error: Exception, request_id: str) -> JSONResponse:
-    """Answer an error of the table, and count it."""
+    """Return the response of an error in the table, and count it."""
     status = status_of(error)
     if status == 500:
         return internal_error(request_id)
@@ -270,7 +273,7 @@ def refusal(error: Exception, request_id: str) -> JSONResponse:
 
 
 def schema_refusal(errors: Sequence[Mapping[str, Any]], request_id: str) -> JSONResponse:
-    """Answer what pydantic found wrong with a request, and count it."""
+    """Return the response of a pydantic validation error, and count it."""
     metrics.REQUESTS_REJECTED.labels("invalid").inc()
     return error_response(422, sentence(errors), "invalid", request_id)
 

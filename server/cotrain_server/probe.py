@@ -1,4 +1,4 @@
-"""Ask a server how it is; for container health checks. Standard library only, so that it is quick.
+"""Health probe of a server, for container health checks. Standard library only, for a quick start.
 
 Usage: `python -m cotrain_server.probe http://127.0.0.1:8000/healthz`; exits 0 on HTTP 200, else 1.
 """
@@ -13,7 +13,7 @@ TIMEOUT_S = 2.0
 
 
 def probe(url: str, timeout_s: float = TIMEOUT_S) -> tuple[int, bytes]:
-    """GET an http:// address: its status and body, or status 0 where nothing answers."""
+    """Return status and body of a GET to an http:// address, or status 0 without an answer."""
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
@@ -27,7 +27,7 @@ def probe(url: str, timeout_s: float = TIMEOUT_S) -> tuple[int, bytes]:
 
 
 def main(arguments: list[str]) -> int:
-    """Probe one address and say what came back where it is not well."""
+    """Probe one address, and print the answer unless it is healthy."""
     status, body = probe(arguments[0])
     if status != 200:
         sys.stderr.write(f"{status} {body.decode(errors='replace')}\n")

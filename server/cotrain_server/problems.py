@@ -1,4 +1,4 @@
-"""What a supervisor cannot keep running, written down for the API, which is another process."""
+"""File of failing processes, written by the supervisor and read by the API."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-#: In the data folder.
+#: File name in the data folder.
 FILE = "troubles.json"
 
 
 def read_troubles(data_dir: Path) -> list[str]:
-    """Read what the supervisor cannot keep running; empty without a supervisor, or where all is well."""
+    """Return the supervisor's failing processes; empty without a supervisor or failures."""
     try:
         problems: dict[str, str] = json.loads((data_dir / FILE).read_text())
     except FileNotFoundError:
@@ -20,9 +20,9 @@ def read_troubles(data_dir: Path) -> list[str]:
 
 
 def write_troubles(data_dir: Path, problems: dict[str, str]) -> None:
-    """Say what cannot be kept running, by process."""
+    """Write the failing processes and their problems."""
     partial = data_dir / f"{FILE}.tmp"
-    # On a full disk, where Redis dies again and again, its supervisor must not: `/readyz` reports both.
+    # On a full disk Redis crashes repeatedly, but its supervisor must not: `/readyz` reports both.
     with suppress(OSError):
         partial.write_text(json.dumps(problems))
         partial.replace(data_dir / FILE)

@@ -1,4 +1,4 @@
-"""What a request is served with: the store's roles, opened once per process."""
+"""Shared services of all requests: the store's components, opened once per process."""
 
 from __future__ import annotations
 
@@ -48,17 +48,18 @@ from cotrain_store.weights.checkpoints import Checkpoints
 
 log = structlog.get_logger()
 
-#: How long a poll waits for a result. An SDK's socket gives up after 45 s, proxies often after 60.
+#: Maximum wait of a poll in seconds. An SDK's socket times out after 45 s, proxies often after 60
+#: s.
 LONG_POLL_S = 25.0
 
 
-#: Downloads of one tenant that one process sends at once; the others wait for one to end.
+#: Concurrent downloads of one tenant in one process. Further ones wait.
 DOWNLOADS_PER_TENANT = 32
 
 
 @dataclass
 class Services:
-    """One API process's access to the store, and whether it is on its way out."""
+    """Store access and drain state of one API process."""
 
     settings: ServerSettings
     long_poll_s: float
@@ -90,16 +91,16 @@ class Services:
     credentials: KnownCredentials = field(default_factory=KnownCredentials)
     parser: Parser = field(default_factory=Parser)
     walks: TenantSlots = field(default_factory=TenantSlots)
-    """For requests that ask Redis many things one after the other: no more than one of a tenant."""
+    """One slot per tenant for requests that send many sequential commands to Redis."""
     uploads: UploadSlots = field(default_factory=UploadSlots)
     downloads: TenantSlots = field(default_factory=lambda: TenantSlots(DOWNLOADS_PER_TENANT))
-    """For files that are sent: what of one is read and not yet sent is held in memory."""
+    """Slots for files being sent, because bytes that are read and not yet sent occupy memory."""
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     @contextmanager
     def counted_poll(self, tenant: TenantId, quotas: Quotas) -> Iterator[None]:
-        """Count a poll of a tenant while it is held; raises TooManyPolls."""
+        """Count a poll of a tenant while it is open. Raises TooManyPolls."""
         if self.polls_by_tenant[tenant] >= quotas.polls:
             raise TooManyPolls
         self.polls_by_tenant[tenant] += 1
@@ -109,13 +110,17 @@ class Services:
             self.polls_by_tenant[tenant] -= 1
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do this although its caller is being cancelled, and cannot await any more."""
+        """Run a coroutine as a background task, for callers that are being cancelled and cannot
+        await.
+        """
         task = asyncio.create_task(work)
-        self._background.add(task)  # the event loop alone would not keep it
+        self._background.add(task)  # the event loop holds only a weak reference
         task.add_done_callback(self._background.discard)
 
     def drain(self) -> None:
-        """Say so in `/readyz`, and answer every held poll now: its client asks the next process."""
+        """Report draining in `/readyz`, and answer every open poll now, so that its client asks the
+        next process.
+        """
         self.draining = True
         self.futures.release_all()
         self.completions.release_all()
@@ -136,14 +141,14 @@ async def _take_keys(tenants: Tenants, settings: ServerSettings) -> None:
 async def open_services(
     settings: ServerSettings, long_poll_s: float = LONG_POLL_S
 ) -> AsyncIterator[Services]:
-    """Open everything, take the keys of the settings, and close it all again.
+    """Open all services, register the keys of the settings, and close everything at the end.
 
     Raises:
-        UnsafeRedis, StoreUnavailable: this process must not take requests.
-        InvalidKey, OSError, ValueError: a key of the settings or of a file is none.
+        UnsafeRedis, StoreUnavailable: this process must not accept requests.
+        InvalidKey, OSError, ValueError: a key of the settings or of a file is invalid.
     """
     connection = open_batching_connection(settings.redis_url)
-    # The first process to come creates the spool, and its thread must end with this process.
+    # The first process creates the spool, and its thread must end with this process.
     spool = await asyncio.to_thread(settings.open_spool, new_writer("api"))
     try:
         await check_store(connection, accept_data_loss=settings.accept_data_loss)

@@ -1,4 +1,6 @@
-"""Settings of the API process: what the store needs, and what HTTP adds. All are `COTRAIN_*`."""
+"""Settings of the API process: those of the store, and those of HTTP. All are `COTRAIN_*`
+variables.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from cotrain_store.tenants.records import RecordLimits
 
 MIB = 1024**2
 
-#: Scripts count exactly up to 2**53.
+#: Lua scripts count exactly up to 2**53.
 LIMITS = 10**15
 AtLeastOne = Annotated[int, Field(ge=1, le=LIMITS)]
 
@@ -35,53 +37,60 @@ Words = tuple[str, ...]
 
 
 def split_words(text: str) -> list[str]:
-    """Split a list in one text, as `Words` is written."""
+    """Split a list in the format of `Words`."""
     return text.replace(",", " ").split()
 
 
 class Quotas(BaseModel):
-    """What one tenant may have; over it, requests are refused or wait, as docs/reliability.md says."""
+    """Quotas of one tenant. Requests above them are refused or wait, see docs/reliability.md."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ops: AtLeastOne = 512
-    """Requests that wait in one pool, with `tokens` and `bytes` of theirs."""
+    """Pending requests in one pool, with limits on their `tokens` and `bytes`."""
     tokens: AtLeastOne = 8_000_000
     bytes: AtLeastOne = 1_000_000_000
     runs: AtLeastOne = 1_000
     run_bytes: Annotated[int, Field(ge=0, le=LIMITS)] = 0
-    """What live runs hold: each its state once in memory and twice on disk. 0: 200 GB or, where that is
-    more, eight runs of the largest rank on the largest base model."""
+    """Bytes of live runs, each with its state once in memory and twice on disk. 0: 200 GB or, if
+    larger, eight runs of the largest rank on the largest base model.
+    """
     unread_bytes: AtLeastOne = 2_000_000_000
-    """Results that were never fetched; over it, nothing new is accepted."""
+    """Bytes of unfetched results. Above it, new requests are refused."""
     record_bytes: AtLeastOne = 200_000_000
-    """Sessions and runs, also ended ones, with their metadata: Redis keeps them in memory."""
+    """Bytes of sessions and runs with their metadata, including ended ones: Redis keeps them in
+    memory.
+    """
     history_points: AtLeastOne = HISTORY_POINTS
-    """Points of the histories of all runs, some 80 bytes each in Redis; over it, those go that were
-    added to longest ago. Counts from the next run on."""
+    """Points of the histories of all runs, about 80 bytes each in Redis. Above it, the least
+    recently extended histories are deleted. Applied from the next run on.
+    """
     sessions: AtLeastOne = 10_000
-    """Sessions whose client is alive."""
+    """Sessions with a live client."""
     samplers: AtLeastOne = 10_000
     sampler_bytes: AtLeastOne = 100_000_000_000
-    """Weights that saves without a name left; over it, samplers without use for half an hour make
-    way for new ones."""
+    """Bytes of weights from saves without a name. Above it, samplers unused for half an hour are
+    replaced by new ones.
+    """
     polls: AtLeastOne = 2_000
-    """Polls held open in one API process."""
+    """Open polls in one API process."""
     samples: AtLeastOne = 2_000
-    """Sample requests waiting or running; over it, clients slow down."""
+    """Sample requests that are waiting or running. Above it, clients slow down."""
     sample_tokens: AtLeastOne = 16_000_000
-    """What those may come to: prompts, and `num_samples` times `max_tokens`; over it, clients slow down."""
+    """Maximum tokens of these requests: prompts plus `num_samples` times `max_tokens`. Above it,
+    clients slow down.
+    """
     checkpoints: AtLeastOne = 10_000
     checkpoint_bytes: AtLeastOne = 100_000_000_000
-    """Stored checkpoints, and their bytes; over it, saves fail."""
+    """Stored checkpoints and their bytes. Above it, saves fail."""
 
     def over(self, own: Mapping[str, int]) -> Quotas:
-        """Return these with a tenant's own over them; a name of another version is passed over."""
+        """Return these quotas overridden by a tenant's own. Names of other versions are ignored."""
         return self.model_copy(update={n: v for n, v in own.items() if n in Quotas.model_fields})
 
     @property
     def tenant_limits(self) -> TenantLimits:
-        """What one tenant may have waiting."""
+        """Limits on one tenant's pending requests."""
         return TenantLimits(
             self.ops, self.tokens, self.bytes, self.runs, self.unread_bytes, self.samplers,
             self.sampler_bytes, self.run_bytes, self.record_bytes, self.history_points,
@@ -89,20 +98,20 @@ class Quotas(BaseModel):
 
     @property
     def sample_limits(self) -> SampleLimits:
-        """What one tenant may have waiting and running of sample requests."""
+        """Limits on one tenant's waiting and running sample requests."""
         return SampleLimits(self.samples, self.bytes, self.unread_bytes, self.sample_tokens)
 
     @property
     def record_limits(self) -> RecordLimits:
-        """What one tenant may have of sessions and samplers, and of records of what it had."""
+        """Limits on one tenant's sessions, samplers and records."""
         return RecordLimits(self.sessions, self.samplers, self.record_bytes)
 
 
 def read_quotas(given: object) -> object:
-    """Read `ops=1000,tokens=16000000`; what is not named keeps its default.
+    """Parse `ops=1000,tokens=16000000`. Omitted quotas keep their defaults.
 
     Raises:
-        ValueError: a name that is no quota, or a number below 1; it says which.
+        ValueError: an unknown quota or a number below 1; the message names it.
     """
     if not isinstance(given, str):
         return given
@@ -119,38 +128,42 @@ def read_quotas(given: object) -> object:
 
 
 class ServerSettings(StoreSettings):
-    """How the API listens, what it lets in, and what it tells clients."""
+    """Settings of the API: listening address, access, limits and client configuration."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, lt=2**16)] = 8000
     base_models: Words = ()
-    """Base models that must have a live worker before `/readyz` says yes; by default any one."""
+    """Base models that need a live worker before `/readyz` reports ready; by default any one."""
     api_keys: tuple[SecretStr, ...] = ()
-    """Keys to accept besides those made with `cotrain keys create`, `KEY` or `NAME=KEY`; each is a
-    tenant of its own. They are good as long as they stand here."""
+    """Keys to accept besides those created with `cotrain keys create`, as `KEY` or `NAME=KEY`. Each
+    is a separate tenant. They are valid while they are configured.
+    """
     api_keys_file: Path | None = None
-    """A file with more of them, separated like those."""
+    """File with more keys in the same format."""
     admin_key: SecretStr | None = None
-    """Opens `/metrics` and the whole of `/status`. Without it, `admin-key` in the data folder does."""
+    """Grants access to `/metrics` and the whole of `/status`. Default: `admin-key` in the data
+    folder.
+    """
     trusted_proxies: Words = ()
-    """Addresses or networks whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed."""
+    """Addresses or networks with trusted `X-Forwarded-For` and `X-Forwarded-Proto` headers."""
     public_url: Annotated[str | None, Field(pattern=r"^https?://[^\s?#]+$")] = None
-    """How clients reach this server, for links to files; by default as their request reached it."""
+    """Public URL of this server for links to files. Default: the URL of the client's request."""
     access_log: bool = False
-    """Whether each request is a line of the log; without it, those that are refused are."""
+    """True to log each request, False to log only refused ones."""
     webhook_networks: Words = ()
-    """Private networks or addresses that webhooks may be sent to, also with `http://`; by default none."""
+    """Private networks or addresses allowed for webhooks, also with `http://`; by default none."""
     jwt_auth: Literal["needed", "always"] = "needed"
-    """Which clients exchange their key for a token: those whose key an SDK takes in no other way
-    (`sk-…`), or all."""
+    """Clients that exchange their key for a token: those with a key that an SDK accepts in no other
+    way (`sk-…`), or all.
+    """
 
     max_rank: Annotated[int, Field(ge=1)] = 128
     max_body_bytes: Annotated[int, Field(ge=1024)] = 64 * MIB
-    """Largest request, as sent and once decompressed."""
+    """Maximum size of a request in bytes, as sent and once decompressed."""
     max_upload_bytes: Annotated[int, Field(ge=1024)] = 512 * MIB
-    """Largest adapter that can be uploaded, as sent and once unpacked."""
+    """Maximum size of an uploaded adapter in bytes, as sent and once unpacked."""
     quotas: Annotated[Quotas, BeforeValidator(read_quotas)] = Quotas()
-    """What one tenant may have, `NAME=NUMBER` separated by commas or white space."""
+    """Quotas of each tenant, `NAME=NUMBER` separated by commas or white space."""
 
     @field_validator(
         "base_models", "api_keys", "trusted_proxies", "webhook_networks", mode="before"
@@ -163,13 +176,13 @@ class ServerSettings(StoreSettings):
     @classmethod
     def _are_networks(cls, given: tuple[str, ...]) -> tuple[str, ...]:
         for each in given:
-            ip_network(each)  # its error names what is wrong
+            ip_network(each)  # its error names the fault
         return given
 
     @field_validator("admin_key", "public_url", "api_keys_file", mode="before")
     @classmethod
     def _unset_if_empty(cls, value: object) -> object:
-        # A container passes an unset variable on as an empty one; no empty key may open anything.
+        # A container passes an unset variable on as an empty one. An empty key must grant nothing.
         return value or None
 
     @field_validator("admin_key")
@@ -181,7 +194,7 @@ class ServerSettings(StoreSettings):
 
     @property
     def chosen_keys(self) -> tuple[ChosenKey, ...]:
-        """Read the keys to accept; raises InvalidKey, or OSError for a file that cannot be read."""
+        """Configured keys. Raises InvalidKey, or OSError for an unreadable file."""
         written = [key.get_secret_value() for key in self.api_keys]
         if self.api_keys_file is not None:
             written += split_words(self.api_keys_file.read_text())

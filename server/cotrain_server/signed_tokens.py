@@ -1,9 +1,8 @@
-"""Sign what this server will have to believe later: download links, and what stands for keys: tokens
-and browsers' sessions.
+"""Signed download links, tokens of API keys, and browser sessions.
 
-Everything is derived from two secrets that all API processes share: what the current one signed and
-what the previous one signed is believed. A link is no API key: it opens one file of one checkpoint
-for some minutes, and the checkpoint is looked up again for the tenant that the link was made for.
+All keys are derived from two secrets shared by all API processes, the current and the previous one.
+Signatures of both are accepted. A link is not an API key: it grants one file of one checkpoint for
+some minutes. The checkpoint is looked up again for the link's tenant.
 """
 
 from __future__ import annotations
@@ -21,69 +20,69 @@ from cotrain_server.errors import BadLink, InvalidToken
 from cotrain_store.messages.ids import TenantId, WeightsRef
 
 LINK_LIFE_S = 15 * 60
-#: SDKs ask for the next token at half of this.
+#: SDKs request the next token after half of this time.
 TOKEN_LIFE_S = 3600
 _ALGORITHM = "HS256"
-#: An SDK tells who it is (`auth whoami`) by a token that it was given, if its issuer begins so.
+#: An SDK identifies its user (`auth whoami`) from its token if the issuer starts with this prefix.
 _ISSUER = "passport-cotrain"
 _CLAIMS = ["sub", "jti", "name", "iat", "exp"]
 
 
 @dataclass(frozen=True)
 class Link:
-    """Leave to fetch one file until some time, for any client that has the link."""
+    """Permission to download one file until a given time, for any client that has the link."""
 
     tenant: TenantId
-    """For whom it was made; whether that tenant may still read the checkpoint is asked again."""
+    """Tenant of the link. Its read access to the checkpoint is checked again."""
     path: str
     weights: WeightsRef
-    """What the path named then: a link never gives what it names later."""
+    """Weights that the path named at signing. The link never yields other weights."""
     file: str
     expires_at: int
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token that stands for an API key for an hour."""
+    """A token that represents an API key for one hour."""
 
     tenant: TenantId
     key_id: str
     name: str
-    """Of the key."""
+    """Name of the key."""
 
 
 @dataclass(frozen=True)
 class UiSession:
-    """What a browser shows after a login, in place of the key."""
+    """Content of a browser's session cookie, which replaces the key after a login."""
 
     nonce: str
-    """Random; its forms' token is made of it."""
+    """Random value, from which the token of its forms is derived."""
     ends_at: int
     tenant: str
-    """Empty: the operator's."""
+    """Empty for the operator."""
     key_id: str
-    """Of the tenant's key, or a digest of the admin key."""
+    """Id of the tenant's key, or a digest of the admin key."""
     name: str
-    """Of the tenant's key."""
+    """Name of the tenant's key."""
 
 
 class Signer:
-    """Signs and reads links, tokens and sessions."""
+    """Signing and verification of links, tokens and sessions."""
 
     def __init__(self, secrets: Sequence[bytes]) -> None:
-        """Take the secrets, the current one first."""
+        """Derive the keys from the secrets, the current one first."""
         self._link_keys = [_derive(secret, b"link") for secret in secrets]
         self._token_keys = [_derive(secret, b"token") for secret in secrets]
         self._session_keys = [_derive(secret, b"ui session") for secret in secrets]
         self._form_key = _derive(secrets[0], b"ui form")
 
     def sign_link(self, link: Link) -> str:
-        """Write a link as the part of a URL that makes it one."""
+        """Return a signed link as a URL path component."""
         content = _to_text(json.dumps(astuple(link), separators=(",", ":")).encode())
         return f"{content}.{_seal(self._link_keys[0], content)}"
 
     def read_link(self, text: str, now: float) -> Link:
-        """Read what `sign_link` wrote. Raises BadLink for anything else, and for one that expired."""
+        """Return the link that `sign_link` wrote. Raises BadLink if it is invalid or expired."""
         content, _, seal = text.partition(".")
         if not text.isascii() or not _is_sealed(self._link_keys, content, seal):
             raise BadLink
@@ -93,7 +92,7 @@ class Signer:
         return Link(TenantId(tenant), path, WeightsRef(weights), file, expires_at)
 
     def make_token(self, token: Token, now: float) -> str:
-        """Write a token, valid for an hour, or for as long as its key is."""
+        """Return a token, valid for one hour, or until its key ends."""
         claims = {
             "iss": _ISSUER,
             "sub": token.tenant,
@@ -106,21 +105,21 @@ class Signer:
         return jwt.encode(claims, self._token_keys[0], algorithm=_ALGORITHM)
 
     def read_token(self, text: str) -> Token:
-        """Read what `make_token` wrote.
+        """Return the token that `make_token` wrote.
 
         Raises:
-            InvalidToken: expired (`expired` is true, and it was ours), or not ours.
+            InvalidToken: invalid, or expired (then `expired` is true, and the signature was valid).
         """
         claims = self._claims(text)
         return Token(TenantId(claims["sub"]), claims["jti"], claims["name"])
 
     def sign_session(self, session: UiSession) -> str:
-        """Write a session as the value of a cookie."""
+        """Return a session as a cookie value."""
         content = _to_text(json.dumps(astuple(session), separators=(",", ":")).encode())
         return f"{content}.{_seal(self._session_keys[0], content)}"
 
     def read_session(self, text: str, now: float) -> UiSession | None:
-        """Read what `sign_session` wrote; None for anything else, and for one that has ended."""
+        """Return the session that `sign_session` wrote, or None if it is invalid or expired."""
         content, _, seal = text.partition(".")
         if not text.isascii() or not _is_sealed(self._session_keys, content, seal):
             return None
@@ -128,7 +127,7 @@ class Signer:
         return session if session.ends_at > now else None
 
     def csrf(self, nonce: str) -> str:
-        """Make the token that the forms of a session, or of the login, carry."""
+        """Return the token for forms of a session or of the login page."""
         return _seal(self._form_key, nonce)
 
     def _claims(self, text: str) -> dict[str, Any]:
@@ -145,7 +144,7 @@ class Signer:
 
 
 def _derive(secret: bytes, purpose: bytes) -> bytes:
-    """Make a key for one purpose, so that nothing signed for the one passes for the other."""
+    """Return a key for one purpose, so that a signature for one purpose is invalid for another."""
     return hmac.digest(secret, b"cotrain " + purpose, "sha256")
 
 

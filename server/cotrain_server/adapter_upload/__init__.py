@@ -1,1 +1,1 @@
-"""An uploaded archive, trusted in nothing, until it is an adapter."""
+"""Validation of an uploaded, untrusted archive, and its conversion to an adapter."""

@@ -1,8 +1,8 @@
 """Take an adapter's two files out of an uploaded archive, trusting nothing in it; skip the others.
 
-tar, plain or gzip. Nothing is written anywhere: what is allowed is read into memory, up to a limit that
-counts decompressed bytes as they come, whatever the archive declares. Names select, they never become
-paths.
+The archive is a tar, plain or gzip. Nothing is written to disk. Allowed members are read into
+memory, up to a limit that counts decompressed bytes as they arrive, whatever the archive declares.
+Names only select members and never become paths.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _OTHER_WEIGHTS = re.compile(
 #: A trainer writes a few dozen files with an adapter, sharded optimizers a few hundred.
 MAX_MEMBERS = 1000
 MAX_CONFIG_BYTES = 1024**2
-#: Of a name or of other extensions of a tar header; at most this many in a row.
+#: Size limit of a tar header extension, such as a long name, and the maximum number in a row.
 MAX_EXTENSION_BYTES = 64 * 1024
 MAX_EXTENSIONS = 3
-#: Of a gzip; tools that write several fill each with 64 KiB.
+#: Maximum members of a gzip. Tools that write several members put 64 KiB into each.
 MAX_GZIP_MEMBERS = 10_000
 
 _BLOCK = 512
@@ -40,13 +40,13 @@ _EXTENSIONS = (
     tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
 )  # fmt: skip
-#: What Python's readers raise for bytes that are not what they should be.
+#: Exceptions of Python's readers for malformed bytes.
 _BROKEN = (tarfile.TarError, zlib.error, EOFError, ValueError)
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """The content of the two files that make an adapter."""
+    """Content of the two files of an adapter."""
 
     config: bytes
     tensors: bytes
@@ -65,12 +65,12 @@ class _Member:
 
 
 def unpack(archive: IO[bytes], limit_bytes: int) -> AdapterFiles:
-    """Read the two files of an archive that holds no more than `limit_bytes` once decompressed.
+    """Return the two files of an archive of at most `limit_bytes` once decompressed.
 
     Raises:
-        Invalid: a member that is not allowed, or one that is missing.
+        Invalid: a member is forbidden, or one is missing.
         BodyTooLarge: more than `limit_bytes`.
-        Unreadable: not an archive of a known kind, truncated or damaged.
+        Unreadable: an unknown format, truncated or damaged.
     """
     found: dict[str, bytes] = {}
     others: list[str] = []
@@ -134,10 +134,10 @@ def _members(archive: IO[bytes], limit_bytes: int) -> Iterator[_Member]:
 
 
 class _Gunzip:
-    """The content of a gzip, member after member.
+    """Decompressed content of a gzip, member by member.
 
-    `gzip.GzipFile` reads the name in a header byte by byte, however long, and any number of members
-    that hold nothing: for minutes, in which this process did little else.
+    `gzip.GzipFile` reads the name in a header byte by byte at any length, and any number of empty
+    members. That can take minutes, during which this process does little else.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -174,7 +174,7 @@ def _gunzip() -> zlib._Decompress:
 
 
 class _Counted:
-    """A stream that gives at most so many bytes, and stops with an error where one is missing."""
+    """A stream with a limit on its bytes, and an error at an early end."""
 
     def __init__(self, stream: _Reader, limit_bytes: int) -> None:
         self._stream = stream
@@ -199,7 +199,7 @@ class _Counted:
 
 
 class _Part:
-    """The next `size` bytes of a stream; none if a header says less than none."""
+    """The next `size` bytes of a stream; none if a header declares a negative size."""
 
     def __init__(self, stream: _Counted, size: int) -> None:
         self._stream = stream
@@ -212,7 +212,9 @@ class _Part:
 
 
 def _tar_members(stream: _Counted) -> Iterator[_Member]:
-    """Read headers one by one. The extensions of a header are skipped: no name we take needs one."""
+    """Yield members, reading headers one by one. Header extensions are skipped, because no accepted
+    name needs one.
+    """
     extensions = 0
     while any(block := stream.read_exactly(_BLOCK)):
         header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")

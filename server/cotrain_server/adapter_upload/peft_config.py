@@ -1,7 +1,8 @@
-"""Read a PEFT LoRA adapter that a tenant uploaded: what its two files say, but for the numbers.
+"""Reader of an uploaded PEFT LoRA adapter: the content of its two files, without the tensor values.
 
-What would make it compute something else than `W + scale * B @ A` on modules that can be adapted here is
-refused, with the key that says so. Plain PEFT and the names of `tinker_cookbook` are understood.
+A setting that would compute anything other than `W + scale * B @ A` on the modules adaptable here
+is refused, and the error names its key. Plain PEFT and the names of `tinker_cookbook` are
+supported.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Number = TypeVar("Number", int, float)
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 
-#: The last part of a module's path, and which of a run's three switches trains it.
+#: Last part of a module's path, and the switch of a run that trains it.
 FAMILY_BY_MODULE: Mapping[str, Family] = {
     "q_proj": "attn",
     "k_proj": "attn",
@@ -38,21 +39,22 @@ FAMILY_BY_MODULE: Mapping[str, Family] = {
     "lm_head": "unembed",
 }
 UNEMBED = "lm_head"
-#: What `tinker_cookbook` calls it.
+#: Name in `tinker_cookbook`.
 UNEMBED_OF_COOKBOOK = "model.unembed_tokens"
 
-#: Read below.
+#: Keys that are read below.
 _READ = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "init_lora_weights", "bias", "ensure_weight_tying",
 }  # fmt: skip
-#: Of training, of what other tools show, or of where to attach, which the tensors' names say, too.
+#: Keys for training, for display by other tools, or for module selection, which the tensor names
+#: also give.
 _WITHOUT_EFFECT = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "fan_in_fan_out", "exclude_modules", "layers_to_transform",
     "layers_pattern", "megatron_core", "qalora_group_size", "eva_config", "runtime_config",
 }  # fmt: skip
-#: The others (PiSSA, OLoRA, LoftQ, CorDA …) change the weights of the base model as well.
+#: Other methods (PiSSA, OLoRA, LoftQ, CorDA …) also change the weights of the base model.
 _INITS_OF_THE_ADAPTER_ALONE = (None, True, False, "gaussian", "orthogonal", "eva")
 
 #: What PEFT writes along by its own decision (`save_embedding_layers`); the worker compares them with its own.
@@ -93,7 +95,7 @@ class _Pattern:
 
 @dataclass(frozen=True)
 class _Config:
-    """What of `adapter_config.json` decides about the function."""
+    """Fields of `adapter_config.json` that determine the function."""
 
     ranks: _Pattern
     alphas: _Pattern
@@ -122,10 +124,11 @@ class _Config:
 
 
 def read_adapter(config: bytes, tensors: bytes, seed: int) -> PeftAdapter:
-    """Read both files; `seed` is of what the run trains beyond what they hold.
+    """Return the adapter of both files. `seed` initializes parameters that the run trains but the
+    files lack.
 
     Raises:
-        Invalid: with a sentence that names the key.
+        Invalid: the message names the key.
     """
     settings = _read_config(config)
     modules, rank = _read_modules(settings, read_header(tensors))
@@ -197,7 +200,7 @@ def _pattern(fields: Mapping[str, Any], key: str, is_valid: Any, otherwise: Any)
 def _first_match(
     value_by_ending: Mapping[str, tuple[int, Number]], module: str, otherwise: Number
 ) -> Number:
-    # By the module's few endings, not by all that the file lists: a megabyte of those would take
+    # Look up the module's few endings instead of all listed ones: a megabyte of those would take
     # minutes for a megabyte of modules.
     named = [value_by_ending.get(ending) for ending in (f"^{module}", *_endings(module))]
     return min((found for found in named if found), default=(0, otherwise))[1]

@@ -1,7 +1,8 @@
-"""Read the header of a safetensors file that a tenant uploaded, without the numbers and without torch.
+"""Reader of the header of an uploaded safetensors file, without the tensor values and without
+torch.
 
-The format: eight bytes of length, that much JSON `{name: {dtype, shape, data_offsets}}`, then the
-tensors' bytes, every one of them belonging to exactly one tensor.
+The format is an 8-byte length, a JSON header `{name: {dtype, shape, data_offsets}}` of that length,
+and the tensors' bytes. Every byte belongs to exactly one tensor.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What the header says about one tensor."""
+    """Header entry of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    end: int  # of its bytes, counted from the end of the header
+    end: int  # in bytes from the end of the header
 
 
 def read_header(content: bytes) -> dict[str, TensorEntry]:
-    """Read the tensors' dtypes, shapes and places.
+    """Return the dtypes, shapes and offsets of the tensors.
 
     Raises:
-        Invalid: the file is not whole, its tensors overlap or leave gaps, or one has a dtype other than
-            those of BYTES_BY_DTYPE.
+        Invalid: the file is incomplete, its tensors overlap or leave gaps, or a dtype is not in
+            BYTES_BY_DTYPE.
     """
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     start = _LENGTH_BYTES + length
@@ -52,7 +53,7 @@ def read_header(content: bytes) -> dict[str, TensorEntry]:
 
 
 def named(name: str) -> str:
-    """Write a name from an upload so that any message can hold it."""
+    """Return an uploaded name in printable ASCII of at most 200 characters."""
     return ascii(name)[1:-1][:200]
 
 
@@ -84,7 +85,7 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
-    """See that the tensors lie one after the other and fill the file."""
+    """Check that the tensors are contiguous and fill the file."""
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:

@@ -1,4 +1,4 @@
-"""Read JSON that a tenant uploaded: one object, no name twice, nothing deep, nothing that is no JSON."""
+"""Strict parser of uploaded JSON: one object, unique names, limited depth, no extensions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cotrain_server.http.request_body import MANY, count_json
 
 
 def read_object(subject: str, content: bytes) -> dict[str, Any]:
-    """Read a JSON object; `subject` begins the sentence that refuses it. Raises Invalid."""
+    """Return a JSON object. `subject` starts the error message. Raises Invalid."""
     try:
-        text = content.decode()  # UTF-8 alone, whatever json.loads would guess
+        text = content.decode()  # only UTF-8, although json.loads would detect others
         count_json(content, MANY)
         value = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_refuse)
     except (ValueError, Unreadable, BodyTooLarge) as error:

@@ -1,1 +1,3 @@
-"""What the operator changes: checked, done and noted in the audit log; knows no route and no page."""
+"""Changes by the operator, validated, applied and recorded in the audit log. Independent of routes
+and pages.
+"""

@@ -1,7 +1,4 @@
-"""What a tenant may have and how it is served: limits over the defaults, a weight, a pause.
-
-The keys of tenants: the members and viewers of a project.
-"""
+"""Changes to tenants by the operator: limits, weights, pauses and API keys."""
 
 from __future__ import annotations
 
@@ -26,19 +23,19 @@ _OF_QUOTAS: dict[str, Any] = {
     for name, field in Quotas.model_fields.items()
 }
 OwnLimits = create_model("OwnLimits", __base__=Change, **_OF_QUOTAS)
-"""A limit for each quota of `COTRAIN_QUOTAS`; null takes it back to the default."""
+"""Limit for each quota of `COTRAIN_QUOTAS`; null restores the default."""
 
 
 class TenantChange(Change):
-    """What is to be other than it was; what is not named stays."""
+    """Partial update. Omitted fields keep their values."""
 
     limits: OwnLimits = OwnLimits()
     weight: Annotated[float, Field(ge=LEAST_WEIGHT, le=MAX_WEIGHT)] | None = None
-    """Its share of a contended cycle over that of a tenant with weight 1; null is 1."""
+    """Share of a contended cycle relative to a tenant with weight 1; null is 1."""
 
 
 async def find_tenant(services: Services, asked_for: str) -> TenantId:
-    """Name a tenant that there is; raises TenantNotFound."""
+    """Return the id of an existing tenant. Raises TenantNotFound."""
     tenant = TenantId(asked_for)
     if not await services.tenants.is_known(tenant):
         raise TenantNotFound
@@ -46,7 +43,9 @@ async def find_tenant(services: Services, asked_for: str) -> TenantId:
 
 
 async def change_tenant(services: Services, tenant: TenantId, change: TenantChange) -> None:
-    """Set limits and weight; they hold in every API process and in the next cycle within a second."""
+    """Set limits and weight. They take effect in every API process and in the next cycle within 1
+    s.
+    """
     limits: dict[str, int | None] = change.limits.model_dump(exclude_unset=True)
     if limits:
         details = {"limits": json.dumps(limits)}
@@ -61,14 +60,14 @@ async def change_tenant(services: Services, tenant: TenantId, change: TenantChan
 
 
 async def pause_tenant(services: Services, tenant: TenantId, reason: str) -> None:
-    """Hold a tenant back: what it sends is accepted up to its limits, and waits."""
+    """Pause a tenant: its requests are accepted up to its limits, and wait."""
     details = {"reason": reason}
     async with services.audit.act_of_operator(tenant, AuditEvent.TENANT_PAUSE, details):
         await services.pauses.pause_tenant(tenant, reason)
 
 
 async def resume_tenant(services: Services, tenant: TenantId) -> None:
-    """Let a tenant go on. Twice is harmless."""
+    """Resume a tenant. Idempotent."""
     async with services.audit.act_of_operator(tenant, AuditEvent.TENANT_RESUME, {}) as act:
         act.is_done = await services.pauses.resume_tenant(tenant)
 
@@ -77,7 +76,7 @@ DAY_S = 24 * 3600.0
 
 
 async def make_key(services: Services, tenant: TenantId | None, wanted: KeyRequest) -> NewKey:
-    """Make a key of a tenant, or of a new one; its secret is in the answer and nowhere else."""
+    """Create a key for a tenant, or for a new one. Only the answer contains its secret."""
     not_after = None if wanted.days is None else time.time() + wanted.days * DAY_S
     key, owner = new_api_key(wanted.prefix), tenant or new_tenant()
     key_id, audit = issued_key_id(key) or "", services.audit
@@ -101,18 +100,18 @@ async def make_key(services: Services, tenant: TenantId | None, wanted: KeyReque
 
 
 async def list_keys(services: Services, tenant: TenantId | None = None) -> list[KeyShown]:
-    """List the keys of a tenant, or all, oldest first."""
+    """Return the keys of a tenant, or of all, oldest first."""
     uses = await services.tenants.last_uses()
     keys = await services.tenants.list_keys()
     return [_shown(key, uses.get(key.id)) for key in keys if tenant in (None, key.tenant)]
 
 
 async def revoke_key(services: Services, tenant: TenantId, key_id: str) -> None:
-    """End a key of a tenant, and every token that stands for it; within five seconds everywhere.
+    """Revoke a key of a tenant and every token issued for it, effective everywhere within 5 s.
 
     Raises:
-        KeyNotFound: this tenant has none of this id.
-        KeyInSettings: it is taken back there.
+        KeyNotFound: this tenant has no key with this id.
+        KeyInSettings: the key must be removed from the settings.
     """
     known = await services.tenants.issued_key(key_id)
     if known and known.tenant != tenant:

@@ -1,4 +1,4 @@
-"""Tenants as the operator sees them: what each has waiting, may have, has used, and who holds its keys. Reads only."""
+"""Tenants as shown to the operator: pending work, limits, usage and keys. Read only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ DAYS_SHOWN = 14
 
 
 async def list_tenants(services: Services, search: str, offset: int, limit: int) -> TenantList:
-    """List those tenants whose name or id has a text in it, by name; what lies outside the page costs nothing."""
+    """List the tenants whose name or id contains a text, by name. Only the tenants of the page are
+    read in detail.
+    """
     rows = await services.connection.hgetall(tenant_keys.tenant_names())
     names = {TenantId(tenant.decode()): name.decode() for tenant, name in rows.items()}
     wanted = search.casefold()
@@ -46,7 +48,7 @@ async def list_tenants(services: Services, search: str, offset: int, limit: int)
 
 
 async def show_tenant(services: Services, tenant: TenantId) -> TenantDetail:
-    """Show all of a tenant that was looked up before."""
+    """Return all details of a tenant that is known to exist."""
     name = await services.connection.hget(tenant_keys.tenant_names(), tenant)
     (row,) = await _rows(services, {tenant: name.decode() if name else ""})
     pauses = await read_pauses(services.connection)
@@ -99,7 +101,7 @@ def _pause(pause: StoredPause) -> Pause:
 
 
 async def show_quotas(services: Services, tenant: TenantId) -> list[QuotaUse]:
-    """Show each limit of a tenant, and what is used of it now."""
+    """Return each limit of a tenant, and its current use."""
     own = await services.policies.limits(tenant)
     defaults = services.quotas.defaults.model_dump()
     if not defaults["run_bytes"]:
@@ -118,7 +120,7 @@ async def show_quotas(services: Services, tenant: TenantId) -> list[QuotaUse]:
 
 
 async def _used(services: Services, tenant: TenantId) -> dict[str, int]:
-    """Count what each limit counts; of what is counted by pool, in the fullest one."""
+    """Return the use of each limit. For limits per pool, that of the fullest pool."""
     redis = services.connection
     now_ms = await clock_ms(redis)
     pipeline = redis.pipeline(transaction=False)
@@ -157,7 +159,7 @@ def _number(answer: Any) -> list[int]:
 
 
 async def show_usage(services: Services, tenant: TenantId) -> list[DayUsage]:
-    """Show what a tenant used on each of the last days, oldest first."""
+    """Return a tenant's usage on each of the last days, oldest first."""
     today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     start = today - timedelta(days=DAYS_SHOWN - 1)
     hours = await services.usage.rows(

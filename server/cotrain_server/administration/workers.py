@@ -1,9 +1,4 @@
-"""The workers of all pools as the operator sees them, and whether one is to be drained.
-
-The fleet as an autoscaler asks for it: how many are wanted of each base model, and what those there do.
-
-One run of a tenant, held back, moved or ended by the operator.
-"""
+"""Workers, pools and single runs: lists for the operator and an autoscaler, and actions on them."""
 
 from __future__ import annotations
 
@@ -24,20 +19,20 @@ from cotrain_store.tenants.audit_log import AuditEvent
 
 
 async def list_workers(services: Services) -> list[WorkerShown]:
-    """List the workers of all pools, those that are drained or away among them."""
+    """Return the workers of all pools, including drained and missing ones."""
     pools = await services.records.pools()
     return [shown for pool in pools for shown in await _of_pool(services, pool)]
 
 
 async def drain_worker(services: Services, pool: str, worker: str) -> None:
-    """Have a worker's runs go to the others of its pool; raises WorkerNotFound. Twice is harmless."""
+    """Move a worker's runs to the others of its pool. Raises WorkerNotFound. Idempotent."""
     details = {"pool": pool, "worker": worker}
     async with services.audit.act_of_operator(None, AuditEvent.WORKER_DRAIN, details):
         await Drains(services.connection).ask(PoolId(pool), WorkerId(worker))
 
 
 async def take_worker_back(services: Services, pool: str, worker: str) -> None:
-    """Let a worker take runs again. Twice is harmless."""
+    """Put a drained worker back into service. Idempotent."""
     details = {"pool": pool, "worker": worker}
     async with services.audit.act_of_operator(None, AuditEvent.WORKER_UNDRAIN, details) as act:
         act.is_done = await Drains(services.connection).take_back(PoolId(pool), WorkerId(worker))
@@ -74,7 +69,7 @@ async def _of_pool(services: Services, pool: PoolRecord) -> list[WorkerShown]:
 
 
 async def list_pools(services: Services) -> list[FleetPool]:
-    """Read all pools, and base models that this server is set to serve and no worker has served yet."""
+    """Return all pools, and configured base models that no worker has served yet."""
     now = time.time()
     records = await services.records.pools()
     pools = [_pool(each, await pool_status(services.connection, each.id), now) for each in records]
@@ -116,7 +111,9 @@ def _worker(heartbeat: WorkerHeartbeat, found: PoolStatus) -> FleetWorker:
 
 
 def _unknown(base_model: str) -> FleetPool:
-    """Show a base model that is to be served: its first worker has to come before anything can wait for one."""
+    """Return the entry of a base model without a pool: nothing can wait for it before its first
+    worker starts.
+    """
     return FleetPool(
         base_model=base_model, pool=None, workers_wanted=1, workers_unavailable=[], workers=[],
         ops=0, tokens=0, oldest_s=0.0, backlog_s=0.0, samples_waiting=0, samples_running=0,
@@ -124,7 +121,7 @@ def _unknown(base_model: str) -> FleetPool:
 
 
 async def pause_run(services: Services, tenant: TenantId, run_id: str, reason: str) -> None:
-    """Hold a run back; raises RunNotFound, or RunClosed for one that has ended."""
+    """Pause a run. Raises RunNotFound, or RunClosed if it has ended."""
     run = await services.records.run(tenant, run_id)
     details = {"run": run.id, "reason": reason}
     async with services.audit.act_of_operator(tenant, AuditEvent.RUN_PAUSE, details):
@@ -132,7 +129,7 @@ async def pause_run(services: Services, tenant: TenantId, run_id: str, reason: s
 
 
 async def resume_run(services: Services, tenant: TenantId, run_id: str) -> None:
-    """Let a run go on; raises RunNotFound. Twice is harmless."""
+    """Resume a run. Raises RunNotFound. Idempotent."""
     run = await services.records.run(tenant, run_id)
     details = {"run": run.id}
     async with services.audit.act_of_operator(tenant, AuditEvent.RUN_RESUME, details) as act:
@@ -140,10 +137,10 @@ async def resume_run(services: Services, tenant: TenantId, run_id: str) -> None:
 
 
 async def move_run(services: Services, tenant: TenantId, run_id: str, worker: str) -> None:
-    """Have a run go to another worker of its pool, which replays nothing. Twice is harmless.
+    """Move a run to another worker of its pool without a replay. Idempotent.
 
     Raises:
-        RunNotFound, RunClosed, WorkerNotFound, CannotMove: as `Moves.ask` says.
+        RunNotFound, RunClosed, WorkerNotFound, CannotMove: see `Moves.ask`.
     """
     run = await services.records.run(tenant, run_id)
     details = {"run": run.id, "worker": worker}
@@ -152,7 +149,7 @@ async def move_run(services: Services, tenant: TenantId, run_id: str, worker: st
 
 
 async def close_run(services: Services, tenant: TenantId, run_id: str) -> None:
-    """End a run as its owner can: what waits fails, what is planned commits; raises RunNotFound."""
+    """Close a run as its owner can. Pending ops fail, planned ops commit. Raises RunNotFound."""
     run = await services.records.run(tenant, run_id)
     async with services.audit.act_of_operator(tenant, AuditEvent.RUN_CLOSE, {"run": run.id}):
         await services.intake.close_run(run)

@@ -1,1 +1,1 @@
-"""What `cotrain` offers on a server's host: `serve` and `keys`; knows no request."""
+"""Commands of `cotrain` on a server's host, such as `serve` and `keys`. Independent of requests."""

@@ -25,7 +25,7 @@ from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST, open_connection
 from cotrain_store.tenants.api_keys import KeyRecord, Tenants, read_chosen_keys
 
-#: A Redis that does not answer would otherwise keep the command waiting without a word of why.
+#: Otherwise an unresponsive Redis would block the command without a message.
 TIMEOUT_S = 10.0
 
 keys = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
@@ -171,7 +171,9 @@ def _with_tenants(
 
 
 def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
-    """Write a key as every version of `cotrain keys list --json` does; times are seconds since 1970."""
+    """Return a key in the format of `cotrain keys list --json` in every version. Times are seconds
+    since 1970.
+    """
     return {
         "id": record.id,
         "tenant": record.tenant,
@@ -199,7 +201,9 @@ def out_of_sight(keys: Sequence[str]) -> None:
 
 
 def without_option(arguments: Sequence[str], option: str) -> list[str]:
-    """Leave out an option and its values, written `--option VALUE` or `--option=VALUE`."""
+    """Return arguments without an option and its values, written `--option VALUE` or
+    `--option=VALUE`.
+    """
     is_value = [False, *(argument == option for argument in arguments)]
     return [
         argument

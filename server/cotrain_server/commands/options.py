@@ -1,4 +1,4 @@
-"""Options that commands share, and how each ends when it cannot go on."""
+"""Shared options of the commands, and their errors."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ LogLevel = Annotated[str, typer.Option(envvar="COTRAIN_LOG_LEVEL")]
 
 
 def named_base_models(given: list[str] | None, command: str) -> tuple[str, ...]:
-    """Read `--base-model`; a folder's path becomes absolute: processes are started elsewhere."""
+    """Return the values of `--base-model` with absolute folder paths, because processes start in
+    another folder.
+    """
     if not given:
         refuse(
             f"Which base model? `cotrain {command} --base-model Qwen/Qwen3-0.6B`, a folder instead of "
@@ -134,7 +136,7 @@ def _base_model(name: str) -> str:
 def chosen_gpus(
     asked: str | None, device: str, workers: int, base_models: int, group_size: int = 1
 ) -> tuple[str, ...]:
-    """Read `--gpus`, and refuse what goes with a CPU alone next to GPUs."""
+    """Return the GPUs of `--gpus`. Refuse options that exclude each other."""
     if asked is None:
         if workers > 1 and device != "cpu" and visible_gpus():
             refuse(
@@ -161,7 +163,7 @@ def _enough_gpus(base_models: int, group_size: int) -> None:
 
 
 def checked_port(port: int) -> int:
-    """Return a port that there can be; ends the command for another."""
+    """Return a valid port. Exit for any other number."""
     if not 0 <= port <= LAST_PORT:
         refuse(
             f"--port, COTRAIN_PORT: {port} is no port. Give 1 to {LAST_PORT}, or 0 for a free one."
@@ -170,7 +172,7 @@ def checked_port(port: int) -> int:
 
 
 def check_metrics_ports(processes: int) -> None:
-    """End the command where the first metrics port leaves none for the last process."""
+    """Exit if the first metrics port leaves no valid port for the last process."""
     given = os.environ.get(f"{PREFIX}METRICS_PORT", "")
     if not given.isdecimal() or not int(given):  # of none, or of no number, each process says so
         return
@@ -183,7 +185,9 @@ def check_metrics_ports(processes: int) -> None:
 
 
 def samples_nothing(group_size: int) -> str | None:
-    """Say that groups will refuse samples; None where there are none, or a vLLM server is to sample."""
+    """Return a warning if worker groups will refuse samples, else None. A vLLM server can sample
+    for them.
+    """
     if group_size == 1 or os.environ.get("COTRAIN_SAMPLER") == "vllm":
         return None
     return (
@@ -193,13 +197,15 @@ def samples_nothing(group_size: int) -> str | None:
 
 
 def fail(message: str) -> NoReturn:
-    """Say what is wrong and exit with status 1."""
+    """Print an error and exit with status 1."""
     _say_why(message)
     sys.exit(1)
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:2]) -> None:
-    """Refuse a Python that the server's libraries are not tried on; the client runs on newer ones."""
+    """Exit on a Python version that the server's libraries are untested on. The client supports
+    newer ones.
+    """
     if version >= NEWER_PYTHON:
         refuse(
             f"The server runs on Python 3.11 to 3.13, and this is {version[0]}.{version[1]}. Make its "
@@ -208,7 +214,7 @@ def check_python(version: tuple[int, ...] = sys.version_info[:2]) -> None:
 
 
 def refuse(message: str) -> NoReturn:
-    """Say what is wrong with the command and exit with EX_USAGE."""
+    """Print a usage error and exit with EX_USAGE."""
     _say_why(message)
     sys.exit(os.EX_USAGE)
 
@@ -218,13 +224,13 @@ def _say_why(message: str) -> None:
 
 
 def say(line: str) -> None:
-    """Print what a supervisor has to say, with the time, for a terminal."""
+    """Print a line of the supervisor with the time, for a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[dim]{datetime.now():%H:%M:%S}[/dim] {escape(line)}")
 
 
 def chosen_blobs() -> str:
-    """Read COTRAIN_BLOBS, which every process gets; ends the command where it is no address."""
+    """Return COTRAIN_BLOBS, which every process receives. Exit if it is not a valid address."""
     url = os.environ.get(f"{PREFIX}BLOBS", "")
     try:
         if url:

@@ -34,7 +34,7 @@ from cotrain_server.supervisor.programs import Plan
 from cotrain_server.supervisor.supervisor import Supervisor
 from cotrain_store.blobs.opening import MARK
 
-#: Of a worker id, before its number.
+#: Maximum length of a worker id before its number.
 MAX_CHARACTERS = 56
 
 
@@ -53,12 +53,12 @@ def worker(
     torch_threads: TorchThreads = 0,
     log_level: LogLevel = "info",
 ) -> None:
-    """Join a server from another host: workers alone, started again when they die.
+    """Join a server from another host: run only workers, and restart them when they crash.
 
-    Redis is the server's (--redis-url redis://:PASSWORD@HOST:6379/0, its password better in
-    COTRAIN_REDIS_PASSWORD_FILE), and so is the data folder: recovery copies and checkpoints lie in it.
+    Use the server's Redis (--redis-url redis://:PASSWORD@HOST:6379/0, or the password in
+    COTRAIN_REDIS_PASSWORD_FILE) and its data folder, which contains snapshots and checkpoints.
 
-    Every other setting of a worker is a COTRAIN_* variable, and has to be what the server's workers have.
+    Every other setting of a worker is a COTRAIN_* variable, and must equal that of the server's workers.
 
     Examples:
 
@@ -105,6 +105,6 @@ def worker(
 
 
 def prefix_of(host: str) -> str:
-    """Make a host's name the beginning of a worker id. Pure."""
+    """Return the prefix of worker ids for a host's name. Pure."""
     fit = re.sub(r"[^A-Za-z0-9_-]+", "-", host.partition(".")[0]).strip("-_")
     return fit[:MAX_CHARACTERS] or "host"

@@ -1,1 +1,1 @@
-"""What every request passes before and after its route: key, body, long poll, download."""
+"""HTTP layer around every route: authentication, request bodies, long polls and downloads."""

@@ -1,5 +1,6 @@
-"""Who is asking: an API key, or a token that stands for one, names a tenant; the admin key names
-the operator."""
+"""Authentication of requests: an API key, or a token issued for one, identifies a tenant. The admin
+key identifies the operator.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from cotrain_store.errors import AuthenticationFailed, InvalidKey
 from cotrain_store.messages.runs import Tenant
 
 READS = ("GET", "HEAD")
-#: What begins the id of a viewer's session. No record of such a session is kept.
+#: Prefix of the session ids of viewers. The server stores no record of such a session.
 UNKEPT_SESSION = "viewer-"
-#: POSTs that a viewer may send. They read, or end a browser's session.
-#: SDKs open, keep and finish a session around each read: these routes keep nothing for a viewer.
+#: POST routes that a viewer may call: they read, or end a browser session. SDKs open, keep and
+#: finish a session around each read. These routes store nothing for a viewer.
 READING_POSTS = re.compile(
     rf"/api/v1/(auth/token|client/config|client/dynamic_config|create_session|session_heartbeat"
     rf"|sessions/{UNKEPT_SESSION}[^/]+/finish|telemetry|get_info|weights_info|sessions/search"
@@ -29,14 +30,14 @@ READING_POSTS = re.compile(
 
 
 async def authenticate(request: Request, services: Services) -> Tenant:
-    """Find the tenant of a request's `X-API-Key`, or of its `Authorization: Bearer`, and check its role.
+    """Return the tenant of a request's `X-API-Key` or `Authorization: Bearer`, and check its role.
 
-    The tenant is `request.state.tenant` from then on.
+    The tenant is also stored in `request.state.tenant`.
 
     Raises:
-        InvalidKey, ExpiredKey, InvalidToken: no key and no token, or not a good one.
-        TooManyFailures: and this address has shown too many of those.
-        ReadOnlyKey: the key is a viewer's, and the request changes something.
+        InvalidKey, ExpiredKey, InvalidToken: the key or token is missing or invalid.
+        TooManyFailures: the credential is invalid, and this address has sent too many invalid ones.
+        ReadOnlyKey: the key belongs to a viewer, and the request changes something.
     """
     tenant = await identify(request, services, shown_key(request))
     request.state.tenant = tenant
@@ -45,11 +46,13 @@ async def authenticate(request: Request, services: Services) -> Tenant:
 
 
 async def identify(request: Request, services: Services, credential: str) -> Tenant:
-    """Find the tenant of some key or token that a request holds; raises as `authenticate` does."""
+    """Return the tenant of a key or token. Raises the same errors as `authenticate`, except
+    ReadOnlyKey.
+    """
     try:
         tenant = await _tenant_of(services, credential)
     except (AuthenticationFailed, InvalidToken) as error:
-        # An expired token is no guess: a busy client shows one many times at once.
+        # An expired token is not a guess: a busy client sends the same one many times at once.
         if not (isinstance(error, InvalidToken) and error.expired):
             note_failure(request, services)
         raise
@@ -59,7 +62,7 @@ async def identify(request: Request, services: Services, credential: str) -> Ten
 
 
 def note_failure(request: Request, services: Services) -> None:
-    """Count a wrong key of this address; raises TooManyFailures where there were too many of those."""
+    """Count a wrong key of this address. Raises TooManyFailures if there were too many."""
     services.failures.note(request.client.host if request.client else "")
 
 
@@ -74,14 +77,14 @@ async def _tenant_of(services: Services, credential: str) -> Tenant:
 
 
 def is_token(credential: str) -> bool:
-    """Tell a token from an API key: it starts with `{"` in base64."""
+    """Return True for a token, False for an API key: a token starts with `{"` in base64."""
     return credential.startswith("eyJ")
 
 
 def exchanges_key(request: Request, settings: ServerSettings) -> bool:
-    """Tell whether the client of this request shall exchange its key for a token.
+    """Return True if the client of this request must exchange its key for a token.
 
-    SDKs show nothing but a `tml-…` key or a token without an exchange.
+    SDKs send only a `tml-…` key or a token without an exchange.
     """
     credential = shown_key(request)
     if is_token(credential):
@@ -90,9 +93,10 @@ def exchanges_key(request: Request, settings: ServerSettings) -> bool:
 
 
 def check_role(request: Request, tenant: Tenant) -> None:
-    """Check that the role of a key allows a request; raises ReadOnlyKey.
+    """Raise ReadOnlyKey if the role of a key does not allow a request.
 
-    The one place that decides it, for keys, tokens and cookies. The path is the one that routes are found by.
+    This is the only place that decides it, for keys, tokens and cookies. The path is the one that
+    the router matches.
     """
     is_read = request.method in READS or (
         request.method == "POST" and READING_POSTS.fullmatch(request.scope["path"])
@@ -102,26 +106,28 @@ def check_role(request: Request, tenant: Tenant) -> None:
 
 
 def check_operator(request: Request, services: Services) -> None:
-    """Return where a request shows the admin key; raises OperatorsOnly, or TooManyFailures."""
+    """Check that a request has the admin key. Raises OperatorsOnly, or TooManyFailures."""
     if not is_operator(request, services):
         note_failure(request, services)
         raise OperatorsOnly
 
 
 def is_operator(request: Request, services: Services) -> bool:
-    """Tell whether a request is the operator's: it shows the admin key."""
+    """Return True if a request has the admin key."""
     return hmac.compare_digest(shown_key(request).encode(), services.admin_key.encode())
 
 
 def shown_key(request: Request) -> str:
-    """Read the key a request shows; empty where it shows none."""
+    """Return the key of a request, or "" if it has none."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     return request.headers.get("x-api-key") or bearer
 
 
 def is_local(request: Request) -> bool:
-    """Tell whether a client seems to run on this host: enough for what is merely convenient there."""
+    """Return True if a client seems to run on this host. Sufficient only for conveniences, not for
+    access.
+    """
     try:
         return request.client is not None and ip_address(request.client.host).is_loopback
     except ValueError:

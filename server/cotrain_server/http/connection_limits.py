@@ -1,12 +1,12 @@
-"""Connections: how many there may be, how long one may stay on which nothing is asked, how they are taken and whose request is next.
+"""Limits of HTTP connections: their number, timeouts, accept rate, and the order of requests.
 
-uvicorn waits for the rest of a request's head as long as there is a connection, and takes every one, so
-that a client without a key could occupy all that this process may have.
+uvicorn waits for the rest of a request's head for the lifetime of a connection, and accepts every
+connection. A client without a key could therefore occupy all connections of this process.
 
-Decides whose request is read next, when more come than can be answered. Pure: no socket, no clock.
-
-A request costs some twenty times as much to answer as to receive. So what arrives is not parsed at once but round robin:
-one request of each caller, then the next of each. A tenant that sends thousands waits behind itself alone.
+`RequestQueue` selects the next request when more arrive than can be answered. Pure: no socket, no
+clock. Answering a request costs about twenty times as much as receiving it. Arriving requests are
+therefore not parsed at once but round robin, one request of each caller per round. A tenant that
+sends thousands of requests delays only its own.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ from cotrain_store.monitoring import metrics
 
 Waiting = TypeVar("Waiting")
 
-#: Requests taken in one iteration of the event loop, of all callers. More of them make each longer, and a request takes many;
-#: fewer cost throughput: what goes to Redis in one iteration goes there in one batch.
+#: Maximum number of requests read in one iteration of the event loop, over all callers. A larger
+#: batch makes each iteration longer, and a request takes many iterations. A smaller batch costs
+#: throughput, because all Redis commands of one iteration are sent in one batch.
 AT_ONCE = 16
 
 
 class RequestQueue(Generic[Waiting]):
-    """What waits, by caller. Each caller's own comes in the order in which it arrived."""
+    """Waiting requests by caller, first in, first out for each caller."""
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
-        """Let `at_once` go at a time."""
+        """Create an empty queue that releases at most `at_once` entries per `take`."""
         self._at_once = at_once
-        self._by_caller: OrderedDict[Hashable, deque[Waiting]] = OrderedDict()  # who is next, first
+        self._by_caller: OrderedDict[Hashable, deque[Waiting]] = OrderedDict()  # next caller first
 
     def __bool__(self) -> bool:
-        """Tell whether anything waits."""
+        """Return True if any request waits."""
         return bool(self._by_caller)
 
     def wait(self, caller: Hashable, waiting: Waiting) -> None:
-        """Put it behind all that its caller has here."""
+        """Append a request to the queue of its caller."""
         self._by_caller.setdefault(caller, deque()).append(waiting)
 
     def take(self) -> list[Waiting]:
-        """Take the first of each caller, and so on."""
+        """Return and remove up to `at_once` requests, round robin over the callers."""
         taken: list[Waiting] = []
         while self._by_caller and len(taken) < self._at_once:
             caller, waiting = next(iter(self._by_caller.items()))
@@ -72,23 +73,25 @@ log = structlog.get_logger()
 
 #: From the first byte of a request's head to its last; from connecting to that first byte, too.
 HEAD_TIMEOUT_S = 30.0
-#: In which a client has to take what lies ready of an answer: one that reads slower than 4 KB/s, or not at all, would
-#: hold one of its tenant's downloads open for as long as it likes.
+#: Time limit for a client to read the answer bytes that are ready. A client that reads slower than
+#: 4 KB/s, or not at all, would otherwise hold one of its tenant's downloads open without limit.
 TAKEN_TIMEOUT_S = 60.0
-#: A poll holds one of them, and 30 KB.
+#: Each poll holds one connection, and 30 KB of memory.
 MAX_CONNECTIONS = 20_000
-#: Descriptors for all else: Redis, the spool, uploads, the files that are sent.
+#: Descriptors for all other uses: Redis, the spool, uploads, and files being sent.
 RESERVED_DESCRIPTORS = 256
-#: New connections taken in one iteration of the event loop; the rest waits in the kernel, which holds BACKLOG.
-#: asyncio tries as often, and logs and schedules as often, when no descriptor is left (CPython 3.11 to 3.13).
+#: New connections accepted in one iteration of the event loop. The rest waits in the kernel, which
+#: holds BACKLOG. If no descriptor is left, asyncio tries, logs and schedules this many times
+#: (CPython 3.11 to 3.13).
 ACCEPTED_AT_ONCE = 64
 BACKLOG = 4096
 HEALTH_PATHS = frozenset({"/healthz", "/readyz", "/api/v1/healthz", "/metrics"})
-#: Read at once where a request is to begin: what a connection holds while it is queued. Then as much as uvicorn lets lie.
+#: Maximum read size before a request begins: the memory of a queued connection. Afterwards the
+#: second value applies, which is the amount that uvicorn buffers.
 _HEAD_BYTES, _BODY_BYTES = 16 * 1024, 64 * 1024
-#: Those who ask for more than this host's health do not hold up who asks for that.
+#: Health checks have their own queue, so other requests cannot delay them.
 _HEALTH_CHECKS = (b"GET /healthz ", b"GET /readyz ", b"GET /metrics ")
-#: Of what happens to thousands of connections in a second.
+#: Interval between log lines of events that can happen to thousands of connections per second.
 _LOGGED_EVERY_S = 10.0
 _FULL = {
     "detail": "The server has too many connections; try again.",
@@ -97,10 +100,11 @@ _FULL = {
 
 
 class LimitedH11Protocol(H11Protocol):
-    """Closes a connection whose next request does not come to its end, or whose client does not take the answer.
+    """Protocol that closes a connection if its next request stays incomplete or its client does not
+    read the answer.
 
-    Between requests uvicorn's own `timeout_keep_alive` holds; the body is for the routes, but what
-    still arrives of one when its request was answered is part of no request.
+    Between requests uvicorn's own `timeout_keep_alive` applies. The routes limit the body. Body
+    bytes that arrive after their request was answered belong to no request.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -115,7 +119,7 @@ class LimitedH11Protocol(H11Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to wait, unless there are too many."""
+        """Start the head timeout, or refuse the connection if there are too many."""
         super().connection_made(cast("asyncio.Transport", transport))
         _read_at_once(transport, _HEAD_BYTES)
         if self.client:
@@ -137,7 +141,9 @@ class LimitedH11Protocol(H11Protocol):
 
     @override
     def handle_events(self) -> None:
-        """Read what has come: of a request that is being answered at once, else when the queue comes to it."""
+        """Read received bytes at once if they belong to a request being answered, else queue the
+        new request.
+        """
         if self._is_answering():
             super().handle_events()
             return
@@ -159,8 +165,10 @@ class LimitedH11Protocol(H11Protocol):
     def _read_next(queue: RequestQueue[LimitedH11Protocol]) -> None:
         loop = asyncio.get_running_loop()
         for protocol in queue.take():
-            loop.call_soon(protocol._read)  # apart: an error in one is not the others'
-        if queue:  # else the first that waits again calls this
+            loop.call_soon(
+                protocol._read
+            )  # separate callbacks, so that an error in one does not affect the others
+        if queue:  # otherwise the next request that is queued calls this
             loop.call_soon(LimitedH11Protocol._read_next, queue)
 
     def _read(self) -> None:
@@ -171,7 +179,7 @@ class LimitedH11Protocol(H11Protocol):
         try:
             super().handle_events()
         except Exception:
-            self.transport.abort()  # as asyncio does where `data_received` raises
+            self.transport.abort()  # like asyncio if `data_received` raises
             raise
         if self._is_answering():
             _read_at_once(self.transport, _BODY_BYTES)
@@ -182,7 +190,7 @@ class LimitedH11Protocol(H11Protocol):
 
     @override
     def on_response_complete(self) -> None:
-        """Wait for the next request, unless it is there."""
+        """Mark the connection as idle, unless its next request has already arrived."""
         _read_at_once(self.transport, _HEAD_BYTES)
         super().on_response_complete()
         if not self._is_answering():
@@ -190,19 +198,21 @@ class LimitedH11Protocol(H11Protocol):
 
     @override
     def pause_writing(self) -> None:
-        """Wait for the client to take what was written, for so long."""
+        """Pause writing, and abort the connection if the client reads nothing for
+        `write_timeout_s`.
+        """
         super().pause_writing()
         self._write_deadline = self.loop.call_later(self.write_timeout_s, self.transport.abort)
 
     @override
     def resume_writing(self) -> None:
-        """Write on: the client took it."""
+        """Resume writing after the client has read."""
         super().resume_writing()
         self._end_untaken()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Remove the connection and its timers."""
         self.table.remove(self)
         self._end_waiting()
         self._end_untaken()
@@ -233,7 +243,7 @@ class LimitedH11Protocol(H11Protocol):
 
 
 def _read_at_once(transport: asyncio.BaseTransport, max_bytes: int) -> None:
-    """Limit what is read at once; other loops than asyncio's own have no such limit."""
+    """Limit the size of one read. Only asyncio's own event loop supports this."""
     if hasattr(transport, "max_size"):
         transport.max_size = max_bytes
 
@@ -243,11 +253,15 @@ def limited_protocol(
     proxies: Iterable[str],
     find_tenant: Callable[[bytes], TenantId | None] = lambda _: None,
 ) -> type[LimitedH11Protocol]:
-    """Make the protocol of a process that holds `most` connections, half of them from one address.
+    """Return the protocol class of a process that holds `most` connections, at most half of them
+    from one address.
 
-    Not where many clients share one: this host's own, and that of a proxy (addresses or networks).
-    `find_tenant` knows whose request it is by its first bytes, where it can: requests of each tenant are read round robin, and so are
-    those of each address without one.
+    Addresses shared by many clients have no limit of their own: this host's, and those of `proxies`
+    (addresses or networks).
+
+    `find_tenant` returns the tenant of a request by its first bytes, if it can.
+
+    Requests are read round robin over tenants, and over addresses for requests without a tenant.
     """
     named = frozenset(proxies)
     networks = [network for name in named if (network := _network(name))]
@@ -276,7 +290,9 @@ def _network(name: str) -> IPv4Network | IPv6Network | None:
 
 
 def health_only(app: ASGIApp) -> ASGIApp:
-    """Answer health checks, and 503 to all else, on a connection that is closed then."""
+    """Return an app that answers health checks, and any other request with 503 on a connection that
+    closes.
+    """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in HEALTH_PATHS:
@@ -290,9 +306,10 @@ def health_only(app: ASGIApp) -> ASGIApp:
 
 
 def allow_many_connections() -> int:
-    """Take as many file descriptors as the host grants: shells give 1,024, and a poll holds one.
+    """Raise the limit of file descriptors to the host's maximum. Shells set 1,024, and each poll
+    holds one.
 
-    Returns how many of them connections may have.
+    Returns the number of descriptors available for connections.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -300,7 +317,9 @@ def allow_many_connections() -> int:
 
 
 def max_connections() -> int:
-    """Say how many connections this process may have: fewer than its descriptors."""
+    """Return the maximum number of connections of this process, which is below its descriptor
+    limit.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -308,7 +327,9 @@ def max_connections() -> int:
 
 
 def listen_long(servers: Iterable[asyncio.Server]) -> None:
-    """Have the kernel hold BACKLOG connections that are not taken yet, and asyncio take a few at once."""
+    """Set the kernel's accept queue to BACKLOG, although asyncio accepts only a few connections at
+    once.
+    """
     for server in servers:
         for listening in server.sockets:
             with socket.socket(fileno=socket.dup(listening.fileno())) as same:
@@ -316,7 +337,9 @@ def listen_long(servers: Iterable[asyncio.Server]) -> None:
 
 
 def log_lost_accepts(loop: asyncio.AbstractEventLoop) -> None:
-    """Say in one line now and then that no descriptor is left; asyncio pauses, and tries again after 1 s."""
+    """Log the exhaustion of file descriptors at most every 10 s. asyncio pauses, and retries after
+    1 s.
+    """
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if context.get("message") == "socket.accept() out of system resource":

@@ -1,7 +1,8 @@
-"""Decides which connections a process keeps. Pure: no socket, no clock.
+"""Admission of connections to a process. Pure: no socket, no clock.
 
-A connection on which nothing is asked costs its client nothing and this process a descriptor: where there
-are too many, the one that has waited longest makes way. One on which a request is being answered never does.
+An idle connection costs its client nothing, and this process a descriptor. If there are too many,
+the connection that has been idle longest is closed. A connection with a request in progress is
+never closed.
 """
 
 from __future__ import annotations
@@ -12,40 +13,40 @@ from enum import Enum, StrEnum, auto
 from ipaddress import IPv6Address, ip_address
 from typing import Generic, NamedTuple, TypeVar
 
-#: Connections over the limit on which health checks are answered, and nothing else.
+#: Connections above the limit on which only health checks are answered.
 HEALTH_CONNECTIONS = 64
 
 Connection = TypeVar("Connection", bound="Hashable")
 
 
 class Admission(Enum):
-    """What may be asked on a connection."""
+    """Kinds of requests that are answered on a connection."""
 
     ALL = auto()
     HEALTH_ONLY = auto()
     NOTHING = auto()
-    """It is to be closed."""
+    """The connection must be closed."""
 
 
 class Limit(StrEnum):
-    """Whose number of connections is limited."""
+    """Subject of a limit on connections."""
 
     PROCESS = "process"
     ADDRESS = "address"
 
 
 class Added(NamedTuple, Generic[Connection]):
-    """What becomes of a new connection."""
+    """Decision about a new connection."""
 
     admission: Admission
     victim: Connection | None = None
-    """Another one, which is to be closed for it."""
+    """Another connection that must be closed to make room."""
     reached: Limit | None = None
-    """The limit at which either was refused, or may be asked for health alone."""
+    """The limit that caused the refusal, the restriction to health checks, or the victim."""
 
 
 class ConnectionTable(Generic[Connection]):
-    """The connections of one process."""
+    """Connections of one process."""
 
     def __init__(
         self,
@@ -53,7 +54,9 @@ class ConnectionTable(Generic[Connection]):
         max_of_address: int,
         is_shared: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """Hold `most` connections; of one address `most_of_address`, unless many clients share it."""
+        """Create a table for `most` connections, with at most `max_of_address` from each unshared
+        address.
+        """
         self._most = most
         self._max_of_address = max_of_address
         self._is_shared = is_shared
@@ -67,11 +70,11 @@ class ConnectionTable(Generic[Connection]):
         )
 
     def __len__(self) -> int:
-        """Count all of them."""
+        """Return the number of connections."""
         return len(self._address)
 
     def add(self, connection: Connection, address: str) -> Added[Connection]:
-        """Take in a new one."""
+        """Add a new connection, and return the decision about it."""
         owner = subnet_of(address)
         victim, reached = None, None
         if self._count_by_address[owner] >= self._max_of_address and not self._is_shared(address):
@@ -88,7 +91,7 @@ class ConnectionTable(Generic[Connection]):
         return Added(Admission.ALL, victim, reached)
 
     def asks(self, connection: Connection) -> None:
-        """Note that a request is there to answer on it."""
+        """Mark a connection as active: it has a request to answer."""
         self._waiting.pop(connection, None)
         owner = self._address.get(connection, "")
         if owner in self._waiting_by_address:
@@ -97,13 +100,13 @@ class ConnectionTable(Generic[Connection]):
                 del self._waiting_by_address[owner]
 
     def waits(self, connection: Connection) -> None:
-        """Note that all that was asked on it is answered."""
+        """Mark a connection as idle: all its requests are answered."""
         owner = self._address.get(connection)
         if owner is not None and connection not in self._waiting:
             self._waiting[connection] = self._waiting_by_address[owner][connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """Forget one that is closed. Twice is harmless."""
+        """Remove a closed connection. Idempotent."""
         self.asks(connection)
         self._surplus.discard(connection)
         owner = self._address.pop(connection, None)
@@ -124,7 +127,7 @@ class ConnectionTable(Generic[Connection]):
         return Added(Admission.HEALTH_ONLY, victim, Limit.PROCESS)
 
     def _waiting_member(self) -> Connection | None:
-        # There are few others: no more than HEALTH_CONNECTIONS are looked at in vain.
+        # At most HEALTH_CONNECTIONS entries are skipped.
         return next((each for each in self._waiting if each not in self._surplus), None)
 
     def _insert(self, connection: Connection, owner: str) -> None:
@@ -134,7 +137,9 @@ class ConnectionTable(Generic[Connection]):
 
 
 def subnet_of(address: str) -> str:
-    """Give an address of IPv4, or the network of one of IPv6: its owner has all of the others in it."""
+    """Return an IPv4 address, or the /64 network of an IPv6 address, because one client owns all of
+    it.
+    """
     try:
         parsed = ip_address(address)
     except ValueError:

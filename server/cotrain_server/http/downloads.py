@@ -1,7 +1,7 @@
-"""A checkpoint's files on their way out: one by one with ranges, or all of them as one tar.
+"""Downloads of a checkpoint's files: single files with ranges, or all of them as one tar.
 
-Only regular files that a worker wrote for this checkpoint are opened, by names of our own, and never
-through a link. Once open, a file that a worker sweeps away is still sent to its end.
+Only regular files that a worker wrote for this checkpoint are opened. Their names are fixed here,
+and links are never followed. If a worker deletes an open file, the download still completes.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord, extern
 
 log = structlog.get_logger()
 
-#: What PEFT reads, and all that a download holds.
+#: Files that PEFT reads, and the only content of a download.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ARCHIVE = "checkpoint.tar"
-#: SDK 0.22 looks for this empty file in an archive.
+#: Empty file that SDK 0.22 expects in an archive.
 COMPLETE = "checkpoint_complete"
-#: What of a file is read at a time. It is copied in the event loop, and held until its receiver took it.
+#: Read size of a file. Each chunk is copied in the event loop, and held until the client has
+#: received it.
 CHUNK_BYTES = 256 * 1024
 _BLOCK = tarfile.BLOCKSIZE
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
-#: Errors of this process, or of this moment: the file may well be there.
+#: Errors of this process or of this moment: the file may exist.
 _SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE})
 
-#: Files that were found whole: which they are, when they were last written, what they hold.
+#: Files whose digest was verified: identity with modification time, and digest.
 _WHOLE: set[tuple[str, str]] = set()
 _WHOLE_KEPT = 10_000
 
 
 @dataclass(frozen=True)
 class OpenFile:
-    """A file that is being sent; its receiver closes it."""
+    """An open file of a download. The response closes it."""
 
     name: str
     content: BinaryIO
@@ -57,37 +58,37 @@ class OpenFile:
 
     @property
     def size(self) -> int:
-        """Count its bytes."""
+        """Size in bytes."""
         return self.blob.size
 
 
 def is_encrypted(checkpoint: CheckpointRecord, weights: WeightsRecord) -> bool:
-    """Tell whether all there is to download of a checkpoint is encrypted."""
+    """Return True if the downloadable files of a checkpoint are encrypted."""
     return checkpoint.kind == "external_weights" and weights.external
 
 
 def names_of(checkpoint: CheckpointRecord, weights: WeightsRecord) -> tuple[str, ...]:
-    """Name the files of a checkpoint."""
+    """Return the names of the files of a checkpoint."""
     encrypted = is_encrypted(checkpoint, weights)
     return tuple(f"{name}.age" for name in ADAPTER_FILES) if encrypted else ADAPTER_FILES
 
 
 def files_of(blobs: Blobs, checkpoint: CheckpointRecord, weights: WeightsRecord) -> Blobs:
-    """Say where a worker put the files of a checkpoint."""
+    """Return the folder of a checkpoint's files."""
     if is_encrypted(checkpoint, weights):
         return blobs.below(f"external/{external_folder(weights.ref)}")
     return blobs.below(f"weights/{weights.digest[:2]}/{weights.digest}")
 
 
 async def open_files(blobs: Blobs, names: Sequence[str], path: str) -> list[OpenFile]:
-    """Open files of the checkpoint of this path for reading, and check that they hold what was written.
+    """Open files of the checkpoint of this path for reading, and verify their digests.
 
-    The bytes of objects are checked by their store.
+    The blob store verifies the bytes of objects.
 
     Raises:
-        CheckpointNotFound: one is not there any more.
-        CheckpointDamaged: one is damaged, or its digest is not in SUMS.
-        StoreUnavailable: one cannot be read now.
+        CheckpointNotFound: a file does not exist any more.
+        CheckpointDamaged: a file is damaged, or its digest is not in SUMS.
+        StoreUnavailable: a file cannot be read now.
     """
     return await asyncio.to_thread(_open_files, blobs, names, path)
 
@@ -96,7 +97,7 @@ def _open_files(blobs: Blobs, names: Sequence[str], path: str) -> list[OpenFile]
     with ExitStack() as opened:
         files = [_open(blobs, name, opened) for name in names]
         _check(blobs, files, path)
-        opened.pop_all()  # all of them: the response closes them
+        opened.pop_all()  # the response closes all of them
         return files
 
 
@@ -134,7 +135,7 @@ def _read_sums(blobs: Blobs) -> dict[str, str] | None:
 
 
 def _is_whole(file: OpenFile, expected: str) -> bool:
-    """Tell whether a file is what was written; each is hashed once."""
+    """Return True if a file has the expected digest. Each file is hashed once."""
     this = (file.blob.mark, expected)
     if this in _WHOLE:
         return True
@@ -149,7 +150,9 @@ def _is_whole(file: OpenFile, expected: str) -> bool:
 
 
 def file_download(file: OpenFile, range_: str | None) -> Response:
-    """Send a file, whole or the ranges that are asked for (the header `Range`); of an object one range."""
+    """Return a response with a file, whole or by the `Range` header. An object of a store supports
+    one range.
+    """
     try:
         file.content.fileno()
     except OSError:
@@ -158,7 +161,7 @@ def file_download(file: OpenFile, range_: str | None) -> Response:
 
 
 class SlotDownload(Response):
-    """A download that holds a slot until it is over."""
+    """A download that holds a slot until it is complete."""
 
     def __init__(self, download: Response, slot: AsyncExitStack) -> None:
         self.background = None
@@ -167,13 +170,13 @@ class SlotDownload(Response):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, and leave its slot to the next."""
+        """Send the download, and release the slot."""
         async with self._slot:
             await self._download(scope, receive, send)
 
 
 class ObjectDownload(StreamingResponse):
-    """An object of a store, whole or the one range that is asked for, passed on as it comes."""
+    """An object of a blob store, whole or one range, streamed as it arrives."""
 
     def __init__(self, file: OpenFile, range_: str | None) -> None:
         self._file = file
@@ -199,13 +202,13 @@ class ObjectDownload(StreamingResponse):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, and close it."""
+        """Send the object, and close it."""
         with self._file.content:
             await super().__call__(scope, receive, send)
 
 
 class FileDownload(FileResponse):
-    """One file, whole or the ranges that are asked for."""
+    """One file, whole or the requested ranges."""
 
     chunk_size = CHUNK_BYTES
 
@@ -213,7 +216,7 @@ class FileDownload(FileResponse):
         self._file = file
         descriptor = file.content.fileno()
         super().__init__(
-            f"/dev/fd/{descriptor}",  # this very file, whatever has its name by now
+            f"/dev/fd/{descriptor}",  # the open file itself, even if its name now belongs to another file
             media_type="application/octet-stream",
             filename=file.name,
             stat_result=os.fstat(descriptor),
@@ -221,13 +224,13 @@ class FileDownload(FileResponse):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, and close it."""
+        """Send the file, and close it."""
         with self._file.content:
             await super().__call__(scope, receive, send)
 
 
 class TarDownload(StreamingResponse):
-    """Files as one tar, made while it is sent; its length is known before."""
+    """Files as one tar, created while it is sent. Its length is computed in advance."""
 
     def __init__(self, files: Sequence[OpenFile], name: str, made_at: float) -> None:
         self._files = files
@@ -240,7 +243,7 @@ class TarDownload(StreamingResponse):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, and close its files."""
+        """Send the archive, and close its files."""
         with ExitStack() as opened:
             for file in self._files:
                 opened.enter_context(file.content)
@@ -248,9 +251,9 @@ class TarDownload(StreamingResponse):
 
 
 def tar_size(sizes: Sequence[int]) -> int:
-    """Count the bytes of a tar of files of these sizes and the empty COMPLETE.
+    """Return the size in bytes of a tar of files of these sizes and the empty COMPLETE.
 
-    A header and whole blocks for each, and two empty blocks at the end.
+    Each file has a header and whole blocks, and two empty blocks end the archive.
     """
     return sum(_BLOCK + size + _padding(size) for size in [*sizes, 0]) + 2 * _BLOCK
 

@@ -1,4 +1,4 @@
-"""JSON of values that may hold tenants' data: no NaN and no infinity, which JSON does not have."""
+"""JSON of values that may contain tenants' data: without NaN and infinity, which JSON lacks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing_extensions import override
 
 
 class FiniteJSONResponse(JSONResponse):
-    """An answer in JSON, whatever numbers and texts its content holds."""
+    """JSON response for any numbers and texts."""
 
     @override
     def render(self, content: Any) -> bytes:
-        """Write the content."""
+        """Return the content as JSON."""
         return finite_json(content).encode()
 
 
 def finite_json(value: Any) -> str:
-    """Write a value as compact JSON in ASCII, which also holds half a surrogate pair. NaN and infinities become null."""
+    """Return compact JSON in ASCII, which can also represent half a surrogate pair. NaN and
+    infinities become null.
+    """
     try:
         return _written(value)
     except ValueError:
@@ -28,7 +30,7 @@ def finite_json(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return a JSON value with None in place of each number that `is_double` refuses."""
+    """Return a JSON value with None for each number that `is_double` refuses."""
     if isinstance(value, dict):
         return {name: finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -41,7 +43,7 @@ def _written(value: Any) -> str:
 
 
 def is_double(value: Any) -> bool:
-    """Return whether a value is no number, or one within the range of a double."""
+    """Return True if a value is not a number, or is within the range of a double."""
     if not isinstance(value, int | float):
         return True
     try:

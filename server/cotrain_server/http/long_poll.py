@@ -1,12 +1,12 @@
-"""Polls as an ASGI app of their own, in front of the framework: authenticate, read, wait, send.
+"""Long polls as a separate ASGI app in front of the framework: authenticate, read, wait, send.
 
-Thousands are held at once. Under the layers of a route (body, dependencies, routing) each weighed 36 KB,
-and twice that while Redis looked up its key: after a restart all of them come at once.
+Thousands are open at once. Under the layers of a route (body, dependencies, routing) each took 36
+KB, and twice that during the Redis lookup of its key. After a restart all of them arrive at once.
 
-A poll never answers 5xx, which SDKs repeat at once and without end: a store that is unavailable is
-"not yet".
+A poll never answers 5xx, because SDKs repeat that at once and without limit. An unavailable store
+is answered as "not yet".
 
-Work only as long as the client is connected.
+`while_connected` cancels work when its client disconnects.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ Answer = TypeVar("Answer")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
-    """Await `work` as long as its client does; cancel it and give None when that has gone."""
+    """Await `work` while its client is connected. If the client disconnects, cancel it and return
+    None.
+    """
     working: asyncio.Task[Any] = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_end_with_client(receive, working))
     try:
@@ -73,24 +75,26 @@ Endpoint = Callable[[Any, Request, Services, Tenant], Coroutine[Any, Any, Respon
 
 Ready = TypeVar("Ready")
 
-#: A batch poll of MAX_RETRIEVED ids, the longest there are.
+#: Size limit of a batch poll: MAX_RETRIEVED ids of maximum length.
 POLL_BODY_BYTES = 2 * 1024**2
-#: A poll that cannot be served is held this long: its client asks again the moment it is answered.
+#: Delay before answering a poll that cannot be served, because its client repeats it at once.
 HOLD_S = 1.0
 
 
 @dataclass(frozen=True)
 class Poll:
-    """One polled endpoint: POST `path` with the JSON of `asks`."""
+    """A polled endpoint: POST `path` with the JSON of `asks`."""
 
     path: str
     asks: type[WireModel]
     endpoint: Endpoint
-    """Gives the answer, or what to wait for: that alone is kept, and ends when the client hangs up."""
+    """Returns the answer, or a coroutine function that waits for it. Only that function is kept,
+    and it is cancelled when the client disconnects.
+    """
 
 
 class LongPolls:
-    """ASGI middleware that answers polls, and passes on everything else."""
+    """ASGI middleware that answers polls, and passes all other requests on."""
 
     def __init__(self, app: ASGIApp, polls: Sequence[Poll]) -> None:
         self.app = app
@@ -104,7 +108,7 @@ class LongPolls:
             return
         scope["route"] = poll
         request_id = scope["state"]["request_id"]
-        # What was read is gone while its answer is waited for.
+        # The request body is freed before waiting.
         ready = await answered(_prepare(poll, Request(scope, receive)), request_id)
         if not isinstance(ready, Response):
             answer = await while_connected(receive, answered(ready(), request_id))
@@ -113,7 +117,7 @@ class LongPolls:
 
 
 async def answered(work: Coroutine[Any, Any, Ready], request_id: str) -> Ready | Response:
-    """Await what a poll came to, or make the answer of what kept it from that."""
+    """Return the result of a poll, or the response for the error that it raised."""
     try:
         return await work
     except (StoreUnavailable, *CONNECTION_LOST):
@@ -124,7 +128,7 @@ async def answered(work: Coroutine[Any, Any, Ready], request_id: str) -> Ready |
 
 
 def try_again(request_id: str, queue_state: str, reason: str | None) -> JSONResponse:
-    """Answer a poll whose result is not there yet: 408, which SDKs repeat silently."""
+    """Return the answer of a poll without a result yet: 408, which SDKs repeat silently."""
     body = TryAgainResponse.model_validate(
         {"request_id": request_id, "queue_state": queue_state, "queue_state_reason": reason}
     )
@@ -132,7 +136,7 @@ def try_again(request_id: str, queue_state: str, reason: str | None) -> JSONResp
 
 
 async def _prepare(poll: Poll, request: Request) -> Response | Wait:
-    # The key first: an unknown caller must not make us read anything.
+    # Check the key first: an unauthenticated client must not cause any read.
     services: Services = request.app.state.services
     tenant = await authenticate(request, services)
     try:
@@ -147,6 +151,6 @@ async def _read(poll: Poll, request: Request, services: Services, tenant: Tenant
     with services.tenant_connections.of(tenant), services.body_memory.of(tenant) as take:
         reader = BodyReader(services.parser, tenant, limit_bytes, FEW, take)
         body = await reader.read(request)
-        # What does not say that it is JSON is none: validated as the text that it is, it is refused.
+        # A body without a JSON content type is validated as bytes, so it is refused.
         read = poll.asks.model_validate_json if is_json(request) else poll.asks.model_validate
         return read(body)

@@ -1,9 +1,10 @@
-"""The outermost layer of HTTP: it names every request, measures it, and catches unforeseen errors.
+"""Outermost layer of HTTP: assigns request ids, measures requests, and catches unexpected errors.
 
-One of the two places where everything may be caught; it logs where it happened, never the message
-of an exception, which may quote what a tenant sent.
+This is one of two places that may catch every exception. It logs the location of the error, never
+the message of an exception, which may quote a tenant's data.
 
-What a request is called in its answer, in the log and in traces: as its client called it, or a name of ours.
+The request id appears in the answer, in the log and in traces. It is the client's own id or a
+generated one.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import looks_like_key
 
 HEADER = b"x-request-id"
-#: What may stand in a line of a log, in a header and in a shell without being more than a name.
+#: Characters that are safe in a log line, a header and a shell.
 _SAFE = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Take over the `X-Request-Id` of a request where it is 1 to 64 safe characters, and no key; else make one."""
+    """Return the `X-Request-Id` of a request if it is 1 to 64 safe characters and no key; else a
+    new id.
+    """
     given = [value.decode("latin-1") for name, value in headers if name == HEADER]
     if len(given) == 1 and _SAFE.fullmatch(given[0]) and not looks_like_key(given[0]):
         return given[0]
@@ -39,8 +42,8 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 log = structlog.get_logger()
 
-#: Answers that are no news: "not yet" to a poll, "slower" to a sampling client, and "not ready" to
-#: a probe that waits for that.
+#: Answers that are not logged: "not yet" to a poll, "slower" to a sampling client, and "not ready"
+#: to a waiting probe.
 _NOT_LOGGED = {
     ("/api/v1/retrieve_future", 408),
     ("/api/v1/retrieve_futures", 408),
@@ -57,7 +60,7 @@ class RequestMiddleware:
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Every line of the log that is written until then names it."""
+        """Serve one request. Every log line written during it contains its id."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -86,7 +89,8 @@ class RequestMiddleware:
             _log_crash(error)
             if not statuses:
                 await internal_error(request_id)(scope, receive, send_noted)
-        # The template, not the path: ids must not become labels, nor what stands in a query a line of the log.
+        # Use the route template, not the path: ids must not become labels, and query strings must
+        # not reach the log.
         route, status = getattr(scope.get("route"), "path", "unmatched"), (statuses or [0])[0]
         self._note(scope, route, status, time.perf_counter() - started_at)
         if span is not None:
@@ -102,13 +106,17 @@ class RequestMiddleware:
 
 
 def _has_two_lengths(scope: Scope) -> bool:
-    """Tell whether a request says its length twice: a proxy before us may have believed the other one."""
+    """Return True if a request declares its length twice: a proxy in front may have used the other
+    value.
+    """
     names = {name for name, _ in scope["headers"]}
     return {b"content-length", b"transfer-encoding"} <= names
 
 
 def _is_leaving(scope: Scope) -> bool:
-    """Tell whether this process drains: who asks again must not find the connection just closed."""
+    """Return True if this process drains: a repeated request must not reach a connection that is
+    being closed.
+    """
     services: Services | None = getattr(scope["app"].state, "services", None)
     return services is not None and services.draining
 

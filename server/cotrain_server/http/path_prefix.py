@@ -1,7 +1,7 @@
-"""The path of `COTRAIN_PUBLIC_URL`, below which a proxy serves this server.
+"""Path prefix of `COTRAIN_PUBLIC_URL`, below which a proxy serves this server.
 
-Routes, templates and cookies are written for the root. This layer takes the prefix off a request, where
-the proxy left it on, and puts it on all that leads a browser to another page.
+Routes, templates and cookies are written for the root. This layer removes the prefix from a
+request, if the proxy has not, and adds it to every address that leads a browser to another page.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-#: Headers whose value is an address.
+#: Headers that contain an address.
 _LEADING = (b"location", b"hx-redirect")
-#: An attribute that holds an address of ours. Whatever a template is given has its quotes escaped.
+#: Attributes that contain one of our addresses. Templates escape the quotes of all values.
 _LINK = b'="/ui'
 
 
 def path_prefix(public_url: str | None) -> str:
-    """Return the path of an address without a slash at its end; "" where it has none."""
+    """Return the path of an address without a trailing slash, or "" if it has none."""
     return urlsplit(public_url or "").path.rstrip("/")
 
 
 class PathPrefix:
-    """ASGI middleware around the whole application; the prefix begins with a slash and ends without one."""
+    """ASGI middleware around the whole application. The prefix starts with a slash and has no
+    trailing one.
+    """
 
     def __init__(self, app: ASGIApp, *, prefix: str) -> None:
         self.app = app
         self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request as if it came at the root."""
+        """Serve one request as if it had arrived at the root."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -1,11 +1,11 @@
-"""Read a request's body: never more bytes, values or depth than the limits, never a bomb.
+"""Reading of request bodies within limits on bytes, values and nesting depth, safe against
+compression bombs.
 
-Knows sizes and encodings; what the bytes mean is for `requests/`.
+This module handles sizes and encodings. `requests/` interprets the content.
 
-Count what a JSON body holds before it is parsed: a list is two bytes on the wire and 56 in memory.
-
-In time and memory of the body's size whatever it holds, which no regular expression is for a string that
-never ends.
+`count_json` counts the values of a JSON body before it is parsed. A list takes 2 bytes on the wire
+and 56 in memory. It takes time and memory proportional to the body size for any content. A regular
+expression does not, if a string is unterminated.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ MAX_JSON_DEPTH = 32
 
 @dataclass(frozen=True)
 class JsonLimits:
-    """How much a JSON body may hold."""
+    """Limits on the content of a JSON body."""
 
     values: int
     """Numbers, texts, lists, objects, and names in objects."""
     containers: int
-    """Lists and objects: each costs several times what a number does."""
+    """Lists and objects. Each costs several times as much as a number."""
 
 
-#: What is read by the event loop itself: 20,000 values are a few milliseconds.
+#: Limits for bodies that the event loop itself parses: 20,000 values take a few milliseconds.
 FEW = JsonLimits(values=20_000, containers=20_000)
-#: SDKs send passes as protobuf. As JSON this is a million tokens with three inputs, or 10,000 datums.
+#: SDKs send passes as protobuf. As JSON this is a million tokens with three inputs, or 10,000
+#: datums.
 MANY = JsonLimits(values=4 * 1024**2, containers=256 * 1024)
 #: A chat of thousands of messages, or 256 prompts of tokens.
 CHATS = JsonLimits(values=4 * 1024**2, containers=16 * 1024)
@@ -57,15 +58,16 @@ _QUOTE = ord('"')
 
 
 def count_json(body: bytes, limits: JsonLimits) -> int:
-    """Count the values of a JSON body; where it is none, anything.
+    """Return the number of values of a JSON body. The result is arbitrary if the body is not JSON.
 
     Raises:
-        BodyTooLarge: more than the limits.
+        BodyTooLarge: the body exceeds the limits.
         Unreadable: brackets nest deeper than MAX_JSON_DEPTH.
     """
     depth = quotes = containers = values = 0
     for block in _blocks(body):
-        # First the escaped backslashes: then a quote behind one is escaped, and any other ends a string.
+        # Remove escaped backslashes first. Then a quote after a backslash is escaped, and any other
+        # quote ends a string.
         symbols = np.frombuffer(block.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
         if not len(symbols):
             continue
@@ -88,7 +90,9 @@ def count_json(body: bytes, limits: JsonLimits) -> int:
 
 
 def _blocks(body: bytes) -> Iterator[bytes]:
-    """Cut a body where nothing is escaped: counts take several times the space of what they are of."""
+    """Yield the body in blocks that do not split an escape. The arrays of a count take several
+    times the size of its block.
+    """
     start = 0
     while start < len(body):
         end = start + _BLOCK_BYTES
@@ -100,39 +104,42 @@ def _blocks(body: bytes) -> Iterator[bytes]:
         start = end
 
 
-#: An SDK gives up after 60 s; who sends a byte a second only wants to hold the connection.
+#: An SDK stops waiting after 60 s. A client that sends one byte per second only occupies the
+#: connection.
 RECEIVE_TIMEOUT_S = 60.0
-#: A frame may ask the decoder for this much memory. The SDK's level 3 needs 2 MiB.
+#: Maximum decoder memory that a frame may request. The SDK's level 3 needs 2 MiB.
 MAX_WINDOW_BYTES = 8 * 1024 * 1024
-#: Of a body; tools that write several fill each with 64 KiB. An empty one is 9 bytes, and 2 µs.
+#: Maximum number of frames of a body. Tools that write several frames put 64 KiB into each. An
+#: empty frame takes 9 bytes and 2 µs.
 MAX_FRAMES = 4096
-#: What is smaller, compressed and not, waits for no other body.
+#: A body of at most this size, compressed and decompressed, waits for no other body.
 SMALL_BYTES = 16 * 1024
-#: `max_output_size` is no guard: it is ignored when a frame declares its size. So the input is fed
-#: in slices. The smallest zstd block is 4 bytes and gives at most 128 KiB, hence a slice can
-#: overshoot the limit by at most 16 MiB before it is refused.
+#: `max_output_size` is no protection: it is ignored when a frame declares its size. So the input is
+#: decompressed in slices. The smallest zstd block is 4 bytes and expands to at most 128 KiB. A
+#: slice can therefore exceed the limit by at most 16 MiB before it is refused.
 SLICE_BYTES = 512
 
 
 @dataclass(frozen=True)
 class BodyReader:
-    """Reads the bodies of one tenant's requests to one kind of endpoint."""
+    """Reader of request bodies of one tenant for one kind of endpoint."""
 
     parser: Parser
     tenant: TenantId
     limit_bytes: int
     json_limits: JsonLimits
     take: Callable[[int], None] = lambda _: None
-    """Counts bytes as they come."""
+    """Counts bytes as they arrive."""
 
     async def read(self, request: Request) -> bytes:
-        """Read, decompress and measure the body of a request; `body_weight` tells its weight from then on.
+        """Read, decompress and measure the body of a request. Afterwards `body_weight` returns its
+        weight.
 
         Raises:
             BodyTooLarge: it exceeds `limit_bytes` as sent or once decompressed, or `json_limits`.
             BodyTooSlow: it takes longer than RECEIVE_TIMEOUT_S to arrive.
-            Unreadable: truncated or broken compression, or JSON nested too deep.
-            UnsupportedMediaType: a content encoding other than zstd.
+            Unreadable: the compression is truncated or broken, or the JSON is nested too deep.
+            UnsupportedMediaType: its content encoding is not zstd.
         """
         try:
             async with asyncio.timeout(RECEIVE_TIMEOUT_S):
@@ -146,7 +153,9 @@ class BodyReader:
         elif encoding != "identity":
             raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; use zstd.")
         weight = BINARY_BYTE_WEIGHT * len(body)
-        if not is_protobuf(request):  # FastAPI takes other types for JSON, too, and none at all
+        if not is_protobuf(
+            request
+        ):  # FastAPI parses other content types, and none at all, as JSON, too
             values = await self.parser.run(
                 self.tenant, len(body), count_json, body, self.json_limits
             )
@@ -155,36 +164,36 @@ class BodyReader:
         return body
 
     async def _decompress(self, body: bytes) -> bytes:
-        # However small it is: how large it becomes is not known yet.
+        # The decompressed size is still unknown, so even a small body counts as large.
         heavy = self.limit_bytes + THREAD_ABOVE
         return await self.parser.run(self.tenant, heavy, decompress, body, self.limit_bytes)
 
 
 def body_weight(request: Request) -> int:
-    """Say what a body that was read weighs, as `Parser` counts it."""
+    """Return the weight of a body that was read, in the units of `Parser`."""
     weight: int = request.state.body_weight
     return weight
 
 
 async def json_body(request: Request) -> bytes:
-    """Give the checked body of a request that says it is JSON; raises UnsupportedMediaType."""
+    """Return the checked body of a request with a JSON content type. Raises UnsupportedMediaType."""
     if not is_json(request):
         raise UnsupportedMediaType("Send application/json.")
     return await request.body()
 
 
 def is_json(request: Request) -> bool:
-    """Tell whether a request says that its body is JSON."""
+    """Return True if the content type of a request is JSON."""
     return _media_type(request) == "application/json"
 
 
 def is_protobuf(request: Request) -> bool:
-    """Tell whether a request says that its body is protobuf."""
+    """Return True if the content type of a request is protobuf."""
     return _media_type(request) == "application/x-protobuf"
 
 
 def decompress_small(body: bytes) -> bytes:
-    """Decompress one zstd frame of SMALL_BYTES at most; empty where it is anything else."""
+    """Decompress one zstd frame of at most SMALL_BYTES. Return b"" for any other input."""
     if len(body) > SMALL_BYTES:
         return b""
     try:
@@ -197,12 +206,12 @@ def decompress_small(body: bytes) -> bytes:
 
 
 def decompress(body: bytes, limit_bytes: int) -> bytes:
-    """Decompress one or more zstd frames, giving up as soon as the limit is passed.
+    """Decompress one or more zstd frames, and stop as soon as the limit is exceeded.
 
     Raises:
-        BodyTooLarge: the frames declare or hold more than `limit_bytes`.
-        Unreadable: not zstd, truncated, of more than MAX_FRAMES, or asking for more memory than
-            MAX_WINDOW_BYTES.
+        BodyTooLarge: the frames declare or contain more than `limit_bytes`.
+        Unreadable: not zstd, truncated, more than MAX_FRAMES frames, or a frame that requests more
+            memory than MAX_WINDOW_BYTES.
     """
     try:
         return b"".join(_frames(body, limit_bytes))

@@ -1,6 +1,8 @@
-"""The span of one request to the API, where traces are on: from its first line to its answer's last byte.
+"""Trace span of an API request, from its first line to the last byte of its answer, if tracing is
+on.
 
-Polls have none while they wait: the one that brings a result is reported with its op (`trace_retrieval`).
+Waiting polls have no span. The poll that delivers a result is reported with its op
+(`trace_retrieval`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from cotrain_store.monitoring.traceparent import if_sampled, trace_id
 from cotrain_store.monitoring.tracing import CURRENT, Span, tracer
 
 _TRACED = ("/api/v1/", "/oai/", "/anthropic/")
-#: Asked again and again: by clients that wait, and by what looks whether the server lives.
+#: Requests that repeat constantly, from waiting clients and from health checks.
 _NOT_TRACED = frozenset(
     f"/api/v1/{name}"
     for name in (
@@ -29,9 +31,11 @@ _SERVER_ERROR = 500
 
 
 def begin_request(scope: Scope) -> Span | None:
-    """Begin the span of a request, below its client's (`traceparent`); None where it has none.
+    """Start the span of a request as a child of its client's span (`traceparent`). Return None if
+    it has no span.
 
-    From here on `CURRENT` names it, or what a poll's client sent, and the log names its trace.
+    From here on `CURRENT` is this span, or the one that a poll's client sent, and log lines contain
+    its trace id.
     """
     traces = tracer()
     if traces is None:
@@ -49,7 +53,7 @@ def begin_request(scope: Scope) -> Span | None:
 
 
 def end_request(span: Span, scope: Scope, route: str, status: int) -> None:
-    """Report a request that was answered, by the names that its log has."""
+    """Report an answered request, with the ids that its log lines contain."""
     bound = structlog.contextvars.get_contextvars()
     names = {
         name: bound[name] for name in ("http_request", "tenant", "run", "seq") if name in bound
@@ -65,7 +69,7 @@ def end_request(span: Span, scope: Scope, route: str, status: int) -> None:
 async def trace_retrieval(
     services: Services, tenant: TenantId, request: RequestId, began: float, result: Result
 ) -> None:
-    """Report the poll that brought a result: below the span of its client, or of its op."""
+    """Report the poll that delivered a result, as a child of its client's span or of its op's."""
     traces = tracer()
     if traces is None:
         return

@@ -1,12 +1,13 @@
-"""What every tenant's request passes before its route: the key first, then the body.
+"""Route classes and dependencies of tenants and of the operator.
 
-In this order, because an unknown caller must not make us read, decompress or parse anything.
+A `TenantRoute` authenticates before it reads the body. An unauthenticated client therefore cannot
+make the server read, decompress or parse anything.
 
-What a request of the operator passes before its route: the admin key first, then a small body.
+An `OperatorRoute` checks the admin key first, then reads a small body.
 
-Describe in the OpenAPI bodies that routes parse without the framework.
+A route that parses its body without the framework documents it with `body_of`.
 
-What routes ask for by type: the services, the tenant, and which part of a list.
+The annotated types are the parameters of routes: services, tenant, and page of a list.
 """
 
 from __future__ import annotations
@@ -44,21 +45,21 @@ class CheckedRequest(Request):
 
     @override
     async def body(self) -> bytes:
-        """Give the checked body."""
+        """Return the checked body."""
         return self._checked_body
 
 
 class TenantRoute(APIRoute):
-    """A route that knows its tenant (`request.state.tenant`) before it reads the body.
+    """A route that authenticates its tenant (`request.state.tenant`) before it reads the body.
 
-    The body is small: what such routes store goes into Redis, and the event loop itself parses it.
+    The body is small, because such routes store it in Redis and the event loop itself parses it.
     """
 
     json_limits: ClassVar[JsonLimits] = FEW
 
     @override
     def get_route_handler(self) -> Handler:
-        """Authenticate, then read the body, then run the route."""
+        """Return a handler that authenticates, reads the body, and runs the route."""
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
@@ -76,33 +77,33 @@ class TenantRoute(APIRoute):
         return guarded
 
     def body_limit(self, request: Request, settings: ServerSettings) -> int:
-        """Say how many bytes a body may have."""
+        """Return the maximum size of a body in bytes."""
         return min(SMALL_BODY_BYTES, settings.max_body_bytes)
 
 
 class DataRoute(TenantRoute):
-    """A route whose body holds tokens, maybe very many: it parses it through the `Parser`."""
+    """A route whose body contains tokens, possibly millions. The `Parser` parses it."""
 
     json_limits: ClassVar[JsonLimits] = MANY
 
     @override
     def body_limit(self, request: Request, settings: ServerSettings) -> int:
-        """Say how many bytes a body may have."""
+        """Return the maximum size of a body in bytes."""
         limit = settings.max_body_bytes
         return min(JSON_BODY_BYTES, limit) if is_json(request) else limit
 
 
 BODY_BYTES = 64 * 1024
-#: As whose its bodies are counted; no tenant has this id.
+#: Pseudo-tenant to which operator request bodies are charged. No tenant has this id.
 _OPERATOR = TenantId("operator")
 
 
 class OperatorRoute(APIRoute):
-    """A route that answers the admin key alone; to every other one it does not exist."""
+    """A route for the admin key only. For any other key it does not exist."""
 
     @override
     def get_route_handler(self) -> Handler:
-        """Look at the key, then read the body, then run the route."""
+        """Return a handler that checks the key, reads the body, and runs the route."""
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
@@ -118,7 +119,9 @@ class OperatorRoute(APIRoute):
 
 
 def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
-    """Describe a JSON body of one of these models, or with `binary` its message of the same name."""
+    """Return the OpenAPI schema of a JSON body of one of these models, with `binary` also of its
+    protobuf message.
+    """
     schemas = [_whole(model.model_json_schema()) for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
@@ -128,7 +131,9 @@ def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
 
 
 def _whole(schema: dict[str, Any]) -> dict[str, Any]:
-    """Put what a schema refers to in its place: within the OpenAPI its references lead nowhere."""
+    """Inline the definitions that a schema refers to, because its references do not resolve within
+    the OpenAPI document.
+    """
     definitions = schema.pop("$defs", {})
 
     def resolve(node: Any) -> Any:
@@ -144,7 +149,7 @@ def _whole(schema: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-#: For the OpenAPI page; the check itself is made before the route.
+#: For the OpenAPI page only. The key is checked before the route runs.
 api_key = Security(APIKeyHeader(name="X-API-Key", auto_error=False))
 
 

@@ -1,6 +1,6 @@
-"""Receive bodies that are too large for memory.
+"""Upload bodies, received into a file because they are too large for memory.
 
-Find the file in a form (`multipart/form-data`) that was received into a file, without a copy of it.
+`file_in_form` finds the file in a received form (`multipart/form-data`) without copying it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cotrain_store.errors import DiskReserveReached
 
 log = structlog.get_logger()
 
-#: Who sends nothing for this long has gone.
+#: A client that sends nothing for this long counts as disconnected.
 SILENCE_S = 60.0
 #: 512 MiB at 2.4 Mbit/s.
 RECEIVE_S = 1800.0
@@ -38,13 +38,13 @@ _FLUSH_BYTES = 1024**2
 async def received(
     request: Request, folder: Path, limit_bytes: int, reserve_bytes: int
 ) -> AsyncIterator[IO[bytes]]:
-    """Receive a body into a file without a name in `folder`; it is gone when the context ends.
+    """Receive a body into an unnamed file in `folder`, which is deleted when the context ends.
 
     Raises:
-        BodyTooLarge: more than `limit_bytes`.
-        BodyTooSlow: nothing for SILENCE_S, or not all of it within RECEIVE_S.
-        DiskReserveReached: the disk would have less than `reserve_bytes` left.
-        UnsupportedMediaType: a content encoding; the archive itself may be compressed.
+        BodyTooLarge: the body exceeds `limit_bytes`.
+        BodyTooSlow: no byte for SILENCE_S, or incomplete after RECEIVE_S.
+        DiskReserveReached: the disk would have less than `reserve_bytes` free.
+        UnsupportedMediaType: it has a content encoding. The archive itself may be compressed.
     """
     if request.headers.get("content-encoding", "identity") != "identity":
         raise UnsupportedMediaType("Send the archive without Content-Encoding.")
@@ -64,7 +64,7 @@ def _nameless_file(folder: Path) -> IO[bytes]:
 
 
 async def _chunks(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
-    """Give the body in chunks that are worth a write."""
+    """Yield the body in chunks of at least _FLUSH_BYTES, except the last."""
     total, waiting, end = 0, bytearray(), time.monotonic() + RECEIVE_S
     stream = aiter(request.stream())
     while chunk := await _next(stream, end):
@@ -104,19 +104,20 @@ def _too_large(limit_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"Upload exceeds {limit_bytes / 1024**2:g} MiB.")
 
 
-#: Forms that hold an upload have one part, or a few.
+#: Forms with an upload have only a few parts.
 MAX_PARTS = 16
 MAX_HEADER_BYTES = 16 * 1024
-#: `mmap.find` holds the interpreter's lock. Other threads wait for a stretch of this length.
+#: Size of one search. `mmap.find` holds the interpreter lock, so other threads wait for it.
 _SEARCHED_BYTES = 1024**2
 
 
 def file_in_form(body: IO[bytes], content_type: str, name: str) -> IO[bytes]:
-    """Give the content of the part of this name, to be read while `body` is open. Searches all of it.
+    """Return the content of the part with this name, readable while `body` is open. Searches the
+    whole body.
 
     Raises:
-        UnsupportedMediaType: it is no form.
-        Unreadable: it is not whole, or has no such part.
+        UnsupportedMediaType: the content type is not a form.
+        Unreadable: the form is incomplete, or has no such part.
     """
     header = Message()
     header["content-type"] = content_type
@@ -132,7 +133,7 @@ def file_in_form(body: IO[bytes], content_type: str, name: str) -> IO[bytes]:
 
 
 def _span_of(content: mmap.mmap, delimiter: bytes, name: str) -> tuple[int, int]:
-    """Find where a part's content begins and ends."""
+    """Return the start and end of a part's content."""
     at = _find(content, delimiter, 0)
     for _ in range(MAX_PARTS):
         begin = content.find(b"\r\n\r\n", at, at + MAX_HEADER_BYTES) + 4
@@ -147,7 +148,7 @@ def _span_of(content: mmap.mmap, delimiter: bytes, name: str) -> tuple[int, int]
 
 
 def _find(content: mmap.mmap, wanted: bytes, start: int) -> int:
-    """Return where something begins; -1 where it is nowhere."""
+    """Return the position of `wanted`, or -1 if it does not occur."""
     for at in range(max(start, 0), len(content), _SEARCHED_BYTES):
         found = content.find(wanted, at, at + _SEARCHED_BYTES + len(wanted) - 1)
         if found >= 0:

@@ -1,1 +1,1 @@
-"""What this process alone counts, and refuses when it is too much."""
+"""Limits that one process counts and enforces on its own."""

@@ -1,7 +1,4 @@
-"""How often an address may show a wrong key.
-
-Whose a request is, as far as its first bytes tell: enough to queue it with its tenant's, not to let it in.
-"""
+"""Counter of wrong API keys per address, and a cache of the tenants of known credentials."""
 
 from __future__ import annotations
 
@@ -19,14 +16,16 @@ _ADDRESSES_KEPT = 10_000
 
 
 class FailureCounter:
-    """Counts wrong keys per address. A right key always passes: an office shares one address."""
+    """Counts of wrong keys per address. A valid key always passes, because an office may share one
+    address.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._times_by_address: OrderedDict[str, deque[float]] = OrderedDict()
 
     def note(self, address: str) -> None:
-        """Count one failure; raises TooManyFailures after FAILURES_PER_MINUTE of them."""
+        """Count one failure. Raises TooManyFailures after FAILURES_PER_MINUTE of them."""
         now = self._clock()
         times = self._times_by_address.setdefault(address, deque(maxlen=FAILURES_PER_MINUTE))
         self._times_by_address.move_to_end(address)
@@ -37,15 +36,16 @@ class FailureCounter:
         times.append(now)
 
 
-#: Credentials whose tenant is remembered: more than there are clients at one process.
+#: Number of cached credentials, more than the clients of one process.
 MAX_KNOWN = 20_000
 _CREDENTIAL = re.compile(rb"\r\n(x-api-key|authorization):[ \t]*(?:bearer +)?([^\r\n]+)", re.I)
 
 
 class KnownCredentials:
-    """Which tenant a credential opened last. No credential is kept, but what tells it from others.
+    """Cache of the tenant of each recent credential, for queueing only, not for authentication.
 
-    A request with an unknown one is queued with all others of its address: else each invented key had a queue.
+    It stores hashes, not the credentials. A request with an unknown credential shares the queue of
+    its address, because otherwise each invented key would have a queue.
     """
 
     def __init__(self, most: int = MAX_KNOWN) -> None:
@@ -53,7 +53,7 @@ class KnownCredentials:
         self._tenants: OrderedDict[int, TenantId] = OrderedDict()
 
     def learn(self, credential: str, tenant: TenantId) -> None:
-        """Note that it opened this tenant; the one learnt longest ago makes way."""
+        """Cache the tenant of a credential, and evict the least recent one."""
         known = hash(credential.encode())
         self._tenants[known] = tenant
         self._tenants.move_to_end(known)
@@ -61,10 +61,10 @@ class KnownCredentials:
             self._tenants.popitem(last=False)
 
     def tenant_of(self, head: bytes) -> TenantId | None:
-        """Find the tenant of a request by the first bytes of it; None where it is not known."""
+        """Return the tenant of a request from its first bytes, or None if unknown."""
         found = None
         for name, credential in _CREDENTIAL.findall(head.partition(b"\r\n\r\n")[0]):
             found = self._tenants.get(hash(credential.rstrip()))
             if name.lower() == b"x-api-key":
-                break  # as it is authenticated
+                break  # the same precedence as in authentication
         return found

@@ -1,4 +1,4 @@
-"""What each tenant may have: the quotas of the settings, and over them what the operator granted it."""
+"""Quotas of each tenant: the defaults of the settings, overridden by the operator's grants."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cotrain_store.sampling.intake import SampleLimits
 from cotrain_store.tenants.policies import Policies
 from cotrain_store.tenants.records import RecordLimits
 
-#: What the operator changes holds in every API process after so long.
+#: Maximum delay until a change by the operator takes effect in every API process, in seconds.
 CACHE_S = 1.0
 _CACHE_SIZE = 10_000
 
 
 class OwnQuotas:
-    """Reads what tenants were granted, of each at most once in CACHE_S."""
+    """Cached quotas of tenants, each read at most once per CACHE_S."""
 
     def __init__(
         self, policies: Policies, defaults: Quotas, clock: Callable[[], float] = time.monotonic
@@ -31,7 +31,9 @@ class OwnQuotas:
         self._known: dict[TenantId, tuple[float, Quotas]] = {}
 
     async def of(self, tenant: TenantId) -> Quotas:
-        """Return a tenant's quotas, up to CACHE_S old; while Redis is away, as they were or the default ones."""
+        """Return a tenant's quotas, up to CACHE_S old. If Redis is unavailable, return the last
+        known or default ones.
+        """
         at, quotas = self._known.get(tenant, (-math.inf, self.defaults))
         if self._clock() - at < CACHE_S:
             return quotas
@@ -45,17 +47,17 @@ class OwnQuotas:
         return quotas
 
     def forget(self, tenant: TenantId) -> None:
-        """Read a tenant's quotas anew: they were changed."""
+        """Drop a tenant's cached quotas after a change."""
         self._known.pop(tenant, None)
 
     async def tenant_limits(self, tenant: TenantId) -> TenantLimits:
-        """Say what a tenant may have waiting."""
+        """Return the limits on a tenant's pending requests."""
         return (await self.of(tenant)).tenant_limits
 
     async def sample_limits(self, tenant: TenantId) -> SampleLimits:
-        """Say what a tenant may have of sample requests."""
+        """Return the limits on a tenant's sample requests."""
         return (await self.of(tenant)).sample_limits
 
     async def record_limits(self, tenant: TenantId) -> RecordLimits:
-        """Say what a tenant may have of sessions, samplers and records."""
+        """Return the limits on a tenant's sessions, samplers and records."""
         return (await self.of(tenant)).record_limits

@@ -1,10 +1,7 @@
-"""A few at a time for each tenant, in the order in which they came; tenants do not wait for one another.
+"""Concurrency limits per tenant in one process: slots, connections, body memory and uploads.
 
-How many connections of this process one tenant's requests hold at once.
-
-How much of one tenant's requests this process holds in its memory at once.
-
-How many uploads one tenant may send at once, and one process unpack.
+Requests for slots of one tenant are served in order of arrival. Tenants do not wait for one
+another.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from cotrain_store.monitoring import metrics
 
 
 class TenantSlots:
-    """So many slots of this process for each tenant that uses them."""
+    """A fixed number of slots of this process for each tenant."""
 
     def __init__(self, at_once: int = 1) -> None:
         self._at_once = at_once
@@ -29,7 +26,7 @@ class TenantSlots:
 
     @asynccontextmanager
     async def of(self, tenant: TenantId) -> AsyncIterator[None]:
-        """Hold one of the tenant's slots; waits for it."""
+        """Hold one of the tenant's slots. Wait for it if necessary."""
         slots = self._slots_by_tenant.setdefault(tenant, asyncio.Semaphore(self._at_once))
         self._count_by_tenant[tenant] += 1
         try:
@@ -41,12 +38,13 @@ class TenantSlots:
                 del self._count_by_tenant[tenant], self._slots_by_tenant[tenant]
 
 
-#: Its polls among them (`polls` of `COTRAIN_QUOTAS` is 2,000). An SDK has a thousand requests on their way at most, of each kind.
+#: Includes polls (`polls` of `COTRAIN_QUOTAS` is 2,000). An SDK has at most a thousand concurrent
+#: requests of each kind.
 LIMITS = 4_000
 
 
 class TenantConnections:
-    """Counts a tenant's requests while their bodies arrive and until they are answered."""
+    """Counter of a tenant's requests, from the arrival of their bodies until they are answered."""
 
     def __init__(self, most: int = LIMITS) -> None:
         self._most = most
@@ -54,7 +52,7 @@ class TenantConnections:
 
     @contextmanager
     def of(self, tenant: TenantId) -> Iterator[None]:
-        """Count one; raises TooManyConnections over the limit."""
+        """Count one request. Raises TooManyConnections above the limit."""
         if self._count_by_tenant[tenant] >= self._most:
             metrics.CONNECTIONS_REFUSED.labels("tenant").inc()
             raise TooManyConnections
@@ -67,12 +65,14 @@ class TenantConnections:
                 del self._count_by_tenant[tenant]
 
 
-#: SDKs have 50 MB of passes on their way at once; a thousand slow senders may not have 64 GB.
+#: SDKs have 50 MB of passes in flight at once. A thousand slow senders may not occupy 64 GB.
 MAX_BYTES = 512 * 1024**2
 
 
 class BodyMemory:
-    """Counts bodies from their first byte until their request is answered, as sent and as unpacked."""
+    """Counter of body bytes from the first byte until the request is answered, as sent and as
+    decompressed.
+    """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -80,9 +80,10 @@ class BodyMemory:
 
     @contextmanager
     def of(self, tenant: TenantId) -> Iterator[Callable[[int], None]]:
-        """Give what counts the bytes of one body; it raises TooManyBodies over the limit.
+        """Yield a function that counts the bytes of one body. It raises TooManyBodies above the
+        limit.
 
-        One that is alone is always let in: how large it may be is limited elsewhere.
+        A tenant's only body is always accepted, because its size is limited elsewhere.
         """
         taken = 0
 
@@ -106,7 +107,7 @@ UPLOADS_PER_TENANT = 2
 
 
 class UploadSlots:
-    """What one process holds of uploads: some are received, one is unpacked."""
+    """Upload slots of one process: several uploads are received at once, one is unpacked."""
 
     def __init__(self) -> None:
         self.unpacking = asyncio.Lock()
@@ -114,7 +115,7 @@ class UploadSlots:
 
     @contextmanager
     def slot(self, tenant: TenantId) -> Iterator[None]:
-        """Count an upload of a tenant while it lasts; raises TooManyUploads."""
+        """Count an upload of a tenant while it lasts. Raises TooManyUploads."""
         if self._count_by_tenant[tenant] >= UPLOADS_PER_TENANT:
             raise TooManyUploads
         self._count_by_tenant[tenant] += 1

@@ -1,1 +1,3 @@
-"""Reads large requests where they hold up no other: one of a tenant at a time, in a thread or in a process of its own."""
+"""Parsing of large requests without delaying others: one per tenant at a time, in a thread or a
+child process.
+"""

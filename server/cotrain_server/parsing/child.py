@@ -1,8 +1,9 @@
-"""The process that parses what is large: `python -m cotrain_server.parsing.child`, driven through its pipes.
+"""Child process that parses large bodies: `python -m cotrain_server.parsing.child`, controlled
+through pipes.
 
-A parser in C holds the interpreter's lock from its first byte to its last: a million numbers stop every
-other thread of a process for a tenth of a second. What it takes of memory ends with it. The kernel ends it
-where one call takes too much of either memory or processor time.
+A parser in C holds the interpreter lock from the first byte to the last: a million numbers block
+all other threads of a process for 0.1 s. The memory of the child is freed when it exits. The kernel
+kills it if one call takes too much memory or processor time.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ log = structlog.get_logger()
 
 Answer = TypeVar("Answer")
 
-#: Address space, some of it for libraries. The largest JSON that is let in takes 0.6 GB.
+#: Limit on address space, part of which is for libraries. The largest accepted JSON takes 0.6 GB.
 MAX_BYTES = 2 * 1024**3
-#: Processor time of one call. The slowest body within all other limits takes 5 s of one core.
+#: Processor time of one call in seconds. The slowest body within all other limits takes 5 s of one
+#: core.
 MAX_CPU_S = 15.0
 _TOO_LARGE = "The request body takes too much memory to read. Send it in several requests."
 _TOO_LONG = "The request body takes more than {:g} s of processor time to read. Send it in several requests."
 
 
 class ChildProcess:
-    """One process, started on first use. For one thread at a time."""
+    """One child process, started on first use. Only one thread may use it at a time."""
 
     def __init__(self, max_cpu_s: float = MAX_CPU_S) -> None:
         self._max_cpu_s = max_cpu_s
@@ -45,15 +47,15 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None while there is none."""
+        """Process id; None if it is not running."""
         return None if self._process is None else self._process.pid
 
     def run(self, work: Callable[..., Answer], *args: Any) -> Answer:
-        """Call a function of a module there, and give what it gives or raise what it raises.
+        """Call a module-level function in the child. Return its result or raise its exception.
 
         Raises:
-            BodyTooLarge: more than MAX_BYTES or MAX_CPU_S, or the process crashed. The next call has another
-                process.
+            BodyTooLarge: more than MAX_BYTES or MAX_CPU_S, or the process crashed. The next call
+                starts another process.
         """
         process = self._process = self._process or _started(self._max_cpu_s)
         assert process.stdin is not None
@@ -75,25 +77,25 @@ class ChildProcess:
         return answer  # type: ignore[no-any-return]  # as the function gave it
 
     def kill(self) -> None:
-        """End the process in the middle of a call, which raises. Any thread may do so."""
+        """Kill the process during a call, which then raises. Any thread may call this."""
         if (process := self._process) is not None:
             process.kill()
 
     def stop(self, idle_s: float = 0.0) -> None:
-        """End the process where it was idle for so long, and take its memory back. Twice is harmless."""
+        """Kill the process if it was idle for `idle_s`, and free its memory. Idempotent."""
         process = self._process
         if process is not None and time.monotonic() - self._used_at >= idle_s:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                with suppress(BrokenPipeError):  # what it did not read
+                with suppress(BrokenPipeError):  # unread input
                     pipe.close()  # type: ignore[union-attr]
             self._process = None
 
 
 def _started(max_cpu_s: float) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "cotrain_server.parsing.child", str(max_cpu_s)]
-    # In a session of its own: Ctrl-C is for its parent, and it ends when that closes the pipe.
+    # A separate session: Ctrl-C is for the parent only, and the child exits when its pipe closes.
     return subprocess.Popen(  # noqa: S603  # ourselves
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
@@ -103,16 +105,16 @@ def main() -> None:
     """Answer calls until the parent closes the pipe."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     max_cpu_s = float(sys.argv[1])
-    os.nice(5)  # others of this host are waited for
+    os.nice(5)  # lower priority than other processes of this host
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     calls, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # what anything prints is no answer
+    sys.stdout = sys.stderr  # printed output must not reach the pipe of answers
     while True:
         try:
             work, args = pickle.load(calls)  # noqa: S301  # of the same program
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF ends this process
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF kills this process
         try:
             answer = True, work(*args)
         except MemoryError:

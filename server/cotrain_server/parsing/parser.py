@@ -1,9 +1,11 @@
-"""Where the work on a request's body is done: small ones here and now, large ones elsewhere.
+"""Execution of work on request bodies: small bodies in the event loop, large ones in threads or
+child processes.
 
-Each tenant has one large piece at a time, and AT_ONCE tenants have theirs at the same time. Two hostile ones
-leave room.
+Each tenant has one large task at a time, and AT_ONCE tenants have one concurrently. Two hostile
+tenants therefore leave capacity.
 
-Give freed memory back to the host: the allocator of C keeps what threads have freed.
+`trim_heap` returns freed memory to the host, because the C allocator keeps memory that threads have
+freed.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from cotrain_store.messages.ids import TenantId
 
 
 def trim_heap() -> None:
-    """Give back what is free; does nothing where the C library has no such call (musl, macOS).
+    """Return free heap memory to the host. Does nothing if the C library has no such call (musl,
+    macOS).
 
-    Other threads run on. A heap of a gigabyte takes some milliseconds.
+    Other threads continue. A heap of one gigabyte takes some milliseconds.
     """
     if _malloc_trim is not None:
         _malloc_trim(0)
@@ -36,39 +39,44 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
-#: Above this weight, work leaves the event loop: other tenants' requests wait for it otherwise.
+#: Weight above which work leaves the event loop, so that other tenants' requests do not wait for
+#: it.
 THREAD_ABOVE = 256 * 1024
-#: And above this one, JSON leaves the process: 32,768 values, of which a third of a second of errors can come.
+#: Weight above which JSON is parsed in a child process: 32,768 values, which can yield errors for a
+#: third of a second.
 CHILD_ABOVE = 2 * 1024**2
-#: As bytes of Python objects: one value of JSON, and one byte of a message that becomes many objects.
+#: Weights in bytes of Python objects: of one JSON value, and of one byte of a message that becomes
+#: many objects.
 JSON_VALUE_WEIGHT = 64
 BINARY_BYTE_WEIGHT = 16
-#: As many tenants at once, in threads and in processes. Most of the work lets other threads run: decompression,
-#: arrays, digests, tokens.
+#: Number of concurrent tenants, in threads and in processes each. Most of the work releases the
+#: interpreter lock: decompression, arrays, digests, tokens.
 AT_ONCE = 4
-#: Above this weight, what was freed is worth giving back.
+#: Weight above which freed memory is returned to the host.
 _TRIM_ABOVE = 16 * 1024**2
-#: What was freed goes back to the host this long after a large body, when its request is over.
+#: Delay in seconds between a large body and the return of its memory, so that its request has
+#: ended.
 _TRIM_AFTER_S = 1.0
-#: A process without work costs memory, and one that starts a second.
+#: Idle time after which a child process is stopped, in seconds. An idle process costs memory, and
+#: starting one takes a second.
 _CHILD_IDLE_S = 30.0
 
 
 class Parser:
-    """Does one large piece of work per tenant at a time; `close` it."""
+    """Executor of body work, with one large task per tenant at a time. Call `close` at the end."""
 
     def __init__(self) -> None:
         self._locks = TenantSlots()
         self._threads = ThreadPoolExecutor(AT_ONCE, "parse")
         self._child_threads = ThreadPoolExecutor(AT_ONCE, "parse-child")
         self._children = [ChildProcess() for _ in range(AT_ONCE)]
-        #: Without a call; the one that had the last one is at the end.
+        #: Idle children, the most recently used last.
         self._idle = deque(self._children)
         self._trim: asyncio.TimerHandle | None = None
         self._end_of_idle: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """End the threads and the process."""
+        """Stop the threads and the child processes."""
         for timer in (self._trim, self._end_of_idle):
             if timer is not None:
                 timer.cancel()
@@ -88,7 +96,7 @@ class Parser:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Answer:
-        """Do some work: here when it is light, in a thread, after its tenant's earlier ones, when it is not."""
+        """Run some work: at once if it is light, else in a thread after its tenant's earlier work."""
         if weight <= THREAD_ABOVE:
             return work(*args, **kwargs)
         call = partial(work, *args, **kwargs)
@@ -97,9 +105,10 @@ class Parser:
     async def parse_json(
         self, tenant: TenantId, weight: int, work: Callable[..., Answer], *args: Any
     ) -> Answer:
-        """Do some work on JSON, which is in another process when it is heavy.
+        """Run some work on JSON, in a child process if it is heavy.
 
-        `work` is a function of a module or of a class, and what it takes, gives and raises can be pickled.
+        `work` is a function of a module or a class. Its arguments, result and exceptions must
+        support pickling.
         """
         if weight <= CHILD_ABOVE:
             return await self.run(tenant, weight, work, *args)
@@ -108,10 +117,10 @@ class Parser:
     async def run_in_child(
         self, tenant: TenantId, work: Callable[..., Answer], *args: Any
     ) -> Answer:
-        """Do some work in a process of its own, as `parse_json` takes it.
+        """Run some work in a child process. The requirements of `parse_json` apply.
 
         Raises:
-            BodyTooLarge: it takes more memory or processor time than one call may.
+            BodyTooLarge: it exceeds the memory or processor time of one call.
         """
         return await self._alone(tenant, partial(self._in_child, work, args))
 
@@ -119,7 +128,8 @@ class Parser:
         self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]
     ) -> Answer:
         async with self._locks.of(tenant):
-            # Who hangs up must not begin a second one at the same time: nothing ends a thread.
+            # A client that disconnects must not start a second task concurrently, because a thread
+            # cannot be cancelled.
             working = asyncio.ensure_future(work())
             try:
                 return await asyncio.shield(working)
@@ -143,7 +153,7 @@ class Parser:
             self._trim_soon()
 
     def _with_child(self, work: Callable[..., Answer], args: tuple[Any, ...]) -> Answer:
-        child = self._idle.pop()  # there are as many as threads
+        child = self._idle.pop()  # one child per thread
         try:
             return child.run(work, *args)
         finally:

@@ -1,1 +1,1 @@
-"""From the wire to an op, whether it may be accepted, and its way into the log; knows no route."""
+"""Requests from the wire format to an accepted op in the log. Independent of routes."""

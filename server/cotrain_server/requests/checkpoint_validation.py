@@ -1,6 +1,7 @@
-"""Decide whether a checkpoint may be made, loaded or kept as asked. Pure; the message is for its tenant.
+"""Validation of checkpoint requests, and lookup of `tinker://` paths.
 
-Find what a `tinker://` path names, for a tenant that may read it.
+The checks are pure, and their messages are for the tenant. The lookup returns only checkpoints that
+the tenant may read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord
 
-#: How long a checkpoint may be kept, as the hosted services have it; without one, until deleted.
+#: Bounds of a checkpoint's lifetime, as in the hosted services. Without one, it is kept until
+#: deleted.
 MIN_TTL_S = 3_600
 MAX_TTL_S = 10 * 365 * 24 * 3_600
 MAX_METADATA_BYTES = 64 * 1024
@@ -46,18 +48,18 @@ def check_name(name: str) -> None:
 
 
 def check_ttl(ttl_seconds: int | None) -> None:
-    """Check how long a checkpoint is to be kept. Raises Invalid."""
+    """Check the lifetime of a checkpoint. Raises Invalid."""
     if ttl_seconds is not None and not MIN_TTL_S <= ttl_seconds <= MAX_TTL_S:
         raise Invalid(f"ttl_seconds must be between {MIN_TTL_S} and {MAX_TTL_S} (10 years).")
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """Check what a tenant notes about a checkpoint or a run: its size and its numbers. Raises Invalid."""
+    """Check the size and the numbers of a checkpoint's or run's metadata. Raises Invalid."""
     _check_notes("user_metadata", metadata)
 
 
 def check_notes(metadata: Mapping[str, Any] | None, tags: Sequence[str]) -> None:
-    """Check what a tenant notes about a session: its size and its numbers. Raises Invalid."""
+    """Check the size and the numbers of a session's metadata and tags. Raises Invalid."""
     _check_notes("user_metadata", metadata)
     _check_notes("tags", tags)
 
@@ -72,7 +74,7 @@ def _check_notes(name: str, notes: Mapping[str, Any] | Sequence[str] | None) -> 
 
 
 def check_recipients(recipients: Sequence[str]) -> None:
-    """Check whom an export is to be encrypted to. Raises Invalid."""
+    """Check the encryption recipients of an export. Raises Invalid."""
     if not 1 <= len(recipients) <= MAX_RECIPIENTS:
         raise Invalid(f"age_encryption_recipients must have 1 to {MAX_RECIPIENTS} entries.")
     for number, recipient in enumerate(recipients):
@@ -87,7 +89,7 @@ def check_recipients(recipients: Sequence[str]) -> None:
 
 
 def check_loadable(checkpoint: CheckpointRecord) -> None:
-    """Raise Invalid for files that were made to be downloaded, maybe for others' eyes only."""
+    """Raise Invalid for files that are for download only and may be encrypted for other recipients."""
     if checkpoint.kind == "external_weights":
         raise Invalid(
             "external_weights are for download only; load or sample from weights or "
@@ -96,16 +98,16 @@ def check_loadable(checkpoint: CheckpointRecord) -> None:
 
 
 def check_optimizer(weights: WeightsRecord, *, optimizer: bool) -> None:
-    """Raise Invalid where an optimizer state is asked for and was not saved."""
+    """Raise Invalid if an optimizer state is requested but was not saved."""
     if optimizer and not weights.has_optimizer:
         raise Invalid("This checkpoint has no optimizer state; load it without.")
 
 
 def check_fits(weights: WeightsRecord, run: RunRecord, *, optimizer: bool) -> None:
-    """Check that a run can take over what a checkpoint holds. Raises Invalid naming both.
+    """Check that a run can load a checkpoint. Raises Invalid with the properties of both.
 
-    Weights of another alpha are scaled to the run's; an optimizer state cannot be: a step has the
-    same size whatever the scale, so that its next steps would not be those it was saved before.
+    Weights with another alpha are scaled to the run's. An optimizer state cannot be scaled, because
+    a step has the same size at every scale. The next steps would differ from those before the save.
     """
     if weights.base_model != run.base_model:
         raise Invalid(
@@ -129,10 +131,10 @@ def _words(lora: LoraSpec) -> str:
     return f"rank {rank}, train_attn={attn}, train_mlp={mlp}, train_unembed={unembed}"
 
 
-#: A name has no slash in it, so a checkpoint called `publish` is none of the routes below it.
+#: A name has no slash, so a checkpoint called `publish` does not match the routes below it.
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
-#: What a tenant can get wrong about a path; an op of a run's order takes its place and fails.
+#: Errors that a tenant can cause by a path. The op keeps its position and fails.
 WRONG_PATH = (Invalid, MalformedPath, CheckpointNotFound, WeightsDeleted)
 
 
@@ -145,15 +147,15 @@ class Source:
 
 
 def path_of(run_id: str, kind: str, name: str) -> str:
-    """Write the parts of a URL as the path they stand for; whether it is one, the records tell."""
+    """Return the `tinker://` path for the parts of a URL. The records validate it."""
     return f"tinker://{run_id}/{kind}/{name}"
 
 
 async def find_source(services: Services, reader: TenantId, path: str) -> Source:
-    """Find a checkpoint of a tenant, or one that is published, with its weights.
+    """Return a checkpoint of a tenant, or a published one, with its weights.
 
     Raises:
-        MalformedPath: it is no such path.
+        MalformedPath: the path is malformed.
         CheckpointNotFound: unknown, expired, or another tenant's.
     """
     checkpoint = await services.records.checkpoint(reader, path)
@@ -161,7 +163,7 @@ async def find_source(services: Services, reader: TenantId, path: str) -> Source
 
 
 async def find_loadable(services: Services, reader: TenantId, path: str) -> Source:
-    """Do what `find_source` does; raises Invalid for files that are for download only."""
+    """Return the result of `find_source`. Raises Invalid for files that are for download only."""
     source = await find_source(services, reader, path)
     check_loadable(source.checkpoint)
     return source
@@ -170,11 +172,11 @@ async def find_loadable(services: Services, reader: TenantId, path: str) -> Sour
 async def reader_of(
     request: Request, services: Services, tenant: TenantId, access_token: str | None
 ) -> TenantId:
-    """Say as whom a path is read: as the tenant, or as the owner of the key that it shows for it.
+    """Return the tenant that reads a path: the caller, or the owner of the access token.
 
     Raises:
-        Invalid: no good key.
-        TooManyFailures: and this address has shown too many of those.
+        Invalid: the access token is not a valid key.
+        TooManyFailures: the token is invalid, and this address has sent too many invalid ones.
     """
     if access_token is None:
         return tenant

@@ -1,4 +1,6 @@
-"""Turn saves and loads into ops of the log. Pure: what was sent, and what its path names, in; op out."""
+"""Conversion of saves and loads to ops of the log. Pure: the request and the resolved path in, op
+out.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ Shape = TypeVar("Shape", bound=BaseModel)
 
 
 def save_op(request: AddressedFields, run: RunRecord, kind: CheckpointKind) -> Op:
-    """Check a save of a kind and make its op."""
-    # SDK 0.38 numbers the sampler anew each time it sends the same save; the first number counts.
+    """Check a save of a kind and return its op."""
+    # SDK 0.38 assigns a new sampler number each time it repeats a save. The first number counts.
     is_unnamed = request.fields.get("sampling_session_seq_id") is not None
     content = canonical_json([kind, {**request.fields, "sampling_session_seq_id": is_unnamed}])
 
@@ -108,7 +110,7 @@ _READERS: Mapping[CheckpointKind, SaveReader] = {
 
 
 def read_as(shape: type[Shape], fields: dict[str, Any]) -> Shape:
-    """Read fields as a shape; raises Invalid naming the first that is wrong."""
+    """Parse fields as a model. Raises Invalid with the name of the first wrong field."""
     try:
         return shape.model_validate(fields)
     except ValidationError as error:
@@ -118,7 +120,7 @@ def read_as(shape: type[Shape], fields: dict[str, Any]) -> Shape:
 def load_op(
     request: AddressedFields, wanted: LoadWeightsRequest, weights: WeightsRecord, run: RunRecord
 ) -> Op:
-    """Make the op of a load into a run. Raises Invalid where the weights do not fit."""
+    """Return the op of a load into a run. Raises Invalid if the weights do not fit."""
     check_fits(weights, run, optimizer=wanted.optimizer)
     check_optimizer(weights, optimizer=wanted.optimizer)
     body = load_body(wanted.path, weights, optimizer=wanted.optimizer)
@@ -128,5 +130,5 @@ def load_op(
 def load_body(
     path: str, weights: WeightsRecord, *, optimizer: bool, creates: LoraSpec | None = None
 ) -> bytes:
-    """Write the body of a load; `creates` for one that makes its run."""
+    """Return the body of a load. `creates` is set if the load creates its run."""
     return encode(LoadRequest(path, (LoadSource(weights.ref),), optimizer, creates)).encode()

@@ -1,4 +1,6 @@
-"""Turn an interpolation of checkpoints into the ops of a run: a load of several, and a save. Pure."""
+"""Conversion of a checkpoint interpolation to the ops of a run: a load of several sources, and a
+save. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from cotrain_store.messages.ids import encode
 from cotrain_store.messages.runs import DEFAULT_ALPHA, LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest, WeightsRecord
 
-#: The name of a combination whose client gave it none; it lies in a run of its own.
+#: Default name of a combination. Each combination has its own run.
 UNNAMED = "interpolated"
 MAX_SOURCES = 64
 
 
 def check_mix(wanted: InterpolateRequest) -> None:
-    """Check what can be checked of an interpolation before its sources are found. Raises Invalid."""
+    """Check an interpolation before its sources are looked up. Raises Invalid."""
     count = len(wanted.source_paths)
     if not 1 <= count <= MAX_SOURCES:
         raise Invalid(f"source_paths must have 1 to {MAX_SOURCES} entries.")
@@ -34,9 +36,10 @@ def check_mix(wanted: InterpolateRequest) -> None:
 
 
 def mixed_lora(sources: Sequence[WeightsRecord]) -> LoraSpec:
-    """Say what a combination of adapters is: of all their ranks together, for all that any trains.
+    """Return the LoRA spec of a combination: the sum of all ranks, and every module that any source
+    trains.
 
-    It keeps an alpha that all have; of several it gets the default.
+    An alpha common to all sources is kept, otherwise the default applies.
     """
     loras = [source.lora for source in sources]
     alphas = {lora.alpha for lora in loras}
@@ -51,7 +54,9 @@ def mixed_lora(sources: Sequence[WeightsRecord]) -> LoraSpec:
 
 
 def mix_body(wanted: InterpolateRequest, sources: Sequence[WeightsRecord]) -> bytes:
-    """Write the body of the load that makes a combination. Raises Invalid, naming what does not fit."""
+    """Return the body of the load that creates a combination. Raises Invalid if the base models
+    differ.
+    """
     if len({source.base_model for source in sources}) > 1:
         names = ", ".join(dict.fromkeys(source.base_model for source in sources))
         raise Invalid(f"source_paths: the checkpoints are of several base models ({names}).")
@@ -68,7 +73,7 @@ def mix_body(wanted: InterpolateRequest, sources: Sequence[WeightsRecord]) -> by
 
 
 def mix_save_body(wanted: InterpolateRequest) -> bytes:
-    """Write the body of the save that names a combination and ends its run."""
+    """Return the body of the save that names a combination and ends its run."""
     answer = {
         "checkpoint_type": "sampler",
         "source_paths": wanted.source_paths,

@@ -1,8 +1,8 @@
-"""Look over a binary pass before anything is built of it: count what it holds, leave out what nothing here reads.
+"""Scan of a binary pass before any object is created: count its content, and remove unknown fields.
 
-A datum is two bytes on the wire and a hundred once it is an object, and an unknown field is kept by the
-library that parses it. So the lengths of all fields are walked here, at half a microsecond each, and no
-value is read. A walk ends at the limit. Nothing is read behind it.
+A datum takes two bytes on the wire and a hundred as an object, and the protobuf library keeps
+unknown fields. The scan therefore reads the lengths of all fields, at half a microsecond each, and
+no values. It stops at the limit and reads nothing beyond it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from types import MappingProxyType
 from cotrain_server.errors import Invalid
 from cotrain_store.errors import MalformedBody
 
-#: `client/config` has SDKs cut larger calls (`fwdbwd_max_chunk_len`); our client says so itself.
+#: Limit that `client/config` sends to SDKs, which split larger calls (`fwdbwd_max_chunk_len`). Our
+#: client applies it on its own.
 MAX_DATUMS = 65_536
 LIMITS: Mapping[str, int] = MappingProxyType({
     "data": MAX_DATUMS,
     "model_input": 4 * MAX_DATUMS,
     "loss_fn_inputs": 4 * MAX_DATUMS,
     "loss_fn_config": 64,
-    # Bytes of them: two numbers, ten bytes each at most.
+    # In bytes: two numbers of at most ten bytes each.
     "shape": 20 * 4 * MAX_DATUMS,
-    # Of any kind, unknown ones too: 21 in a datum of one chunk and three inputs.
+    # Of any kind, including unknown ones. A datum of one chunk and three inputs has 21.
     "field": 32 * MAX_DATUMS,
 })  # fmt: skip
-"""How many a request may hold, over all its datums."""
+"""Maximum counts in one request, over all its datums."""
 _UNITS = {
     "data": "datums",
     "model_input": "chunks",
@@ -37,7 +38,7 @@ _UNITS = {
     "field": "fields",
 }
 
-#: Where a pass must say whose it is, if it holds more than is read at once. SDKs need 2 fields and 40 bytes.
+#: Limits within which a large pass must name its run. SDKs need 2 fields and 40 bytes.
 HEAD_BYTES = 4096
 HEAD_FIELDS = 64
 
@@ -46,7 +47,7 @@ _MALFORMED = "The request is not a ForwardBackwardRequest message."
 
 
 class TooManyObjects(Invalid):
-    """A pass holds more of something than it may."""
+    """A pass exceeds a limit on its content."""
 
     def __init__(self, field: str) -> None:
         super().__init__(
@@ -57,13 +58,14 @@ class TooManyObjects(Invalid):
 
 @dataclass(frozen=True)
 class _Field:
-    """A field that is read here: what lies in it, by tag, and as what it is counted."""
+    """A known field: the fields it contains, by tag, and the limit that it counts towards."""
 
     fields: Mapping[int, _Field] | None = None
     counts_as: str | None = None
 
 
-# By tag: number << 3 | wire type. A known number of another type is unknown, to the parser as well.
+# By tag: number << 3 | wire type. A known number with another wire type is unknown, as for the
+# protobuf parser.
 _VALUE = _Field()
 _UNKNOWN = _Field()
 _MESSAGE_OF_BYTES = {0x0A: _VALUE}
@@ -85,7 +87,7 @@ _TENSOR = {
 _DATUM = {
     0x0A: _Field(_CHUNK, counts_as="model_input"),
     0x12: _Field({0x0A: _VALUE, 0x12: _Field(_TENSOR)}, counts_as="loss_fn_inputs"),
-    # 3 and 4 say where tokens were sampled.
+    # 3 and 4 describe the origin of sampled tokens.
 }
 _DATA = 0x1A
 _PASS = {
@@ -102,11 +104,11 @@ _PASS = {
 
 
 def strip_unknown_fields(body: bytes, max_fields: int | None = None) -> bytes:
-    """Give a pass without the fields that nothing here reads; the same bytes where there are none.
+    """Return a pass without its unknown fields, or the same bytes if it has none.
 
     Raises:
-        TooManyObjects: it holds more than MOST of something, or more than `most_fields` fields.
-        MalformedBody: it is no message.
+        TooManyObjects: it exceeds one of LIMITS, or has more than `max_fields` fields.
+        MalformedBody: it is not a message.
     """
     left = dict(LIMITS)
     if max_fields is not None:
@@ -121,7 +123,7 @@ def strip_unknown_fields(body: bytes, max_fields: int | None = None) -> bytes:
 def _lean(
     body: bytes, start: int, end: int, known: Mapping[int, _Field], left: dict[str, int]
 ) -> bytes | None:
-    """Copy a message without its unknown fields; None where there is nothing to leave out."""
+    """Return a copy of a message without its unknown fields, or None if it has none."""
     kept: list[bytes] = []
     kept_to = start
     for tag, begin, value, stop in _fields(body, start, end):
@@ -149,12 +151,12 @@ def _lean(
 
 
 def head_of(body: bytes) -> bytes:
-    """Return what stands before the first datum: whose pass it is, as every SDK writes it.
+    """Return the bytes before the first datum. Every SDK writes the run and position there.
 
-    It ends after HEAD_BYTES or HEAD_FIELDS, however long the body is.
+    The result ends after HEAD_BYTES or HEAD_FIELDS, for a body of any length.
 
     Raises:
-        MalformedBody: it is no message.
+        MalformedBody: it is not a message.
     """
     end = 0
     try:
@@ -168,7 +170,7 @@ def head_of(body: bytes) -> bytes:
 
 
 def _fields(body: bytes, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Walk a message: tag, and where the field, its value and the next field begin."""
+    """Yield the tag of each field, and the positions of the field, its value and the next field."""
     while position < end:
         begin = position
         tag = body[position]
@@ -187,7 +189,7 @@ def _fields(body: bytes, position: int, end: int) -> Iterator[tuple[int, int, in
             size = 8
         elif kind == _FIXED32:
             size = 4
-        else:  # groups, which no SDK has
+        else:  # groups, which no SDK sends
             raise MalformedBody(_MALFORMED)
         stop = position + size
         if stop > end or tag < 8:  # no field has the number 0
@@ -197,7 +199,7 @@ def _fields(body: bytes, position: int, end: int) -> Iterator[tuple[int, int, in
 
 
 def _varint(body: bytes, position: int) -> tuple[int, int]:
-    """Read a number, and where the next byte is. Raises MalformedBody: it has no end."""
+    """Return a number and the position after it. Raises MalformedBody if it does not end."""
     number = 0
     for bits in range(0, 70, 7):
         byte = body[position]

@@ -1,10 +1,11 @@
-"""Decide whether a training request may enter the log. Pure; the message is for its tenant.
+"""Validation of training requests before they enter the log. Pure. Error messages are for the
+tenant.
 
-Nothing invalid may be accepted: a bad token id would kill the device for every tenant, and a replay
-must never meet an op that cannot run. What is refused here still takes its seq in the run's order
-(as a rejected op), because its client has already used up the seq_id.
+Nothing invalid may be accepted: an invalid token id would crash the device for every tenant, and a
+replay must never contain an op that cannot run. A request refused here still takes its seq in the
+run's order (as a rejected op), because its client has already used the seq_id.
 
-What each loss needs from a request: its inputs and its numbers. The engine holds the formulas.
+`NEEDS_BY_LOSS` lists the inputs and settings of each loss. The engine implements the formulas.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class LossNeeds:
-    """What a request must bring for one loss."""
+    """Inputs and settings that one loss requires of a request."""
 
     inputs: tuple[str, ...]
     """Required loss inputs other than `target_tokens`, one float per target."""
     config: frozenset[str] = field(default_factory=frozenset)
-    """Numbers it may set in `loss_fn_config`; all are at least 0."""
+    """Allowed numbers in `loss_fn_config`, each at least 0."""
     bounds_surrogate: bool = False
-    """Whether a ratio out of bounds has no gradient, so that the bounds must enclose 1."""
+    """True if a ratio out of bounds has no gradient, so that the bounds must enclose 1."""
     takes_columns: bool = False
-    """Whether targets may be `(N, K)`: K weighted targets per position."""
+    """True if targets may be `(N, K)`: K weighted targets per position."""
 
 
 _CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
@@ -52,8 +53,8 @@ NEEDS_BY_LOSS: Mapping[str, LossNeeds] = MappingProxyType(
 )
 
 
-#: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass, which then
-#: has to be run in parts, for the neighbours too.
+#: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass. The pass
+#: must then run in parts, for other tenants too.
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)
 
@@ -62,7 +63,7 @@ def check_pass(request: PassBody, pool: PoolRecord) -> None:
     """Check a forward or forward_backward request against its loss and its base model.
 
     Raises:
-        Invalid: with a sentence that names the datum and the field.
+        Invalid: the message names the datum and the field.
     """
     if not request.datums:
         raise Invalid("data is empty; send at least one datum.")
@@ -78,13 +79,13 @@ def check_pass(request: PassBody, pool: PoolRecord) -> None:
 
 
 def check_adam(params: AdamParams) -> None:
-    """Check what the wire type leaves open about an optim_step's numbers. Raises Invalid."""
+    """Check the numbers of an optim_step that the wire type does not constrain. Raises Invalid."""
     for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
         if abs(getattr(params, name)) > LARGEST:
             raise Invalid(f"adam_params.{name} is larger than a float32 can be.")
     if params.grad_clip_norm < 0:
         raise Invalid("adam_params.grad_clip_norm must be 0, which is no limit, or more.")
-    # A row that never got a gradient has m = v = 0, and 0 / (0 + 0) is not a number.
+    # A row without any gradient has m = v = 0, and 0 / (0 + 0) is NaN.
     if params.eps <= 0:
         raise Invalid("adam_params.eps must be greater than 0.")
     if params.eps < SMALLEST:
@@ -157,7 +158,7 @@ def _wrong_shape(number: int, name: str, shape: tuple[int, ...], because: str) -
 
 
 def check_tokens(what: str, ids: Sequence[np.ndarray], vocab_size: int) -> None:
-    """Check the token ids of some datums. Raises Invalid with the indices of the first bad one."""
+    """One check over all datums; only an invalid request pays for locating the fault."""
     # One look at everything; only a bad request pays for finding out where.
     everything = np.concatenate([array.ravel() for array in ids])
     if everything.min() >= 0 and everything.max() < vocab_size:

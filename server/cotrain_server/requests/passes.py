@@ -1,7 +1,8 @@
-"""Turn the body of a training request into an op of the log. Pure: bytes in, op out.
+"""Parsing of training requests into ops of the log. Pure: bytes in, op out.
 
-First which run and which place in its order, then what, checked against the run's base model. A
-request that is addressed and wrong becomes a rejected op: its client has used up that place.
+The run and the position in its order are read first. The content is then checked against the run's
+base model. A request with a known position and invalid content becomes a rejected op, because its
+client has used that position.
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import PoolRecord
 
-#: Sparse tensors are small on the wire and full size here; this many elements is 64 to 128 MiB.
+#: Limit on sparse tensors, which are small on the wire and expanded here: this many elements take
+#: 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24
-#: A loss takes one or two; a product of millions of them takes minutes.
+#: A loss uses one or two axes. The product of millions of axes would take minutes.
 MAX_AXES = 8
-#: A field takes the time of a JSON value: 1,500 datums with three inputs. More of them take a process.
+#: Fields that are parsed at once: 1,500 datums with three inputs. A field takes as long as a JSON
+#: value. A larger pass is parsed in a child process.
 FEW_FIELDS = CHILD_ABOVE // JSON_VALUE_WEIGHT
 
 
 class RunRequest(WireModel):
-    """Whose a pass or a step is, and where it stands; it may leave its place to the server."""
+    """Run and position of a pass or a step. The server assigns a missing position."""
 
     model_id: Name
     seq_id: SeqId | None = None
@@ -56,31 +59,33 @@ _Address = TypeVar("_Address", SequencedRequest, RunRequest)
 
 @dataclass(frozen=True)
 class Op:
-    """What `Intake.submit` takes."""
+    """Argument of `Intake.submit`."""
 
     kind: OpKind
     body: bytes
     tokens: int
     digest: str
-    """Of what the client sent, not of what that named at the time: a repeat is the same request."""
+    """Digest of the request as sent, not of the checkpoints that its paths named: a repeat is the
+    same request.
+    """
     uses: tuple[WeightsRef, ...] = ()
-    """Weights that must stay while the log needs this op."""
+    """Weights that must be kept while the log needs this op."""
     sampler: SamplerId | None = None
-    """What a save without a name makes."""
+    """Sampler that a save without a name creates."""
 
     @classmethod
     def rejected(cls, message: str, content: bytes) -> Self:
-        """Make an op that only takes its place in the order and fails with this message."""
+        """Return an op that only occupies its position and fails with this message."""
         return cls(OpKind.REJECTED, _failure(message), 0, digest_of(content))
 
     def refused(self, message: str) -> Op:
-        """Make of an op that may not run one that takes its place and fails."""
+        """Return a failing op for the position of this one, which may not run."""
         return Op(OpKind.REJECTED, _failure(message), 0, self.digest)
 
     def fitting(self, token_limit: int, max_bytes: int) -> Op:
-        """Give an op that an empty queue can take: this one, or one that fails and says why not.
+        """Return this op, or a rejected op if it exceeds the limits of an empty queue.
 
-        The client of one that never fits would be asked to wait without end.
+        The client of an op that never fits would otherwise retry without end.
         """
         for size, most, unit in (
             (self.tokens, token_limit, "tokens"),
@@ -96,35 +101,36 @@ class Op:
 
 @dataclass(frozen=True)
 class ParsedPass:
-    """A forward or forward_backward whose run and place are known."""
+    """A forward or forward_backward request with a known run and position."""
 
     model_id: str
     seq: int | None
-    """None: behind all that the run was sent so far."""
+    """None: append after all earlier requests of the run."""
     message: PassMessage | None
-    """What to run; None where the request does not say (`refusal` says why)."""
+    """The content of the pass; None if it is invalid (`refusal` gives the reason)."""
     refusal: str
     content: bytes
-    """The same bytes for the same request, however it was sent: what its digest is of."""
+    """Canonical bytes of the request, equal for every encoding. Its digest is computed from them.
+    """
     forward_only: bool = False
-    """Of one that is still to be read."""
+    """Endpoint of a pass that is not parsed yet."""
     is_read: bool = True
-    """False: more than FEW_FIELDS; `content` is as it was sent, and `pass_op` reads it."""
+    """False: more than FEW_FIELDS; `content` is as it was sent, and `pass_op` parses it."""
 
 
 @dataclass(frozen=True)
 class AddressedStep:
-    """An optim_step whose run is known; nothing else is checked yet."""
+    """An optim_step with a known run. Nothing else is checked yet."""
 
     model_id: str
     seq: int | None
-    """None: behind all that the run was sent so far."""
+    """None: append after all earlier requests of the run."""
     fields: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class AddressedFields:
-    """A save or a load whose run and place are known; nothing else is checked yet."""
+    """A save or a load with a known run and position. Nothing else is checked yet."""
 
     model_id: str
     seq: int
@@ -132,9 +138,9 @@ class AddressedFields:
 
 
 def read_binary_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
-    """Read a pass as SDK 0.38 sends it; `forward_only` for an endpoint that is never anything else.
+    """Parse a pass as SDK 0.38 sends it. `forward_only` is set for the endpoint of forward passes.
 
-    Of one with more than FEW_FIELDS only the head is read here: `pass_op` reads the rest.
+    If it has more than FEW_FIELDS, only its head is parsed, and `pass_op` parses the rest.
 
     Raises:
         Unreadable: not the message, or without a run.
@@ -165,12 +171,12 @@ def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
 
 
 def _address_in(message: PassMessage) -> RunRequest:
-    seq = message.seq_id or None  # the wire has no other way to leave it out
+    seq = message.seq_id or None  # protobuf cannot distinguish a missing number from 0
     return parse_run_and_seq(RunRequest, {"model_id": message.model_id, "seq_id": seq})
 
 
 def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
-    """Read a pass as SDK 0.22 sends it, and turn it into the same message.
+    """Parse a pass as SDK 0.22 sends it, and convert it to the same message.
 
     Raises:
         Unreadable: not a JSON object, or without a run.
@@ -189,21 +195,23 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
 
 
 def read_fields(body: bytes) -> AddressedFields:
-    """Read a save or a load. Raises Unreadable: not a JSON object, or without a run and a place in its order."""
+    """Parse a save or a load. Raises Unreadable if it is not a JSON object, or lacks a run or a
+    position.
+    """
     fields = json_object(body)
     address = parse_run_and_seq(SequencedRequest, fields)
     return AddressedFields(address.model_id, address.seq_id, fields)
 
 
 def read_step(body: bytes) -> AddressedStep:
-    """Read an optim_step. Raises Unreadable as `read_json_pass` does."""
+    """Parse an optim_step. Raises Unreadable as `read_json_pass` does."""
     fields = json_object(body)
     address = parse_run_and_seq(RunRequest, fields)
     return AddressedStep(address.model_id, address.seq_id, fields)
 
 
 def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
-    """Check a pass against its run's base model and make its op; read it first where that is still to do."""
+    """Check a pass against its run's base model and return its op. Parse it first if necessary."""
     if not request.is_read:
         request = _read_all(request)
     if request.message is None:
@@ -219,7 +227,7 @@ def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
 
 
 def _read_all(request: ParsedPass) -> ParsedPass:
-    """Read a pass whose head is known. Where that fails, it is one that says why."""
+    """Parse a pass whose head is known. If that fails, the result carries the reason."""
     try:
         message = parse_pass(strip_unknown_fields(request.content))
     except (TooManyObjects, MalformedBody) as error:
@@ -231,12 +239,12 @@ def _read_all(request: ParsedPass) -> ParsedPass:
 
 
 def step_op(request: AddressedStep) -> Op:
-    """Check an optim_step and make its op."""
+    """Check an optim_step and return its op."""
     return op_or_refusal(lambda: _step_op(request.fields), canonical_json(request.fields))
 
 
 def op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
-    """Make an op, or where that raises Invalid or a ValidationError a rejected one that says why."""
+    """Return an op, or a rejected op with the reason if `make` raises Invalid or a ValidationError."""
     try:
         return make()
     except ValidationError as error:
@@ -254,7 +262,7 @@ def _step_op(fields: dict[str, Any]) -> Op:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """Read a JSON object; raises Unreadable."""
+    """Parse a JSON object. Raises Unreadable."""
     try:
         fields = from_json(body)
     except ValueError as error:
@@ -265,7 +273,7 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_run_and_seq(kind: type[_Address], fields: dict[str, Any]) -> _Address:
-    """Read whose a request is and where it stands; raises Unreadable where it does not say."""
+    """Parse the run and position of a request. Raises Unreadable if they are missing."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -289,7 +297,7 @@ def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
 
 
 def _with_default_seq(fields: dict[str, Any]) -> dict[str, Any]:
-    """Put in the place that the wire's shapes ask for: the address is read already."""
+    """Fill in the position that the wire models require. The real one is parsed already."""
     return {**fields, "seq_id": fields.get("seq_id") or 1}
 
 
@@ -320,10 +328,10 @@ def _canonical(message: PassMessage) -> bytes:
 
 
 def canonical_json(fields: Any) -> bytes:
-    """Write fields as the same bytes, in whatever order they were sent."""
+    """Return JSON with equal bytes for equal fields in any order."""
     return json.dumps(fields, sort_keys=True).encode()
 
 
 def digest_of(content: bytes) -> str:
-    """Name content by its hash."""
+    """Return the SHA-256 digest of the content."""
     return hashlib.sha256(content).hexdigest()

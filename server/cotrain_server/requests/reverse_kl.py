@@ -1,4 +1,6 @@
-"""Turn a reverse KL into an op of the log. Pure: what was sent, and what its path names, in; op out."""
+"""Conversion of a reverse KL request to an op of the log. Pure: the request and the resolved path
+in, op out.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,22 @@ from cotrain_store.messages.runs import PoolRecord
 
 @dataclass(frozen=True)
 class AddressedKl:
-    """A reverse KL whose run is known; nothing of it is compared with its base model yet."""
+    """A reverse KL request with a known run. Nothing is checked against its base model yet."""
 
     model_id: str
     seq: int | None
-    """None: behind all that the run was sent so far."""
+    """None: append after all earlier requests of the run."""
     reference_path: str | None
-    """The path or base model that it names; None where that is no text."""
+    """The reference's path or base model; None if the field is not a string."""
     body: ReverseKlBody | None
-    """What to run, but for its reference; None where the request does not say (`refusal` says why)."""
+    """The content without its reference; None if it is invalid (`refusal` gives the reason)."""
     refusal: str
     content: bytes
-    """The same bytes for the same request."""
+    """Canonical bytes, equal for equal requests."""
 
 
 def read_reverse_kl(content: bytes) -> AddressedKl:
-    """Read a reverse KL; raises Unreadable where it does not say whose it is."""
+    """Parse a reverse KL request. Raises Unreadable if it does not name its run."""
     fields = json_object(content)
     address = parse_run_and_seq(RunRequest, fields)
     path = fields.get("reference_model_path")
@@ -67,14 +69,14 @@ def read_reverse_kl(content: bytes) -> AddressedKl:
 
 
 def refused_reverse_kl(request: AddressedKl, message: str) -> Op:
-    """Make an op that only takes the place of a reverse KL and fails."""
+    """Return an op that only takes the position of a reverse KL and fails."""
     return Op.rejected(message, request.content)
 
 
 def reverse_kl_op(request: AddressedKl, reference: WeightsRef | None, pool: PoolRecord) -> Op:
-    """Check a reverse KL against its run's base model and make its op.
+    """Check a reverse KL against its run's base model and return its op.
 
-    `reference` is what its path names; None is the base model alone.
+    `reference` is the weights that its path names; None is the base model alone.
     """
     if request.body is None:
         return refused_reverse_kl(request, request.refusal)

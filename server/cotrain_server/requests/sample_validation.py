@@ -1,6 +1,6 @@
-"""Decide whether a sample request may be accepted. Pure; the message is for its tenant.
+"""Validation of sample requests. Pure. Error messages are for the tenant.
 
-A wrong one is refused at once: it holds no place in any order, so nothing waits behind it.
+An invalid request is refused at once: it has no position in an order, so nothing waits for it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ MAX_SAMPLES = 1_024
 MAX_TOKENS = 2**31 - 1
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1_024
-#: Of all of them: what a worker builds from them, it builds between two tokens.
+#: Total over all stop strings. A worker builds its matching tables from them between two tokens.
 MAX_ALL_STOP_CHARACTERS = 4_096
-#: Log-probs per position; more of them are bytes to send rather than work to do.
+#: Log-probs per position. A higher number costs bandwidth rather than computation.
 MAX_TOPK = 128
-#: Cells of `target_prompt_logprobs`: as many numbers come back.
+#: Cells of `target_prompt_logprobs`, each of which returns one number.
 MAX_TARGETS = 1 << 20
-#: Log-probs of other tokens that the samples of one request may bring back: a worker holds them all.
+#: Log-probs of alternative tokens that one request may return in total, because a worker holds them
+#: all in memory.
 MAX_TOPK_CELLS = 1 << 24
 SKIPPED = -1
-"""A cell of `target_prompt_logprobs` that asks for nothing."""
+"""Value of a `target_prompt_logprobs` cell that requests nothing."""
 
 
 def check_sample(body: SampleBody, pool: PoolRecord) -> None:
     """Check a sample request against its base model.
 
     Raises:
-        Invalid: with a sentence that names the field and its limit.
+        Invalid: the message names the field and its limit.
     """
     check_sampleable(pool)
     _check_prompt(body, pool)
@@ -45,13 +46,13 @@ def check_sample(body: SampleBody, pool: PoolRecord) -> None:
 
 
 def check_sampleable(pool: PoolRecord) -> None:
-    """Raise Invalid where no worker samples from this base model."""
+    """Raise Invalid if no worker samples from this base model."""
     if not is_sampleable(pool):
         raise Invalid(f"{pool.base_model} cannot be sampled from here.")
 
 
 def is_sampleable(pool: PoolRecord) -> bool:
-    """Tell whether the workers of a pool sample."""
+    """Return True if the workers of a pool can sample."""
     return pool.max_sequence_tokens > 0
 
 

@@ -1,6 +1,7 @@
-"""Turn an asample of the wire into what the store takes. Pure: bytes in, `SampleBody` out.
+"""Conversion of asample requests to `SampleBody`. Pure: bytes in, `SampleBody` out.
 
-What it may hold of a base model is for `sample_validation`; here is only what the shapes leave open.
+`sample_validation` checks the content against the base model. This module checks only constraints
+that the wire models leave open.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cotrain_store.bodies.sample_body import SampleBody
 
 @dataclass(frozen=True)
 class AddressedSample:
-    """A sample request whose sampler and number there are known."""
+    """A sample request with a known sampler and number."""
 
     sampler: str
     seq: int
@@ -29,10 +30,10 @@ class AddressedSample:
 
 
 def read_sample(content: bytes) -> AddressedSample:
-    """Read an asample as SDKs send it.
+    """Parse an asample request as SDKs send it.
 
     Raises:
-        Invalid: not the JSON of one, without a sampler, or asking for what is not served here.
+        Invalid: not valid JSON for it, without a sampler, or requesting an unsupported feature.
     """
     try:
         request = SampleRequest.model_validate_json(content)
@@ -91,11 +92,11 @@ def _tokens(prompt: ModelInput) -> tuple[int, ...]:
 def _stop(stop: str | list[str] | list[int] | None) -> tuple[str, ...] | tuple[int, ...] | None:
     if stop is None:
         return None
-    return (stop,) if isinstance(stop, str) else tuple(stop)  # type: ignore[return-value]  # one or the other, never mixed
+    return (stop,) if isinstance(stop, str) else tuple(stop)  # type: ignore[return-value]  # one type or the other, never mixed
 
 
 def _targets(tensor: TensorData | None) -> tuple[tuple[int, ...], ...] | None:
-    """Fill a matrix of token ids; what a sparse one does not list asks for nothing, as -1 does."""
+    """Return a matrix of token ids. Cells missing from a sparse matrix request nothing, like -1."""
     if tensor is None:
         return None
     shape = tensor.dense_shape

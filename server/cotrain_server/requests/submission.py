@@ -1,4 +1,4 @@
-"""Put an accepted op into its run's log; what every route that makes one does last."""
+"""Submission of an accepted op to its run's log, the last step of every route that creates one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from cotrain_store.messages.runs import RunRecord
 async def submit(
     services: Services, run: RunRecord, seq: int | None, op: Op, idempotency_key: str = ""
 ) -> UntypedAPIFuture:
-    """Put an op into its run's log and answer with the future of its result.
+    """Append an op to its run's log and return the future of its result.
 
-    Without `seq` it goes behind all that the run was sent so far; `idempotency_key` tells its repeats.
+    Without `seq` the op follows all earlier requests of the run, and `idempotency_key` identifies
+    repeats.
     """
     quotas = await services.quotas.of(run.tenant)
     op = op.fitting(quotas.tokens, quotas.bytes)
@@ -28,12 +29,14 @@ async def submit(
 
 
 def idempotency_key(request: Request) -> str:
-    """Read what tells a repeat of a request that has no place of its own: SDKs keep it over an attempt."""
+    """Return the key that identifies repeats of a request without a position. SDKs reuse it for
+    each attempt.
+    """
     return request.headers.get("x-idempotency-key", "")[:256]
 
 
 async def quota_reached(services: Services, tenant: TenantId) -> str:
-    """Say which quota of stored checkpoints a tenant has reached; nothing where none."""
+    """Return the quota of stored checkpoints that a tenant has reached, or ""."""
     quotas = await services.quotas.of(tenant)
     count, size_bytes = await services.checkpoints.stored_bytes(tenant)
     if count >= quotas.checkpoints:

@@ -1,1 +1,1 @@
-"""The endpoints, one file per subject. A route translates between the wire and the store."""
+"""Endpoints, one file per subject. A route translates between the wire format and the store."""

@@ -1,4 +1,4 @@
-"""The Anthropic-compatible endpoints, for clients with `base_url=".../anthropic/api"`."""
+"""Anthropic-compatible endpoints, for clients with `base_url=".../anthropic/api"`."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from cotrain_server.text_apis.route import (
 
 
 class AnthropicRoute(InferenceRoute):
-    """A route whose errors Anthropic's clients understand."""
+    """A route with Anthropic's error format."""
 
     @staticmethod
     @override
     def error_body(refusal: Refusal, request_id: str) -> AnthropicError:
-        """Write an error."""
+        """Return an error in Anthropic's format."""
         return anthropic_error(refusal, request_id)
 
 
@@ -54,7 +54,9 @@ router = APIRouter(
 
 @router.get("/models", response_model=None)
 async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
-    """List the base models that can be sampled from; a tenant's own weights go by their paths."""
+    """List the base models that can be sampled. A tenant's own weights are addressed by their
+    paths.
+    """
     names = [
         pool.base_model for pool in await services.records.served_pools() if is_sampleable(pool)
     ]
@@ -76,7 +78,7 @@ async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any
     "/messages", response_model=None, responses=STREAMS, openapi_extra=body_of(MessageRequest)
 )
 async def write_message(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
-    """Write the next message of a chat; where the last one is the model's own, the rest of that."""
+    """Write the next message of a chat, or the rest of the last message if it is the model's own."""
     asked = await read_asked(request, services, tenant.id, MessageRequest)
     asked.check()
     target = await find_target(services, tenant.id, asked.model)

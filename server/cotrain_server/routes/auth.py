@@ -1,4 +1,4 @@
-"""auth/token and auth/apikey/me: a token in place of the key, and what the shown key is."""
+"""Endpoints auth/token and auth/apikey/me: exchange a key for a token, describe and revoke the key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ router = APIRouter(
 
 @router.post("/token")
 async def exchange(request: Request, services: ServicesDep) -> AuthTokenResponse:
-    """Give a token that stands for the shown API key for an hour, or until the key is revoked."""
+    """Return a token that replaces the sent API key for one hour, or until the key is revoked."""
     key = await _shown(request, services)
     token = Token(key.tenant, key.id, key.name)
     return AuthTokenResponse(jwt=services.signer.make_token(token, time.time()))
@@ -34,7 +34,7 @@ async def exchange(request: Request, services: ServicesDep) -> AuthTokenResponse
 
 @router.get("/apikey/me")
 async def show_key(request: Request, services: ServicesDep) -> ApiKeyResponse:
-    """Say what the shown API key is. This server knows tenants, not their people."""
+    """Describe the sent API key. This server has tenants, but no users within them."""
     key = await _shown(request, services)
     return ApiKeyResponse(
         key_id=_number(key.id),
@@ -49,10 +49,10 @@ async def show_key(request: Request, services: ServicesDep) -> ApiKeyResponse:
 
 @router.delete("/apikey/me", status_code=204)
 async def revoke_key(request: Request, services: ServicesDep) -> None:
-    """Revoke the shown API key, and with it every token that stands for it; within five seconds.
+    """Revoke the sent API key and every token issued for it, effective within 5 s.
 
-    No other key: not those of the same tenant, and not one that stands in the server's settings,
-    which is good as long as it stands there.
+    Other keys of the same tenant stay valid. A key in the server's settings cannot be revoked here,
+    and stays valid while it is configured.
     """
     key = await _shown(request, services)
     if key.in_settings:
@@ -63,7 +63,7 @@ async def revoke_key(request: Request, services: ServicesDep) -> None:
 
 
 async def _shown(request: Request, services: Services) -> KeyRecord:
-    """Find the key of a request that shows one; a token cannot make tokens, nor end its key."""
+    """Return the key of a request. A token can neither issue tokens nor revoke its key."""
     credential = shown_key(request)
     if is_token(credential):
         raise InvalidKey("Show the API key itself here, not a token.")
@@ -71,5 +71,5 @@ async def _shown(request: Request, services: Services) -> KeyRecord:
 
 
 def _number(key_id: str) -> int:
-    """Make a number of a key's id, since that is what the CLI of the SDK stores it as."""
+    """Return a number for a key's id, because the SDK's CLI stores it as a number."""
     return int.from_bytes(hashlib.sha256(key_id.encode()).digest()[:6])

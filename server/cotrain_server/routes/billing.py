@@ -1,9 +1,7 @@
-"""What a tenant used: in the shape in which the hosted services bill it, and in our own.
+"""Usage and audit log of a tenant, in the format of the hosted services' billing and in our own.
 
-Nothing here has a price. Storage by the hour is not reported either: what was deleted since, or has
-expired, would be missing from it. What is stored now is reported.
-
-What a tenant changed, shared or took away.
+Nothing here has a price. Storage per hour is not reported, because checkpoints that were deleted or
+have expired since would be missing. Current storage is reported.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ router = APIRouter(
 async def billing_usage(
     starting_on: datetime, ending_before: datetime, services: ServicesDep, tenant: TenantDep
 ) -> BillingUsageResponse:
-    """Tell what each session used, by the hour; whole hours in UTC, at most 14 days."""
+    """Return the usage of each session by the hour. Whole hours in UTC, at most 14 days."""
     asked = window(starting_on, ending_before, datetime.now(UTC))
     rows = await services.usage.rows(tenant.id, asked.start, asked.end)
     names = {SessionId(row.session) for row in rows if row.session}
@@ -64,7 +62,9 @@ async def billing_usage(
 async def checkpoint_storage(
     services: ServicesDep, tenant: TenantDep, project_id: Name | None = None
 ) -> StorageResponse:
-    """Tell what the checkpoints of each project hold now; each is counted, also where it shares files."""
+    """Return the current checkpoint storage of each project. Each checkpoint counts in full, even
+    if it shares files.
+    """
     by_project = await _stored_by_project(services, tenant)
     return StorageResponse(
         data=[
@@ -89,9 +89,11 @@ async def usage(
     starting_on: datetime | None = None,
     ending_before: datetime | None = None,
 ) -> UsageResponse:
-    """Tell what you used, with the seconds of the accelerator, in all and by run and sampler, and what you hold.
+    """Return your usage and accelerator seconds, in total and by run and sampler, and your current
+    storage.
 
-    Whole hours in UTC, at most 14 days; without `starting_on` and `ending_before`, the last 24 hours.
+    Whole hours in UTC, at most 14 days. Without `starting_on` and `ending_before`, the last 24
+    hours.
     """
     now = datetime.now(UTC)
     if starting_on is None and ending_before is None:
@@ -146,7 +148,9 @@ async def audit_log(
     event_type: Annotated[EventType, Query()] = "all",
     day: date | None = None,
 ) -> AuditLogResponse:
-    """Tell what was done on one day (UTC; today), oldest first. There are no teams or organizations."""
+    """Return the audit log of one day (UTC; default today), oldest first. There are no teams or
+    organizations.
+    """
     asked = day or datetime.now(UTC).date()
     entries = await services.audit.entries(tenant.id, asked, _RESOURCE_BY_TYPE[event_type])
     return AuditLogResponse(

@@ -1,6 +1,7 @@
-"""What becomes of checkpoints: delete, publish, keep for so long, copy.
+"""Endpoints to delete, publish, expire and copy checkpoints.
 
-Every tenant that may read a checkpoint finds it here; that only its owner may change it, the store sees to.
+The endpoints find every checkpoint that the tenant may read. The store ensures that only its owner
+can change it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ router = APIRouter(
 
 KINDS = get_args(CheckpointKind)
 
-#: What the metadata of a copy's run says: the path that was copied.
+#: Metadata key of a copy's run. Its value is the source path.
 COPIED_FROM = "copied_from"
 
 
@@ -49,7 +50,9 @@ COPIED_FROM = "copied_from"
 async def delete_checkpoint(
     run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
 ) -> None:
-    """Take a checkpoint's name away. What was loaded from it, or is being, stays."""
+    """Delete a checkpoint's name. Runs and samplers that loaded it, or are loading it, are
+    unaffected.
+    """
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     details = {"tinker_path": found.path}
     async with services.audit.act(tenant, AuditEvent.CHECKPOINT_DELETE, details):
@@ -60,7 +63,7 @@ async def delete_checkpoint(
 async def publish_checkpoint(
     run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
 ) -> None:
-    """Let every tenant of this server load, sample and download a checkpoint."""
+    """Publish a checkpoint: every tenant of this server may load, sample and download it."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await _publish(services, tenant, found, public=True)
 
@@ -69,7 +72,7 @@ async def publish_checkpoint(
 async def unpublish_checkpoint(
     run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
 ) -> None:
-    """Keep a checkpoint to its owner again; what others made of it in between is theirs."""
+    """Unpublish a checkpoint. Copies that other tenants made stay theirs."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await _publish(services, tenant, found, public=False)
 
@@ -83,7 +86,7 @@ async def set_ttl(
     services: ServicesDep,
     tenant: TenantDep,
 ) -> None:
-    """Let a checkpoint expire so many seconds from now, or with null never."""
+    """Set the remaining lifetime of a checkpoint in seconds; null removes the limit."""
     check_ttl(wanted.ttl_seconds)
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     details = {"tinker_path": found.path}
@@ -110,9 +113,9 @@ async def _publish(
 )
 @router.api_route(CHECKPOINT, methods=["GET", "POST", "PUT"], include_in_schema=False)
 async def refuse_bare_name(run_id: str, name: str, kind: str = "") -> None:
-    """Say what a checkpoint is called to who asks about `0001` instead of `weights/0001`.
+    """Explain the form of a checkpoint id to a client that sends `0001` instead of `weights/0001`.
 
-    Where its kind is there, it is the method that is wrong.
+    If the kind is valid, the method is wrong instead.
     """
     if kind in KINDS:
         raise HTTPException(405)
@@ -134,10 +137,10 @@ async def copy_weights(
     x_idempotency_key: Annotated[str | None, Header()] = None,
     x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
 ) -> CopyWeightsResponse:
-    """Give a checkpoint to a new run that cannot be trained on; both share the bytes.
+    """Copy a checkpoint to a new run that cannot be trained. Both share the stored bytes.
 
-    Twice is harmless: the run is named by its place in a session, or by the idempotency key, which
-    an SDK keeps for all attempts of one call.
+    Idempotent: the run is named by its number in a session, or by the idempotency key, which an SDK
+    reuses for all attempts of one call.
     """
     check_ttl(wanted.ttl_seconds)
     session = await _destination(services, tenant.id, wanted, x_idempotency_key)
@@ -168,7 +171,7 @@ async def copy_weights(
 async def _destination(
     services: Services, tenant: TenantId, wanted: CopyWeightsRequest, key: str | None
 ) -> SessionId:
-    """Find the session that a copy goes to, or name one to be made for it in the project."""
+    """Return the destination session of a copy, or a name for a new session in the project."""
     if (wanted.session_id is None) != (wanted.model_seq_id is None):
         raise Invalid("session_id and model_seq_id are needed together.")
     if wanted.session_id is not None:
@@ -183,7 +186,9 @@ async def _destination(
 
 
 async def _is_copied(services: Services, tenant: TenantId, run: RunId, source_path: str) -> bool:
-    """Tell whether this copy was made before, whatever became of its source since."""
+    """Return True if this copy already exists, even if its source has changed or been deleted
+    since.
+    """
     try:
         known = await services.records.run(tenant, run)
     except RunNotFound:

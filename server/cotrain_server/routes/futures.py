@@ -1,6 +1,8 @@
-"""retrieve_future, retrieve_futures, cancel_future: what clients poll with, and end their waiting with.
+"""Endpoints retrieve_future, retrieve_futures and cancel_future: long polls for results, and
+cancellation.
 
-Declared as routes for the OpenAPI page; `LongPolls` answers their POSTs in front of the router.
+They are declared as routes for the OpenAPI page. `LongPolls` answers their POSTs in front of the
+router.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _JSON_OF: Mapping[ResultKind, Callable[[bytes], bytes]] = {
     ResultKind.PASS: pass_output_to_json,
     ResultKind.SAMPLE: sample_response_to_json,
 }
-"""Results that are messages: SDK 0.38 takes them as they are, 0.22 may ask for JSON."""
+"""Results stored as protobuf messages. SDK 0.38 reads them unchanged, 0.22 may request JSON."""
 _NUMBER_BYTES = 4
 
 
@@ -57,9 +59,10 @@ _NUMBER_BYTES = 4
 async def retrieve_future(
     poll: FutureRetrieveRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> Wait:
-    """Answer with the result, or after a while with 408. A result can be fetched more than once.
+    """Return the result, or 408 after the hold time. A result can be fetched more than once.
 
-    A viewer's fetch leaves it as it is: the tenant's own clients have not read it.
+    A fetch by a viewer does not mark the result as read, because the tenant's own clients have not
+    read it.
     """
     name, hold_s = RequestId(poll.request_id), services.long_poll_s
     accept = request.headers.get("accept", "")
@@ -74,9 +77,11 @@ async def retrieve_future(
 async def retrieve_futures(
     poll: RetrieveFuturesRequest, _: Request, services: ServicesDep, tenant: TenantDep
 ) -> Wait:
-    """Say which requests of a sampler have ended since `prev_cursor`: one poll waits for all.
+    """Return the requests of a sampler that have ended since `prev_cursor`, so one poll waits for
+    all of them.
 
-    A cursor removes nothing. Results named as retrieved end sooner where the key opened their session.
+    A cursor removes nothing. Results reported as retrieved are deleted sooner if the key opened
+    their session.
     """
     target, longest_s = poll.target, services.long_poll_s
     hold_s = longest_s if poll.timeout is None else min(poll.timeout, longest_s)
@@ -94,7 +99,7 @@ async def retrieve_futures(
 async def cancel_future(
     cancellation: CancelFutureRequest, _: Request, services: ServicesDep, tenant: TenantDep
 ) -> Response:
-    """End a sample request whose client has given it up; an unknown one is left alone."""
+    """Cancel a sample request that its client no longer needs. An unknown request is ignored."""
     await services.sample_intake.cancel(tenant.id, RequestId(cancellation.request_id))
     return Response(status_code=204)
 
@@ -117,7 +122,7 @@ async def _result(
         return try_again(request, outcome.queue_state, outcome.reason)
     failpoint("api.before_answer", request)
     if outcome.kind is ResultKind.FAILURE:
-        # Of the message only its kind: it may quote what the tenant sent.
+        # Log only the category: the message may quote the tenant's data.
         category = outcome.json()["category"]
         log.info("failure_answered", request=request, tenant=tenant, category=category)
     answer = await _answer(services, tenant, outcome, accept)

@@ -1,6 +1,8 @@
-"""external_weights_urls and archive: links to a checkpoint's files, for a tenant that may read it.
+"""Endpoints external_weights_urls, archive and files: links to a checkpoint's files, and their
+download.
 
-files: what a link leads to. No API key is asked for: the link is made for one file, for minutes.
+A tenant that may read a checkpoint can create links to it. A download needs no API key: its link is
+valid for one file, for a few minutes.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ router = APIRouter(
 async def external_weights_urls(
     run_id: str, kind: str, name: str, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> ExternalWeightsUrlsResponse:
-    """Give a link to each file of a checkpoint, of whatever kind."""
+    """Return a link to each file of a checkpoint of any kind."""
     source = await find_source(services, tenant.id, path_of(run_id, kind, name))
     names = names_of(source.checkpoint, source.weights)
     urls, expires = await _links(request, services, tenant, source, names)
@@ -59,7 +61,7 @@ async def external_weights_urls(
 async def archive(
     run_id: str, kind: str, name: str, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> Response:
-    """Give a link to all files of a checkpoint in one tar, as SDKs before 0.38 ask for it."""
+    """Redirect to a tar of all files of a checkpoint, as SDKs before 0.38 request it."""
     source = await find_source(services, tenant.id, path_of(run_id, kind, name))
     urls, expires = await _links(request, services, tenant, source, [ARCHIVE])
     headers = {"Location": urls[ARCHIVE], "Expires": format_datetime(expires, usegmt=True)}
@@ -90,11 +92,11 @@ files_router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
     responses={200: {"content": {"application/octet-stream": {}, "application/x-tar": {}}}},
 )
 async def download(token: str, file: str, request: Request, services: ServicesDep) -> Response:
-    """Send one file of a checkpoint, to any client that has the link; no API key is asked for.
+    """Send one file of a checkpoint to any client that has the link. No API key is required.
 
-    What the link was made for is looked up again: a checkpoint that was deleted, or taken from its
-    reader, is gone, and a name that moved does not give other weights. A tenant's downloads wait for one
-    another once DOWNLOADS_PER_TENANT are under way.
+    The checkpoint of the link is looked up again. The link fails if it was deleted or its reader
+    lost access, and a reassigned name never yields other weights. Above DOWNLOADS_PER_TENANT
+    concurrent downloads, a tenant's downloads queue.
     """
     link = services.signer.read_link(token, time.time())
     if link.file != file:

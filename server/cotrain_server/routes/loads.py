@@ -1,4 +1,4 @@
-"""load_weights: go on from a checkpoint, in a run that is there or in a new one."""
+"""Endpoint load_weights: load a checkpoint into an existing run or a new one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ router = APIRouter(
 async def load_weights(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
-    """Queue the loading of a checkpoint into a run, or with `session_id` start a run with it."""
+    """Queue the loading of a checkpoint into a run. With `session_id`, create a run with it."""
     content = await json_body(request)
     fields = json_object(content)
     if fields.get("session_id") is not None:
@@ -63,7 +63,7 @@ async def load_weights(
 async def _create(
     request: Request, services: Services, tenant: Tenant, fields: dict[str, Any]
 ) -> UntypedAPIFuture:
-    """Start a run by a load. Its client names it by a number of its own, so twice is harmless."""
+    """Create a run by a load. Idempotent, because the client's own number identifies the run."""
     wanted = read_as(CreateFromWeightsRequest, fields)
     session = await services.records.session(tenant.id, wanted.session_id)
     digest = digest_of(canonical_json(fields))
@@ -80,7 +80,9 @@ async def _create(
 async def _known(
     services: Services, session: SessionRecord, model_seq_id: int, digest: str
 ) -> RequestId | None:
-    """Find the request that made this run before; whatever its path names by now."""
+    """Return the request that created this run before, even if its path names another checkpoint by
+    now.
+    """
     try:
         run = await services.records.run(session.tenant, run_id(session.id, model_seq_id))
     except RunNotFound:

@@ -1,4 +1,4 @@
-"""The two extensions of the `mint` SDK: reverse KL to a reference, and interpolation of checkpoints."""
+"""Extensions of the `mint` SDK: reverse KL to a reference, and interpolation of checkpoints."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ async def forward_backward_reverse_kl(
 async def _reference(
     services: Services, tenant: TenantId, asked: AddressedKl, pool: PoolRecord
 ) -> WeightsRef | None:
-    """Find the weights of a reference; None is the base model alone, or a path that is no text."""
+    """Return the weights of a reference. None is the base model alone, or a path that is not a
+    string.
+    """
     path = asked.reference_path
     if path is None or path == pool.base_model:
         return None
@@ -92,9 +94,9 @@ async def _reference(
 async def interpolate_checkpoints(
     wanted: InterpolateRequest, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
-    """Queue the making of sampler weights whose change of the base model is `sum c_i * change_i`.
+    """Queue the creation of sampler weights whose change of the base model is `sum c_i * change_i`.
 
-    They lie in a run of their own, which begins with a load of all sources and ends with the save.
+    They have a run of their own, which starts with a load of all sources and ends with the save.
     """
     check_mix(wanted)
     sources = [
@@ -114,7 +116,7 @@ async def interpolate_checkpoints(
 async def _open_run(
     services: Services, tenant: Tenant, sources: Sequence[WeightsRecord]
 ) -> RunRecord:
-    """Describe the run of a combination, in a session of its own: no client keeps that one alive."""
+    """Return the run of a combination, in a session of its own that needs no client heartbeat."""
     lora, pool = mixed_lora(sources), await services.records.pool_of(sources[0].base_model)
     try:
         check_rank(lora.rank, pool.max_rank)

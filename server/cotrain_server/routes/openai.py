@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoints, for clients with `base_url=".../oai/api/v1"`."""
+"""OpenAI-compatible endpoints, for clients with `base_url=".../oai/api/v1"`."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ from cotrain_store.bodies.sample_body import SampleBody
 
 
 class OpenAIRoute(InferenceRoute):
-    """A route whose errors OpenAI's clients understand."""
+    """A route with OpenAI's error format."""
 
     @staticmethod
     @override
     def error_body(refusal: Refusal, request_id: str) -> OpenAIError:
-        """Write an error."""
+        """Return an error in OpenAI's format."""
         return openai_error(refusal)
 
 
@@ -75,7 +75,9 @@ router = APIRouter(
 
 @router.get("/models", response_model=None)
 async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
-    """List the base models that can be sampled from; a tenant's own weights go by their paths."""
+    """List the base models that can be sampled. A tenant's own weights are addressed by their
+    paths.
+    """
     pools = [pool for pool in await services.records.served_pools() if is_sampleable(pool)]
     models = [
         {"id": pool.base_model, "object": "model", "created": 0, "owned_by": "cotrain"}
@@ -91,7 +93,7 @@ async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any
     openapi_extra=body_of(CompletionRequest),
 )
 async def continue_texts(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
-    """Go on with one or more texts."""
+    """Continue one or more texts."""
     asked = await read_asked(request, services, tenant.id, CompletionRequest)
     asked.check()
     target = await find_target(services, tenant.id, asked.model)

@@ -1,4 +1,4 @@
-"""create_model, get_info, unload_model: a run from its first request to its last."""
+"""Endpoints create_model, get_info and unload_model: create, describe and close a run."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=TenantRoute, dep
 async def create_model(
     request: CreateModelRequest, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
-    """Queue the making of a new adapter.
+    """Queue the creation of a new adapter.
 
-    A wrong request is refused here and now: no place in an order is lost by it. Twice is harmless:
-    the run's id is made from the session and the client's own number for it.
+    An invalid request is refused at once, because it has no position in an order. Idempotent: the
+    run's id is derived from the session and the client's own number.
     """
     session = await services.records.session(tenant.id, request.session_id)
     if session.finished_at is not None:
@@ -70,7 +70,7 @@ async def create_model(
 async def get_info(
     wanted: GetInfoRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> GetInfoResponse:
-    """Tell what a run is; SDKs load its tokenizer by the id given here."""
+    """Describe a run. SDKs load its tokenizer by the id returned here."""
     run = await services.records.run(tenant.id, wanted.model_id)
     pool = await services.records.pool(run.pool)
     return GetInfoResponse(
@@ -93,7 +93,7 @@ async def get_info(
 async def unload_model(
     request: UnloadModelRequest, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
-    """End a run: what waits fails, what runs still ends, nothing is saved."""
+    """Close a run. Pending ops fail, running ops finish, nothing is saved."""
     run = await services.records.run(tenant.id, request.model_id)
     request_id = await services.intake.close_run(run)
     return UntypedAPIFuture(request_id=request_id, model_id=run.id)
@@ -102,7 +102,9 @@ async def unload_model(
 async def _tokenizer_id(
     base_model: str, pool: PoolRecord | None, request: Request, services: Services
 ) -> str:
-    """Name what transformers loads: a hub id, or on this host the folder of what no hub can have."""
+    """Return a name that transformers can load: a hub id, or on this host a folder for a model
+    outside any hub.
+    """
     if pool is None or _HUB_ID.fullmatch(base_model) or not is_local(request):
         return base_model
     return str(await published_tokenizer(pool, services.settings) or base_model)
@@ -124,5 +126,5 @@ def _lora_spec(run: RunId, config: LoraConfig) -> LoraSpec:
 
 
 def _seed_of(run: RunId) -> int:
-    # From the run's name, so that a repeated request makes the same run.
+    # Derived from the run's id, so that a repeated request creates the same run.
     return int.from_bytes(hashlib.sha256(run.encode()).digest()[:6])

@@ -1,6 +1,8 @@
-"""create_sampling_session and samplers/{id}: what a tenant samples from.
+"""Endpoints create_sampling_session, samplers/{id} and asample: create samplers and queue sample
+requests.
 
-asample: check, accept, answer at once. It waits for no cycle of the clock, and for no other one.
+asample checks, accepts and answers at once. A sample request waits for no cycle, and for no other
+sample request.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ router = APIRouter(
 async def create_sampling_session(
     request: CreateSamplingSessionRequest, services: ServicesDep, tenant: TenantDep
 ) -> CreateSamplingSessionResponse:
-    """Make a sampler of a base model, or of saved weights as they are now and stay for it.
+    """Create a sampler of a base model, or of saved weights. Later changes of the path do not
+    affect it.
 
-    Twice is harmless: the sampler's id is made from the session and the client's own number for it.
+    Idempotent: the sampler's id is derived from the session and the client's own number.
     """
     session = await services.records.session(tenant.id, request.session_id)
     if session.finished_at is not None:
@@ -73,7 +76,7 @@ async def create_sampling_session(
 async def get_sampler(
     sampling_session_id: str, services: ServicesDep, tenant: TenantDep
 ) -> GetSamplerResponse:
-    """Tell what a sampler samples from; clients take the name of its tokenizer from here."""
+    """Describe a sampler. Clients read the name of its tokenizer here."""
     sampler = await services.records.sampler(tenant.id, sampling_session_id)
     return GetSamplerResponse(
         sampler_id=sampler.id, base_model=sampler.base_model, model_path=sampler.model_path
@@ -83,7 +86,7 @@ async def get_sampler(
 async def _source(
     request: CreateSamplingSessionRequest, services: Services, tenant: TenantId
 ) -> tuple[str, WeightsRef | None]:
-    """Find the base model and the weights; a path wins over a base model."""
+    """Return the base model and the weights. A path takes precedence over a base model."""
     if request.model_path is not None:
         checkpoint = await services.records.checkpoint(tenant, request.model_path)
         check_loadable(checkpoint)
@@ -104,8 +107,8 @@ sampling_router = APIRouter(
 async def asample(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue a sample request.
 
-    Twice is harmless: the client's own number for it names it. Over the tenant's quota the answer
-    is 429, and SDKs slow down and send the same number again.
+    Idempotent: the client's own number identifies it. Above the tenant's quota the answer is 429,
+    and SDKs slow down and send the same number again.
     """
     content, weight = await json_body(request), body_weight(request)
     sample = await services.parser.parse_json(tenant.id, weight, read_sample, content)
@@ -123,5 +126,5 @@ async def asample(request: Request, services: ServicesDep, tenant: TenantDep) ->
 
 
 def _sequence_ids(request: RequestId, num_samples: int) -> list[str]:
-    """Name each sequence; SDK 0.38 takes no answer without exactly as many names."""
+    """Return a name for each sequence. SDK 0.38 requires exactly one per sequence."""
     return [f"{request}:{number}" for number in range(num_samples)]

@@ -1,4 +1,4 @@
-"""Sessions as their tenant sees them afterwards: lists, a search, what is in them, their project."""
+"""Endpoints for existing sessions: lists, search, content and project."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ router = APIRouter(
 )
 
 READ_AT_ONCE = 100
-#: One page looks at no more than this many; a rare match may be some pages away.
+#: Maximum number of sessions examined for one page. A rare match may be several pages later.
 LOOKED_AT = 2_000
 
 
@@ -51,7 +51,7 @@ async def list_sessions(
     offset: Offset = 0,
     access_scope: Scope = "owned",
 ) -> ListSessionsResponse:
-    """List your sessions, newest first. Those of other tenants are not accessible."""
+    """List your sessions, newest first. Sessions of other tenants are not accessible."""
     return ListSessionsResponse(
         sessions=list(await services.catalog.sessions(tenant.id, offset, limit))
     )
@@ -61,7 +61,7 @@ async def list_sessions(
 async def get_session(
     session_id: str, services: ServicesDep, tenant: TenantDep, access_scope: Scope = "owned"
 ) -> GetSessionResponse:
-    """Show what is in a session: its runs, and its samplers as long as they live."""
+    """Show the content of a session: its runs, and its live samplers."""
     session = await services.records.session(tenant.id, session_id)
     samplers = await services.records.samplers_of(session.id)
     return GetSessionResponse(
@@ -76,9 +76,9 @@ async def get_session(
 async def assign_session_project(
     session_id: str, request: AssignProjectRequest, services: ServicesDep, tenant: TenantDep
 ) -> None:
-    """Put a session, with its runs and samplers, into a project.
+    """Assign a session, with its runs and samplers, to a project.
 
-    A project is a name that you give; it exists by being given.
+    A project is only a name: it exists once a session is assigned to it.
     """
     details = {"session_id": session_id, "project_id": request.project_id}
     async with services.audit.act(tenant, AuditEvent.PROJECT_ASSIGN, details):
@@ -89,7 +89,7 @@ async def assign_session_project(
 async def search_sessions(
     request: SessionSearchRequest, services: ServicesDep, tenant: TenantDep
 ) -> SessionSearchResponse:
-    """Find sessions. Go on with `next_cursor` until there is none: a page may be short."""
+    """Find sessions. Continue with `next_cursor` until it is null, because a page may be short."""
     if not may_find(request.owner, tenant.id):
         return SessionSearchResponse(sessions=[])
     async with services.walks.of(tenant.id):
@@ -106,7 +106,7 @@ async def search_sessions(
 async def _look(
     wanted: SessionSearchRequest, services: Services, tenant: TenantId
 ) -> tuple[list[SessionEntry], Cursor | None]:
-    """Find a page of sessions, and the position to go on from; None where nothing is left."""
+    """Return a page of sessions and the position of the next page, or None at the end."""
     position = position_of(wanted.cursor) if wanted.cursor else None
     labels = LabelQuery(tuple(wanted.tags or ()), wanted.text or "")
     labelled = await services.run_labels.matching(tenant, labels) if labels else None

@@ -1,4 +1,4 @@
-"""What a client asks before and during training: configuration, session, heartbeat, telemetry."""
+"""Endpoints for configuration, sessions, heartbeats and telemetry."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ router = APIRouter(
     prefix="/api/v1", tags=["sessions"], route_class=TenantRoute, dependencies=[api_key]
 )
 
-#: SDK 0.38 cuts larger calls of forward_backward into requests of MAX_DATUMS, and of so many bytes, as it
-#: counts them: arrays alone, before compression.
+#: SDK 0.38 splits calls of forward_backward into requests of at most MAX_DATUMS datums and this
+#: many bytes. It counts only arrays, before compression.
 CHUNK_BYTES = 32_000_000
 READS_ONLY = "This API key is a viewer's: it reads what its tenant has. The server keeps no record of this session."
 MAX_SAMPLES_AT_ONCE = 2_000
-"""Requests one sampling client has on their way, as the hosted service has it."""
+"""Concurrent requests of one sampling client, as in the hosted service."""
 
 
 @router.post("/client/config")
 async def client_config(
     body: ClientConfigRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> ClientConfigResponse:
-    """Tell a client how to talk to this server."""
+    """Return the configuration of a client for this server."""
     settings, quotas = services.settings, await services.quotas.of(tenant.id)
     return ClientConfigResponse(
         pjwt_auth_enabled=exchanges_key(request, settings),
         fwdbwd_max_chunk_len=MAX_DATUMS,
-        # It counts arrays alone; what is around them takes as much where they are small.
+        # The SDK counts only arrays; the surrounding bytes take as much if arrays are small.
         fwdbwd_max_chunk_bytes_count=min(CHUNK_BYTES, settings.max_body_bytes // 2),
         proto_compress_fwdbwd=not is_local(request),
-        # 0.22 writes JSON otherwise, which knows no NaN: its encoder raises once the place is taken.
+        # Otherwise 0.22 writes JSON without NaN: its encoder raises after the seq is already used.
         proto_write_fwdbwd=True,
         sample_use_retrieve_futures=True,
-        # More at once than the quota holds would only be sent to be answered 429.
+        # Requests above the quota would only be answered with 429.
         sample_max_concurrent_requests=min(quotas.samples, MAX_SAMPLES_AT_ONCE),
-        # The transport of 0.22 follows redirects that its checkpoint download must see.
+        # The transport of 0.22 follows redirects, which its checkpoint download must see itself.
         use_pyqwest_transport=not body.sdk_version.startswith("0.22."),
         cotrain_max_pass_bytes=settings.max_body_bytes,
         cotrain_version=__version__,
@@ -66,7 +66,7 @@ async def client_config(
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(body: ClientConfigRequest) -> ClientDynamicConfigResponse:
-    """Tell a client what may change while it runs."""
+    """Return the configuration that may change while a client runs."""
     return ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
 
@@ -74,7 +74,7 @@ async def dynamic_config(body: ClientConfigRequest) -> ClientDynamicConfigRespon
 async def create_session(
     request: CreateSessionRequest, services: ServicesDep, tenant: TenantDep
 ) -> CreateSessionResponse:
-    """Open a session. A viewer's is not kept: SDKs need the id of one before they can read."""
+    """Open a session. A viewer's session is not stored: SDKs only need its id before they can read."""
     check_notes(request.user_metadata, request.tags)
     if not tenant.may_change:
         session_id = UNKEPT_SESSION + secrets.token_hex(16)
@@ -96,7 +96,7 @@ async def create_session(
 async def session_heartbeat(
     request: SessionHeartbeatRequest, services: ServicesDep, tenant: TenantDep
 ) -> SessionHeartbeatResponse:
-    """Keep a session alive; a viewer keeps none."""
+    """Extend the life of a session. A viewer's session is not stored."""
     if tenant.may_change:
         await services.records.heartbeat(tenant.id, request.session_id)
     return SessionHeartbeatResponse()
@@ -106,7 +106,7 @@ async def session_heartbeat(
 async def finish_session(
     session_id: str, request: FinishSessionRequest, services: ServicesDep, tenant: TenantDep
 ) -> dict[str, str]:
-    """End a session and its runs; a viewer's was never kept."""
+    """End a session and its runs. A viewer's session is not stored."""
     if not tenant.may_change:
         return {"type": "finish_session"}
     for name in await services.records.finish(tenant.id, session_id, request.reason.type):
@@ -134,5 +134,5 @@ async def get_server_capabilities(services: ServicesDep) -> GetServerCapabilitie
 
 @router.post("/telemetry")
 async def telemetry(body: dict[str, Any]) -> TelemetryResponse:
-    """Take what SDKs report about themselves, and keep none of it: it holds users' tracebacks."""
+    """Accept telemetry of SDKs and discard it, because it contains users' tracebacks."""
     return TelemetryResponse()

@@ -1,6 +1,6 @@
-"""How this server is: for load balancers, dashboards, Prometheus, and tenants about themselves.
+"""Status endpoints for load balancers, dashboards, Prometheus and tenants, and tokenizer downloads.
 
-tokenizers: the tokenizer of a base model, for clients that no hub can give it to.
+`/tokenizers` serves the tokenizer of a base model to clients that cannot load it from a hub.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ router = APIRouter(tags=["status"])
 @router.get("/healthz")
 @router.get("/api/v1/healthz")
 async def healthz() -> HealthResponse:
-    """Say that this process lives. No I/O: a pause of Redis must not restart every API."""
+    """Report that this process runs. Performs no I/O, so that an unavailable Redis does not restart
+    every API process.
+    """
     return HealthResponse()
 
 
@@ -48,7 +50,7 @@ async def readyz(services: ServicesDep) -> Response:
 
 @router.get("/status")
 async def status(request: Request, services: ServicesDep) -> dict[str, Any]:
-    """Show the operator everything, and a tenant (by its API key) its own part."""
+    """Show the whole status to the operator, and its own part to a tenant (by its API key)."""
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S):
             if is_operator(request, services):
@@ -60,14 +62,16 @@ async def status(request: Request, services: ServicesDep) -> dict[str, Any]:
 
 @router.get("/metrics")
 async def metrics(request: Request, services: ServicesDep) -> Response:
-    """Show Prometheus what this process does."""
+    """Return the metrics of this process for Prometheus."""
     check_operator(request, services)
     return Response(process_metrics(services), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/metrics/fleet")
 async def metrics_of_fleet(request: Request, services: ServicesDep) -> Response:
-    """Show Prometheus the store and all pools. Every API process has the same numbers: scrape one of them."""
+    """Return the metrics of the store and all pools. Every API process returns the same numbers, so
+    scrape only one.
+    """
     check_operator(request, services)
     return Response(await fleet_metrics(services), media_type=CONTENT_TYPE_LATEST)
 
@@ -93,7 +97,7 @@ async def get_tokenizer(
     return Response(content, headers=headers, media_type="application/json")
 
 
-@lru_cache(maxsize=8)  # a folder is named after its content; one of a large vocabulary takes 8 MB
+@lru_cache(maxsize=8)  # a folder is named after its content; one with a large vocabulary takes 8 MB
 def _compressed(folder: Path) -> bytes:
     paths = [folder / name for name in TOKENIZER_FILES]
     files = {path.name: path.read_text(encoding="utf-8") for path in paths if path.exists()}

@@ -1,4 +1,4 @@
-"""A session's timeline: drawn when it is asked for, from the records of the last cycles."""
+"""Timeline of a session, built on request from the records of the last cycles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cotrain_store.monitoring.status import session_cycles
 router = APIRouter(prefix="/api/v1", tags=["lists"])
 exports = APIRouter(route_class=TenantRoute, dependencies=[api_key])
 
-#: What a link to a trace names in place of a checkpoint: no checkpoint has such a path.
+#: Prefix of a trace link's path. No checkpoint path starts with it.
 _TRACE_OF = "trace-of:"
 _FILE = "trace.json"
 _NO_CYCLES = (
@@ -34,7 +34,7 @@ _NO_CYCLES = (
 async def export_session_trace(
     session_id: str, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> TraceExportResponse:
-    """Give a link to a session's timeline. Sample requests are not in it: the clock has none."""
+    """Return a link to a session's timeline. It excludes sample requests, which no cycle contains."""
     session = await services.records.session(tenant.id, session_id)
     if not await _cycles(services, tenant.id, session.id):
         return TraceExportResponse(status="failed", error=_NO_CYCLES)
@@ -54,7 +54,7 @@ router.include_router(exports)
     responses={200: {"content": {"application/json": {}}}},
 )
 async def download_trace(token: str, services: ServicesDep) -> Response:
-    """Send a session's timeline to any client that has the link, in a format that ui.perfetto.dev opens."""
+    """Send a session's timeline in the format of ui.perfetto.dev to any client that has the link."""
     link = services.signer.read_link(token, time.time())
     if not link.path.startswith(_TRACE_OF):
         raise BadLink
@@ -65,7 +65,7 @@ async def download_trace(token: str, services: ServicesDep) -> Response:
 
 
 async def _cycles(services: Services, tenant: TenantId, session: SessionId) -> list[dict[str, Any]]:
-    """Read the cycles of all pools that a session's runs are in."""
+    """Return the cycles of all pools that contain a session's runs."""
     names = await services.catalog.session_runs(session)
     pools = {(await services.records.run(tenant, name)).pool for name in names}
     return [

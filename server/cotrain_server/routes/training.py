@@ -1,6 +1,6 @@
-"""forward, forward_backward, optim_step: check, accept, answer at once.
+"""Endpoints forward, forward_backward and optim_step: check, accept, and answer at once.
 
-A POST never waits for work: SDKs send the chunks of one call in parallel and the first one last, so
+A POST never waits for work. SDKs send the chunks of one call in parallel and the first one last, so
 an answer that waited for an earlier chunk would never end.
 """
 
@@ -47,7 +47,7 @@ router = APIRouter(
 async def forward_backward(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
-    """Queue a pass that adds to the run's gradient, or with `forward_only` one that does not."""
+    """Queue a pass that adds to the run's gradient, or with `forward_only` one without a gradient."""
     return await _queue_pass(request, services, tenant, forward_only=False)
 
 
@@ -57,7 +57,7 @@ async def forward_backward(
     openapi_extra=body_of(ForwardRequest, binary=True),
 )
 async def forward(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
-    """Queue a pass that leaves no gradient."""
+    """Queue a pass without a gradient."""
     return await _queue_pass(request, services, tenant, forward_only=True)
 
 
@@ -69,7 +69,7 @@ async def forward(request: Request, services: ServicesDep, tenant: TenantDep) ->
 async def optim_step(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
-    """Queue one AdamW step on the gradient gathered so far."""
+    """Queue one AdamW step on the accumulated gradient."""
     content = await json_body(request)
     step = await services.parser.parse_json(tenant.id, body_weight(request), read_step, content)
     run = await services.records.run(tenant.id, step.model_id)
@@ -105,7 +105,7 @@ async def _pass_op(
     *,
     is_json: bool,
 ) -> Op:
-    """Make the op of a pass; of one that cannot be read within the limits, one that fails in its place."""
+    """Return the op of a pass, or a rejected op if the pass exceeds the limits of parsing."""
     parser = services.parser
     try:
         if not addressed.is_read:

@@ -38,7 +38,7 @@ router = APIRouter(
 
 _SDK = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)\b.*")
 AfterStep = Annotated[int, Query(ge=-1, lt=2**53)]
-#: SDKs before this one know no checkpoints of type `external`.
+#: First SDK version that can read checkpoints of type `external`.
 _FIRST_WITH_EXTERNAL = (0, 30)
 
 
@@ -53,10 +53,10 @@ async def list_training_runs(
     tag: Annotated[list[Tag] | None, Query(max_length=16)] = None,
     text: Annotated[str | None, Query(min_length=1, max_length=1024)] = None,
 ) -> TrainingRunsResponse:
-    """List your runs; with `accessible` also others', if something of theirs is published.
+    """List your runs; with `accessible`, also other tenants' runs that have a published checkpoint.
 
-    With a `project_id`, yours in that project; with a `tag` (repeated: all of them) or the words of a
-    `text`, yours with such tags or such a note: those of other tenants are not in it.
+    The filters return only your own runs: those of a `project_id`, those with every `tag`
+    (repeatable), and those with the words of `text` in their note.
     """
     catalog = services.catalog
     labels = LabelQuery(tuple(tag or ()), text or "")
@@ -92,7 +92,7 @@ async def get_training_run(
 async def update_training_run(
     run_id: str, changes: UpdateTrainingRunRequest, services: ServicesDep, tenant: TenantDep
 ) -> TrainingRun:
-    """Write a run's note or its tags; lists and searches find it by them."""
+    """Set a run's note or tags, by which lists and searches find it."""
     run = await services.records.run(tenant.id, run_id)
     most = (await services.quotas.of(tenant.id)).record_bytes
     async with services.audit.act(tenant, AuditEvent.RUN_LABEL, {"run": run.id}):
@@ -114,9 +114,9 @@ async def get_history(
     after_step: AfterStep = -1,
     format: Literal["json", "csv"] | None = None,
 ) -> TrainingRunHistory | Response:
-    """Show what a run's optimizer steps and evaluations found, those after a step.
+    """Return the results of a run's optimizer steps and evaluations after a given step.
 
-    As CSV with `format=csv`, or where `Accept` asks for text/csv.
+    The format is CSV with `format=csv`, or if `Accept` contains text/csv.
     """
     run = await services.records.run(tenant.id, run_id)
     points = await read_history(services.connection, run.id, after_step)
@@ -132,7 +132,7 @@ async def get_history(
 async def list_checkpoints(
     run_id: str, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> CheckpointsListResponse:
-    """List a run's checkpoints; of another tenant's run, the published ones."""
+    """List a run's checkpoints; for another tenant's run, only the published ones."""
     records = await services.catalog.checkpoints_of(tenant.id, run_id)
     hides_external = _hides_external(request.headers)
     return CheckpointsListResponse(
@@ -162,7 +162,7 @@ async def list_user_checkpoints(
 
 
 def _hides_external(headers: Mapping[str, str]) -> bool:
-    """Tell whether a client is an SDK that could not read `external` in a list."""
+    """Return True if a client is an SDK that cannot read `external` in a list."""
     sdk = _SDK.fullmatch(headers.get("user-agent", ""))
     return sdk is not None and (int(sdk[1]), int(sdk[2])) < _FIRST_WITH_EXTERNAL
 

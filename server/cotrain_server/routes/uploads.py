@@ -1,7 +1,8 @@
-"""training_runs/upload and checkpoints/upload: bring an adapter that was made elsewhere.
+"""Endpoints training_runs/upload and checkpoints/upload: import an adapter that was trained
+elsewhere.
 
-It becomes a run of its own, whose first op imports it and whose second saves it under the name that the
-tenant gives. From then on it is a checkpoint like any other: loaded, sampled from, trained on.
+Each upload creates a run. Its first op imports the adapter, and its second saves it under the given
+name. The result is an ordinary checkpoint that can be loaded, sampled and trained.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.results.futures import Pending
 from cotrain_store.tenants.audit_log import AuditEvent
 
-#: What an upload leaves out begins the same way in every run.
+#: Seed of the parameters that an upload omits, equal for every run.
 SEED = 0
 FOLDER = "uploads"
 ARCHIVE = {
@@ -65,15 +66,15 @@ FORM = {
         },
     }
 }
-#: What a checkpoint is called whose client cannot say; its run is its own.
+#: Name of a checkpoint whose client cannot choose one. Each has its own run.
 NAME = "uploaded"
-#: The client waits 300 s for an answer, and loads from the path the moment that it has one.
+#: The client waits 300 s for an answer, and loads the path as soon as it receives one.
 PATIENCE_S = 240.0
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What an upload is to become, as far as its query says it."""
+    """Result that an upload's query requests."""
 
     owner: Tenant
     pool: PoolRecord
@@ -83,16 +84,16 @@ class _Wanted:
     save: bytes  # the body of the op
 
     def path_in(self, run: RunRecord) -> str:
-        """Name the checkpoint that it becomes."""
+        """Return the path of the resulting checkpoint."""
         return f"tinker://{run.id}/weights/{self.name}"
 
 
 class UploadRoute(APIRoute):
-    """A route that knows its tenant, and then reads its body in chunks, without the framework."""
+    """A route that authenticates its tenant, then reads its body in chunks without the framework."""
 
     @override
     def get_route_handler(self) -> Handler:
-        """Put the key before the route."""
+        """Return a handler that authenticates before the route runs."""
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
@@ -116,7 +117,7 @@ async def upload_checkpoint(
 ) -> UploadResponse:
     """Queue the import of an archive's adapter as a checkpoint of a new run.
 
-    What is wrong with its files is said here and now; whether they fit the base model, by the future.
+    Invalid files are refused at once. The future reports whether they fit the base model.
     """
     wanted = await _read_query(services, tenant, query)
     if full := await quota_reached(services, tenant.id):
@@ -137,7 +138,8 @@ async def upload_form(
 ) -> UploadedResponse:
     """Import the archive in a form's part `file`, and answer once it can be loaded.
 
-    The base model is the one that its adapter_config.json names, where that is served, else the only one.
+    The base model is the one named in adapter_config.json if it is served, otherwise the only one
+    served.
     """
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
@@ -174,7 +176,12 @@ async def _pool_of(services: Services, config: bytes) -> PoolRecord:
 
 
 async def _await_op(services: Services, run: RunRecord, seq: int) -> None:
-    """Return when an op is done, or not for long; raises Invalid with its reason if it failed."""
+    """Wait until an op is done.
+
+    Raises:
+        Invalid: the op failed; the message is its error.
+        StoreUnavailable: the op is not done after PATIENCE_S, or this process drains.
+    """
     end = time.monotonic() + PATIENCE_S
     while not services.draining and (left_s := end - time.monotonic()) > 0:
         outcome = await services.futures.wait(run.tenant, request_id(run.id, seq), left_s)
@@ -217,7 +224,7 @@ def _save_request(query: UploadQuery) -> SaveRequest:
 
 
 async def _import(request: Request, services: Services, wanted: _Wanted) -> RunRecord:
-    """Receive and unpack an archive, and queue both ops of the run that it becomes."""
+    """Receive and unpack an archive, and queue both ops of its run."""
     settings = services.settings
     folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
     async with (
@@ -242,7 +249,7 @@ async def _queue(services: Services, wanted: _Wanted, adapter: PeftAdapter) -> R
         known = await services.records.run(run.tenant, run.id)
         if known.user_metadata != run.user_metadata:
             raise
-        # Sent again by who did not hear that it was imported and saved already.
+        # Repeated by a client that did not receive the answer: the import is already done.
     return run
 
 
@@ -268,7 +275,7 @@ def _read_archive(archive: IO[bytes], limit_bytes: int) -> PeftAdapter:
 
 
 def _encode(adapter: PeftAdapter, wanted: _Wanted) -> tuple[bytes, str]:
-    """Write the body of the import, and a digest of all that was asked for."""
+    """Return the body of the import, and a digest of the whole request."""
     body = encode_import(adapter)
     hasher = hashlib.sha256(wanted.pool.base_model.encode())
     for part in (b"\0", wanted.save, b"\0", body):

@@ -1,4 +1,4 @@
-"""save_weights, save_weights_for_sampler, save_weights_external, weights_info: keep what a run has."""
+"""Endpoints save_weights, save_weights_for_sampler, save_weights_external and weights_info."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ router = APIRouter(
 async def save_weights(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
-    """Queue a copy of the weights and of the optimizer's state, to train on from."""
+    """Queue a save of the weights and the optimizer state, from which training can resume."""
     return await _save(request, services, tenant, "weights")
 
 
@@ -47,9 +47,9 @@ async def save_weights(
 async def save_weights_for_sampler(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
-    """Queue a copy of the weights that all requests before this one add up to.
+    """Queue a save of the weights after all earlier requests.
 
-    Of `kind` inflight a snapshot is made as well: its sampler never sees later weights.
+    With `kind` inflight, a snapshot is made as well: its sampler never sees later weights.
     """
     return await _save(request, services, tenant, "sampler_weights")
 
@@ -62,7 +62,7 @@ async def save_weights_for_sampler(
 async def save_weights_external(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
-    """Queue files to download, encrypted where recipients are named."""
+    """Queue files for download, encrypted if recipients are given."""
     return await _save(request, services, tenant, "external_weights")
 
 
@@ -82,7 +82,7 @@ async def _save(
 async def weights_info(
     wanted: WeightsInfoRequest, services: ServicesDep, tenant: TenantDep
 ) -> WeightsInfoResponse:
-    """Tell what a run must be like to load a checkpoint."""
+    """Return the properties that a run needs to load a checkpoint."""
     weights = (await find_source(services, tenant.id, wanted.tinker_path)).weights
     return WeightsInfoResponse(
         base_model=weights.base_model,

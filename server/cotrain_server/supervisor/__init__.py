@@ -1,1 +1,1 @@
-"""`cotrain serve`: processes, their environment, the data folder; knows no request."""
+"""Supervisor of `cotrain serve`: processes, their environment, and the data folder."""

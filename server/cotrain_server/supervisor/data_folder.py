@@ -1,4 +1,4 @@
-"""The data folder: who may use it, and where in it things are."""
+"""Data folder of a server: its lock and its files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cotrain_store.redis_client.embedded_server import LOG_FOLDER, MAX_SOCKET_PA
 
 SOCKET_NAME = "redis.sock"
 METRICS_TARGETS = "prometheus-targets.json"
-#: A log that is larger than this is put aside as `.1`, in place of the one before.
+#: Size above which a log is moved to `.1`, replacing the previous one.
 LOG_BYTES = 64 * 1024**2
 
 LOG_END_BYTES = 64 * 1024
-#: What a start writes at least: less free space than that is a full disk.
+#: Minimum number of bytes that a start writes. Less free space counts as a full disk.
 PROBE_BYTES = 64 * 1024
 
 
@@ -52,29 +52,29 @@ def _used(folder: Path) -> Iterator[None]:
 
 
 class DataFolder:
-    """One server's folder; everything in it is readable by its owner only."""
+    """Data folder of one server. All content is readable only by its owner."""
 
     def __init__(self, path: Path) -> None:
-        """Make what is missing. Raises UnusableFolder."""
+        """Create missing folders. Raises UnusableFolder."""
         self.path = path
         with _used(path):
-            if not path.exists():  # the folder above one that is there need not be ours to read
+            if not path.exists():  # a parent of an existing folder may be unreadable
                 make_folder(path)
             for folder in (self.logs, self.redis, self.redis / LOG_FOLDER):
                 make_folder(folder)
 
     @property
     def logs(self) -> Path:
-        """One file per process."""
+        """Folder of the logs, one file per process."""
         return self.path / "logs"
 
     @property
     def redis(self) -> Path:
-        """The append-only file."""
+        """Folder of the append-only file."""
         return self.path / "redis"
 
     def write_metrics_targets(self, targets: Sequence[Mapping[str, Any]]) -> None:
-        """Say where a Prometheus finds the metrics of each process, at once: it may read while we write."""
+        """Write the metrics targets for Prometheus atomically, because it may read at any time."""
         path = self.path / METRICS_TARGETS
         temporary = path.with_suffix(".new")
         with _used(self.path):
@@ -82,10 +82,12 @@ class DataFolder:
             temporary.replace(path)
 
     def lock(self) -> int:
-        """Take the folder; the file descriptor holds it. Raises FolderInUse, UnusableFolder.
+        """Lock the folder, held by the returned file descriptor. Raises FolderInUse,
+        UnusableFolder.
 
-        Every process we start inherits the descriptor, so the folder is free only when the last of
-        them is gone. A new server therefore never meets a Redis, or a worker, of the one before.
+        Every child process inherits the descriptor, so the folder is free only after the last of
+        them has exited. A new server therefore never runs next to a Redis or worker of the previous
+        one.
         """
         with _used(self.path):
             file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -102,37 +104,42 @@ class DataFolder:
         return file
 
     def check_writable(self) -> None:
-        """Raise UnusableFolder where nothing can be written: the processes would say less of it."""
+        """Raise UnusableFolder if nothing can be written. The processes' own errors would be less
+        clear.
+        """
         with _used(self.path), tempfile.TemporaryFile(dir=self.path) as probe:
             probe.write(bytes(PROBE_BYTES))
             probe.flush()
             os.fsync(probe.fileno())
 
     def socket(self) -> Path:
-        """Name the socket of the embedded Redis; its folder is ours alone. Raises UnsafeFolder, UnusableFolder."""
+        """Return the socket path of the embedded Redis in a private folder. Raises UnsafeFolder,
+        UnusableFolder.
+        """
         with _used(self.path):
             _socket_name(self.path).parent.mkdir(mode=0o700, exist_ok=True)
         return found_socket(self.path)
 
     def log_of(self, process: str) -> Path:
-        """Name a process's log."""
+        """Return the path of a process's log."""
         return self.logs / f"{process}.log"
 
     def open_log(self, process: str) -> int:
-        """Open a process's log for appending; the caller closes the descriptor."""
+        """Open a process's log for appending. The caller closes the descriptor."""
         path = self.log_of(process)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def log_end(self, process: str) -> list[str]:
-        """Read the last lines of a process's log, the first of them perhaps in part."""
+        """Return the last lines of a process's log. The first may be incomplete."""
         with self.log_of(process).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END_BYTES))
             return log.read().decode(errors="replace").splitlines()
 
     def put_logs_aside(self) -> None:
-        """Copy logs that have grown large, and empty them: their writers have them open.
+        """Copy large logs and empty them in place, because their writers keep them open.
 
-        Every refused request is a line, also those of clients without a key, which must not fill the disk.
+        Every refused request is logged, even from clients without a key, and must not fill the
+        disk.
         """
         for path in self.logs.glob("*.log"):
             if path.stat().st_size > LOG_BYTES:
@@ -142,7 +149,9 @@ class DataFolder:
 
 
 def found_socket(path: Path) -> Path:
-    """Name the socket of the server that uses this data folder, and make nothing. Raises UnsafeFolder."""
+    """Return the socket path of the server that uses this data folder, without creating anything.
+    Raises UnsafeFolder.
+    """
     socket = _socket_name(path)
     if socket.parent.exists():
         found = socket.parent.lstat()

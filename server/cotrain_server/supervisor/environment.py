@@ -1,6 +1,7 @@
-"""Which `COTRAIN_*` variable belongs to which process, so that each gets its own and no typo passes.
+"""Environment variables of each process, and startup progress from their logs.
 
-What processes write in their logs of how far their start is, for who waits in front of a terminal.
+Each process receives only its own `COTRAIN_*` variables, and an unknown variable is refused as a
+typo. `follow` prints the progress of a start on the terminal.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ def _names_of(settings: type[StoreSettings]) -> frozenset[str]:
     return frozenset(name.upper() for name in settings.model_fields)
 
 
-#: Of every process, for tests (`cotrain_store.failpoints`).
+#: Variables of every process, for tests (`cotrain_store.failpoints`).
 FAULTS = frozenset({"FAILPOINTS", "FAILPOINTS_LOG"})
 API = _names_of(ServerSettings)
 SCHEDULER = _names_of(SchedulerSettings)
 WORKER = _names_of(WorkerSettings)
 #: Read by clients, which may share a shell with a server.
 CLIENT = frozenset({"API_KEY", "BASE_URL", "PROGRESS"})
-#: Of `cotrain serve` alone.
+#: Variables of `cotrain serve` only.
 SERVE = frozenset({"WORKERS", "GPUS"})
 _KNOWN = API | SCHEDULER | WORKER | CLIENT | FAULTS | SERVE
 
 
 def refused_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Say of each `COTRAIN_*` variable that no process knows what is wrong with it, in a sentence."""
+    """Return an error sentence for unknown `COTRAIN_*` variables, and for each removed one."""
     present = os.environ if environ is None else environ
     names = {name.removeprefix(PREFIX) for name in present if name.startswith(PREFIX)}
     unknown = sorted(PREFIX + name for name in names - _KNOWN - REPLACED_BY.keys())
@@ -51,7 +52,7 @@ def refused_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def opened(redis_url: str | None) -> str | None:
-    """Check a Redis' URL, and complete it by the password of COTRAIN_REDIS_PASSWORD_FILE. Raises ValueError."""
+    """Validate a Redis URL, and add the password of COTRAIN_REDIS_PASSWORD_FILE. Raises ValueError."""
     if not redis_url:
         return redis_url
     parse_address(redis_url)
@@ -62,7 +63,9 @@ def opened(redis_url: str | None) -> str | None:
 def environment(
     names: frozenset[str], given: Mapping[str, str], environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Make a process's environment: ours, with only its own variables, `given` before inherited."""
+    """Return a process's environment: ours, with only its own variables. `given` overrides
+    inherited values.
+    """
     names |= FAULTS
     inherited = os.environ if environ is None else environ
     own = {f"{PREFIX}{name}": value for name, value in given.items() if name in names}
@@ -78,7 +81,7 @@ POLL_S = 0.2
 
 
 class NewLines:
-    """The lines that are added to a log from now on."""
+    """New lines of a log from now on."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -86,9 +89,9 @@ class NewLines:
         self._rest = b""
 
     def take(self) -> list[str]:
-        """Read those that are whole and were not read before."""
+        """Return the complete lines that were not read before."""
         with suppress(OSError), self._log.open("rb") as log:
-            if log.seek(0, os.SEEK_END) < self._read:  # emptied: it had grown large
+            if log.seek(0, os.SEEK_END) < self._read:  # emptied because it had grown large
                 self._read, self._rest = 0, b""
             log.seek(self._read)
             added = log.read()
@@ -99,7 +102,7 @@ class NewLines:
 
 
 async def follow(lines_by_name: Mapping[str, NewLines], say: Callable[[str], None]) -> None:
-    """Say what each process does to start, until cancelled."""
+    """Print the startup progress of each process until cancelled."""
     while True:
         for name, lines in lines_by_name.items():
             for doing in filter(None, map(doing_in, lines.take())):
@@ -108,7 +111,7 @@ async def follow(lines_by_name: Mapping[str, NewLines], say: Callable[[str], Non
 
 
 def doing_in(line: str) -> str | None:
-    """Read what a process does to start from a line of its log; None in other lines. Pure."""
+    """Return the startup activity in a log line, or None for other lines. Pure."""
     with suppress(ValueError, AttributeError):
         event = json.loads(line)
         if event.get("event") == "starting":

@@ -17,11 +17,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
-    """Tie this process to its supervisor, then become the command."""
+    """Tie this process to its supervisor, then execute the command."""
     supervisor, death_signal, *command = arguments
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(death_signal))
-    # It may have died before the line above: then no signal comes.
+    # If the supervisor exited before the line above, no signal arrives.
     if os.getppid() != int(supervisor):
         sys.exit(1)
     os.execvp(command[0], command)  # noqa: S606  # our own supervisor chose the command

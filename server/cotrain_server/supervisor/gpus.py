@@ -1,4 +1,4 @@
-"""Which GPU each worker computes on: one of its own, as far as there are as many."""
+"""Assignment of GPUs to workers: one each, if there are enough."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-#: Of the NVIDIA driver: a folder per GPU of this host.
+#: Folder of the NVIDIA driver with one entry per GPU of this host.
 DRIVER = Path("/proc/driver/nvidia/gpus")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: Else CUDA counts the fastest GPU as 0, and `nvidia-smi` the first on the bus.
+#: Otherwise CUDA counts the fastest GPU as 0, and `nvidia-smi` the first on the bus.
 ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 SHARING = (
     "workers that share one plan with all of its memory each. Set COTRAIN_MICRO_BATCH_TOKENS, "
@@ -18,11 +18,11 @@ SHARING = (
 
 
 class UnfitGpus(Exception):
-    """What `--gpus` asks for cannot be had."""
+    """Invalid value of `--gpus`."""
 
 
 def gpus(environ: Mapping[str, str] | None = None, driver: Path = DRIVER) -> list[str]:
-    """Name the GPUs that processes started by this one may use, as CUDA_VISIBLE_DEVICES does."""
+    """Return the GPUs visible to child processes, by their names in CUDA_VISIBLE_DEVICES."""
     listed = (os.environ if environ is None else environ).get(VISIBLE)
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip()]
@@ -32,11 +32,12 @@ def gpus(environ: Mapping[str, str] | None = None, driver: Path = DRIVER) -> lis
 def chosen(
     asked: str, base_models: int, there: Sequence[str], group_size: int = 1
 ) -> tuple[str, ...]:
-    """Read `all`, or names of GPUs separated by commas: there is a worker on each, or on `group_size` of them. Pure.
+    """Parse `all`, or GPU names separated by commas: one worker on each, or on each `group_size` of
+    them. Pure.
 
     Raises:
-        UnfitGpus: there is none, none of that name, one is named twice, a group would lack some, or a base model
-            would have none.
+        UnfitGpus: no GPU, an unknown or repeated name, an incomplete group, or a base model without
+            a GPU.
     """
     if not there:
         raise UnfitGpus(f"--gpus {asked}: no GPU can be seen here ({DRIVER}, {VISIBLE}).")
@@ -62,7 +63,7 @@ def chosen(
 
 
 def enough(base_models: int, there: Sequence[str], group_size: int) -> None:
-    """Raise UnfitGpus where there are GPUs, and not one for each process of each base model's group. Pure."""
+    """Raise UnfitGpus if there are GPUs, but fewer than processes of all groups. Pure."""
     if group_size > 1 and 0 < len(there) < base_models * group_size:
         raise UnfitGpus(
             f"--group-size {group_size}: each process of a group needs a GPU of its own, and this host has "
@@ -71,7 +72,7 @@ def enough(base_models: int, there: Sequence[str], group_size: int) -> None:
 
 
 def variables_of(worker: int, names: Sequence[str], group_size: int = 1) -> dict[str, str]:
-    """Return what a worker's environment needs so that it sees its GPUs; nothing where there is none."""
+    """Return the environment variables that select a worker's GPUs; empty without GPUs."""
     if not names:
         return {}
     first = worker * group_size
@@ -80,7 +81,7 @@ def variables_of(worker: int, names: Sequence[str], group_size: int = 1) -> dict
 
 
 def notice(workers: int, names: Sequence[str], group_size: int = 1) -> str | None:
-    """Say that workers have to share a GPU, or that GPUs are left over; None if neither."""
+    """Return a message if workers share a GPU or GPUs are unused, else None."""
     taken = workers * group_size
     if not names or taken == len(names):
         return None

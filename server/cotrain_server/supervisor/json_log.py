@@ -1,10 +1,10 @@
-"""Write a process's log: each line it printed as one JSON object, time first. Standard library only.
+"""Log writer of a process: each printed line as one JSON object, time first. Standard library only.
 
 Usage: `python -I -S json_log.py NAME < PIPE >> LOG`
 
-Our processes write JSON themselves. Redis does not, nor do libraries below Python, nor what ends an
-interpreter. A process of its own and not a task of the supervisor: while that stands still (Ctrl-Z in its
-terminal), a pipe that nothing reads would make everything else stand still.
+Our processes write JSON themselves. Redis does not, nor do native libraries, nor a crashing
+interpreter. It is a separate process, not a task of the supervisor. While the supervisor is
+suspended (Ctrl-Z in its terminal), an unread pipe would block all other processes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import sys
 from contextlib import suppress
 from datetime import UTC, datetime
 
-#: More is the beginning of a line of its own: what prints without an end must not fill the memory.
+#: A longer line is split, because endless output must not fill the memory.
 LONGEST_LINE = 1024**2
-#: Of Redis: process, role, when, how urgent, what. Its time is that of the host's zone; ours is UTC.
+#: Redis log line: process, role, time, level, message. Its time is in the host's zone; ours is UTC.
 _REDIS = re.compile(r"\d+:[A-Z] \d+ \w+ \d+ [\d:.]+ ([.*#-]) (.*)")
 _LEVELS = {".": "debug", "-": "info", "*": "info", "#": "warning"}
 
 
 def as_json(line: str, process: str, now: datetime) -> str | None:
-    """Return a printed line as JSON; None for one that says nothing."""
+    """Return a printed line as JSON, or None for an empty one."""
     if not line.strip():
         return None
     if line.startswith('{"ts":'):
@@ -36,11 +36,11 @@ def as_json(line: str, process: str, now: datetime) -> str | None:
 
 
 def main(process: str) -> None:
-    """Copy until the last process that holds the other end is gone."""
+    """Copy until the last writer closes the pipe."""
     while line := sys.stdin.buffer.readline(LONGEST_LINE):
         written = as_json(line.decode(errors="replace").rstrip("\n"), process, datetime.now(UTC))
         if written is not None:
-            with suppress(OSError):  # no disk: the line is lost, and its process goes on
+            with suppress(OSError):  # no disk space: the line is lost, but its process continues
                 os.write(sys.stdout.fileno(), f"{written}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""Keep one process running until it shall stop."""
+"""A supervised process, restarted until it is stopped."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ TETHER = Path(__file__).with_name("exec_with_parent.py")
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
 WINDOW_S = 60.0
-#: This many crashes within the window are no accident.
+#: Number of crashes within the window that counts as a crash loop.
 CRASH_LOOP_COUNT = 5
-#: A process that crashed again and again is taken for healthy once it has lived this long.
+#: A process in a crash loop counts as healthy after running this long, in seconds.
 HEALED_AFTER_S = 20.0
 LINES = Path(__file__).with_name("json_log.py")
-#: What a process wrote last is in its log by then, unless something that it started lives on.
+#: Time for the last output to reach the log, in seconds. A child that keeps the pipe open can
+#: exceed it.
 LAST_LINES_S = 5.0
 
 
@@ -35,47 +36,51 @@ class CannotServe(Exception):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a process ended."""
+    """Reason for the exit of a process."""
 
     text: str
     is_final: bool
-    """Whether the next start would end likewise."""
+    """True if the next start would fail in the same way."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What to run, and how to end it."""
+    """A command to run, with its environment and shutdown."""
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
     grace_s: float
-    """Time between SIGTERM and SIGKILL."""
+    """Time between SIGTERM and SIGKILL, in seconds."""
     death_signal: signal.Signals = signal.SIGKILL
-    """What the kernel sends it when this supervisor is gone."""
+    """Signal from the kernel to the process when the supervisor exits."""
     pass_fds: tuple[int, ...] = ()
     good_life_s: float = 20.0
-    """A process that ran this long had started well: the next start does not wait."""
+    """A process that ran at least this long started well, so its next start is not delayed."""
     reason_of: Callable[[Sequence[str]], Reason | None] | None = None
-    """Read why it ended from the last lines of its log. None: as our own processes say it, with status 2."""
+    """Finds the reason of an exit in the last lines of the log. None: the format of our own
+    processes, for status 2.
+    """
 
 
 @dataclass(frozen=True)
 class RestartHistory:
-    """When a process crashed within the last WINDOW_S, and how soon it is started again; in seconds."""
+    """Crash times within the last WINDOW_S, and the delay of the next start, in seconds."""
 
     times: tuple[float, ...] = ()
     well_until: float = -math.inf
-    """When it last crashed after a good life."""
+    """Time of the last crash after a good run."""
 
     def plus(self, now: float, *, lived_well: bool = False) -> RestartHistory:
-        """Add one more crash and drop the old ones."""
+        """Return the history with another crash and without old ones."""
         recent = (time for time in self.times if now - time < WINDOW_S)
         return RestartHistory((*recent, now), now if lived_well else self.well_until)
 
     @property
     def delay_s(self) -> float:
-        """How long to wait before the next start: 0.1 s, doubled with each crash since a good life, at most 5 s."""
+        """Delay before the next start: 0.1 s, doubled with each crash since a good run, at most 5
+        s.
+        """
         in_a_row = sum(time >= self.well_until for time in self.times)
         if in_a_row >= CRASH_LOOP_COUNT:
             return LONGEST_DELAY_S
@@ -83,25 +88,27 @@ class RestartHistory:
 
     @property
     def is_crash_loop(self) -> bool:
-        """Whether an operator should look: it is still started again, but only every 5 s if it lives shortly."""
+        """True if an operator should investigate. The process is still restarted, but only every 5
+        s if it crashes early.
+        """
         return len(self.times) >= CRASH_LOOP_COUNT
 
 
 @dataclass
 class Child:
-    """One program, started again whenever it dies."""
+    """A program that is restarted after each exit."""
 
     program: Program
     folder: DataFolder
     say: Callable[[str], None]
     report_problem: Callable[[str, str | None], None]
-    """Called with the name and what is wrong, or None when it is well again."""
+    """Called with the name and the problem, or None after recovery."""
     give_up: Callable[[str], bool] = lambda reason: False
-    """Called with why it refused to start, if it did; True ends the keeping."""
+    """Called with the reason of a refused start. True ends the restarts."""
     restarts: RestartHistory = field(default_factory=RestartHistory)
     _process: asyncio.subprocess.Process | None = None
     _logged: set[asyncio.Task[int]] = field(default_factory=set)
-    """Done when all that a start of it printed is in its log."""
+    """Tasks that end when all output of a start is in its log."""
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def keep(self) -> None:
@@ -133,7 +140,7 @@ class Child:
                 await asyncio.wait_for(self._stopping.wait(), self.restarts.delay_s)
 
     async def stop(self) -> None:
-        """End the program: SIGTERM, and SIGKILL to it and all it started once its grace is over."""
+        """Stop the program: SIGTERM, and after the grace period SIGKILL to its process group."""
         self._stopping.set()
         process = self._process
         if process is None or process.returncode is not None:
@@ -147,17 +154,19 @@ class Child:
             await process.wait()
 
     def kill(self) -> None:
-        """End the program and all it started at once: what it had accepted is replayed later."""
+        """Kill the program's process group at once. Accepted work is replayed later."""
         self._stopping.set()
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _run_once(self) -> tuple[str, Reason | None]:
-        """Run the program until it ends; say how it did, and why, where it says that."""
+        """Run the program until it exits. Return a description of the exit, and its reason if
+        known.
+        """
         try:
             self._process = await self._start()
-        except OSError as error:  # no memory, no process left, no disk for its log
+        except OSError as error:  # no memory, too many processes, or no disk space for the log
             return f"could not be started ({error.strerror})", None
         if self._stopping.is_set():  # while it was being started
             self.kill()
@@ -184,7 +193,9 @@ class Child:
             os.close(written_end)
 
     async def _start_lines(self, lines_end: int) -> asyncio.subprocess.Process:
-        """Start what writes the program's log: it ends when the last that holds the pipe does."""
+        """Start the process that writes the program's log. It exits when the last writer closes the
+        pipe.
+        """
         log = self.folder.open_log(self.program.name)
         try:
             return await _exec([str(LINES), self.program.name], stdin=lines_end, output=log, env={})
@@ -220,9 +231,11 @@ async def _exec(
     env: Mapping[str, str],
     pass_fds: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
-    """Start one of our small scripts, which need no packages (-S), whatever this environment says (-I).
+    """Start one of our small scripts, without packages (-S) and independent of the environment
+    (-I).
 
-    In a session of its own: Ctrl-C is for the supervisor, which ends its children in order.
+    It runs in its own session: Ctrl-C reaches only the supervisor, which stops its children in
+    order.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,

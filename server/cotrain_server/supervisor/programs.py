@@ -1,4 +1,4 @@
-"""What a server consists of: which programs, with which settings, and how each is ended."""
+"""Programs of a server, with their settings and shutdown."""
 
 from __future__ import annotations
 
@@ -29,49 +29,54 @@ from cotrain_store.settings.worker import WorkerSettings
 API_GRACE_S = 10.0
 SCHEDULER_GRACE_S = 5.0
 REDIS_GRACE_S = 30.0
-#: Each has done its work for a while by then.
+#: Each program has run normally for a while at this age.
 REDIS_GOOD_LIFE_S, LIGHT_GOOD_LIFE_S = 1.0, 5.0
 #: The API has the first metrics port.
 SCHEDULER_PORT, WORKERS_PORT = 1, 2
-#: Else numpy keeps a thread per core for products of matrices, which neither API nor scheduler makes.
+#: Otherwise numpy starts a thread per core for matrix products, which neither API nor scheduler
+#: computes.
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
-#: How long a worker's threads wait for one another before they give their core away. By default so long that
-#: one which another process keeps from its core holds all of them (docs/performance.md, What was tried).
+#: Spin time of a worker's threads before they release their core. The default is so high that one
+#: thread kept from its core by another process blocks all of them (docs/performance.md#what-was-tried).
 GIVES_WAY = {"GOMP_SPINCOUNT": "10000"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to serve, decided from the command line."""
+    """Server configuration from the command line."""
 
     base_models: tuple[str, ...]
     """Hub ids, folders, or NAME=FOLDER."""
     host: str
     port: int
-    """0 takes a free one."""
+    """0 selects a free port."""
     data_dir: Path
     redis_url: str | None
-    """None: start our own Redis."""
+    """None: start an embedded Redis."""
     api_keys: tuple[str, ...]
-    """As the API's settings have them. None given and none known: one is made."""
+    """In the format of the API's settings. If none is given and none exists, one is created."""
     accept_data_loss: bool
     given: Mapping[str, str]
     """Settings given by flag, by variable name without its prefix."""
     workers: int = 1
-    """Per base model, where no GPUs are chosen."""
+    """Per base model, if no GPUs are chosen."""
     worker_names: str = "w"
-    """What a worker's id begins with; its number follows."""
+    """Prefix of a worker's id, followed by its number."""
     blobs: str = ""
-    """As COTRAIN_BLOBS; empty: in the data folder."""
+    """In the format of COTRAIN_BLOBS; empty: in the data folder."""
     gpus: tuple[str, ...] = ()
-    """As CUDA_VISIBLE_DEVICES names them: a worker on each. None chosen: one after the other, as far as there are."""
+    """Names as in CUDA_VISIBLE_DEVICES, one worker on each. Empty: assign the visible GPUs in
+    order.
+    """
 
     group_size: int = 1
-    """Processes of each worker, which hold its base model together."""
+    """Processes of each worker, which share its base model."""
 
     @property
     def worker_models(self) -> tuple[str, ...]:
-        """The base model of each worker, in turn: one that has another number of workers keeps those ids it had."""
+        """Base model of each worker, in turn. A base model keeps its worker ids if the number of
+        workers changes.
+        """
         models = self.base_models
         count = len(self.gpus) // self.group_size or self.workers * len(models)
         return tuple(models[number % len(models)] for number in range(count))
@@ -79,17 +84,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Programs:
-    """How each process is started."""
+    """Start commands of all processes."""
 
     plan: Plan
     folder: DataFolder
     redis_url: str
     lock: int | None = None
-    """Of the data folder; None where the folder is another host's."""
+    """Lock of the data folder; None if the folder belongs to another host."""
     listener: int = -1
 
     def redis(self) -> Program:
-        """Make the embedded Redis; when its supervisor is gone it ends in good order."""
+        """Return the embedded Redis. It shuts down cleanly if its supervisor exits."""
         binary = find_redis_binary()
         check_log(binary, self.folder.redis)
         command = redis_command(binary, self.folder.redis, self.folder.socket())
@@ -109,7 +114,7 @@ class Programs:
         return () if self.lock is None else (self.lock,)
 
     def workers(self, first_port: int = WORKERS_PORT) -> list[Program]:
-        """Make the workers of every base model; on GPUs each on one of its own while there are as many."""
+        """Return the workers of every base model, each on its own GPU if there are enough."""
         models, names = self.plan.worker_models, self.plan.gpus or self._gpus_there()
         size = self.plan.group_size
         threads = {} if names else self._threads_of(len(models) * size)
@@ -137,25 +142,27 @@ class Programs:
         return [] if self._setting("DEVICE") == "cpu" else gpus()
 
     def _threads_of(self, processes: int) -> dict[str, str]:
-        """Give each process on a CPU its part of the cores, unless the operator says how many."""
+        """Return an equal share of the cores for each process on a CPU, unless the operator sets a
+        number.
+        """
         if processes == 1 or self._setting("TORCH_THREADS") not in ("", "0"):
             return {}
         return {"TORCH_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))}
 
     def gpu_notice(self) -> str | None:
-        """Say that workers share a GPU, or that some are left over; None if neither."""
+        """Return a message if workers share a GPU or GPUs are unused, else None."""
         names = self.plan.gpus or self._gpus_there()
         return notice(len(self.plan.worker_models), names, self.plan.group_size)
 
     def scheduler(self) -> Program:
-        """Make the scheduler."""
+        """Return the scheduler."""
         return self._ours(
             "scheduler", "cotrain_scheduler", variables.SCHEDULER, SCHEDULER_GRACE_S,
             **self._metrics_port(SCHEDULER_PORT),
         )  # fmt: skip
 
     def metrics_targets(self) -> list[dict[str, Any]]:
-        """Name what a Prometheus scrapes, as its `file_sd_configs` have it; nothing without a port."""
+        """Return the Prometheus targets in the format of `file_sd_configs`; empty without a port."""
         count = len(self.plan.worker_models)
         at = {
             "cotrain-api": [0],
@@ -172,7 +179,9 @@ class Programs:
         return [*targets, {"targets": ports["cotrain-api"], "labels": labels}] if targets else []
 
     def _metrics_port(self, number: int) -> dict[str, str]:
-        """Give each process a port of its own, one behind the other; what is no number is refused by each."""
+        """Assign consecutive ports to the processes. Each process refuses a value that is not a
+        number.
+        """
         first = self._setting("METRICS_PORT")
         if not first.isdecimal() or not int(first):
             return {}
@@ -182,7 +191,9 @@ class Programs:
         return self.plan.given.get(name) or os.environ.get(f"{PREFIX}{name}", "")
 
     def api(self) -> Program:
-        """Make the API. It listens on our socket, so that a restart of it refuses no connection."""
+        """Return the API. It listens on the supervisor's socket, so a restart refuses no
+        connection.
+        """
         names = ",".join(base_model.partition("=")[0] for base_model in self.plan.base_models)
         api = self._ours(
             "api",
@@ -192,7 +203,7 @@ class Programs:
             BASE_MODELS=names,
             HOST=self.plan.host,
             PORT=str(self.plan.port),
-            # By its environment, which other users of this host cannot read.
+            # Passed by environment, which other users of this host cannot read.
             API_KEYS=",".join(self.plan.api_keys),
             **self._metrics_port(0),
         )
@@ -204,14 +215,14 @@ class Programs:
     ) -> Program:
         shared = {
             "REDIS_URL": self.redis_url,
-            "REDIS_PASSWORD_FILE": "",  # in the URL by now
+            "REDIS_PASSWORD_FILE": "",  # already in the URL
             "DATA_DIR": str(self.folder.path),
             "ACCEPT_DATA_LOSS": str(self.plan.accept_data_loss).lower(),
-            # The API alone gets them, all in one variable.
+            # Only the API receives keys, all in one variable.
             "API_KEYS": "",
             "API_KEYS_FILE": "",
         }
-        # -P: a file of the folder we were started in must not be taken for a module.
+        # -P: a file in the current folder must not be imported as a module.
         command = [sys.executable, "-P", "-m", module]
         given = {**self.plan.given, **shared, **own}
         threads = GIVES_WAY if known is variables.WORKER else ONE_THREAD
@@ -220,7 +231,7 @@ class Programs:
         return made if known is variables.WORKER else replace(made, good_life_s=LIGHT_GOOD_LIFE_S)
 
     def _worker_grace_s(self) -> float:
-        """Read what a worker plans its drain by: the end of its cycle, and recovery copies."""
+        """Return the drain time that a worker plans: the end of its cycle, and snapshots."""
         try:
             settings = WorkerSettings(
                 redis_url=self.redis_url,
@@ -228,6 +239,6 @@ class Programs:
                 data_dir=self.folder.path,
                 base_model="",
             )
-        except ValidationError:  # the worker says what is wrong
+        except ValidationError:  # the worker reports the error
             settings = WorkerSettings.model_construct()
         return settings.stop_grace_s

@@ -1,4 +1,4 @@
-"""The log of the embedded Redis: mended before a start, and the reason where Redis cannot read it."""
+"""Log of the embedded Redis: its repair before a start, and the reason of a failed start."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cotrain_server.supervisor.json_log import as_json
 from cotrain_server.supervisor.process import CannotServe, Reason
 from cotrain_store.disk.append_only_file import cut_zeros
 
-#: Lines of the reason that are repeated.
+#: Maximum number of repeated lines of the reason.
 MAX_LINES = 3
 _START = "Redis is starting"
-#: Warnings that a Redis which starts writes, too.
+#: Warnings that a successful start also writes.
 _USUAL = re.compile(
     r"oO0|Redis version=|Valkey version=|Configuration loaded|Server initialized|WARNING|Done loading"
 )
@@ -31,7 +31,9 @@ _DAMAGED = re.compile(
 
 
 def mend_log(folder: DataFolder, binary: Path, say: Callable[[str], None]) -> None:
-    """Cut the zeros that a power cut left at the end of the log. Raises CannotServe where it cannot."""
+    """Cut trailing zeros that a power failure left in the append-only file. Raises CannotServe if
+    it cannot.
+    """
     try:
         cut = cut_zeros(binary, folder.redis)
     except OSError as error:
@@ -55,7 +57,7 @@ def mend_log(folder: DataFolder, binary: Path, say: Callable[[str], None]) -> No
 
 
 def reason_of_redis(folder: DataFolder, binary: Path, lines: Sequence[str]) -> Reason | None:
-    """Read why Redis ended from the last lines of its log, which are JSON; None where it does not say."""
+    """Return the reason of Redis' exit from the last lines of its JSON log, or None if unknown."""
     warnings = _warnings(lines)
     if not warnings:
         return None
@@ -77,7 +79,7 @@ def reason_of_redis(folder: DataFolder, binary: Path, lines: Sequence[str]) -> R
 
 
 def _warnings(lines: Sequence[str]) -> list[str]:
-    """Return the warnings of the newest start, each a sentence; without any, all that it printed last."""
+    """Return the warnings of the latest start as sentences, or its last output if it has none."""
     events: list[tuple[str, str]] = []
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
@@ -91,7 +93,9 @@ def _warnings(lines: Sequence[str]) -> list[str]:
 
 
 def _fix(folder: DataFolder, binary: Path) -> str:
-    """Return the command that cuts a log at its first damage; a server binary is that tool by its name."""
+    """Return the command that truncates a log at its first damage. A server binary becomes that
+    tool by its name.
+    """
     manifest = folder.redis / "appendonlydir" / "appendonly.aof.manifest"
     file = manifest if manifest.exists() else folder.redis / "appendonly.aof"
     tool = shutil.which("redis-check-aof")

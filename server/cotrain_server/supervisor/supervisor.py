@@ -1,7 +1,8 @@
-"""Run a whole server on this host: Redis, API, scheduler, and the workers of each base model.
+"""Supervisor of a whole server on this host: Redis, API, scheduler, and the workers of each base
+model.
 
-The same processes that run in containers, each in its own session. Started in the order they need
-one another, ended in the reverse: first the processes that take new work, last the one that keeps it.
+It runs the same processes as containers do, each in its own session. They start in the order of
+their dependencies and stop in reverse: first the processes that accept new work, last Redis.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ from cotrain_store.redis_client.connection import (
 )
 from cotrain_store.tenants.api_keys import Tenants
 
-#: Processes of a server that was just killed need a moment to be gone.
+#: Wait for the processes of a killed server to exit, in seconds.
 LOCK_PATIENCE_S = 5.0
 POLL_S = 0.05
 READY_POLL_S = 0.2
 LOGS_EVERY_S = 60.0
-#: A start takes this long without anything to worry about.
+#: Normal duration of a start, without a message to the operator.
 SILENCE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What the operator needs to know once everything runs."""
+    """Information for the operator after a complete start."""
 
     address: str
     new_key: str | None
-    """Made just now, because there was none; only its hash is kept."""
+    """A key created during this start, because none existed. Only its hash is stored."""
 
 
 @dataclass
 class Supervisor:
-    """The processes of one server."""
+    """Processes of one server."""
 
     plan: Plan
     say: Callable[[str], None]
@@ -71,12 +72,13 @@ class Supervisor:
     _owns_folder: bool = True
 
     async def run(self) -> None:
-        """Serve until SIGINT or SIGTERM; a second one does not wait for anything.
+        """Serve until SIGINT or SIGTERM. A second signal stops at once.
 
         Raises:
-            FolderInUse, UnsafeFolder, UnusableFolder, CannotListen, NoRedisFound: the server cannot start at all.
-            UnsafeRedis: it must not.
-            CannotServe: one of its processes cannot, for a reason that does not pass.
+            FolderInUse, UnsafeFolder, UnusableFolder, CannotListen, NoRedisFound: the server cannot
+            start.
+            UnsafeRedis: the server must not start.
+            CannotServe: one of its processes cannot run, for a permanent reason.
         """
         for signum in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
@@ -93,7 +95,7 @@ class Supervisor:
                 await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if starting.done():
                     starting.result()
-                # Keeping a process ends only when all shall end, or by a fault of our own.
+                # `keep` returns only if all processes must stop, or by a bug.
                 await asyncio.wait({stopping, *self._kept}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 starting.cancel()
@@ -106,11 +108,12 @@ class Supervisor:
             raise CannotServe(self._refusal)
 
     async def join(self) -> None:
-        """Run workers alone, of a server elsewhere, until SIGINT or SIGTERM; a second one does not wait.
+        """Run only workers, of a server on another host, until SIGINT or SIGTERM. A second signal
+        stops at once.
 
         Raises:
             UnusableFolder: no logs can be written.
-            CannotServe: a worker refuses to start, for a reason that does not pass.
+            CannotServe: a worker refuses to start, for a permanent reason.
         """
         for signum in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
@@ -182,7 +185,9 @@ class Supervisor:
             child.kill()
 
     def _give_up(self, refusal: str) -> bool:
-        """End all for a process that refuses to start, unless it has run before: then that may pass."""
+        """Stop all processes after one refused to start. After a complete start, ignore it, since
+        the cause may pass.
+        """
         if self._was_ready:
             return False
         self._refusal = self._refusal or refusal
@@ -200,7 +205,7 @@ class Supervisor:
 
 async def _keep_logs_short(folder: DataFolder) -> None:
     while True:
-        with suppress(OSError):  # no disk left to copy to: later, maybe
+        with suppress(OSError):  # no disk space for the copy; retried later
             await asyncio.to_thread(folder.put_logs_aside)
         await asyncio.sleep(LOGS_EVERY_S)
 
@@ -217,9 +222,9 @@ async def _locked(folder: DataFolder) -> int:
 
 
 async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None]) -> str | None:
-    """Wait for Redis, refuse an unsafe one, and see to it that there is an API key.
+    """Wait for Redis, refuse an unsafe one, and ensure that an API key exists.
 
-    Returns a key made just now, because there was none.
+    Returns a key created during this call, if none existed.
     """
     connection = open_connection(redis_url)
     patient_until = time.monotonic() + SILENCE_S
@@ -241,13 +246,13 @@ async def _prepare_store(redis_url: str, plan: Plan, say: Callable[[str], None])
 
 
 async def _first_key(tenants: Tenants) -> str | None:
-    # One that stood in the settings of an earlier start is good no more.
+    # A key in the settings of an earlier start is no longer valid.
     issued = [key for key in await tenants.list_keys() if not key.in_settings]
     return None if issued else await tenants.issue("first tenant")
 
 
 async def _ready(url: str, say: Callable[[str], None]) -> None:
-    """Wait until the server would train; after a while, say what it waits for."""
+    """Wait until the server is ready. After SILENCE_S, print the reasons for the delay."""
     patient_until, reported = time.monotonic() + SILENCE_S, ""
     while True:
         status, body = await asyncio.to_thread(probe, f"{url}/readyz")

@@ -1,1 +1,1 @@
-"""OpenAI's and Anthropic's endpoints: words around the generation of tokens."""
+"""OpenAI's and Anthropic's endpoints: conversion of text around the generation of tokens."""

@@ -1,4 +1,4 @@
-"""What Anthropic's clients send, which of it is served here, and how what is not is refused."""
+"""Request and error models of Anthropic's API, and the refusal of unsupported fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Fields(BaseModel):
 
 
 class ChatMessage(_Fields):
-    """One message."""
+    """A message of a chat."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Listed[dict[str, Any]]
@@ -58,21 +58,21 @@ class MessageRequest(_Fields):
     stream: bool | None = None
 
     def check(self) -> None:
-        """Refuse what is not served here; raises Invalid."""
+        """Raise Invalid for unsupported fields."""
         refuse_unsupported(self.model_extra or {}, HARMLESS, NEUTRAL)
         for number, message in enumerate(self.messages):
             refuse_unsupported(message.model_extra or {}, (), {}, f"messages[{number}].")
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether the last message is the model's own, to go on with."""
+        """True if the last message is the model's own, to be continued."""
         return self.messages[-1].role == "assistant"
 
     def chat(self) -> list[Message]:
-        """List the messages as a template takes them: messages of one side in a row become one.
+        """Return the messages for a chat template. Consecutive messages of one role are joined.
 
         Raises:
-            Invalid: one of them is not text.
+            Invalid: a message is not text.
         """
         chat: list[Message] = []
         if self.system:
@@ -86,7 +86,7 @@ class MessageRequest(_Fields):
         return chat
 
     def body(self, prompt: list[int]) -> SampleBody:
-        """Make the sample request."""
+        """Return the sample request."""
         return SampleBody(
             prompt=tuple(prompt),
             num_samples=1,
@@ -106,14 +106,14 @@ class MessageRequest(_Fields):
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """Type and message of an error."""
 
     type: str
     message: str
 
 
 class AnthropicError(BaseModel):
-    """How Anthropic's API says that something is wrong."""
+    """Error format of Anthropic's API."""
 
     type: Literal["error"] = "error"
     error: ErrorDetail
@@ -121,7 +121,7 @@ class AnthropicError(BaseModel):
 
 
 def anthropic_error(refusal: Refusal, request_id: str) -> AnthropicError:
-    """Say that something is wrong."""
+    """Return an error in Anthropic's format."""
     kind = _ERROR_TYPES.get(refusal.status, "api_error")
     detail = ErrorDetail(type=kind, message=refusal.message)
     return AnthropicError(error=detail, request_id=request_id)

@@ -1,4 +1,4 @@
-"""Write what was sampled as Anthropic's API does, at once or delta by delta."""
+"""Conversion of samples to Anthropic's response format, complete or streamed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cotrain_store.bodies.sample_body import SampleBody
 
 @dataclass(frozen=True)
 class MessageReply:
-    """What it takes to answer one request."""
+    """Data needed to answer one request."""
 
     id: str
     request_id: str
@@ -26,10 +26,10 @@ class MessageReply:
     body: SampleBody
     stop: tuple[str, ...]
     begins: bool
-    """Whether the text begins the message; else it goes on with the prompt's."""
+    """True if the text begins the message; False if it continues the prompt's."""
 
     def visible(self) -> VisibleText:
-        """Begin the text of the message."""
+        """Return the empty text of the message."""
         return VisibleText(
             self.target.language.tokenizer,
             self.stop,
@@ -39,7 +39,7 @@ class MessageReply:
         )
 
     def message(self, content: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
-        """Write the message around its content."""
+        """Return the message object with its content."""
         return {
             "id": f"msg_{self.id}",
             "type": "message",
@@ -53,7 +53,7 @@ class MessageReply:
 
 
 def answer(reply: MessageReply, response: SampleResponse) -> dict[str, Any]:
-    """Write the whole message. It has one block of text, be it empty."""
+    """Return the complete message. It has one text block, which may be empty."""
     visible, (sequence,) = reply.visible(), response.sequences
     text = visible.push(sequence.tokens) + visible.finish()
     return reply.message(
@@ -64,7 +64,7 @@ def answer(reply: MessageReply, response: SampleResponse) -> dict[str, Any]:
 
 
 async def stream(reply: MessageReply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    """Write the message as server-sent events; an error is the last of them."""
+    """Yield the message as server-sent events. An error is the last event."""
     visible = reply.visible()
     nothing_yet = {"input_tokens": len(reply.body.prompt), "output_tokens": 0}
     yield _event("message_start", message=reply.message([], usage=nothing_yet))

@@ -1,8 +1,8 @@
-"""Turn a chat into the text that a model was trained to continue, by the model's own template.
+"""Rendering of a chat with the model's own template into the text that the model continues.
 
-A template is a program in Jinja that came with a model's files, so it runs in Jinja's sandbox and
-under a limit of size and time. Names and filters are those that `transformers` gives to templates:
-what is rendered here is what `apply_chat_template` renders (a test compares them).
+A template is a Jinja program from a model's files, so it runs in Jinja's sandbox with limits on
+size and time. Names and filters are those that `transformers` provides. The output therefore equals
+that of `apply_chat_template` (a test compares them).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing_extensions import override
 
 from cotrain_server.errors import Invalid
 
-#: One message: `role` and `content`, and nothing that is not text.
+#: A message: `role` and `content`, both text.
 Message = dict[str, str]
 
 MAX_RENDERED_CHARACTERS = 32 * 1024**2
 MAX_RENDER_S = 5.0
-#: What a program in Jinja can raise; its author is the model's, its input a tenant's.
+#: Errors of a Jinja program, whose author is the model's and whose input is a tenant's.
 _TEMPLATE_FAULTS = (
     TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError,
 )  # fmt: skip
-#: Stands behind the text that is to be continued while the template runs. Ends in a space, so that
-#: a template that trims its messages can be distinguished from one that does not.
+#: Marker after the text to be continued while the template runs. It ends in a space to detect a
+#: template that trims its messages.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
-    """A model's chat template."""
+    """Chat template of a model."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = _environment().from_string(source)
@@ -45,10 +45,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
-        """Read a tokenizer folder's template; None where its model is none for chats.
+        """Return the template of a tokenizer folder, or None if the model is not a chat model.
 
         Raises:
-            TemplateSyntaxError: it is no template.
+            TemplateSyntaxError: the file is not a valid template.
         """
         template = folder / "chat_template.jinja"
         if not template.is_file():
@@ -63,12 +63,13 @@ class ChatTemplate:
         *,
         continue_final: bool = False,
     ) -> str:
-        """Write a chat up to where the model goes on: in a new message, or within the last one.
+        """Return a chat as text up to the model's continuation, in a new message or within the last
+        one.
 
         `options` are the template's own (such as `enable_thinking`).
 
         Raises:
-            Invalid: the template refuses the messages, or makes too much of them.
+            Invalid: the template refuses the messages, or its output exceeds the limits.
         """
         if continue_final:
             *before, last = messages
@@ -99,7 +100,7 @@ class ChatTemplate:
 
 
 def _cut(rendered: str) -> str:
-    """Drop what a template wrote behind the text to continue, and the space it trimmed before."""
+    """Return the text before the marker. Drop the space that the template trimmed before it."""
     before, found, after = rendered.rpartition(_CONTINUE_HERE.strip())
     if not found:
         raise Invalid("messages: this model's chat template cannot continue a last message.")
@@ -107,7 +108,7 @@ def _cut(rendered: str) -> str:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Find `bos_token`, `eos_token`, … in a `tokenizer_config.json`; some are written as objects."""
+    """Return `bos_token`, `eos_token`, … of a `tokenizer_config.json`. Some are stored as objects."""
     tokens = {}
     for name, value in config.items():
         token = value.get("content") if isinstance(value, dict) else value
@@ -127,13 +128,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`: marks what a model wrote, for training; here it only passes it on."""
+    """Block `{% generation %}`, which marks the model's text for training. Here it only renders its
+    content.
+    """
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
     @override
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Take the statements between the tags as they are."""
+        """Return the statements between the tags unchanged."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -160,4 +163,4 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)  # the server's local time, as `transformers` has it
+    return datetime.now().strftime(pattern)  # the server's local time, as in `transformers`

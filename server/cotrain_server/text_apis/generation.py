@@ -1,7 +1,8 @@
-"""Run sample requests on behalf of a caller that waits: submit, follow, and withdraw if it leaves.
+"""Sample requests for a caller that waits for their results: submit, follow, and cancel on
+disconnect.
 
-Each becomes an ordinary sample request of the tenant's: the same queue, quota and result as an
-SDK's. Knows tokens and nothing of text.
+Each is an ordinary sample request of the tenant, with the same queue, quota and result as an SDK's.
+This module handles tokens, not text.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.results.futures import Pending
 from cotrain_store.sampling.token_stream import TokenFeed
 
-#: Proxies close connections on which nothing moves for a minute or so.
+#: Proxies close connections without traffic after about a minute.
 IDLE_S = 15.0
-#: What comes with the result is passed on in chunks of this size.
+#: Tokens that arrive only with the result are sent in chunks of this size.
 CHUNK_TOKENS = 256
 
 
@@ -51,19 +52,19 @@ class ShuttingDown(RequestError):
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The next tokens of one sequence; those of all events together are the whole sequence."""
+    """The next tokens of one sequence. All events together contain the whole sequence."""
 
     prompt: int
     sequence: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
     likeliest: Sequence[TopK | None]
-    """Per token, the likeliest ones in its place; empty where not asked for."""
+    """Most likely alternatives for each token; empty if not requested."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """All sequences of one prompt are complete."""
+    """Completion of all sequences of one prompt."""
 
     prompt: int
     response: SampleResponse
@@ -71,14 +72,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class Idle:
-    """Nothing has happened for a while."""
+    """No event for IDLE_S."""
 
 
 Event = NewTokens | Ended | Idle
 
 
 class Generation:
-    """Sample requests of one sampler for one client; `close` it when that is served or has disconnected."""
+    """Sample requests of one sampler for one client. Call `close` after the answer or a disconnect."""
 
     def __init__(self, services: Services, target: Target) -> None:
         self._services = services
@@ -91,10 +92,10 @@ class Generation:
 
     @classmethod
     async def start(cls, services: Services, target: Target, bodies: Sequence[SampleBody]) -> Self:
-        """Submit one request per prompt; when one is refused, those before it are withdrawn.
+        """Submit one request per prompt. If one is refused, cancel those before it.
 
         Raises:
-            TooManyPolls, and what `SampleIntake.submit` raises.
+            TooManyPolls, and the errors of `SampleIntake.submit`.
         """
         generation = cls(services, target)
         quotas = await services.quotas.of(target.sampler.tenant)
@@ -107,11 +108,11 @@ class Generation:
         return generation
 
     def close(self) -> None:
-        """Give up what has not ended yet. Twice is harmless."""
+        """Cancel unfinished requests. Idempotent."""
         self._cleanup.close()
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield what happens until all have ended.
+        """Yield events until all requests have ended.
 
         Raises:
             GenerationFailed, ShuttingDown: there is no result.
@@ -129,10 +130,10 @@ class Generation:
                 left -= 1
             else:
                 yield event
-                await asyncio.sleep(0)  # a long row of them must not keep others from their turn
+                await asyncio.sleep(0)  # a long series of events must not block other tasks
 
     async def responses(self) -> list[SampleResponse]:
-        """Wait for all results, in the order of the prompts; raises what `events` does."""
+        """Return all results in the order of the prompts. Raises the same errors as `events`."""
         ended = {e.prompt: e.response async for e in self.events() if isinstance(e, Ended)}
         return [ended[prompt] for prompt in sorted(ended)]
 
@@ -150,7 +151,7 @@ class Generation:
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # retrieved, even if its client has disconnected
+            task.exception()  # retrieve the exception even if the client has disconnected
             self._events.put_nowait(task)
 
     async def _follow(
@@ -172,7 +173,7 @@ class Generation:
 
     async def _pass_on(self, prompt: int, feed: TokenFeed, sent: list[int]) -> None:
         async for new in feed:
-            # Behind a gap nothing more is passed on: the result has it all.
+            # After a gap no further tokens are sent from the feed; the result contains them.
             if new.before == sent[new.sequence]:
                 sent[new.sequence] += len(new.tokens)
                 self._events.put_nowait(
@@ -187,7 +188,9 @@ class Generation:
             if self._services.draining:
                 raise ShuttingDown
         self._running.discard(request)
-        with suppress(StoreError, *CONNECTION_LOST):  # then it is kept for a day, not for minutes
+        with suppress(
+            StoreError, *CONNECTION_LOST
+        ):  # if unacknowledged, the result is stored for a day instead of minutes
             await self._services.completions.acknowledge(self._sampler, [request])
         if outcome.kind is ResultKind.FAILURE:
             raise GenerationFailed(outcome)
@@ -203,7 +206,7 @@ class Generation:
             self._services.in_background(self._cancel(tuple(self._running)))
 
     async def _cancel(self, requests: Sequence[RequestId]) -> None:
-        # Without a store they run to their end, unread.
+        # If the store is unavailable, the requests complete without a reader.
         with suppress(StoreError, *CONNECTION_LOST):
             for request in requests:
                 await self._services.sample_intake.cancel(self._sampler.tenant, request)

@@ -1,6 +1,7 @@
-"""What OpenAI's clients send, which of it is served here, and how what is not is refused.
+"""Request and error models of OpenAI's API, and the refusal of unsupported fields.
 
-Fields of other APIs that are not served here: ignored where that changes nothing, else refused.
+`refuse_unsupported` also serves other APIs. Unsupported fields are ignored if they do not change
+the result, otherwise refused.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ def refuse_unsupported(
     neutral: Mapping[str, Collection[object]],
     where: str = "",
 ) -> None:
-    """Look through the fields that a request's model does not know.
+    """Check the fields of a request that its model does not define.
 
-    `harmless` ones change no result whatever they hold; a `neutral` one must hold a value that asks
-    for nothing. An unknown field is refused: its caller may count on it.
+    `harmless` fields change no result with any value. A `neutral` field must have a value that
+    requests nothing. An unknown field is refused, because its caller may rely on it.
 
     Raises:
-        Invalid: naming the first field that would have changed the result.
+        Invalid: names the first field that would change the result.
     """
     for name, value in fields.items():
         if value is None or name in harmless or value in neutral.get(name, ()):
@@ -38,7 +39,7 @@ def refuse_unsupported(
 
 
 def text_of(content: str | list[dict[str, Any]] | None, where: str) -> str:
-    """Join the text parts of a message by newlines; raises Invalid at a part that is no text."""
+    """Join the text parts of a message by newlines. Raises Invalid for a part that is not text."""
     if isinstance(content, str) or content is None:
         return content or ""
     for number, part in enumerate(content):
@@ -53,7 +54,7 @@ def text_of(content: str | list[dict[str, Any]] | None, where: str) -> str:
 MAX_CHOICES = 128
 MAX_LIKELIEST = 20
 MAX_PROMPTS = 256
-#: What a completion has when its caller does not say; a chat goes on to its end.
+#: Default length of a completion. A chat has no default limit.
 COMPLETION_TOKENS = 16
 
 HARMLESS = frozenset({
@@ -75,7 +76,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-#: What a message may carry besides its text: clients send back the answers they got.
+#: Fields of a message besides its text, because clients send back the answers they received.
 MESSAGE_HARMLESS = frozenset({"annotations", "name"})
 MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {"refusal": ("",), "tool_calls": ([],)}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -92,13 +93,13 @@ class _Fields(BaseModel):
 
 
 class StreamOptions(_Fields):
-    """How to stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class GenerationRequest(_Fields):
-    """What completions and chat completions have in common; `null` is the default everywhere."""
+    """Common fields of completions and chat completions. `null` is the default everywhere."""
 
     model: Annotated[str, Field(min_length=1, max_length=2048)]
     """A base model, a `tinker://` path, or `<base model>;<path>`."""
@@ -106,7 +107,7 @@ class GenerationRequest(_Fields):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    """Not OpenAI's own: only the k likeliest tokens may come."""
+    """Extension of OpenAI's API: sample only from the k most likely tokens."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Listed[str] | None = None
@@ -115,22 +116,22 @@ class GenerationRequest(_Fields):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Where to stop before the end of the sequence."""
+        """Strings that end a sequence early."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream shall end with what it cost."""
+        """True if a stream must end with its token usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check_fields(self) -> None:
-        """Refuse what is not served here; raises Invalid."""
+        """Raise Invalid for unsupported fields."""
         refuse_unsupported(self.model_extra or {}, HARMLESS, NEUTRAL)
 
     def sample(
         self, prompt: list[int], max_tokens: int | None, likeliest: int, *, score_prompt: bool
     ) -> SampleBody:
-        """Make the sample request; `score_prompt` for the prompt's own log-probs."""
+        """Return the sample request. `score_prompt` requests the prompt's own log-probs."""
         return SampleBody(
             prompt=tuple(prompt),
             num_samples=self.n or 1,
@@ -145,25 +146,25 @@ class GenerationRequest(_Fields):
             topk_sample_logprobs=likeliest,
             prompt_logprobs_last_n=None,
             target_prompt_logprobs=None,
-            # The likeliest tokens of each place come with the result only.
+            # The most likely tokens of each position arrive only with the result.
             stream=bool(self.stream) and not likeliest,
         )
 
 
 class CompletionRequest(GenerationRequest):
-    """POST completions: go on with a text."""
+    """POST completions: continue a text."""
 
     prompt: str | Tokens | Listed[str | Tokens]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
-    """How many of the likeliest tokens to name per token; 0 for the log-probs alone."""
+    """Number of alternatives to return per token; 0 for the log-probs alone."""
     echo: bool | None = None
-    """Whether the answer begins with the prompt."""
+    """True if the answer begins with the prompt."""
 
     @property
     def prompts(self) -> list[str | Tokens]:
-        """The prompts, each as text or as tokens; raises Invalid for none, or too many."""
+        """Prompts, each as text or as tokens. Raises Invalid for none, or too many."""
         given = self.prompt
-        # A list holds numbers alone or none: its first says which.
+        # A list contains either only numbers or none, so its first entry decides.
         is_one = isinstance(given, str) or (given and isinstance(given[0], int))
         prompts: list[Any] = [given] if is_one else list(given)
         if not 1 <= len(prompts) <= MAX_PROMPTS:
@@ -171,20 +172,20 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
     def body(self, prompt: list[int]) -> SampleBody:
-        """Make the sample request of one prompt."""
+        """Return the sample request of one prompt."""
         tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         is_scored = bool(self.echo) and self.logprobs is not None
         return self.sample(prompt, tokens, self.logprobs or 0, score_prompt=is_scored)
 
     def check(self) -> None:
-        """Refuse what is not served here; raises Invalid."""
+        """Raise Invalid for unsupported fields."""
         self.check_fields()
         if self.echo and self.stream and self.logprobs is not None:
             raise Invalid("echo: the log-probs of a prompt cannot be streamed.")
 
 
 class ChatMessage(_Fields):
-    """One message of a chat."""
+    """A message of a chat."""
 
     role: str
     content: str | Listed[dict[str, Any]] | None = None
@@ -195,33 +196,34 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
-    """The newer name of `max_tokens`."""
+    """Newer name of `max_tokens`."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Not OpenAI's own: options of the model's chat template, such as `enable_thinking`."""
+    """Extension of OpenAI's API: options of the model's chat template, such as `enable_thinking`.
+    """
 
     def body(self, prompt: list[int]) -> SampleBody:
-        """Make the sample request."""
+        """Return the sample request."""
         limits = (self.max_completion_tokens, self.max_tokens)
         max_tokens = next((limit for limit in limits if limit is not None), None)
         return self.sample(prompt, max_tokens, self.top_logprobs or 0, score_prompt=False)
 
     def check(self) -> None:
-        """Refuse what is not served here; raises Invalid."""
+        """Raise Invalid for unsupported fields."""
         self.check_fields()
         if self.top_logprobs is not None and not self.logprobs:
             raise Invalid("top_logprobs needs logprobs.")
 
     def chat(self) -> list[Message]:
-        """List the messages as a template takes them; raises Invalid where one is not text."""
+        """Return the messages for a chat template. Raises Invalid if one is not text."""
         return [
             _message(message, f"messages[{number}]") for number, message in enumerate(self.messages)
         ]
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """Details of an error."""
 
     message: str
     type: str
@@ -230,13 +232,13 @@ class ErrorDetail(BaseModel):
 
 
 class OpenAIError(BaseModel):
-    """How OpenAI's API says that something is wrong."""
+    """Error format of OpenAI's API."""
 
     error: ErrorDetail
 
 
 def openai_error(refusal: Refusal) -> OpenAIError:
-    """Say that something is wrong."""
+    """Return an error in OpenAI's format."""
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
     return OpenAIError(
         error=ErrorDetail(

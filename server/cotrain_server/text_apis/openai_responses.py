@@ -1,6 +1,7 @@
-"""Write what was sampled as OpenAI's API does, at once or chunk by chunk.
+"""Conversion of samples to OpenAI's response format, complete or streamed.
 
-How OpenAI's API writes a choice: one shape for completions, one for chat completions.
+`ChatShape` and `CompletionShape` are the formats of a choice in chat completions and in
+completions.
 """
 
 from __future__ import annotations
@@ -19,46 +20,46 @@ from cotrain_server.text_apis.token_texts import Part, TokenTexts
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer, VisibleText
 from cotrain_store.bodies.sample_body import SampleBody
 
-#: What OpenAI's API writes for a token that is all but impossible; JSON has no infinity.
+#: Value of OpenAI's API for the log-prob of an almost impossible token; JSON has no infinity.
 IMPOSSIBLE = -9999.0
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One token, how likely it was, and what would have been likeliest in its place."""
+    """One token with its log-prob and the most likely alternatives."""
 
     token: int
     logprob: float | None
-    """None: the first token of all, which nothing comes before."""
+    """None for the first token of the prompt, which has no context."""
     likeliest: TopK | None
 
 
 class Shape(Protocol):
-    """What tells the two kinds of answer apart."""
+    """Differences between the two kinds of answer."""
 
     prefix: str
     whole_object: str
     chunk_object: str
     begins: bool
-    """Whether its text stands alone, as the words of a message do, or goes on with the prompt's."""
+    """True if the text stands alone, like a message; False if it continues the prompt."""
 
     def opening(self) -> dict[str, Any] | None:
-        """Start a streamed choice."""
+        """Return the start of a streamed choice."""
 
     def chunk(self, text: str) -> dict[str, Any]:
-        """Go on with a streamed choice."""
+        """Return the next part of a streamed choice."""
 
     def whole(self, text: str) -> dict[str, Any]:
-        """Write a whole choice."""
+        """Return a complete choice."""
 
     def logprobs(
         self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
     ) -> dict[str, Any]:
-        """Write log-probs of some tokens, and the part of the text that each adds."""
+        """Return the log-probs of some tokens, with the part of the text that each adds."""
 
 
 class ChatShape:
-    """chat/completions: a message."""
+    """Format of chat/completions: a message."""
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -66,21 +67,21 @@ class ChatShape:
     begins = True
 
     def opening(self) -> dict[str, Any]:
-        """Say who speaks."""
+        """Return the role of the message."""
         return {"delta": {"role": "assistant", "content": ""}}
 
     def chunk(self, text: str) -> dict[str, Any]:
-        """Write some more of the message."""
+        """Return the next part of the message."""
         return {"delta": {"content": text} if text else {}}
 
     def whole(self, text: str) -> dict[str, Any]:
-        """Write the message."""
+        """Return the message."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def logprobs(
         self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
     ) -> dict[str, Any]:
-        """Write one entry per token. The bytes of all entries are those of the text."""
+        """Return one entry per token. The bytes of all entries are those of the text."""
         content = [
             {
                 **_entry(tokenizer, each.token, each.logprob, part),
@@ -95,7 +96,7 @@ class ChatShape:
 
 
 class CompletionShape:
-    """completions: a text."""
+    """Format of completions: a text."""
 
     prefix = "cmpl-"
     whole_object = "text_completion"
@@ -103,20 +104,22 @@ class CompletionShape:
     begins = False
 
     def opening(self) -> None:
-        """Need no beginning."""
+        """Return None, because a completion has no opening."""
 
     def chunk(self, text: str) -> dict[str, Any]:
-        """Write some more of the text."""
+        """Return the next part of the text."""
         return {"text": text}
 
     def whole(self, text: str) -> dict[str, Any]:
-        """Write the text."""
+        """Return the text."""
         return {"text": text}
 
     def logprobs(
         self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
     ) -> dict[str, Any]:
-        """Write columns. A token is always among its likeliest, be there one more than asked for."""
+        """Return columns. A token is always among its alternatives, even if that is one more than
+        requested.
+        """
         likeliest = [
             None if each.likeliest is None else _named(tokenizer, each, begins=part.begins)
             for each, part in zip(scored, parts, strict=True)
@@ -134,13 +137,13 @@ def scored(
     logprobs: Iterable[float | None],
     likeliest: Iterable[TopK | None] | None,
 ) -> list[Scored]:
-    """Put together what belongs to each token."""
+    """Combine the data of each token."""
     filled = chain(likeliest or (), repeat(None))
     return [Scored(*each) for each in zip(tokens, logprobs, filled, strict=False)]
 
 
 def _named(tokenizer: Tokenizer, each: Scored, *, begins: bool) -> dict[str, float | None]:
-    """Write the likeliest tokens by their names; of two with one name the less likely by its id."""
+    """Return the alternatives by name. If two have one name, the less likely is listed by its id."""
     own = (each.token, each.logprob)
     rows = [own, *(likely for likely in each.likeliest or () if likely[0] != each.token)]
     named: dict[str, float | None] = {}
@@ -169,7 +172,7 @@ DONE = event("[DONE]")
 
 @dataclass(frozen=True)
 class Reply:
-    """What all answers to one request have in common."""
+    """Common data of all answers to one request."""
 
     shape: Shape
     id: str
@@ -177,21 +180,21 @@ class Reply:
     model: str
     target: Target
     bodies: Sequence[SampleBody]
-    """One per prompt."""
+    """One body per prompt."""
     stop: tuple[str, ...]
     wants_logprobs: bool
     wants_usage: bool
-    """Whether a stream shall end with what it cost."""
+    """True if a stream must end with its token usage."""
     echoes: Sequence[str] = ()
-    """What the choices of each prompt begin with, where it was asked for."""
+    """Text before the choices of each prompt, if `echo` was requested."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What tokens are written with."""
+        """Tokenizer of the answer's text."""
         return self.target.language.tokenizer
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Write one object of the answer."""
+        """Return one object of the answer."""
         return {
             "id": self.shape.prefix + self.id,
             "object": kind,
@@ -202,7 +205,7 @@ class Reply:
 
 
 class Choice:
-    """One choice in the making."""
+    """A choice under construction."""
 
     def __init__(self, reply: Reply, prompt: int, sequence: int) -> None:
         self._reply = reply
@@ -221,7 +224,7 @@ class Choice:
         )
 
     def whole(self, response: SampleResponse, sequence: SampledSequence) -> dict[str, Any]:
-        """Write it at once."""
+        """Return the complete choice."""
         text = self._echo + self._visible.push(sequence.tokens) + self._visible.finish()
         content = self._reply.shape.whole(text)
         if not self._reply.wants_logprobs:
@@ -236,13 +239,13 @@ class Choice:
         return self._written(content, logprobs, sequence.stop_reason)
 
     def opening(self) -> dict[str, Any] | None:
-        """Write what comes before all tokens, if anything does."""
+        """Return the part before all tokens, or None."""
         shape = self._reply.shape
         content = shape.chunk(self._echo) if self._echo else shape.opening()
         return None if content is None else self._written(content)
 
     def chunk(self, new: NewTokens) -> dict[str, Any] | None:
-        """Write what is new; nothing while no text is certain."""
+        """Return the new part, or None while no text is final."""
         content = self._reply.shape.chunk(text := self._visible.push(new.tokens))
         if not self._reply.wants_logprobs:
             return self._written(content) if text else None
@@ -250,7 +253,7 @@ class Choice:
         return self._written(content, self._logprobs(own, self._texts.of_answer(new.tokens)))
 
     def ending(self, sequence: SampledSequence) -> dict[str, Any]:
-        """Write what was withheld, and why it ends here."""
+        """Return the withheld text and the stop reason."""
         rest = self._reply.shape.chunk(self._visible.finish())
         return self._written(rest, finish_reason=sequence.stop_reason)
 
@@ -276,7 +279,7 @@ class Choice:
 
 
 def answer(reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
-    """Write the whole answer."""
+    """Return the complete answer."""
     choices = [
         Choice(reply, prompt, number).whole(response, sequence)
         for prompt, response in enumerate(responses)
@@ -286,7 +289,7 @@ def answer(reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
 
 
 async def chunks(reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    """Write the answer as server-sent events; an error is the last of them."""
+    """Yield the answer as server-sent events. An error is the last event."""
     choices = {
         (prompt, number): Choice(reply, prompt, number)
         for prompt, body in enumerate(reply.bodies)
@@ -314,7 +317,7 @@ async def chunks(reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[st
 
 
 def usage(reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
-    """Count tokens: a prompt once, whatever the number of its choices."""
+    """Return token counts. A prompt counts once for all its choices."""
     asked = sum(len(body.prompt) for body in reply.bodies)
     given = sum(len(each.tokens) for response in responses for each in response.sequences)
     cached = sum(response.prompt_cache_hit_tokens or 0 for response in responses)

@@ -1,7 +1,6 @@
-"""Turn what was written into the sample requests of a base model, bounded before it is tokenized.
+"""Conversion of text prompts to sample requests, with length limits before tokenizing.
 
-What the `model` of an OpenAI or Anthropic request names, and the sampler that stands for it.
-
+`find_target` resolves the `model` of an OpenAI or Anthropic request to a sampler. Valid forms are
 `<base model>`, `tinker://<run>/sampler_weights/<name>`, or both as `<base model>;<path>`.
 """
 
@@ -32,7 +31,7 @@ SCHEME = "tinker://"
 
 @dataclass(frozen=True)
 class Target:
-    """Something to sample from, and how to talk with it."""
+    """Sampler with its pool, tokenizer and chat template."""
 
     sampler: SamplerRecord
     pool: PoolRecord
@@ -40,11 +39,12 @@ class Target:
 
 
 async def find_target(services: Services, tenant: TenantId, model: str) -> Target:
-    """Find what a tenant names, and its sampler: made at the first request, the same ever after.
+    """Return the target of a model name. Its sampler is created at the first request and reused
+    afterwards.
 
     Raises:
-        BaseModelNotServed, CheckpointNotFound, MalformedPath: it names nothing of this tenant's.
-        Invalid: the two halves do not fit, or it cannot be sampled from in words.
+        BaseModelNotServed, CheckpointNotFound, MalformedPath: the tenant has no such model.
+        Invalid: the two halves do not fit, or the model cannot be sampled as text.
     """
     base_model, path = _halves(model)
     checkpoint = await services.records.checkpoint(tenant, path) if path else None
@@ -60,7 +60,7 @@ async def find_target(services: Services, tenant: TenantId, model: str) -> Targe
 
 
 def _halves(model: str) -> tuple[str, str]:
-    """Cut into base model and path; either may be empty."""
+    """Return base model and path. Either may be empty."""
     base_model, _, path = model.partition(";")
     if base_model.startswith(SCHEME) and not path:
         return "", base_model
@@ -73,8 +73,8 @@ def _sampler(
     tenant: TenantId, pool: PoolRecord, checkpoint: CheckpointRecord | None, path: str
 ) -> SamplerRecord:
     weights = checkpoint.weights if checkpoint else None
-    # Named by all that it is made of: naming a checkpoint anew gives another sampler. No session
-    # that a client opened has such an id.
+    # The id is derived from all properties, so a renamed checkpoint gives another sampler. A
+    # session opened by a client never has such an id.
     made_of = "\0".join([tenant, pool.id, path, weights or ""])
     session = SessionId("words-" + hashlib.sha256(made_of.encode()).hexdigest()[:32])
     return SamplerRecord(
@@ -90,24 +90,24 @@ def _sampler(
     )
 
 
-#: English has four or five, code with its indentation eight. No tokenizer has sixteen on average of what
-#: fills a context, and a text that is longer is no prompt for this model.
+#: Limit of average characters per token. English has four or five, code with indentation eight. No
+#: tokenizer averages sixteen over a full context, so a longer text cannot be a valid prompt.
 CHARACTERS_PER_TOKEN = 16
-#: A context may be small; what a text of this length costs is small, too.
+#: Minimum limit for models with a small context: a text of this length is cheap to process.
 ALWAYS_READ = 64 * 1024
-#: Of all prompts of one request together, where a single one may not be longer.
+#: Limit over all prompts of a request, unless the limit of a single prompt is higher.
 MAX_CHARACTERS = 4 * 1024**2
-#: A character takes this much while it is cut into tokens.
+#: Weight of a character during tokenizing.
 _CHARACTER_WEIGHT = 200
 
 
 def text_weight(characters: int) -> int:
-    """Say what tokenizing weighs, as `Parser` counts it: never the event loop's work."""
+    """Return the weight of tokenizing for `Parser`, always above the limit of the event loop."""
     return THREAD_ABOVE + 1 + _CHARACTER_WEIGHT * characters
 
 
 def longest_text(pool: PoolRecord) -> int:
-    """Say how many characters of text the base model may be given."""
+    """Return the maximum length of a text for the base model, in characters."""
     return max(CHARACTERS_PER_TOKEN * pool.max_sequence_tokens, ALWAYS_READ)
 
 
@@ -119,10 +119,10 @@ def chat_body(
     *,
     continue_final: bool = False,
 ) -> SampleBody:
-    """Write a chat as the prompt of its next message, or of the rest of its last one.
+    """Return the sample request of a chat's next message, or of the rest of its last one.
 
     Raises:
-        Invalid: it is too long, or there is no template, or that refuses it.
+        Invalid: it is too long, or the model has no template, or the template refuses it.
     """
     template, pool = target.language.template, target.pool
     if template is None:
@@ -142,10 +142,10 @@ def prompt_bodies(
     *,
     echo: bool,
 ) -> tuple[list[SampleBody], list[str]]:
-    """Make the sample request of each prompt, and where `echo` its text.
+    """Return the sample request of each prompt, and with `echo` its text.
 
     Raises:
-        Invalid: one is too long, or all together are.
+        Invalid: one prompt is too long, or all together are.
     """
     pool, tokenizer = target.pool, target.language.tokenizer
     for prompt in prompts:
@@ -169,12 +169,12 @@ def prompt_bodies(
 
 
 def characters_of(messages: Sequence[Message]) -> int:
-    """Count the characters of a chat."""
+    """Return the number of characters of a chat."""
     return sum(len(message["content"]) for message in messages)
 
 
 def written_characters(prompts: Sequence[str | list[int]]) -> int:
-    """Count the characters of those prompts that are text."""
+    """Return the number of characters of the text prompts."""
     return sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
 
 

@@ -1,4 +1,4 @@
-"""Routes that answer in another API's words: its errors, and its server-sent events."""
+"""Routes in the format of another API: its errors, and its server-sent events."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 
 TextRequest = TypeVar("TextRequest", bound=BaseModel)
 
-#: What a request can end with that is answered to its tenant; the middleware catches the rest.
+#: Errors that are answered to the tenant. The middleware catches all others.
 REFUSED = (RequestError, StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
 
 
 class Refusal(NamedTuple):
-    """An error in no API's words yet."""
+    """An error before conversion to an API's format."""
 
     status: int
     message: str
@@ -44,13 +44,13 @@ class Refusal(NamedTuple):
 
 
 class InferenceRoute(DataRoute):
-    """A tenant's route whose errors have a shape of their own (`error_body`)."""
+    """A tenant's route with its own error format (`error_body`)."""
 
     json_limits: ClassVar[JsonLimits] = CHATS
 
     @override
     def get_route_handler(self) -> Handler:
-        """Answer what comes before the route in that shape, too."""
+        """Return a handler that also answers errors before the route in that format."""
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
@@ -66,22 +66,22 @@ class InferenceRoute(DataRoute):
 
     @staticmethod
     def error_body(refusal: Refusal, request_id: str) -> BaseModel:
-        """Write an error as the API does that this route speaks for."""
+        """Return an error in the format of this route's API."""
         raise NotImplementedError
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; `close` is called when the last is sent or the client has disconnected."""
+    """Server-sent events. `close` is called after the last event or a disconnect."""
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
-        # nginx would gather events otherwise
+        # otherwise nginx buffers events
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._close = close
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -91,7 +91,7 @@ class EventStream(StreamingResponse):
 async def read_asked(
     request: Request, services: Services, tenant: TenantId, model: type[TextRequest]
 ) -> TextRequest:
-    """Read the JSON of a request; raises Invalid with the name of its first wrong field."""
+    """Parse the JSON of a request. Raises Invalid with the name of its first wrong field."""
     content, weight = await json_body(request), body_weight(request)
     return await services.parser.parse_json(tenant, weight, _read, model, content)
 
@@ -104,7 +104,7 @@ def _read(model: type[TextRequest], content: bytes) -> TextRequest:
 
 
 async def finished(request: Request, generation: Generation) -> list[SampleResponse] | None:
-    """Wait for all results; withdraw the requests and give None when the client hangs up."""
+    """Return all results. If the client disconnects, cancel the requests and return None."""
     try:
         return await while_connected(request.receive, generation.responses())
     finally:
@@ -112,25 +112,25 @@ async def finished(request: Request, generation: Generation) -> list[SampleRespo
 
 
 def responses(error: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Describe what a route may answer besides its JSON, for the OpenAPI page."""
+    """Return the OpenAPI description of a route's error responses."""
     refused = {"model": error, "description": "The request was refused."}
     return dict.fromkeys((422, "4XX", "5XX"), refused)
 
 
-#: For the OpenAPI page: a route that answers in pieces where it is asked to.
+#: OpenAPI description of a route that can stream its answer.
 STREAMS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}}
 }
 
 
 def event(data: dict[str, Any] | str, name: str | None = None) -> str:
-    """Write one server-sent event."""
+    """Return one server-sent event."""
     text = data if isinstance(data, str) else finite_json(data)
     return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """Say what an error of REFUSED is to a tenant; of one that no tenant can cause, nothing more."""
+    """Return a refusal for an error of REFUSED. Errors that no tenant can cause reveal no details."""
     if isinstance(error, RequestValidationError):
         return Refusal(400, sentence(error.errors()), "invalid")
     if isinstance(error, HTTPException):
@@ -151,7 +151,7 @@ def refusal_of(error: Exception) -> Refusal:
 def _status_of(error: Exception) -> int:
     if isinstance(error, ShuttingDown):
         return 503
-    # These APIs say so of an unknown model; the Tinker API says 400.
+    # These APIs answer 404 for an unknown model; the Tinker API answers 400.
     return 404 if isinstance(error, BaseModelNotServed) else errors.status_of(error)
 
 

@@ -16,7 +16,7 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_reader(vocabulary: tokenizers.Tokenizer) -> Callable[[str], bytes | None]:
-    """Return a function from a token's spelling to its bytes; it returns None where text alone is known."""
+    """Return a function from a token's spelling to its bytes, or to None if only its text is known."""
     kinds = {part["type"] for part in _decoders(vocabulary)}
     if "ByteLevel" in kinds:
         return _byte_level
@@ -48,7 +48,7 @@ def _byte_level(token: str) -> bytes:
 
 
 def _letters() -> dict[str, int]:
-    """Return GPT-2's letter for each byte: itself where it prints, else one above U+0100."""
+    """Return GPT-2's letter for each byte: itself if printable, else one above U+0100."""
     prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in prints]
     return {

@@ -1,4 +1,4 @@
-"""Parts of an answer's text that its single tokens add, for its log-probs."""
+"""Text parts of single tokens, for the log-probs of an answer."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from cotrain_server.text_apis.tokenizer_cache import TextGrowth, Tokenizer
 
 @dataclass(frozen=True)
 class Part:
-    """What one token adds."""
+    """Part of the text that one token adds."""
 
     text: str
-    """The whole character for the token that completes it, nothing for those before."""
+    """The whole character for the token that completes it, nothing for the tokens before."""
     content: bytes
-    """Its own bytes; empty for a token that is not part of the text."""
+    """Bytes of the token itself; empty for a token that is not part of the text."""
     offset: int
-    """The number of characters before."""
+    """Number of preceding characters."""
     begins: bool
-    """Whether the text begins with it and loses a first space."""
+    """True if the text begins with it and loses a first space."""
 
 
 class TokenTexts:
-    """The parts of one text, token by token: together they are the text."""
+    """Parts of one text, token by token. Joined, they are the text."""
 
     def __init__(
         self,
@@ -33,14 +33,16 @@ class TokenTexts:
         *,
         begins: bool = False,
     ) -> None:
-        """Begin as `VisibleText` does."""
+        """Create an empty text, like `VisibleText`."""
         self._tokenizer = tokenizer
         self._final = frozenset(final_tokens)
         self._growth = TextGrowth(tokenizer, before, begins=begins)
         self._length = 0
 
     def of_prompt(self, prompt: Sequence[int], echo: str) -> list[Part]:
-        """Add a prompt, of which the text `echo` is shown: without what the tokenizer put before it."""
+        """Add a prompt with the visible text `echo`, which excludes tokens that the tokenizer put
+        before it.
+        """
         added = 0
         if self._tokenizer.decode(prompt, special=True) != echo:
             added = self._tokenizer.count_added_before(prompt)
@@ -48,7 +50,7 @@ class TokenTexts:
         return hidden + [self._add(token, special=True) for token in prompt[added:]]
 
     def of_answer(self, tokens: Sequence[int]) -> list[Part]:
-        """Add tokens of the answer. Control tokens and final ones have no text."""
+        """Add tokens of the answer. Control tokens and final tokens have no text."""
         return [
             Part("", b"", self._length, self._growth.begins)
             if token in self._final
@@ -57,7 +59,9 @@ class TokenTexts:
         ]
 
     def ended(self, parts: list[Part]) -> list[Part]:
-        """Return all parts with the rest of the text in the last: bytes that became no character."""
+        """Return all parts. The last one also gets the rest of the text: bytes of incomplete
+        characters.
+        """
         return parts and [
             *parts[:-1],
             replace(parts[-1], text=parts[-1].text + self._growth.finish()),

@@ -1,8 +1,7 @@
-"""What it takes to talk with a base model: its tokenizer and chat template, read once per process.
+"""Tokenizers and chat templates of base models, read once per process.
 
-Turn words into tokens and back, with the tokenizer that a pool's worker wrote down.
-
-Knows nothing of chats (`chat.py`) and needs no model library: the `tokenizers` wheel reads the file.
+A `Tokenizer` converts text to tokens and back, with the files that a pool's worker published. It
+needs no model library: the `tokenizers` wheel reads the file. `chat_template` renders chats.
 """
 
 from __future__ import annotations
@@ -30,19 +29,20 @@ from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.messages.runs import PoolRecord
 
-#: Stands for bytes that are no character.
+#: Replacement for bytes of incomplete characters.
 PARTIAL = "\N{REPLACEMENT CHARACTER}"
-#: How SentencePiece spells a space.
+#: Spelling of a space in SentencePiece.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-#: A character has at most four bytes, so these hold all of the one that a text ends in.
+#: A character has at most four bytes, so four tokens contain all bytes of the last character.
 _TOKENS_BEFORE = 4
 
 
 class Tokenizer:
-    """One model's vocabulary."""
+    """Vocabulary of one model."""
 
     def __init__(self, vocabulary: tokenizers.Tokenizer) -> None:
-        # Both would change prompts behind our back; `transformers` ignores what the file says, too.
+        # Both would change prompts unnoticed. `transformers` ignores these settings of the file,
+        # too.
         vocabulary.no_truncation()
         vocabulary.no_padding()
         self._vocabulary = vocabulary
@@ -52,24 +52,27 @@ class Tokenizer:
         self._raw: dict[int, bytes | None] = {}
         self._full: dict[int, bytes] = {}
         self.drops_first_space, self.text_start = self._probe_first_space()
-        """Whether a text loses the space of its first token; a token without text to decode others behind."""
+        """True if a text loses the space of its first token; a token without text as decoding
+        context for others.
+        """
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read `tokenizer.json`; raises OSError where there is none."""
+        """Read `tokenizer.json`. Raises OSError if it is missing."""
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
         return cls(tokenizers.Tokenizer.from_str(text))
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Cut text into tokens; `special` adds what the model wants at the start of a plain text.
+        """Split text into tokens. `special` adds the model's control tokens at the start of a plain
+        text.
 
-        A million characters take seconds: call it in a thread.
+        A million characters take seconds, so call it in a thread.
 
         Raises:
-            Unreadable: half a surrogate pair, which JSON can hold and UTF-8 cannot.
+            Unreadable: half a surrogate pair, which JSON can contain and UTF-8 cannot.
         """
         try:
-            # Unlike `encode`, this lets other threads run.
+            # Unlike `encode`, this releases the interpreter lock.
             [cut] = self._vocabulary.encode_batch_fast([text], add_special_tokens=special)
         except TypeError as error:
             raise Unreadable("The text is not valid Unicode: it holds half a character.") from error
@@ -77,29 +80,33 @@ class Tokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Put tokens together to text; without `special`, control tokens have none."""
+        """Return the text of tokens. Without `special`, control tokens have none."""
         growth = TextGrowth(self, begins=True)
         return growth.push(tokens, special=special) + growth.finish()
 
     def without_first_space(self, text: str) -> str:
-        """Return the beginning of a text as it stands alone: some vocabularies put a space before each word."""
+        """Return the start of a text without the extra space that some vocabularies put before each
+        word.
+        """
         return text.removeprefix(" ") if self.drops_first_space else text
 
     def is_special(self, token: int) -> bool:
-        """Return whether a token is a control token."""
+        """Return True if a token is a control token."""
         return token in self._special
 
     def has_text(self, token: int, *, special: bool = False) -> bool:
-        """Return whether a token adds to a text; a control token does with `special` alone."""
+        """Return True if a token adds to a text. A control token does only with `special`."""
         return special if self.is_special(token) else self.raw_bytes(token) != b""
 
     def last_with_text(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last tokens that have text, as many as the next one can depend on."""
+        """Return the last tokens with text, as many as the next token can depend on."""
         seen = (token for token in reversed(tokens) if self.has_text(token))
         return list(islice(seen, _TOKENS_BEFORE))[::-1]
 
     def raw_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of a token that may be part of a character; None for one that is text."""
+        """Return the bytes of a token that may be part of a character, or None for a token of whole
+        text.
+        """
         try:
             return self._raw[token]
         except KeyError:
@@ -108,7 +115,7 @@ class Tokenizer:
             return raw
 
     def count_added_before(self, prompt: Sequence[int]) -> int:
-        """Count the control tokens at a prompt's beginning that `encode` puts before any text."""
+        """Return the number of control tokens at a prompt's start that `encode` adds to any text."""
         added = self.encode("", special=True)
         return next(
             (at for at, (a, b) in enumerate(zip(added, prompt, strict=False)) if a != b),
@@ -116,16 +123,20 @@ class Tokenizer:
         )
 
     def token_bytes(self, token: int, *, begins: bool = False) -> bytes:
-        """Return what a token adds to a text that has begun, or that `begins`; for a control token its name."""
+        """Return the bytes that a token adds within a text, or at its start (`begins`). A control
+        token adds its name.
+        """
         found = self._full.get(token)
-        if found is None:  # log-probs ask for the same few thousand tokens over and over
+        if found is None:  # log-probs contain the same few thousand tokens repeatedly
             raw = self._special[token].encode() if token in self._special else self.raw_bytes(token)
             found = self.text_behind(self.text_start, [token]).encode() if raw is None else raw
             self._full[token] = found
         return found.removeprefix(b" ") if begins and self.drops_first_space else found
 
     def token_name(self, token: int, *, begins: bool = False) -> str:
-        """Write one token for itself: part of a character as OpenAI's API does, a control token by its name."""
+        """Return one token as text: part of a character in OpenAI's notation, a control token by
+        its name.
+        """
         content = self.token_bytes(token, begins=begins)
         try:
             return content.decode()
@@ -133,7 +144,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def text_behind(self, before: list[int], tokens: Sequence[int]) -> str:
-        """Return the text that tokens add to that of others; none of them a part of a character."""
+        """Return the text that tokens add after others. None of them may be part of a character."""
         text: str = self._vocabulary.decode([*before, *tokens], skip_special_tokens=False)
         return text[len(self._vocabulary.decode(before, skip_special_tokens=False)) :]
 
@@ -152,31 +163,33 @@ class _Kind(Enum):
 
 
 class TextGrowth:
-    """The text of a growing row of tokens, in chunks that never end within a character.
+    """Text of a growing token sequence, in chunks that never end within a character.
 
-    Each token is read once: bytes by an incremental decoder of UTF-8, so that a byte which is no part of a
-    character spoils no neighbour, and text behind the token before it.
+    Each token is read once. Bytes pass through an incremental UTF-8 decoder, so an invalid byte
+    does not affect its neighbours. Text tokens are decoded after the previous token.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, before: Sequence[int] = (), *, begins: bool = False
     ) -> None:
-        """Begin behind the tokens `before`, which have no part in the text; with `begins` it stands alone."""
+        """Create an empty text after the tokens `before`, which are not part of it. With `begins`
+        it stands alone.
+        """
         self._tokenizer = tokenizer
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._last = tokenizer.text_start
         self.begins = False
         self.push(tokenizer.last_with_text(before))
         self.begins = begins
-        """Whether the next token is the first one, whose space some vocabularies drop."""
+        """True if the next token is the first one, whose space some vocabularies drop."""
 
     def push(self, tokens: Iterable[int], *, special: bool = False) -> str:
-        """Add tokens; return the text that is certain now and was not before. `special` shows control tokens."""
+        """Add tokens, and return the text that has become final. `special` includes control tokens."""
         visible = (token for token in tokens if self._tokenizer.has_text(token, special=special))
         return "".join(self._grow(kind, list(run)) for kind, run in groupby(visible, self._kind))
 
     def finish(self) -> str:
-        """Return the rest: bytes that never became a character."""
+        """Return the rest: bytes of incomplete characters."""
         return self._characters.decode(b"", final=True)
 
     def _grow(self, kind: _Kind, run: Sequence[int]) -> str:
@@ -197,7 +210,7 @@ class TextGrowth:
 
 
 class VisibleText:
-    """What the reader of one sequence sees: nothing from a stop string or a final token on."""
+    """Visible text of one sequence, which ends before a stop string or a final token."""
 
     def __init__(
         self,
@@ -208,7 +221,9 @@ class VisibleText:
         before: Sequence[int] = (),
         begins: bool = False,
     ) -> None:
-        """Begin behind the tokens `before`; with `begins` the text stands alone all the same."""
+        """Create an empty text after the tokens `before`. With `begins` it stands alone
+        nevertheless.
+        """
         self._growth = TextGrowth(tokenizer, before)
         self._tokenizer = tokenizer
         self._begins = begins
@@ -216,15 +231,17 @@ class VisibleText:
         self._final = frozenset(final_tokens)
         self._pending = ""
         self.stopped_by: str | None = None
-        """The stop string that ended the text; None until one does."""
+        """Stop string that ended the text; None if none did."""
 
     def push(self, tokens: Iterable[int]) -> str:
-        """Add tokens; the text that may be shown now. What could begin a stop string waits."""
+        """Add tokens, and return the text that can be shown. A possible start of a stop string is
+        withheld.
+        """
         grown = self._growth.push(token for token in tokens if token not in self._final)
         return self._show(self._pending + grown, at_end=False)
 
     def finish(self) -> str:
-        """Give what is left once no more tokens come."""
+        """Return the withheld text after the last token."""
         return self._show(self._pending + self._growth.finish(), at_end=True)
 
     def _show(self, text: str, *, at_end: bool) -> str:
@@ -247,7 +264,7 @@ class VisibleText:
         return self._tokenizer.without_first_space(text)
 
     def _possible_start(self, text: str) -> int:
-        """Count the last characters of a text that may be the first ones of a stop string."""
+        """Return the length of the longest suffix that could start a stop string."""
         longest = min(len(text), max(map(len, self._stop), default=0))
         counts = range(longest, 0, -1)
         return next((n for n in counts if any(s.startswith(text[-n:]) for s in self._stop)), 0)
@@ -256,20 +273,20 @@ class VisibleText:
 log = structlog.get_logger()
 
 _READ_FIRST = "tokenizer.json"
-#: Languages kept in memory; one of a large vocabulary takes about 100 MB.
+#: Number of cached languages. One with a large vocabulary takes about 100 MB.
 _KEPT = 8
 
 
 @dataclass(frozen=True)
 class Language:
-    """How one base model reads and writes."""
+    """Tokenizer and chat template of one base model."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
 
 async def published_tokenizer(pool: PoolRecord, settings: ServerSettings) -> Path | None:
-    """Find the folder that the pool's workers wrote; None where they had nothing to write.
+    """Return the folder that the pool's workers published, or None if they had no tokenizer.
 
     Raises:
         StoreUnavailable: the object store does not answer now.
@@ -287,19 +304,23 @@ async def published_tokenizer(pool: PoolRecord, settings: ServerSettings) -> Pat
 
 
 def _folder(blobs: Blobs, data_dir: Path, pool: PoolRecord) -> Path:
-    """Name a tokenizer's folder; of objects, make it of them: it is named after its content, and never changes."""
+    """Return a tokenizer's local folder, downloading it from an object store. Its name is a content
+    hash, so it never changes.
+    """
     if blobs.folder:
         return blobs.folder / "tokenizers" / pool.tokenizer
     of_pool, here = blobs.below(f"tokenizers/{pool.tokenizer}"), Folder(data_dir / "tokenizers")
     if not here.exists(f"{pool.tokenizer}/{_READ_FIRST}"):
         keys = sorted((blob.key for blob in of_pool.list()), key=lambda key: key == _READ_FIRST)
-        for key in keys:  # the last one says that all are there
+        for key in keys:  # the last file marks the folder as complete
             here.put(f"{pool.tokenizer}/{key}", of_pool.get(key))
     return data_dir / "tokenizers" / pool.tokenizer
 
 
 async def tokenizer_folder(pool: PoolRecord, settings: ServerSettings) -> Path:
-    """Find the folder that the pool's workers wrote; raises Invalid where there is none, StoreUnavailable."""
+    """Return the folder that the pool's workers published. Raises Invalid if there is none, or
+    StoreUnavailable.
+    """
     folder = await published_tokenizer(pool, settings)
     if folder is None:
         raise Invalid(
@@ -309,12 +330,14 @@ async def tokenizer_folder(pool: PoolRecord, settings: ServerSettings) -> Path:
 
 
 async def language_of(pool: PoolRecord, settings: ServerSettings) -> Language:
-    """Read what the pool's workers wrote down; raises Invalid where they had nothing to write, StoreUnavailable."""
+    """Return the language that the pool's workers published. Raises Invalid if there is none, or
+    StoreUnavailable.
+    """
     return await asyncio.to_thread(_current, await tokenizer_folder(pool, settings))
 
 
 def _current(folder: Path) -> Language:
-    # A worker that starts writes its pool's folder anew.
+    # A starting worker rewrites its pool's folder.
     return _read(folder, (folder / _READ_FIRST).stat().st_mtime_ns)
 
 

@@ -1,1 +1,3 @@
-"""Web pages for operators and tenants under `/ui`: what they show is what the store holds; no build step."""
+"""Web pages for operators and tenants under `/ui`. They show the content of the store, without a
+build step.
+"""

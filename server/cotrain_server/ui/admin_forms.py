@@ -1,4 +1,4 @@
-"""What the operator sends from pages: each form is checked as the API checks it, done, and leads back to its page."""
+"""Forms of the operator. Each is validated like the API's body, applied, and redirects to its page."""
 
 from __future__ import annotations
 
@@ -53,30 +53,32 @@ _WORKER = "/workers/{pool_id}/{worker_id}"
 
 @dataclass(frozen=True)
 class _Form:
-    """What the operator sent, read and let in."""
+    """A parsed and authorized form of the operator."""
 
     services: Services
     visitor: Visitor
     fields: Mapping[str, str]
     parts: Mapping[str, str]
-    """Of the path, as a run's id."""
+    """Path parameter, such as a run's id."""
     tenant: TenantId
-    """Of the path, found; empty where none stands there."""
+    """Existing tenant in the path; empty without one."""
 
     def read(self, asked: type[_Asked], fields: Mapping[str, Any]) -> _Asked:
-        """Check fields as the API checks its body; raises Invalid, which names the field."""
+        """Return fields validated by the API's model. Raises Invalid with the name of the field."""
         try:
             return asked.model_validate(fields)
         except ValidationError as error:
             raise Invalid(sentence(error.errors())) from None
 
     def field(self, name: str, default: str = "") -> str:
-        """Read a field as text."""
+        """Return a field as text."""
         return self.fields.get(name, default)
 
 
 def _form(path: str, back: str = "") -> Callable[[_Act], _Act]:
-    """Serve a form: let it in, find its tenant, act, and lead back to a page unless the act answers."""
+    """Return a route that authorizes a form, looks up its tenant, applies it, and redirects unless
+    it returns an answer.
+    """
 
     def served(act: _Act) -> _Act:
         @router.post(path, response_model=None, name=act.__name__)
@@ -99,14 +101,14 @@ def _form(path: str, back: str = "") -> Callable[[_Act], _Act]:
 
 @_form("/tenants")
 async def create_tenant(form: _Form) -> Response:
-    """Make a tenant, and show its first key."""
+    """Create a tenant, and show its first key."""
     made = await make_key(form.services, None, form.read(KeyRequest, {"name": form.field("name")}))
     return _new_key(form.visitor, made.tenant, made.key)
 
 
 @_form(_TENANT + "/limits", back=_TENANT)
 async def set_limits(form: _Form) -> None:
-    """Set the limits of a tenant; an empty field takes one back to its default."""
+    """Set the limits of a tenant. An empty field restores the default."""
     limits = {
         name: _number(form.field(name)) for name in Quotas.model_fields if name in form.fields
     }
@@ -122,20 +124,20 @@ async def set_weight(form: _Form) -> None:
 
 @_form(_TENANT + "/pause", back=_TENANT)
 async def pause(form: _Form) -> None:
-    """Hold a tenant back."""
+    """Pause a tenant."""
     asked = form.read(PauseRequest, {"reason": form.field("reason")})
     await pause_tenant(form.services, form.tenant, asked.reason)
 
 
 @_form(_TENANT + "/resume", back=_TENANT)
 async def resume(form: _Form) -> None:
-    """Let a tenant go on."""
+    """Resume a tenant."""
     await resume_tenant(form.services, form.tenant)
 
 
 @_form(_TENANT + "/keys")
 async def create_key(form: _Form) -> Response:
-    """Make a key, and show it once."""
+    """Create a key, and show it once."""
     wanted = {
         "name": form.field("name"),
         "role": form.field("role", "member"),
@@ -147,45 +149,45 @@ async def create_key(form: _Form) -> Response:
 
 @_form(_TENANT + "/keys/{key_id}/revoke", back=_TENANT)
 async def revoke(form: _Form) -> None:
-    """End a key."""
+    """Revoke a key."""
     await revoke_key(form.services, form.tenant, form.parts["key_id"])
 
 
 @_form(_RUN + "/pause", back="/runs/{run_id}")
 async def pause_one(form: _Form) -> None:
-    """Hold a run back."""
+    """Pause a run."""
     asked = form.read(PauseRequest, {"reason": form.field("reason")})
     await pause_run(form.services, form.tenant, form.parts["run_id"], asked.reason)
 
 
 @_form(_RUN + "/resume", back="/runs/{run_id}")
 async def resume_one(form: _Form) -> None:
-    """Let a run go on."""
+    """Resume a run."""
     await resume_run(form.services, form.tenant, form.parts["run_id"])
 
 
 @_form(_RUN + "/move", back="/runs/{run_id}")
 async def move_one(form: _Form) -> None:
-    """Have a run go on at another worker."""
+    """Move a run to another worker."""
     wanted = form.read(MoveRequest, {"worker": form.field("worker")})
     await move_run(form.services, form.tenant, form.parts["run_id"], wanted.worker)
 
 
 @_form(_RUN + "/close", back="/runs/{run_id}")
 async def close_one(form: _Form) -> None:
-    """End a run."""
+    """Close a run."""
     await close_run(form.services, form.tenant, form.parts["run_id"])
 
 
 @_form(_WORKER + "/drain", back="/workers")
 async def drain(form: _Form) -> None:
-    """Have a worker's runs go to the others of its pool."""
+    """Move a worker's runs to the others of its pool."""
     await drain_worker(form.services, form.parts["pool_id"], form.parts["worker_id"])
 
 
 @_form(_WORKER + "/move", back="/workers")
 async def move_from(form: _Form) -> None:
-    """Have a run of this worker go on at another one."""
+    """Move a run of this worker to another one."""
     tenant = await find_tenant(form.services, form.field("tenant"))
     wanted = form.read(MoveRequest, {"worker": form.field("worker")})
     await move_run(form.services, tenant, form.field("run"), wanted.worker)
@@ -193,12 +195,12 @@ async def move_from(form: _Form) -> None:
 
 @_form(_WORKER + "/undrain", back="/workers")
 async def undrain(form: _Form) -> None:
-    """Let a worker take runs again."""
+    """Put a drained worker back into service."""
     await take_worker_back(form.services, form.parts["pool_id"], form.parts["worker_id"])
 
 
 def _number(text: str) -> int | str | None:
-    """Read a whole number, None where the field is empty; any other text is refused where it is checked."""
+    """Return a whole number, None for an empty field, or other text unchanged for later validation."""
     text = text.strip()
     is_number = text.isascii() and text.isdecimal() and len(text) < 20
     return int(text) if is_number else text or None

@@ -1,4 +1,4 @@
-"""The pages there are, in the order of the navigation. A new page is one more line here."""
+"""Pages in the order of the navigation. A new page is one more line here."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ PAGES: Sequence[Page] = (
     tenants.AUDIT_PAGE,
     overview.SETTINGS_PAGE,
 )
-#: What pages have next to themselves: forms, downloads.
+#: Routes besides pages: forms and downloads.
 ROUTERS: Sequence[APIRouter] = (run.router, checkpoints.router, playground.router)

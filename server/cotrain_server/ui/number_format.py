@@ -1,4 +1,4 @@
-"""Numbers with their units, and times, as pages show them. Pure; `now` comes in."""
+"""Formatting of numbers with units, and of times, for pages. Pure; `now` is an argument."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-#: A value that is not known.
+#: Placeholder for an unknown value.
 NOTHING = "\u2013"
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -17,12 +17,12 @@ _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 def count(value: float | None) -> str:
-    """Write a count in full: 12,345."""
+    """Return a count in full: 12,345."""
     return NOTHING if value is None else f"{value:,.0f}"
 
 
 def short(value: float | None) -> str:
-    """Write a large number in three digits: 12.3 k."""
+    """Return a large number in three digits: 12.3 k."""
     if value is None or not math.isfinite(value):
         return NOTHING
     for size, unit in _SI:
@@ -32,7 +32,7 @@ def short(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Write bytes: 1.5 GiB."""
+    """Return a size in bytes: 1.5 GiB."""
     if value is None:
         return NOTHING
     for unit_bytes, unit in _BYTES:
@@ -42,7 +42,7 @@ def size(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Write a time that something took: 12 ms, 3.4 s, 2 min 5 s, 3 h 20 min."""
+    """Return a duration: 12 ms, 3.4 s, 2 min 5 s, 3 h 20 min."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
     if not seconds:
@@ -60,19 +60,19 @@ def duration(seconds: float | None) -> str:
 
 
 def percent(part: float | None) -> str:
-    """Write a part of 1: 42 %."""
+    """Return a fraction as a percentage: 42 %."""
     return NOTHING if part is None or not math.isfinite(part) else f"{part * 100:.3g} %"
 
 
 def decimal(value: float | None) -> str:
-    """Write a measurement, a loss for one, in five digits."""
+    """Return a measurement, such as a loss, in five digits."""
     if value is None:
         return NOTHING
     return f"{value:.5g}"
 
 
 def age(seconds: float) -> str:
-    """Write how long ago something was: 5 s ago."""
+    """Return an age: 5 s ago."""
     if seconds < 0:
         return "in " + age(-seconds).removesuffix(" ago")
     for size_s, unit in _AGES:
@@ -82,7 +82,9 @@ def age(seconds: float) -> str:
 
 
 def ago(at: float | None, now: float) -> Markup:
-    """Write a time relative to `now`, with the absolute one as its title; seconds since the epoch."""
+    """Return a time relative to `now`, with the absolute time as its title; seconds since the
+    epoch.
+    """
     if at is None:
         return escape(NOTHING)
     moment = datetime.fromtimestamp(at, UTC)
@@ -97,7 +99,7 @@ def ratio(part: float, whole: float) -> float:
 
 
 def plural(amount: float, one: str, many: str = "") -> str:
-    """Write a count with its noun: 1 worker, 2 workers."""
+    """Return a count with its noun: 1 worker, 2 workers."""
     return f"{amount:,.0f} {one if amount == 1 else many or one + 's'}"
 
 

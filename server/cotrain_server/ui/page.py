@@ -1,4 +1,4 @@
-"""One page: its address, its JSON twin, and how both are made of the same data."""
+"""A page: its address, its JSON twin, and the creation of both from the same data."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from cotrain_store.errors import StoreUnavailable
 
 @dataclass(frozen=True)
 class PageRequest:
-    """One look at a page: who asks, what for, and when."""
+    """One request for a page: visitor, query and time."""
 
     services: Services
     visitor: Visitor
     query: QueryParams
     parts: Mapping[str, str]
-    """Of the path, such as a run's id."""
+    """Path parameters, such as a run's id."""
     now: float
     address: str
-    """What the server is reached by, without a slash at the end."""
+    """Base URL of the server, without a trailing slash."""
 
 
 @dataclass(frozen=True)
@@ -43,29 +43,32 @@ class Page:
     """A page under `/ui`."""
 
     path: str
-    """As a route has it: `/ui/runs/{run_id}`. `.json` behind it is the twin."""
+    """Route path: `/ui/runs/{run_id}`. The suffix `.json` gives the twin."""
     name: str
-    """In the navigation and the title."""
+    """Name in the navigation and the title."""
     template: str
     read: Callable[[PageRequest], Awaitable[dict[str, Any]]]
-    """Make the page's data: what the template is given, and what the twin shows. A tenant's holds
-    nothing of another's."""
+    """Returns the page's data for the template and the twin. A tenant's data contains nothing of
+    other tenants.
+    """
     poll_s: int = 0
-    """How often the browser asks for the part that changes; 0: never."""
+    """Interval in seconds at which the browser updates the changing part; 0: never."""
     for_operator: bool = False
-    """A tenant is answered as if it did not exist."""
+    """True for the operator only. For a tenant the page does not exist."""
     for_tenant: bool = False
-    """Not in the operator's navigation, who finds every tenant's part on pages of its own."""
+    """True to hide it from the operator's navigation, where every tenant has a page."""
     in_navigation: bool = True
 
     @property
     def twin(self) -> str:
-        """Where its data is found as JSON."""
+        """Path of its data as JSON."""
         return f"{self.path}/overview.json" if self.path == "/ui" else f"{self.path}.json"
 
 
 def router_of(pages: Sequence[Page]) -> APIRouter:
-    """Make the routes of pages, each with its twin: twins first, whose path a page with an id would take."""
+    """Return the routes of pages and their twins. Twins come first, because a page with an id would
+    match their path.
+    """
     router = APIRouter(include_in_schema=False)
     for page in pages:
         router.add_api_route(page.twin, _twin_route(page), response_model=None)
@@ -75,7 +78,7 @@ def router_of(pages: Sequence[Page]) -> APIRouter:
 
 
 def shown_to(visitor: Visitor, pages: Sequence[Page]) -> list[Page]:
-    """List the pages that a visitor finds in the navigation."""
+    """Return the pages in a visitor's navigation."""
     return [
         page
         for page in pages
@@ -85,7 +88,7 @@ def shown_to(visitor: Visitor, pages: Sequence[Page]) -> list[Page]:
 
 
 def page_context(page: Page, pages: Sequence[Page], visitor: Visitor, now: float) -> dict[str, Any]:
-    """Give what every page's template needs next to its data."""
+    """Return the template variables that every page needs next to its data."""
     return {
         "page": page,
         "pages": shown_to(visitor, pages),
@@ -134,7 +137,7 @@ async def _look(request: Request, page: Page) -> PageRequest:
 
 
 async def _data(page: Page, look: PageRequest) -> dict[str, Any]:
-    """Read a page's data. Raises StoreUnavailable where Redis takes too long."""
+    """Return a page's data. Raises StoreUnavailable if Redis takes too long."""
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S):
             return await page.read(look)
@@ -145,6 +148,6 @@ async def _data(page: Page, look: PageRequest) -> dict[str, Any]:
 def _to_login(request: Request, *, is_part: bool) -> Response:
     path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
     target = f"{LOGIN}?next={quote(path, safe='')}"
-    if is_part:  # htmx would put the form into the middle of the page
+    if is_part:  # otherwise htmx would insert the form into the middle of the page
         return Response(status_code=401, headers={**HEADERS, "HX-Redirect": LOGIN})
     return RedirectResponse(target, 303, HEADERS)

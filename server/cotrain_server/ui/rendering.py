@@ -1,6 +1,6 @@
-"""From a page's data to HTML: the templates, and what stands in the head of every answer.
+"""Rendering of pages: templates, response headers, and static files.
 
-The pages' own files: read once, served under a name that changes with what is in them.
+Static files are read once, and served under a name that contains a hash of their content.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _HASHES = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in _
 
 
 def static_url(name: str) -> str:
-    """Name a file in a page. Raises KeyError for one that is not there."""
+    """Return the URL of a static file. Raises KeyError for an unknown file."""
     return f"{MOUNTED_AT}/{name}?v={_HASHES[name]}"
 
 
 @router.get(MOUNTED_AT + "/{name:path}", response_model=None)
 async def static_file(name: str, v: str = "") -> Response:
-    """Give one of the files; a browser keeps what was asked for with its hash."""
+    """Return a static file. Browsers cache it if the URL contains its hash."""
     content = _FILES.get(name)
     if content is None:
         raise HTTPException(404)
@@ -61,7 +61,7 @@ async def static_file(name: str, v: str = "") -> Response:
 
 Given = ParamSpec("Given")
 
-#: No script and no style but our own files; no other host; no frame.
+#: Only our own scripts and styles, no other host, no frames.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; object-src 'none'; form-action 'self'; "
@@ -85,7 +85,7 @@ _environment.filters.update(number_format.FILTERS)
 
 
 def html(template: str, context: Mapping[str, Any], status: int = 200) -> HTMLResponse:
-    """Show a template; everything in `context` is escaped."""
+    """Return a rendered template. All values in `context` are escaped."""
     text = _environment.get_template(template).render(context)
     return HTMLResponse(text, status, HEADERS)
 
@@ -93,7 +93,7 @@ def html(template: str, context: Mapping[str, Any], status: int = 200) -> HTMLRe
 def guarded(
     route: Callable[Given, Awaitable[Response]],
 ) -> Callable[Given, Awaitable[Response]]:
-    """Have a route answer refusals with a page that says why, instead of JSON."""
+    """Return a route that answers refusals with an error page instead of JSON."""
 
     @functools.wraps(route)
     async def answered(*args: Given.args, **given: Given.kwargs) -> Response:
@@ -110,5 +110,5 @@ def guarded(
 
 
 def error_page(error: Exception) -> HTMLResponse:
-    """Say what went wrong in a page of its own."""
+    """Return an error page."""
     return html("error.html", {"message": str(error), "status": status_of(error)}, status_of(error))

@@ -1,4 +1,4 @@
-"""All that stands under `/ui`, and the way there from `/`."""
+"""Routes under `/ui`, and the redirect from `/`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/")
 async def home() -> RedirectResponse:
-    """Lead who opens the server's address to its pages."""
+    """Redirect from the server's root to its pages."""
     return RedirectResponse("/ui", 303)
 
 

@@ -1,1 +1,1 @@
-"""What answers, dashboards and Prometheus show; reads, and changes nothing."""
+"""Content of answers, dashboards and Prometheus metrics. Read only."""

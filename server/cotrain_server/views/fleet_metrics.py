@@ -1,8 +1,6 @@
-"""What the store knows of all processes, for Prometheus: the same, whichever API process is asked.
+"""Prometheus metrics of the fleet and of this API process.
 
-What an API process shows on its metrics port: what it counts itself, and what the store knows of the fleet.
-
-What this API process counts itself, for Prometheus.
+The fleet metrics come from the store and are equal in every API process.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from cotrain_store.weights.checkpoints import largest_checkpoint_bytes
 
 @dataclass(eq=False)  # a registry keeps its collectors by identity
 class _Families(Collector):
-    """Families built sample by sample, then handed to the text format."""
+    """Metric families, built sample by sample for the text format."""
 
     by_name: dict[str, Metric] = field(default_factory=dict)
 
@@ -58,7 +56,9 @@ class _Families(Collector):
 
 
 async def fleet_metrics(services: Services) -> bytes:
-    """Write it in the Prometheus text format; a Redis that is unavailable is one of the metrics."""
+    """Return the fleet metrics in Prometheus text format. An unavailable Redis is one of the
+    metrics.
+    """
     found = _Families()
     settings = services.settings
     found.add("cotrain_disk_free_bytes", shutil.disk_usage(settings.data_dir).free)
@@ -84,7 +84,7 @@ async def fleet_metrics(services: Services) -> bytes:
             found.add("cotrain_checkpoint_bytes", size, tenant=tenant)
         for pool, status in pools:
             _add_pool(found, pool, status)
-        for base_model in unknown:  # its first worker measures what requests are checked by
+        for base_model in unknown:  # its first worker measures the limits for validating requests
             found.add("cotrain_pool_workers_wanted", 1, pool=base_model)
     registry = CollectorRegistry()
     registry.register(found)
@@ -156,14 +156,14 @@ def _add_worker(found: _Families, pool: str, worker: WorkerHeartbeat) -> None:
 
 
 def runs_by_state(counters: Mapping[str, float]) -> dict[str, float]:
-    """Count runs by their state. Those that were made before runs were counted are not in it."""
+    """Return the number of runs by state. Runs created before runs were counted are excluded."""
     closed, failed = counters.get("runs_closed", 0.0), counters.get("runs_failed", 0.0)
     live = max(0.0, counters.get("runs_made", 0.0) - closed - failed)
     return {"live": live, "closed": closed, "failed": failed}
 
 
 def top_tenants(queues: Sequence[QueueStatus]) -> list[QueueStatus]:
-    """Keep the busiest tenants and sum up the rest."""
+    """Return the busiest tenants, and the sum of all others."""
     ranked = sorted(queues, key=_load, reverse=True)
     rest = ranked[TENANTS_SHOWN:]
     return ranked[:TENANTS_SHOWN] + ([_sum(rest)] if rest else [])
@@ -185,17 +185,17 @@ def _sum(queues: Sequence[QueueStatus]) -> QueueStatus:
 
 
 def process_metrics(services: Services) -> bytes:
-    """Write it in the Prometheus text format."""
+    """Return the metrics of this process in Prometheus text format."""
     metrics.LONGPOLL_WAITERS.set(services.futures.waiters)
     return generate_latest(metrics.REGISTRIES[Source.API])
 
 
-#: What Prometheus waits by default.
+#: Default scrape timeout of Prometheus in seconds.
 TIMEOUT_S = 10.0
 
 
 def metrics_pages(services: Services) -> Mapping[str, Callable[[], bytes]]:
-    """Return the pages, which a thread may ask for while this event loop runs."""
+    """Return the metrics pages, which another thread may call while this event loop runs."""
     loop = asyncio.get_running_loop()
 
     def fleet() -> bytes:

@@ -1,7 +1,7 @@
-"""Draw the cycles that a session's runs took part in, as a trace for https://ui.perfetto.dev.
+"""Trace of the cycles of a session's runs for https://ui.perfetto.dev.
 
-The format is the Trace Event Format of Chrome (complete events, `ph: X`; times in µs). Of each cycle a
-tenant sees its own ops and the times, which it shares with every tenant of the cycle.
+The format is the Trace Event Format of Chrome (complete events, `ph: X`; times in µs). In each
+cycle a tenant sees its own ops, and the times, which are common to all tenants of the cycle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ _PROCESS = 1
 
 
 def trace_of(session: str, cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Draw one track per run: waiting, the cycle, and in it the passes and the optimizer's step."""
+    """Return one track per run: waiting, the cycle, and within it the passes and the optimizer
+    step.
+    """
     runs = sorted({run["run"] for cycle in cycles for run in cycle["runs"]}, key=_order)
     track_by_run = {run: track for track, run in enumerate(runs, 1)}
     events = [
@@ -24,7 +26,7 @@ def trace_of(session: str, cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any
     for cycle in cycles:
         for run in cycle["runs"]:
             events += _events(cycle, run, track_by_run[run["run"]])
-    # In this order: Perfetto knows the format by how the file starts.
+    # The order matters: Perfetto detects the format by the start of the file.
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -42,7 +44,7 @@ def _events(
         cycle["duration_ms"] * 1e3,
         facts | {"outcome": cycle["outcome"]},
     )
-    if cycle["wave_ms"] is None:  # it was run op by op, and has no waves
+    if cycle["wave_ms"] is None:  # executed op by op, without waves
         return
     passes_us = (cycle["wave_ms"] + cycle["sampling_ms"]) * 1e3
     if _has(run, _PASSES):

@@ -1,4 +1,4 @@
-"""Whether this server can train right now, and if not, why, in sentences for an operator."""
+"""Readiness of this server, with the reasons in sentences for an operator."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from cotrain_store.redis_client.refusals import REFUSALS
 from cotrain_store.tenants.records import Records
 
 REDIS_TIMEOUT_S = 1.0
-#: A server whose Redis does not answer says so before its caller gives up: Prometheus waits 10 s.
+#: A server with an unavailable Redis answers before its caller times out. Prometheus waits 10 s.
 LOOK_TIMEOUT_S = 5.0
 
 
 async def reasons_not_ready(services: Services) -> list[str]:
-    """List what keeps this server from training; empty when nothing does."""
+    """Return the reasons that prevent training; empty if ready."""
     reasons = ["This process is draining."] if services.draining else []
     try:
         async with asyncio.timeout(REDIS_TIMEOUT_S):
@@ -73,7 +73,7 @@ async def _store_reasons(connection: Connection, settings: ServerSettings) -> li
 async def _worker_reasons(connection: Connection, expected: Sequence[str]) -> list[str]:
     pools = await Records(connection).pools()
     ids = [pool.id for pool in pools]
-    # Requests to a pool that may be without a worker are accepted, and wait for one.
+    # Requests to a pool that can scale to zero are accepted, and wait for a worker.
     fine = await pools_with_workers(connection, ids) | await pools_to_zero(connection, ids)
     served = {pool.base_model for pool in pools if pool.id in fine}
     if expected:

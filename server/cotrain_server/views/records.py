@@ -1,7 +1,4 @@
-"""Show records of the store as the wire has them.
-
-The history of a run as the wire has it, and as a table for other programs.
-"""
+"""Wire format of stored records, and the history of a run as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ TYPE_BY_KIND: Mapping[CheckpointKind, CheckpointType] = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
-#: Whose run it is that others published from: no tenant learns another's id.
+#: Owner shown for published runs of others, because no tenant may learn another's id.
 ANOTHER_TENANT = "another tenant"
 
 
 def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
-    """Show a checkpoint."""
+    """Return a checkpoint in wire format."""
     return Checkpoint(
         checkpoint_id=f"{record.kind}/{record.name}",
         checkpoint_type=TYPE_BY_KIND[record.kind],
@@ -44,7 +41,9 @@ def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
 
 
 def training_run_of(entry: RunEntry, tenant: TenantId) -> TrainingRun:
-    """Show a run to a tenant: of another one's, what its published checkpoints tell anyway."""
+    """Return a run as shown to a tenant. For another tenant's run, only what its published
+    checkpoints reveal.
+    """
     run = entry.run
     is_own = run.tenant == tenant
     newest = [found for found in (entry.last_checkpoint, entry.last_sampler_checkpoint) if found]
@@ -74,7 +73,7 @@ def training_run_of(entry: RunEntry, tenant: TenantId) -> TrainingRun:
 
 
 def text_by_name(metadata: Mapping[str, Any]) -> dict[str, str] | None:
-    """Show metadata as the wire has it: what is no text is shown as JSON; nothing at all as None."""
+    """Return metadata in wire format: non-text values as JSON, an empty mapping as None."""
     return {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in metadata.items()
@@ -82,18 +81,18 @@ def text_by_name(metadata: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def utc(seconds: float) -> datetime:
-    """Show a time; seconds since the epoch."""
+    """Return a time in UTC from seconds since the epoch."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 def history_of(run: RunId, points: Sequence[HistoryPoint]) -> TrainingRunHistory:
-    """Show a history."""
+    """Return a history in wire format."""
     shown = [WirePoint(**asdict(point)) for point in points]
     return TrainingRunHistory(training_run_id=run, points=shown)
 
 
 def csv_of(points: Sequence[HistoryPoint]) -> str:
-    """Write a history as CSV: a line of names, then one for each point; doubles to their last digit."""
+    """Return a history as CSV: a header line, then a line per point, with floats in full precision."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(field.name for field in fields(HistoryPoint))

@@ -1,4 +1,4 @@
-"""What `/status` and the pages show: everything to the operator, to a tenant its own part."""
+"""Content of `/status` and the pages: everything for the operator, its own part for a tenant."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _STARTED_AT = time.time()
 
 
 async def brief_status(services: Services) -> dict[str, Any]:
-    """Read how the server and each pool is: sums over tenants, and no cycle."""
+    """Return the state of the server and each pool: sums over tenants, without cycles."""
     return await _brief(services, await _pools(services))
 
 
 async def whole_status(services: Services) -> dict[str, Any]:
-    """Read everything: to the brief status each tenant's queue, and the last cycles."""
+    """Return the full status: the brief one, each tenant's queue, and the last cycles."""
     connection, found = services.connection, await _pools(services)
     brief = await _brief(services, found)
     return {
@@ -110,14 +110,14 @@ async def _details(services: Services, found: PoolStatus) -> dict[str, Any]:
 
 
 async def name_tenants(services: Services, rows: Sequence[dict[str, Any]]) -> None:
-    """Add the tenant's name to its id in each row; empty where it has none."""
+    """Add the tenant's name to each row; empty if it has none."""
     names = await tenant_names(services.connection, {row["tenant"] for row in rows})
     for row in rows:
         row["tenant_name"] = names.get(row["tenant"], "")
 
 
 async def own_status(services: Services, tenant: TenantId) -> dict[str, Any]:
-    """Read what a tenant may know."""
+    """Return the part of the status that a tenant may see."""
     connection = services.connection
     return {
         "version": __version__,

@@ -1,4 +1,4 @@
-"""Which sessions a search finds, and how it shows them."""
+"""Filter and result format of the session search."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 def may_find(owner: SearchOwner, tenant: TenantId) -> bool:
-    """Tell whether a tenant's own sessions are looked for: it sees no others."""
+    """Return True if a search includes the tenant's own sessions. It never sees others."""
     if isinstance(owner, (OwnSearchOwner, AccessibleSearchOwner)):
         return True
     return tenant in owner.owner_urns
 
 
 def matches(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
-    """Tell whether a session is what a search looks for."""
+    """Return True if a session matches a search."""
     session = entry.record
     in_project = wanted.project_ids is None or (session.project_id or "") in wanted.project_ids
     metadata = text_by_name(session.user_metadata) or {}
@@ -48,7 +48,7 @@ def matches(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
 
 
 def summary_of(entry: SessionEntry, tenant: TenantId, stored: Stored) -> SessionSummary:
-    """Show a session."""
+    """Return a session in wire format."""
     session = entry.record
     return SessionSummary(
         session_id=session.id,
@@ -64,7 +64,7 @@ def summary_of(entry: SessionEntry, tenant: TenantId, stored: Stored) -> Session
 
 
 def status_of(entry: SessionEntry) -> SessionStatus | None:
-    """Say how a session is doing; None where that is unknown."""
+    """Return the status of a session, or None if unknown."""
     if entry.failed_run is not None:
         reason = FailedRunReason(training_run_id=entry.failed_run)
         return SessionFailed(reason=reason, message=str(RunFailed()))
@@ -76,12 +76,12 @@ def status_of(entry: SessionEntry) -> SessionStatus | None:
 
 
 def cursor_at(position: Cursor) -> SessionSearchCursor:
-    """Show a position in the list of sessions."""
+    """Return a position in the list of sessions as a cursor."""
     return SessionSearchCursor(last_created_at=_time_of(position), last_session_id=position.session)
 
 
 def position_of(cursor: SessionSearchCursor) -> Cursor:
-    """Read `cursor_at` back."""
+    """Parse the result of `cursor_at`."""
     return Cursor((cursor.last_created_at - _EPOCH) // _MICROSECOND, cursor.last_session_id)
 
 

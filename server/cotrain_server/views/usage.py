@@ -1,4 +1,4 @@
-"""Show what was used: by the hour and session as the hosted services bill it, by run as our own."""
+"""Usage by hour and session in the hosted services' billing format, and by run in our own."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from cotrain_store.tenants.usage import HOUR, UsageRow, What
 
 LONGEST = timedelta(days=14)
 
-#: How much of each kind.
+#: Amount of each kind.
 _Used: TypeAlias = defaultdict[What, float]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Whole hours, in UTC."""
+    """Time range of whole hours in UTC."""
 
     start: datetime
     end: datetime
 
 
 def window(starting_on: datetime, ending_before: datetime, now: datetime) -> Window:
-    """Check a window by the rules of the hosted services; a time without a zone is UTC.
+    """Validate a window by the rules of the hosted services. A time without a zone is UTC.
 
     Raises:
-        Invalid: saying which rule does not hold.
+        Invalid: the message names the violated rule.
     """
     start, end = _in_utc(starting_on, "starting_on"), _in_utc(ending_before, "ending_before")
     if start > now:
@@ -54,7 +54,7 @@ def window(starting_on: datetime, ending_before: datetime, now: datetime) -> Win
 
 
 def last_day(now: datetime) -> Window:
-    """Name the last 24 hours, the current one included."""
+    """Return the last 24 hours, including the current one."""
     end = now.astimezone(UTC).replace(minute=0, second=0, microsecond=0) + HOUR
     return Window(end - 24 * HOUR, end)
 
@@ -62,7 +62,7 @@ def last_day(now: datetime) -> Window:
 def events_of(
     rows: Iterable[UsageRow], sessions: Mapping[SessionId, SessionRecord], tenant: Tenant
 ) -> list[UsageEvent]:
-    """Show what each session used in each hour: by hour, then the largest first."""
+    """Return the usage of each session in each hour, by hour, then the largest first."""
     used: defaultdict[tuple[datetime, str, str], _Used] = defaultdict(_nothing)
     for row in rows:
         used[row.hour, row.base_model, row.session][row.what] += row.amount
@@ -84,7 +84,7 @@ def events_of(
 
 
 def sources_of(rows: Iterable[UsageRow]) -> list[SourceUsage]:
-    """Show what each run and sampler used: the most device time first."""
+    """Return the usage of each run and sampler, by device time in descending order."""
     used: defaultdict[tuple[str, str, str], _Used] = defaultdict(_nothing)
     for row in rows:
         used[row.source, row.session, row.base_model][row.what] += row.amount
@@ -100,7 +100,7 @@ def sources_of(rows: Iterable[UsageRow]) -> list[SourceUsage]:
 
 
 def total_of(rows: Iterable[UsageRow]) -> Amounts:
-    """Add up what was used."""
+    """Return the total usage."""
     used = _nothing()
     for row in rows:
         used[row.what] += row.amount
@@ -122,7 +122,7 @@ def _in_utc(time: datetime, name: str) -> datetime:
 
 
 def _infos(amounts: _Used) -> list[UsageInfo]:
-    """Tell the kinds apart, leaving out what was not used; prefill_tokens holds the cached ones, too."""
+    """Return the kinds with usage. prefill_tokens includes the cached ones."""
     used = _amounts(amounts)
     infos: list[UsageInfo] = [
         TrainingUsage(token_count=used.training_tokens),

@@ -1,6 +1,7 @@
-"""Which addresses a webhook may be sent to: public ones, and networks that the operator named.
+"""Allowed addresses of webhooks: public ones, and networks that the operator configured.
 
-An address is looked at when it is connected to, so that no name leads elsewhere than where it was checked.
+An address is checked when it is connected to, so a name cannot resolve to another address after the
+check.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from typing_extensions import override
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-#: Of IPv4, beyond what Python 3.11 counts as not global: protocol assignments (with the metadata of Oracle's cloud
-#: at 192.0.0.192), relays of 6to4, and the host agent of Azure.
+#: IPv4 networks beyond those that Python 3.11 counts as not global: protocol assignments (with the
+#: metadata of Oracle's cloud at 192.0.0.192), 6to4 relays, and the host agent of Azure.
 _SPECIAL_V4 = tuple(map(IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
-#: All that is assigned of IPv6 for hosts on the Internet.
+#: All IPv6 addresses assigned to hosts on the Internet.
 _UNICAST_V6 = IPv6Network("2000::/3")
-#: Of those, not for hosts: protocol assignments (with Teredo), 6to4, examples.
+#: Exceptions that are not hosts: protocol assignments (with Teredo), 6to4, examples.
 _SPECIAL_V6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
-#: Addresses of IPv6 that stand for one of IPv4, behind a gateway: its last 32 bits.
+#: IPv6 addresses that represent an IPv4 address behind a gateway, by their last 32 bits.
 _NAT64 = IPv6Network("64:ff9b::/96")
-#: The same within a tunnel (ISATAP), by the 32 bits before it: the universal bit is set or not.
+#: The same within a tunnel (ISATAP), by the preceding 32 bits, with or without the universal bit.
 _ISATAP = (0x00005EFE, 0x02005EFE)
-#: Names are looked up in threads of their own, so that a slow one waits for no other work of the process.
+#: Names are resolved in dedicated threads, so a slow lookup delays no other work of the process.
 _LOOKUPS = 32
 
 
@@ -43,7 +44,9 @@ class NameUnknown(httpcore.ConnectError):
 
 
 def is_allowed(address: Address, networks: Iterable[Network], *, encrypted: bool) -> bool:
-    """Tell whether a webhook may go there; without encryption it may go to the named networks only."""
+    """Return True if a webhook may connect to an address. Without encryption only configured
+    networks are allowed.
+    """
     really = _behind(address)
     if any(each.version == really.version and really in each for each in networks):
         return True
@@ -62,7 +65,7 @@ def _is_public(address: Address) -> bool:
 
 
 def _behind(address: Address) -> Address:
-    """Return the address of IPv4 that one of IPv6 stands for, or the address itself."""
+    """Return the IPv4 address that an IPv6 address represents, or the address itself."""
     if isinstance(address, IPv4Address):
         return address
     if address in _NAT64:
@@ -71,7 +74,7 @@ def _behind(address: Address) -> Address:
 
 
 class CheckedNetwork(AsyncNetworkBackend):
-    """Connects where `is_allowed` says yes, to the very address that was looked at."""
+    """Network backend that connects only to allowed addresses, and exactly to the checked address."""
 
     def __init__(self, networks: Sequence[Network]) -> None:
         self._networks = networks
@@ -79,7 +82,7 @@ class CheckedNetwork(AsyncNetworkBackend):
         self._threads = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="webhook-names")
 
     def close(self) -> None:
-        """Wait for no name any more."""
+        """Stop waiting for lookups."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def of(self, *, encrypted: bool) -> AsyncNetworkBackend:
@@ -89,7 +92,7 @@ class CheckedNetwork(AsyncNetworkBackend):
     async def connect(
         self, host: str, port: int, encrypted: bool, **how: Any
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the first allowed address of a host. Raises AddressRefused where there is none."""
+        """Connect to the first allowed address of a host. Raises AddressRefused if there is none."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.run_in_executor(
@@ -104,7 +107,7 @@ class CheckedNetwork(AsyncNetworkBackend):
 
 
 class _OneRequest(AsyncNetworkBackend):
-    """What a connection pool asks for connections."""
+    """Network backend of one connection pool."""
 
     def __init__(self, network: CheckedNetwork, encrypted: bool) -> None:
         self._network = network

@@ -1,9 +1,10 @@
-"""Deliver the events of all tenants: one process at a time, of each tenant one event at a time.
+"""Delivery of all tenants' webhook events: by one process at a time, one event at a time per
+tenant.
 
-An API process does it, and not the scheduler, which shall wait for nothing outside; any of them takes over when
-the one that does it dies. A receiver that is slow holds its own tenant's events, and those alone.
+An API process delivers, because the scheduler must not wait for external hosts. If it crashes, any
+other API process takes over. A slow receiver delays only its own tenant's events.
 
-When an event is tried again, and when it is given up. Pure; times in seconds.
+`retry_in` computes the retry times. It is pure, with times in seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ GIVEN_UP_AFTER_S = 24 * 3600.0
 
 
 def retry_in(attempts: int, age_s: float) -> float | None:
-    """Say when to try an event again after so many attempts: 5 s, 10 s, 20 s, … an hour. None: never."""
+    """Return the delay before the next attempt: 5 s, 10 s, 20 s, … 1 h. None: give up."""
     wait_s: float = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempts - 1, 20))
     return wait_s if age_s + wait_s <= GIVEN_UP_AFTER_S else None
 
@@ -38,23 +39,23 @@ def retry_in(attempts: int, age_s: float) -> float | None:
 log = structlog.get_logger()
 
 LOOK_S = 1.0
-#: Tenants whose events are being sent at once; others wait until one of these is done, 10 s at most.
+#: Tenants with concurrent deliveries. Others wait until one of these completes, at most 10 s.
 AT_ONCE = 256
 UNREAD_LOG_S = 60.0
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """A tenant whose events this process does not send for now: it could not note what became of one."""
+    """Pause of a tenant's events in this process after a result could not be recorded."""
 
     failures: int
-    """In a row."""
+    """Consecutive failures."""
     until: float
-    """On the monotonic clock."""
+    """End of the pause on the monotonic clock."""
 
 
 class Delivery:
-    """Sends what is due, while this process has the lease."""
+    """Delivery of due events while this process has the lease."""
 
     def __init__(self, webhooks: Webhooks, sender: Sender, look_s: float = LOOK_S) -> None:
         self._webhooks = webhooks
@@ -65,15 +66,17 @@ class Delivery:
         self._log_unread_at = 0.0
 
     async def run(self) -> None:
-        """Look for due events until cancelled. An unavailable Redis is a pause."""
+        """Poll for due events until cancelled. Pauses while Redis is unavailable."""
         try:
             while True:
                 try:
                     if await self._webhooks.lead():
                         await self._look()
                 except (*CONNECTION_LOST, Fenced):
-                    pass  # who delivers now is another process, or seen at the next look
-                except Exception:  # one bad look, or every tenant's events would wait for a restart
+                    pass  # another process delivers now, or the next poll detects it
+                except (
+                    Exception
+                ):  # one failed poll must not stop all tenants' events until a restart
                     if (
                         time.monotonic() >= self._log_unread_at
                     ):  # while its cause lasts, once a minute
@@ -94,14 +97,14 @@ class Delivery:
                 self._sending[event.tenant] = asyncio.create_task(self._send_all(event))
 
     async def _send_all(self, first: DueEvent) -> None:
-        """Send a tenant's due events one after the other, until one fails."""
+        """Send a tenant's due events sequentially until one fails."""
         event: DueEvent | None = first
         try:
             while event and await self._send(event):
                 event = await self._webhooks.due_of(event.tenant)
             self._backoffs.pop(first.tenant, None)
         except (*CONNECTION_LOST, Fenced):
-            return  # it is sent again: at least once
+            return  # the event is sent again: at-least-once delivery
         except (
             Exception
         ):  # no attempt was counted, and the event is due: this process waits with it
@@ -114,12 +117,14 @@ class Delivery:
             del self._sending[first.tenant]
 
     async def _send(self, event: DueEvent) -> bool:
-        """Make one attempt and note what became of it; False where it failed."""
+        """Make one attempt and record the outcome. Return False if it failed."""
         try:
             answer = await self._sender.send(event, int(time.time()))
         except Undelivered as failed:
             reason = str(failed)
-        except Exception:  # counts as an attempt, or it would be made anew every second without end
+        except (
+            Exception
+        ):  # counts as an attempt, otherwise it would repeat every second without end
             log.exception("webhook_failed", tenant=event.tenant, event_id=event.id)
             reason = "The server failed while it sent this; its log says how."
         else:

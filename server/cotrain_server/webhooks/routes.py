@@ -1,4 +1,4 @@
-"""The webhook of a tenant: where it wants to be notified of its events."""
+"""Endpoints for the webhook of a tenant."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ router = APIRouter(
 async def set_webhook(
     request: SetWebhookRequest, services: ServicesDep, tenant: TenantDep
 ) -> NewWebhook:
-    """Send your events to this address from now on. The secret is new, and shown here alone."""
+    """Set the URL for your events. The secret is new, and only this answer contains it."""
     check_url(request.url, may_be_plain=bool(services.settings.webhook_networks))
     details = {"host": urlsplit(request.url).netloc}
     async with services.audit.act(tenant, AuditEvent.WEBHOOK_SET, details):
@@ -37,7 +37,7 @@ async def set_webhook(
 
 @router.get("/webhook")
 async def get_webhook(services: ServicesDep, tenant: TenantDep) -> Webhook:
-    """Show your webhook, and what became of its events."""
+    """Show your webhook and its delivery statistics."""
     found = await services.webhooks.find(tenant.id)
     return Webhook(
         url=found.url,
@@ -56,7 +56,7 @@ async def get_webhook(services: ServicesDep, tenant: TenantDep) -> Webhook:
 
 @router.delete("/webhook")
 async def remove_webhook(services: ServicesDep, tenant: TenantDep) -> WebhookRemoved:
-    """Remove your webhook, with the events that it was not notified of yet."""
+    """Remove your webhook and its undelivered events."""
     async with services.audit.act(tenant, AuditEvent.WEBHOOK_REMOVE, {}):
         await services.webhooks.remove(tenant.id)
     return WebhookRemoved()
@@ -64,12 +64,12 @@ async def remove_webhook(services: ServicesDep, tenant: TenantDep) -> WebhookRem
 
 @router.post("/webhook/test")
 async def test_webhook(services: ServicesDep, tenant: TenantDep) -> WebhookTest:
-    """Send an event of type `test`, in the way of all others."""
+    """Queue an event of type `test`, which is delivered like any other."""
     return WebhookTest(event_id=await services.webhooks.test(tenant.id))
 
 
 def check_url(url: str, *, may_be_plain: bool) -> None:
-    """Refuse what is no address of a webhook; raises Invalid."""
+    """Raise Invalid if `url` is not a valid webhook URL."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port

@@ -1,7 +1,7 @@
-"""One attempt to deliver an event: a signed POST, once, to where it may go.
+"""One delivery attempt of an event: a single signed POST to an allowed address.
 
-Signed as standardwebhooks.com has it, so that its libraries verify it. No redirect is followed and no proxy
-used; of the answer the status counts, and what follows is read no further than a few KB.
+The signature follows standardwebhooks.com, so its libraries can verify it. Redirects and proxies
+are not used. Only the status of the answer matters, and at most 16 KB of its body are read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork, Na
 from cotrain_store.messages.webhooks import DueEvent
 from cotrain_store.tenants.webhooks import SECRET_PREFIX
 
-#: Of a whole attempt, names looked up and the answer read.
+#: Time limit of a whole attempt in seconds, including name lookup and reading the answer.
 TIMEOUT_S = 10.0
 MAX_READ = 16 * 1024
 
 
-#: What an attempt can end with, besides an answer.
+#: Errors of an attempt without an answer.
 _FAILURES = (
     httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError, ValueError,
 )  # fmt: skip
@@ -38,14 +38,16 @@ class Undelivered(Exception):
 
 
 def signature(secret: str, event_id: str, timestamp: int, body: bytes) -> str:
-    """Sign an event: base64 of HMAC-SHA256 over `<id>.<timestamp>.<body>`, with a version before it."""
+    """Return the signature: base64 of HMAC-SHA256 over `<id>.<timestamp>.<body>`, with a version
+    prefix.
+    """
     key = b64decode(secret.removeprefix(SECRET_PREFIX))
     signed = f"{event_id}.{timestamp}.".encode() + body
     return "v1," + b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
 
 
 class Sender:
-    """Sends events; for one process."""
+    """Sender of events of one process."""
 
     def __init__(self, networks: Iterable[str], tls: ssl.SSLContext | None = None) -> None:
         self._network = CheckedNetwork([ip_network(each) for each in networks])
@@ -53,15 +55,17 @@ class Sender:
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
-        """Made for the first event: to read what a host trusts takes longer than to start all else."""
+        """TLS context, created for the first event: loading the host's trust store takes longer
+        than the rest of a start.
+        """
         return self._given_tls or ssl.create_default_context()
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Close the network. No further events can be sent."""
         self._network.close()
 
     async def send(self, event: DueEvent, timestamp: int) -> str:
-        """Send an event and return what was answered; raises Undelivered for anything but 2xx."""
+        """Send an event and return the status. Raises Undelivered for any status except 2xx."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 status = await self._post(event, timestamp)
@@ -95,7 +99,7 @@ class Sender:
 
 
 def failure_of(failed: Exception) -> str:
-    """Return the kind of a failure, for the tenant: no byte that a receiver sent is part of it."""
+    """Return the kind of a failure for the tenant. It contains no byte from the receiver."""
     if isinstance(failed, AddressRefused | NameUnknown):
         return str(failed)[:200]
     causes = list(_causes(failed))

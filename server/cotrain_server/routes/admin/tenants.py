@@ -1,9 +1,4 @@
-"""Tenants, their limits and their weight; hold them back and let them go on.
-
-The keys of a tenant: its members and viewers.
-
-Who did what, by the key it was done with.
-"""
+"""Endpoints of the operator for tenants: limits, weights, pausing, API keys and the audit log."""
 
 from __future__ import annotations
 
@@ -49,25 +44,27 @@ async def tenants(
     limit: Limit = 100,
     offset: Offset = 0,
 ) -> TenantList:
-    """List tenants by name, those with `search` in their name or id."""
+    """List tenants by name; with `search`, only those whose name or id contains it."""
     return await list_tenants(services, search, offset, limit)
 
 
 @router.post("")
 async def create(wanted: KeyRequest, services: ServicesDep) -> NewKey:
-    """Make a tenant, with its first key: it is named after that."""
+    """Create a tenant and its first key. The tenant is named after the key."""
     return await make_key(services, None, wanted)
 
 
 @router.get("/{tenant_id}")
 async def show(tenant_id: str, services: ServicesDep) -> TenantDetail:
-    """Show a tenant: limits with what is used of them, usage by day, keys."""
+    """Show a tenant: limits and their use, usage by day, keys."""
     return await show_tenant(services, await find_tenant(services, tenant_id))
 
 
 @router.patch("/{tenant_id}")
 async def change(tenant_id: str, wanted: TenantChange, services: ServicesDep) -> TenantDetail:
-    """Set limits over the default ones, and a weight. What is not named stays; null is the default."""
+    """Set limits that override the defaults, and a weight. Omitted fields keep their values; null
+    restores the default.
+    """
     tenant = await find_tenant(services, tenant_id)
     await change_tenant(services, tenant, wanted)
     return await show_tenant(services, tenant)
@@ -75,13 +72,15 @@ async def change(tenant_id: str, wanted: TenantChange, services: ServicesDep) ->
 
 @router.post("/{tenant_id}/pause", status_code=204)
 async def pause(tenant_id: str, wanted: PauseRequest, services: ServicesDep) -> None:
-    """Hold a tenant back: no cycle and no sampling takes its requests, which are accepted up to its limits."""
+    """Pause a tenant: its requests are accepted up to its limits, but no cycle or sampling takes
+    them.
+    """
     await pause_tenant(services, await find_tenant(services, tenant_id), wanted.reason)
 
 
 @router.post("/{tenant_id}/resume", status_code=204)
 async def resume(tenant_id: str, services: ServicesDep) -> None:
-    """Let a tenant go on. Twice is harmless."""
+    """Resume a tenant. Idempotent."""
     await resume_tenant(services, await find_tenant(services, tenant_id))
 
 
@@ -101,13 +100,15 @@ async def keys(tenant_id: str, services: ServicesDep) -> list[KeyShown]:
 
 @keys_router.post("")
 async def create_key(tenant_id: str, wanted: KeyRequest, services: ServicesDep) -> NewKey:
-    """Make one more key of a tenant. Its secret is in this answer and never again."""
+    """Create another key of a tenant. Only this answer contains its secret."""
     return await make_key(services, await find_tenant(services, tenant_id), wanted)
 
 
 @keys_router.delete("/{key_id}", status_code=204)
 async def revoke(tenant_id: str, key_id: str, services: ServicesDep) -> None:
-    """End a key, within five seconds everywhere; one of the server's settings is taken back there."""
+    """Revoke a key, effective everywhere within 5 s. A key in the server's settings must be removed
+    there.
+    """
     await revoke_key(services, await find_tenant(services, tenant_id), key_id)
 
 
@@ -123,7 +124,7 @@ async def audit(
     before: Annotated[str | None, Query(pattern=r"^[0-9]{1,15}-[0-9]{1,15}$")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> AuditPage:
-    """List acts of tenants and of the operator, newest first: all, or those about one tenant."""
+    """List actions of tenants and of the operator, newest first: all, or those about one tenant."""
     about = None if tenant is None else await find_tenant(services, tenant)
     found = await services.audit.page(about, before, limit)
     return AuditPage(

@@ -1,8 +1,7 @@
-"""The workers of all pools: how each is, and take one out of service without losing anything.
+"""Endpoints of the operator for workers, pools and single runs.
 
-How many workers each pool is to have, for an autoscaler: JSON of what `/metrics/fleet` says of it.
-
-One run of a tenant: hold it back, let it go on, move it, end it.
+`/fleet` returns the wanted number of workers per pool for an autoscaler, as JSON of
+`/metrics/fleet`.
 """
 
 from __future__ import annotations
@@ -31,21 +30,23 @@ router = APIRouter(
 
 @router.get("/workers")
 async def workers(services: ServicesDep) -> WorkerList:
-    """List the workers of all pools, those that are drained or away among them."""
+    """List the workers of all pools, including drained and missing ones."""
     return WorkerList(workers=await list_workers(services))
 
 
 @router.post("/pools/{pool_id}/workers/{worker_id}/drain", status_code=204)
 async def drain(pool_id: str, worker_id: str, services: ServicesDep) -> None:
-    """Hand a worker's runs to the others of its pool. It takes nothing more, also after a restart; without
-    another worker it keeps its runs, and says so.
+    """Move a worker's runs to the other workers of its pool. It accepts no further runs, also after
+    a restart.
+
+    Without another worker it keeps its runs, and reports that.
     """
     await drain_worker(services, pool_id, worker_id)
 
 
 @router.post("/pools/{pool_id}/workers/{worker_id}/undrain", status_code=204)
 async def undrain(pool_id: str, worker_id: str, services: ServicesDep) -> None:
-    """Let a worker take runs again. Twice is harmless."""
+    """Put a drained worker back into service. Idempotent."""
     await take_worker_back(services, pool_id, worker_id)
 
 
@@ -56,7 +57,7 @@ fleet_router = APIRouter(
 
 @fleet_router.get("/fleet")
 async def fleet(services: ServicesDep) -> Fleet:
-    """Show all pools with their workers, what waits, and how many workers are wanted."""
+    """Show all pools with their workers, pending work, and wanted number of workers."""
     return Fleet(pools=await list_pools(services))
 
 
@@ -70,25 +71,29 @@ runs_router = APIRouter(
 
 @runs_router.post("/pause", status_code=204)
 async def pause(tenant_id: str, run_id: str, wanted: PauseRequest, services: ServicesDep) -> None:
-    """Hold a run back: no cycle takes its requests, which are accepted. Saved weights can be sampled."""
+    """Pause a run: its requests are accepted, but no cycle takes them. Saved weights can be
+    sampled.
+    """
     await pause_run(services, await find_tenant(services, tenant_id), run_id, wanted.reason)
 
 
 @runs_router.post("/resume", status_code=204)
 async def resume(tenant_id: str, run_id: str, services: ServicesDep) -> None:
-    """Let a run go on. Twice is harmless."""
+    """Resume a run. Idempotent."""
     await resume_run(services, await find_tenant(services, tenant_id), run_id)
 
 
 @runs_router.post("/move", status_code=204)
 async def move(tenant_id: str, run_id: str, wanted: MoveRequest, services: ServicesDep) -> None:
-    """Have a run go on at another worker of its pool. Its requests wait for the copy that is made, and nothing is
-    replayed; a pass that was open over several cycles runs from its beginning. Twice is harmless.
+    """Move a run to another worker of its pool. Idempotent.
+
+    Its requests wait for the copy, and nothing is replayed. A pass that was open over several
+    cycles restarts from its beginning.
     """
     await move_run(services, await find_tenant(services, tenant_id), run_id, wanted.worker)
 
 
 @runs_router.post("/close", status_code=204)
 async def close(tenant_id: str, run_id: str, services: ServicesDep) -> None:
-    """End a run as its owner can: what waits fails, what is planned still comes. Twice is harmless."""
+    """Close a run as its owner can. Pending ops fail, planned ops still finish. Idempotent."""
     await close_run(services, await find_tenant(services, tenant_id), run_id)

@@ -1,1 +1,1 @@
-"""Who looks at a page: login, its cookie, and the token without which no form is taken."""
+"""Access to pages: login, session cookie, and the CSRF token of forms."""

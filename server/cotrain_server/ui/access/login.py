@@ -1,4 +1,4 @@
-"""Login and logout: a form takes the admin key or a tenant's API key."""
+"""Login and logout with the admin key or a tenant's API key."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def login_page(request: Request, services: ServicesDep, next: str = HOME) 
 @router.post(LOGIN)
 @guarded
 async def login(request: Request, services: ServicesDep) -> Response:
-    """Take a key, and give the browser a session for it."""
+    """Check a key, and set a session cookie for it."""
     fields = await read_form(request)
     target = _inside(fields.get("next", HOME))
     nonce = request.cookies.get(LOGIN_COOKIE, "")
@@ -67,7 +67,7 @@ async def login(request: Request, services: ServicesDep) -> Response:
 @router.post("/ui/logout")
 @guarded
 async def logout(request: Request, services: ServicesDep) -> Response:
-    """End the browser's session: no copy of its cookie opens a page from then on."""
+    """End the browser's session. Copies of its cookie become invalid, too."""
     if await visitor_of_cookie(request, services):
         await form_of(request, services)
         await end_session(request, services)
@@ -101,6 +101,6 @@ def _form(
 
 
 def _inside(target: str) -> str:
-    """Keep a login's target on this server, whatever a link said."""
+    """Return a login's target, restricted to this server."""
     is_page = target == HOME or target.startswith((f"{HOME}/", f"{HOME}?"))
     return target if is_page and "\\" not in target and target.isprintable() else HOME

@@ -1,9 +1,8 @@
-"""What a browser keeps after a login: a signed cookie that stands for the key which was shown.
+"""Browser sessions: a signed cookie that replaces the key after a login, and access checks of
+pages.
 
-It holds no key. A logout ends it. A tenant's ends with its key, and has the role that the key has now.
-The operator's ends with a change of the admin key.
-
-Which requests for pages are let in, and what becomes of the others.
+The cookie contains no key. A logout ends it. A tenant's session ends with its key, and has the
+key's current role. The operator's session ends if the admin key changes.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from cotrain_server.signed_tokens import UiSession
 from cotrain_store.messages.runs import Tenant
 
 COOKIE = "cotrain_session"
-#: Known before the login, so that no other site can log a browser in.
+#: Set before the login, so that no other site can log a browser in.
 LOGIN_COOKIE = "cotrain_login"
-#: What a form and htmx send the token as.
+#: Names of the CSRF token in forms and in htmx requests.
 CSRF_FIELD = "csrf"
 CSRF_HEADER = "x-csrf-token"
 PATH = "/ui"
@@ -35,21 +34,21 @@ LIFE_S = 12 * 3600
 
 @dataclass(frozen=True)
 class Visitor:
-    """Who looks at a page: the operator, or a tenant, which sees its own part."""
+    """Visitor of a page: the operator, or a tenant, who sees only its own part."""
 
     tenant: Tenant | None
-    """None: the operator."""
+    """None for the operator."""
     csrf: str
-    """What its forms must carry; empty where an API key was shown instead of a cookie."""
+    """Token of its forms; empty if an API key was sent instead of a cookie."""
 
     @property
     def is_operator(self) -> bool:
-        """Tell whether everything is shown."""
+        """True if the visitor is the operator, who sees everything."""
         return self.tenant is None
 
     @property
     def name(self) -> str:
-        """Say who it is, for the page's corner."""
+        """Display name for the page's corner."""
         return self.tenant.name if self.tenant else "Operator"
 
 
@@ -63,7 +62,7 @@ async def session_of_key(services: Services, key: str) -> UiSession:
 
 
 async def visitor_of_cookie(request: Request, services: Services) -> Visitor | None:
-    """Return the visitor that a browser logged in as; None without a session that is still valid.
+    """Return the logged-in visitor of a browser, or None without a valid session.
 
     Raises:
         ReadOnlyKey: the session is a viewer's, and the request changes something.
@@ -93,7 +92,7 @@ async def end_session(request: Request, services: Services) -> None:
 def keep_session(
     request: Request, response: Response, services: Services, session: UiSession
 ) -> None:
-    """Give a browser its session."""
+    """Set a browser's session cookie."""
     value = services.signer.sign_session(session)
     set_cookie(request, response, services, COOKIE, value, LIFE_S)
     response.delete_cookie(LOGIN_COOKIE, path=PATH)
@@ -102,8 +101,8 @@ def keep_session(
 def set_cookie(
     request: Request, response: Response, services: Services, name: str, value: str, life_s: int
 ) -> None:
-    """Set a cookie that scripts cannot read, that no other site's request carries, and that only HTTPS
-    carries where the server is reached by it.
+    """Set a cookie that scripts cannot read and other sites cannot send, limited to HTTPS if the
+    server uses it.
     """
     public = services.settings.public_url or ""
     response.set_cookie(
@@ -118,12 +117,12 @@ def set_cookie(
 
 
 def drop_session(response: Response) -> None:
-    """Take a browser's session away."""
+    """Delete a browser's session cookie."""
     response.delete_cookie(COOKIE, path=PATH)
 
 
 def is_csrf_token(expected: str, shown: str) -> bool:
-    """Tell whether a request carries its session's token."""
+    """Return True if a request has its session's token."""
     return bool(expected) and hmac.compare_digest(expected.encode(), shown.encode())
 
 
@@ -135,16 +134,16 @@ def _fingerprint(admin_key: str) -> str:
     return hashlib.sha256(b"cotrain ui " + admin_key.encode()).hexdigest()
 
 
-#: The fields of a form, a prompt for the playground among them.
+#: Maximum size of a form, including a playground prompt.
 FORM_BYTES = 256 * 1024
 
 
 async def visitor_of(request: Request, services: Services) -> Visitor:
-    """Find who asks for a page or its JSON twin: by its cookie, or by a key as the API takes it.
+    """Return the visitor of a page or its JSON twin, by its cookie or by a key as in the API.
 
     Raises:
-        NotLoggedIn: neither was shown.
-        InvalidKey, ExpiredKey, InvalidToken, TooManyFailures: as the API does.
+        NotLoggedIn: neither was sent.
+        InvalidKey, ExpiredKey, InvalidToken, TooManyFailures: as in the API.
     """
     if shown_key(request):
         if is_operator(request, services):
@@ -157,12 +156,12 @@ async def visitor_of(request: Request, services: Services) -> Visitor:
 
 
 async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[str, str]]:
-    """Read a form of a visitor with a cookie; the fields, the last of each name.
+    """Return the fields of a form from a visitor with a cookie. The last value of a name counts.
 
     Raises:
         NotLoggedIn: no session.
         ReadOnlyKey: the form changes something, and this visitor may only read.
-        MissingFormToken: the form does not carry the session's token.
+        MissingFormToken: the form does not contain the session's token.
         BodyTooLarge: more than FORM_BYTES.
     """
     visitor = await visitor_of_cookie(request, services)
@@ -175,13 +174,13 @@ async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[s
 
 
 def check_operator(visitor: Visitor) -> None:
-    """Answer a tenant as if this page did not exist; raises OperatorsOnly."""
+    """Raise OperatorsOnly for a tenant, as if this page did not exist."""
     if not visitor.is_operator:
         raise OperatorsOnly
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """Read the fields of an urlencoded form; raises BodyTooLarge."""
+    """Return the fields of an urlencoded form. Raises BodyTooLarge."""
     body = bytearray()
     async for part in request.stream():
         body += part

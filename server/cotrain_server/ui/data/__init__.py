@@ -1,1 +1,1 @@
-"""From what the store holds to what a page shows: pure functions, the same for the operator and a tenant."""
+"""Conversion of stored records to page data: pure functions, shared by the operator and tenants."""

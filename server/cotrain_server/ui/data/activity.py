@@ -1,7 +1,4 @@
-"""The last hour of a pool as numbers per second, for small charts. Pure.
-
-A run's history as curves: per step, of one run or of several next to each other. Pure.
-"""
+"""Chart data: the last hour of a pool per second, and the history of runs per step. Pure."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ from cotrain_store.messages.runs import HistoryPoint
 from cotrain_store.monitoring.status import Minute
 
 MINUTE_S = 60.0
-#: Numbers under a chart are of so many minutes.
+#: Number of minutes in the summary below a chart.
 RECENT = 15
 PHASES = ("train", "optim", "sample")
 
 
 def activity_of(minutes: Sequence[Minute], workers: int, now: float) -> dict[str, Any]:
-    """Make the charts of a pool: tokens per second, and what its devices were busy with, minute by minute.
+    """Return the charts of a pool: tokens per second and device use per minute.
 
-    Times of sampling count when a request ends; a minute's parts never come to more than the whole.
+    Sampling time counts when a request ends. The parts of a minute never exceed the whole.
     """
     spans = [_span_s(minute, now) for minute in minutes]
     tokens = [minute.of("tokens") / span for minute, span in zip(minutes, spans, strict=True)]
@@ -51,7 +48,7 @@ def activity_of(minutes: Sequence[Minute], workers: int, now: float) -> dict[str
 
 
 def own_activity_of(minutes: Sequence[Minute], now: float) -> dict[str, Any]:
-    """Make a tenant's charts, of what it used alone."""
+    """Return a tenant's charts, which contain only its own usage."""
     spans = [_span_s(minute, now) for minute in minutes]
     return {
         "starts": [minute.start_s for minute in minutes],
@@ -69,7 +66,7 @@ def own_activity_of(minutes: Sequence[Minute], now: float) -> dict[str, Any]:
 
 
 def _span_s(minute: Minute, now: float) -> float:
-    """Say how much of a minute is over."""
+    """Return the elapsed seconds of a minute."""
     return min(MINUTE_S, max(1.0, now - minute.start_s))
 
 
@@ -107,7 +104,9 @@ MEASURES: Sequence[Measure] = (
 
 
 def curves_of(histories: Mapping[RunId, Sequence[HistoryPoint]]) -> list[dict[str, Any]]:
-    """Draw each measure over optimizer steps, one series for each run; a chart without a number is left out."""
+    """Return a chart per measure over optimizer steps, with a series per run. Charts without values
+    are omitted.
+    """
     steps = {
         run: [point for point in points if point.kind == "optim_step"]
         for run, points in histories.items()
@@ -130,7 +129,9 @@ def curves_of(histories: Mapping[RunId, Sequence[HistoryPoint]]) -> list[dict[st
 
 
 def evaluation_of(points: Sequence[HistoryPoint]) -> dict[str, Any] | None:
-    """Draw the loss of forwards without a gradient, over the step after which they ran; None without any."""
+    """Return the chart of the loss of forwards without a gradient, over the preceding step. None
+    without values.
+    """
     seen = {point.step: mean_loss(point) for point in points if point.kind == "forward"}
     if not any(value is not None for value in seen.values()):
         return None
@@ -146,7 +147,7 @@ def evaluation_of(points: Sequence[HistoryPoint]) -> dict[str, Any] | None:
 
 
 def _short(run: RunId) -> str:
-    """Name a run in a legend: the start of its session, and its number there."""
+    """Return the legend of a run: the start of its session id, and its number."""
     session, _, number = run.partition(":train:")
     return f"{session[:6]}… {number}"
 
@@ -159,7 +160,7 @@ def _on_axis(
 
 
 def _speeds(points: Sequence[HistoryPoint]) -> list[float | None]:
-    """Give the tokens of each step over the time since the one before; None for the first one."""
+    """Return the tokens of each step per second since the previous step; None for the first one."""
     speeds: list[float | None] = [None] if points else []
     for before, point in itertools.pairwise(points):
         took_s = point.time_s - before.time_s

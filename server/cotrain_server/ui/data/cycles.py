@@ -1,6 +1,6 @@
-"""Cycles as a timeline: who was in each, and what it was made of. Pure.
+"""Timeline of cycles, with their runs and phases. Pure.
 
-A tenant is shown its own runs; what the others had in a cycle is one sum without names.
+A tenant is shown its own runs. All others in a cycle are one sum without names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Tenants with a colour of their own; the others share one.
+#: Number of tenants with their own colour. All others share one.
 COLOURS = 8
 REST = "rest"
 OTHERS = "other tenants"
@@ -25,25 +25,27 @@ _PHASES = (
 
 @dataclass(frozen=True)
 class Eyes:
-    """Whose eyes see a cycle: the operator's, with the names of tenants, or one tenant's."""
+    """Viewer of a cycle: the operator, with the names of tenants, or one tenant."""
 
     own: str | None
-    """None: the operator."""
+    """None for the operator."""
     names: Mapping[str, str] = field(default_factory=dict)
 
     def sees(self, tenant: str) -> bool:
-        """Tell whether a tenant's part is shown as such."""
+        """Return True if a tenant's part is shown individually."""
         return self.own is None or tenant == self.own
 
     def name(self, tenant: str) -> str:
-        """Say how a tenant is called on the page."""
+        """Return the display name of a tenant."""
         if not self.sees(tenant):
             return OTHERS
         return self.names.get(tenant) or tenant
 
 
 def timeline_of(records: Sequence[Mapping[str, Any]], eyes: Eyes) -> dict[str, Any]:
-    """Draw cycles, newest first in `records`: a row for each worker, and whose colour is whose."""
+    """Return the timeline of cycles, newest first in `records`: a row per worker, and the colours
+    of tenants.
+    """
     colour = _colours(records, eyes)
     start, end = _span(records)
     workers = sorted({record["worker"] for record in records})
@@ -75,7 +77,7 @@ def timeline_of(records: Sequence[Mapping[str, Any]], eyes: Eyes) -> dict[str, A
 
 
 def cycle_of(record: Mapping[str, Any], eyes: Eyes) -> dict[str, Any]:
-    """Sum up one cycle."""
+    """Return a summary of one cycle."""
     tokens, padded = record["tokens"], record.get("padded_tokens")
     seen = [run for run in record["runs"] if eyes.sees(run["tenant"])]
     ops: dict[str, int] = {}
@@ -102,7 +104,7 @@ def cycle_of(record: Mapping[str, Any], eyes: Eyes) -> dict[str, Any]:
 
 
 def runs_of(record: Mapping[str, Any], eyes: Eyes) -> list[dict[str, Any]]:
-    """List the runs of a cycle that are to be seen."""
+    """Return the visible runs of a cycle."""
     return [
         {
             "run": run["run"],
@@ -127,7 +129,7 @@ def _id(tenant: str, eyes: Eyes) -> str:
 
 
 def _totals(records: Sequence[Mapping[str, Any]], eyes: Eyes) -> dict[str, int]:
-    """Add up tokens by tenant; of those that are not seen under an empty id."""
+    """Return the tokens by tenant. Hidden tenants are summed under an empty id."""
     totals: dict[str, int] = {}
     for record in records:
         for run in record["runs"]:
@@ -137,7 +139,7 @@ def _totals(records: Sequence[Mapping[str, Any]], eyes: Eyes) -> dict[str, int]:
 
 
 def _colours(records: Sequence[Mapping[str, Any]], eyes: Eyes) -> dict[str, str]:
-    """Give the busiest tenants a colour, in the order of their ids: it stays while they stay."""
+    """Return colours for the busiest tenants in the order of their ids, so that colours are stable."""
     totals = _totals(records, eyes)
     named = sorted((key for key in totals if key), key=lambda key: (-totals[key], key))
     colour = {key: f"s{number}" for number, key in enumerate(sorted(named[:COLOURS]))}
@@ -170,7 +172,7 @@ def _bar(
 def _stack(
     record: Mapping[str, Any], eyes: Eyes, colour: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Share the height of a bar by tokens; ops without tokens, a save for one, count as one."""
+    """Return shares of a bar's height by tokens. Ops without tokens, such as a save, count as one."""
     share: dict[str, float] = {}
     for run in record["runs"]:
         key = _key(run["tenant"], eyes)

@@ -1,4 +1,4 @@
-"""What is wrong with a server, in sentences, and what to do about each. Pure."""
+"""Health problems and their remedies, for the dashboard. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from cotrain_server.ui.number_format import duration, percent, plural, size
 
-#: The oldest op of a pool waits longer than this only where something is wrong.
+#: Maximum wait of a pool's oldest op in normal operation.
 OLDEST_OP_S = 60.0
 OLDEST_GAP_S = 120.0
 REDIS_MEMORY_PART = 0.7
@@ -27,16 +27,16 @@ _HELP: Sequence[tuple[str, str]] = (
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong."""
+    """One health problem."""
 
     level: Literal["bad", "warn"]
-    """`bad`: something does not run."""
+    """`bad`: a component does not run."""
     text: str
     todo: str
 
 
 def problems_of(status: Mapping[str, Any], disk_reserve_bytes: int) -> list[Problem]:
-    """List what is wrong, the worst first, from what `/status` shows the operator."""
+    """Return the problems, the worst first, from the operator's `/status`."""
     found = [Problem("bad", reason, _help(reason)) for reason in status["reasons"]]
     for pool in status["pools"]:
         found += _of_pool(pool)

@@ -1,8 +1,7 @@
-"""Runs as a list shows them: where each stands, and what it waits for. Pure.
+"""Tables of runs, of a run's requests, and of a worker's busiest runs. Pure.
 
-A run's newest requests as a table: what each was, where it stands, how long it waited and took. Pure.
-
-Which runs keep a worker busy, and where each could go on instead. Pure.
+The tables show the state of each run and request, its waiting time, and the workers to which a run
+can move.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from cotrain_store.messages.runs import HistoryPoint, RunRecord, RunState
 from cotrain_store.monitoring.status import LoggedOp
 from cotrain_store.tenants.run_list import RunPosition
 
-#: What a list can be narrowed to, and the states that are meant.
+#: Filters of a list, and the states that they select.
 STATES: Mapping[str, RunState] = {
     "live": RunState.LIVE,
     "ended": RunState.CLOSED,
@@ -40,7 +39,7 @@ def run_row(
     names: Mapping[TenantId, str],
     now: float,
 ) -> dict[str, Any]:
-    """Show one run in a list."""
+    """Return the row of one run."""
     state, kind = state_of(run, position, pauses)
     return {
         "run": run.id,
@@ -63,7 +62,7 @@ def run_row(
 
 
 def state_of(run: RunRecord, position: RunPosition, pauses: Pauses) -> tuple[str, str]:
-    """Say in a word how a run is, and which colour goes with it."""
+    """Return the state of a run in one word, and its colour."""
     if run.state is RunState.LIVE and position.accepted > position.done:
         if pauses.notice(run.tenant, run.id):
             return "paused", "warn"
@@ -72,7 +71,7 @@ def state_of(run: RunRecord, position: RunPosition, pauses: Pauses) -> tuple[str
 
 
 def waits_for(run: RunRecord, position: RunPosition, pauses: Pauses, now: float) -> str:
-    """Say in a sentence what a run waits for."""
+    """Return a sentence with the reason for which a run waits."""
     if run.state is RunState.CLOSED:
         return "Its client ended it."
     if run.state is RunState.FAILED:
@@ -95,7 +94,7 @@ def waits_for(run: RunRecord, position: RunPosition, pauses: Pauses, now: float)
 
 
 def label_of(run: RunRecord) -> str:
-    """Give the name that a tenant's program gave a run, if it gave one."""
+    """Return the name that a tenant's program gave a run, or ""."""
     for field in ("name", "run_name", "display_name", "experiment"):
         if isinstance(value := run.user_metadata.get(field), str) and value.strip():
             return value[:120]
@@ -103,14 +102,14 @@ def label_of(run: RunRecord) -> str:
 
 
 def mean_loss(point: HistoryPoint | None) -> float | None:
-    """Give the loss of a step per unit of weight; None where that is not known."""
+    """Return the loss of a step per unit of weight, or None if unknown."""
     if point is None or not point.weight_sum:
         return None
     return point.loss_sum / point.weight_sum
 
 
 def keeps(state: str, base_model: str, text: str) -> Callable[[RunRecord], bool] | None:
-    """Make the test of a list that was narrowed down; None where everything is to be kept."""
+    """Return the predicate of a filtered list, or None without filters."""
     wanted, needle = STATES.get(state), text.strip().lower()
     if wanted is None and not base_model and not needle:
         return None
@@ -130,13 +129,13 @@ def keeps(state: str, base_model: str, text: str) -> Callable[[RunRecord], bool]
 def log_rows(
     ops: Sequence[LoggedOp], cycles: Sequence[Mapping[str, Any]], run: str, planned: int, done: int
 ) -> list[dict[str, Any]]:
-    """List ops, the newest first; `cycles` are the records of the last cycles of the pool."""
+    """Return the rows of ops, newest first. `cycles` are the last cycle records of the pool."""
     cycle_by_seq = _cycle_by_seq(cycles, run)
     return [_row(op, cycle_by_seq.get(op.seq), planned, done) for op in reversed(ops)]
 
 
 def _cycle_by_seq(cycles: Sequence[Mapping[str, Any]], run: str) -> dict[int, Mapping[str, Any]]:
-    """Find the cycle in which each op of a run ended: the digests there name them."""
+    """Return the cycle in which each op of a run ended, by the digests in the records."""
     return {
         int(seq): record
         for record in cycles
@@ -173,12 +172,12 @@ def _state(op: LoggedOp, planned: int, done: int) -> tuple[str, str]:
     return ("in a cycle", "info") if op.seq <= planned else ("waiting", "")
 
 
-#: Of each worker.
+#: Number of runs shown per worker.
 RUNS_SHOWN = 5
 
 
 def tokens_of_runs(cycles: Iterable[Mapping[str, Any]]) -> dict[RunId, tuple[str, int]]:
-    """Count what each run trained on in these cycles; its tenant and its tokens, the most first."""
+    """Return the tenant and tokens of each run in these cycles, the most tokens first."""
     tenants: dict[RunId, str] = {}
     tokens: Counter[RunId] = Counter()
     for cycle in cycles:
@@ -192,7 +191,7 @@ def tokens_of_runs(cycles: Iterable[Mapping[str, Any]]) -> dict[RunId, tuple[str
 def busiest(
     tokens: Mapping[RunId, tuple[str, int]], owners: Mapping[RunId, WorkerId]
 ) -> dict[WorkerId, list[dict[str, Any]]]:
-    """Give each worker the runs of it that trained on most."""
+    """Return the runs of each worker with the most tokens."""
     found: defaultdict[WorkerId, list[dict[str, Any]]] = defaultdict(list)
     for run, (tenant, count) in tokens.items():
         if run in owners and len(found[owners[run]]) < RUNS_SHOWN:
@@ -201,7 +200,7 @@ def busiest(
 
 
 def targets_of(worker: WorkerShown, workers: Sequence[WorkerShown]) -> list[str]:
-    """Name the workers that a run of this one could go to."""
+    """Return the workers to which a run of this worker can move."""
     return [
         each.id
         for each in workers

@@ -1,1 +1,3 @@
-"""One file per page: a pure function makes its data of what the store holds, a route reads and shows it."""
+"""Pages, one per file. A pure function creates the data from stored records, and a route reads and
+shows it.
+"""

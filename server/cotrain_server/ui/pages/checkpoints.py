@@ -1,4 +1,4 @@
-"""Checkpoints of one tenant, newest first: how large, until when, public or not; and what may be done with them."""
+"""Page of a tenant's checkpoints, newest first, with size, expiry, visibility and actions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DONE: Mapping[str, str] = {
     "ttl": "The checkpoint expires when you said.",
 }
 
-#: What a form may ask for.
+#: Actions of a form.
 _EVENTS: Mapping[str, AuditEvent] = {
     "delete": AuditEvent.CHECKPOINT_DELETE,
     "publish": AuditEvent.CHECKPOINT_PUBLISH,
@@ -46,7 +46,7 @@ router = APIRouter(include_in_schema=False)
 
 
 async def read(look: PageRequest) -> dict[str, Any]:
-    """Read one page of a tenant's checkpoints."""
+    """Return the data of one page of a tenant's checkpoints."""
     services = look.services
     own = look.visitor.tenant.id if look.visitor.tenant else None
     tenant = own or TenantId(look.query.get("tenant", "")[:200])
@@ -79,7 +79,7 @@ async def read(look: PageRequest) -> dict[str, Any]:
 @router.post("/ui/checkpoints")
 @guarded
 async def change(request: Request, services: ServicesDep) -> Response:
-    """Delete a checkpoint, publish it, take that back, or let it expire."""
+    """Delete, publish, unpublish or expire a checkpoint."""
     visitor, fields = await form_of(request, services)
     tenant = _whose(visitor, fields)
     found = await services.records.checkpoint(tenant, fields.get("path", ""))
@@ -102,7 +102,7 @@ async def change(request: Request, services: ServicesDep) -> Response:
 @router.post("/ui/checkpoints/download")
 @guarded
 async def download(request: Request, services: ServicesDep) -> Response:
-    """Lead to the checkpoint's files in one archive, by a link that holds for some minutes."""
+    """Redirect to an archive of the checkpoint's files, by a link that is valid for some minutes."""
     visitor, fields = await form_of(request, services)
     source = await find_source(services, _whose(visitor, fields), fields.get("path", ""))
     found, expires_at = source.checkpoint, int(time.time()) + LINK_LIFE_S
@@ -127,7 +127,7 @@ def _row(record: CheckpointRecord) -> dict[str, Any]:
 
 
 def _whose(visitor: Visitor, fields: Mapping[str, str]) -> TenantId:
-    """Say whose checkpoints a form is about: a tenant's own, whatever its form says."""
+    """Return the owner of a form's checkpoints. For a tenant, always itself."""
     return visitor.tenant.id if visitor.tenant else TenantId(fields.get("tenant", ""))
 
 
@@ -141,7 +141,7 @@ def _noted(
 
 
 def _ttl_s(days: str) -> int | None:
-    """Read in how many days a checkpoint expires; none: never. Raises Invalid."""
+    """Return the number of days until a checkpoint expires, or None for no limit. Raises Invalid."""
     if not days.strip():
         return None
     if not days.strip().isdecimal() or len(days) > 6:

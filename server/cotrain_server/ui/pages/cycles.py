@@ -1,4 +1,4 @@
-"""What each worker did, cycle by cycle, and for whom."""
+"""Pages of cycles: the work of each worker per cycle, by tenant."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CycleNotKept(NotFound):
 
 
 async def read(look: PageRequest) -> dict[str, Any]:
-    """Read the last cycles of one pool."""
+    """Return the data of the last cycles of one pool."""
     pools = await look.services.records.pools()
     count = chosen_count(look.query.get("last", ""))
     pool = chosen_pool(pools, look.query.get("pool", ""))
@@ -41,7 +41,7 @@ async def read(look: PageRequest) -> dict[str, Any]:
 
 
 async def read_one(look: PageRequest) -> dict[str, Any]:
-    """Read one cycle."""
+    """Return the data of one cycle."""
     pool, number = PoolId(look.parts["pool"]), look.parts["cycle"]
     known = {each.id: each for each in await look.services.records.pools()}
     if pool not in known or not number.isdecimal() or len(number) > 15:
@@ -59,12 +59,12 @@ async def read_one(look: PageRequest) -> dict[str, Any]:
 
 
 def chosen_pool(pools: Sequence[PoolRecord], wanted: str) -> PoolRecord | None:
-    """Find the pool that is asked for, or the first one; None where there is none."""
+    """Return the requested pool, or the first one, or None without pools."""
     return next((pool for pool in pools if pool.id == wanted), pools[0] if pools else None)
 
 
 def chosen_count(wanted: str) -> int:
-    """Read how many cycles are asked for; raises Invalid."""
+    """Return the requested number of cycles. Raises Invalid."""
     if not wanted:
         return CHOICES[1]
     if not wanted.isdecimal() or int(wanted) not in CHOICES:

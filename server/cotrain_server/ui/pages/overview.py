@@ -1,8 +1,9 @@
-"""The first page: what is wrong, then each pool, then who uses it most; to a tenant, its own part.
+"""Pages of the server: overview, workers and settings.
 
-Every worker: where its runs are, what it has memory for, and whether it is being drained; for the operator.
+The overview shows problems, pools and the busiest tenants. A tenant sees its own part.
 
-The settings of the API process that answers, secrets hidden; for the operator, to read.
+The workers page shows runs, memory and drain state. The settings page shows the API process's
+settings without secrets. Both are for the operator.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _KEPT = (
 
 
 async def read_overview(look: PageRequest) -> dict[str, Any]:
-    """Read the page's data."""
+    """Return the page's data."""
     if look.visitor.tenant is not None:
         return await _own(look, look.visitor.tenant)
     services, now = look.services, look.now
     connection = services.connection
     names = [pool.id for pool in await services.records.pools()]
-    # At once: one batch of the connection after the other carries what each of them asks for next.
+    # Concurrently, so that the reads share the connection's batches.
     status, busiest, *minutes = await asyncio.gather(
         brief_status(services),
         busiest_tenants(connection, names, now, TENANTS_SHOWN),
@@ -69,7 +70,7 @@ def overview_of(
     disk_reserve_bytes: int,
     now: float,
 ) -> dict[str, Any]:
-    """Make the operator's page of what `/status` shows and what was counted in the last hour."""
+    """Return the operator's page from `/status` and the counts of the last hour."""
     total_s = sum(seconds for _, seconds in busiest)
     return {
         "is_operator": True,
@@ -77,7 +78,7 @@ def overview_of(
         "uptime_s": status["uptime_s"],
         "ready": status["ready"],
         "problems": [asdict(found) for found in problems_of(status, disk_reserve_bytes)],
-        "pools": [  # one that came while this was read is shown the next time
+        "pools": [  # a pool added during the read is shown the next time
             pool_of(pool, hours[PoolId(pool["id"])], now)
             for pool in status["pools"]
             if pool["id"] in hours
@@ -97,7 +98,7 @@ def overview_of(
 
 
 def pool_of(pool: Mapping[str, Any], minutes: Sequence[Minute], now: float) -> dict[str, Any]:
-    """Make one pool's part: its numbers are those of `/status`."""
+    """Return the part of one pool, with the numbers of `/status`."""
     measured = sum(worker["tokens_per_s"] for worker in pool["workers"])
     tokens = pool["queue"]["tokens"]
     return {
@@ -139,7 +140,7 @@ async def _own(look: PageRequest, tenant: Tenant) -> dict[str, Any]:
 
 
 def _part(name: str, used: float, most: float, more: str) -> dict[str, Any]:
-    """Make a bar of a quota; `most` 0 is as much as there is."""
+    """Return the bar of a quota. `most` is 0 without a fixed limit."""
     return {"name": name, "used": used, "most": most, "more": more}
 
 
@@ -147,7 +148,7 @@ OVERVIEW_PAGE = Page("/ui", "Overview", "overview.html", read_overview, poll_s=3
 
 
 async def read_workers(look: PageRequest) -> dict[str, Any]:
-    """Read the page's data; runs of those workers alone whose runs could go elsewhere."""
+    """Return the page's data. Runs are listed only for workers whose runs can move."""
     workers = await list_workers(look.services)
     targets = {(each.pool, each.id): targets_of(each, workers) for each in workers}
     pools = {PoolId(pool) for (pool, _), others in targets.items() if others}
@@ -180,7 +181,7 @@ _SECRET_WORDS = ("key", "password", "secret", "token")
 
 
 async def read_settings(look: PageRequest) -> dict[str, Any]:
-    """Read the page's data."""
+    """Return the page's data."""
     settings = look.services.settings
     defaults = {name: field.default for name, field in type(settings).model_fields.items()}
     return {
@@ -196,7 +197,7 @@ async def read_settings(look: PageRequest) -> dict[str, Any]:
 
 
 def shown(name: str, value: Any) -> str:
-    """Write a setting without what would open anything."""
+    """Return a setting as text without secrets."""
     if value is None or value == ():
         return ""
     if isinstance(value, Path):

@@ -1,4 +1,6 @@
-"""Ask the base model and checkpoints the same thing with one seed, and see their answers next to each other."""
+"""Playground: send one prompt with one seed to the base model and checkpoints, and compare the
+answers.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,14 @@ from cotrain_store.messages.ids import TenantId
 MAX_MODELS = 4
 CHECKPOINTS_OFFERED = 20
 MAX_TOKENS = 512
-#: Log-probs of tokens from which on a token was likely, possible, unlikely.
+#: Log-prob thresholds of likely, possible and unlikely tokens.
 _LEVELS = (-0.1, -1.0, -3.0)
 
 router = APIRouter(include_in_schema=False)
 
 
 async def read(look: PageRequest) -> dict[str, Any]:
-    """List what can be asked."""
+    """Return the available models."""
     services, tenant = look.services, look.visitor.tenant
     if tenant is None:
         return {"is_operator": True, "base_models": [], "checkpoints": []}
@@ -76,7 +78,7 @@ async def read(look: PageRequest) -> dict[str, Any]:
 @router.post("/ui/playground", response_model=None)
 @guarded
 async def ask(request: Request, services: ServicesDep) -> Response:
-    """Sample from each of the ticked models; a page with the answers, or JSON where that is asked for."""
+    """Sample from each selected model. Return a page with the answers, or JSON if requested."""
     visitor, fields = await form_of(request, services)
     if visitor.tenant is None:
         raise OperatorsOnly
@@ -99,7 +101,7 @@ async def ask(request: Request, services: ServicesDep) -> Response:
 async def _answer(
     request: Request, services: Services, tenant: TenantId, model: str, fields: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """Ask one model; None where the browser has left."""
+    """Return the answer of one model, or None if the browser has disconnected."""
     try:
         target = await find_target(services, tenant, model)
         body = await _body(services, tenant, target, model, fields)
@@ -123,7 +125,7 @@ async def _answer(
         "tokens": [
             {
                 "id": token,
-                # What has no text of its own is named: control tokens, parts of a character.
+                # Show names for tokens without text: control tokens, parts of a character.
                 "text": part.text or tokenizer.token_name(token, begins=part.begins),
                 "logprob": logprob,
                 "level": level_of(logprob),
@@ -140,7 +142,9 @@ def _refused(model: str, why: str) -> dict[str, Any]:
 async def _body(
     services: Services, tenant: TenantId, target: Target, model: str, fields: Mapping[str, str]
 ) -> SampleBody:
-    """Make the sample request as the OpenAI endpoints make it: the same seed gives the same answer."""
+    """Return the sample request as the OpenAI endpoints build it: the same seed gives the same
+    answer.
+    """
     prompt, common = fields.get("prompt", ""), _common(model, fields)
     try:
         if fields.get("mode") == "chat":
@@ -171,7 +175,7 @@ def _common(model: str, fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def whole_number(fields: Mapping[str, str], name: str, least: int, most: int) -> int:
-    """Read a field; raises Invalid, which names it and its limits."""
+    """Return a field's value. Raises Invalid with its name and limits."""
     text = fields.get(name, "").strip()
     if not text.isdecimal() or len(text) > 12 or not least <= int(text) <= most:
         raise Invalid(f"{name}: a whole number from {least} to {most}.")
@@ -179,7 +183,7 @@ def whole_number(fields: Mapping[str, str], name: str, least: int, most: int) ->
 
 
 def level_of(logprob: float | None) -> int:
-    """Say how likely a token was, from 0 (likely) to 3."""
+    """Return the likelihood class of a token, from 0 (likely) to 3."""
     if logprob is None:
         return 0
     return next((level for level, least in enumerate(_LEVELS) if logprob >= least), len(_LEVELS))

@@ -1,7 +1,4 @@
-"""One run: where it stands, its curves, its requests, its checkpoints. And several runs' curves in one picture.
-
-All runs, newest first: how each is, what it waits for, what it used.
-"""
+"""Pages of runs: one run, a comparison of several runs' curves, and the list of all runs."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ router = APIRouter(include_in_schema=False)
 
 
 async def read_run(look: PageRequest) -> dict[str, Any]:
-    """Read one run."""
+    """Return the data of one run."""
     services = look.services
     run = await _run_of(services, look.visitor, look.parts["run_id"])
     position = (await services.run_list.positions([run], look.now))[run.id]
@@ -76,7 +73,7 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
 
 
 def checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
-    """Show a checkpoint of a run."""
+    """Return a checkpoint of a run for display."""
     return {
         "name": record.name,
         "kind": record.kind,
@@ -89,7 +86,7 @@ def checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
 
 
 async def read_compared(look: PageRequest) -> dict[str, Any]:
-    """Read the curves of several runs."""
+    """Return the curves of several runs."""
     wanted = list(dict.fromkeys(look.query.getlist("run")))
     if len(wanted) > MAX_COMPARED:
         raise Invalid(f"run: {MAX_COMPARED} runs at most; {len(wanted)} were asked for.")
@@ -114,14 +111,14 @@ async def csv(request: Request, run_id: str, services: ServicesDep) -> Response:
 
 
 async def _targets(services: Services, run: RunRecord, at: str | None) -> list[str]:
-    """Name the workers that a run could go on at; none before it has one."""
+    """Return the workers to which a run can move; none before it has a worker."""
     found = await list_workers(services) if at else []
     here = [each for each in found if each.pool == run.pool and each.id == at]
     return targets_of(here[0], found) if here else []
 
 
 async def _run_of(services: Services, visitor: Visitor, name: str) -> RunRecord:
-    """Find a run: a tenant's own, and any for the operator; raises RunNotFound."""
+    """Return a run: a tenant's own, or any for the operator. Raises RunNotFound."""
     if visitor.tenant is not None:
         return await services.records.run(visitor.tenant.id, name)
     found = await services.run_list.records([RunId(name)])
@@ -139,7 +136,7 @@ _FILTERS = ("state", "base_model", "q", "tenant")
 
 
 async def read_runs(look: PageRequest) -> dict[str, Any]:
-    """Read one page of the list."""
+    """Return the data of one page of the list."""
     services = look.services
     asked = {name: look.query.get(name, "")[:200] for name in _FILTERS}
     tenant = look.visitor.tenant.id if look.visitor.tenant else None

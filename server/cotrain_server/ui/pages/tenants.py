@@ -1,10 +1,6 @@
-"""Who there is: every tenant with what it has waiting; for the operator.
+"""Pages of tenants: the list, one tenant, a tenant's own usage, and the audit log.
 
-One tenant: limits as bars that can be changed, usage by day, keys, pauses, weight; for the operator.
-
-What a tenant may have, how much of it is used, and what it used by day; for the tenant.
-
-What was done, and by which key: of all, or of one tenant; for the operator.
+The list, the detail page with editable limits, and the full audit log are for the operator.
 """
 
 from __future__ import annotations
@@ -31,14 +27,14 @@ _LONGEST_SEARCH = 64
 
 
 async def read_tenants(look: PageRequest) -> dict[str, Any]:
-    """Read the page's data."""
+    """Return the page's data."""
     search = look.query.get("search", "")[:_LONGEST_SEARCH]
     found = await list_tenants(look.services, search, offset_of(look.query), SHOWN)
     return {"search": search, **found.model_dump()}
 
 
 def offset_of(query: Mapping[str, str]) -> int:
-    """Read how many rows to skip; 0 for what is no such number."""
+    """Return the number of rows to skip; 0 for an invalid number."""
     text = query.get("offset", "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
@@ -47,7 +43,7 @@ TENANTS_PAGE = Page("/ui/tenants", "Tenants", "tenants.html", read_tenants, for_
 
 
 async def read_tenant(look: PageRequest) -> dict[str, Any]:
-    """Read the page's data; raises TenantNotFound."""
+    """Return the page's data. Raises TenantNotFound."""
     tenant = await find_tenant(look.services, look.parts["tenant_id"])
     found = await show_tenant(look.services, tenant)
     return {
@@ -67,7 +63,7 @@ TENANT_PAGE = Page(
 
 
 async def read_usage(look: PageRequest) -> dict[str, Any]:
-    """Read the page's data; raises TenantNotFound for the operator."""
+    """Return the page's data. Raises TenantNotFound for the operator."""
     if look.visitor.tenant is None:
         raise TenantNotFound
     tenant = look.visitor.tenant.id
@@ -85,7 +81,7 @@ _ID = re.compile(r"[0-9]{1,15}-[0-9]{1,15}")
 
 
 async def read_audit(look: PageRequest) -> dict[str, Any]:
-    """Read the page's data; raises TenantNotFound, or Invalid for an address that no link has."""
+    """Return the page's data. Raises TenantNotFound, or Invalid for an address outside the links."""
     before, asked_for = look.query.get("before"), look.query.get("tenant", "")
     if before is not None and not _ID.fullmatch(before):
         raise Invalid("before: the id of an event, as the link to earlier ones has it.")
