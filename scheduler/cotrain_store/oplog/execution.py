@@ -189,7 +189,7 @@ class Execution:
         return self.epoch
 
     def publish(self, record: PoolRecord) -> None:
-        """Publish the pool's capabilities, and register this worker in it; called before the first
+        """Publish the pool's capabilities and register this worker in it; called before the first
         commit.
         """
         self._numerics_id = record.numerics_id
@@ -199,7 +199,7 @@ class Execution:
 
     @property
     def writer(self) -> str:
-        """Name of this process, unique over time; valid after `claim`."""
+        """Unique name of this process over time; valid after `claim`."""
         return f"{self.worker}-{self.epoch}"
 
     def heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
@@ -269,9 +269,9 @@ class Execution:
         """Make a step's results visible and end its cycle. Idempotent.
 
         Ops of the step without a result return to the head of their run's queue; if the run has
-        ended, they fail. They are the last ops of their run in the step. `opened` has the first
-        such op of each run, a pass that is open in this process, with its tokens executed in this
-        step and before.
+        ended, they fail. They are the last ops of their run in the step. For each run, `opened` has
+        the first such op, a pass that is open in this process. Its value is the pass' tokens
+        executed in this step and before.
 
         `saves` are the records of the successful SAVE ops. The result of a named save appears only
         when its weights are stored (`SavedWeights.stored`). If its name is in use, it fails here
@@ -436,9 +436,7 @@ class Execution:
         if self._wakes is None:
             wakes = self._redis.pubsub(ignore_subscribe_messages=True)
             wakes.subscribe(fleet_keys.notify_worker(self.pool, self.worker))
-            self._wakes = (
-                wakes  # assigned only now: a PubSub without a subscription would receive nothing
-            )
+            self._wakes = wakes  # a PubSub without subscription would receive nothing
         self._wakes.get_message(timeout=timeout_s)
 
 

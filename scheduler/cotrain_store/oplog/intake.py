@@ -1,8 +1,10 @@
 """The API's side of the log: accept requests, create and close runs.
 
 When `submit` returns, the op is durable and its future will resolve. A repeated call with the same
-content returns the same request id and runs nothing twice. `refusal` converts a refusal of
-`submit.lua` to an exception. `rejection` is the record of an accepted op that will never run.
+content returns the same request id and runs nothing twice.
+
+The function `refusal` converts a refusal of `submit.lua` to an exception. The function `rejection`
+builds the record of an accepted op that will never run.
 """
 
 from __future__ import annotations
@@ -140,10 +142,10 @@ class Intake:
         """Create a run: its seq 0, by CREATE, LOAD or IMPORT. A repeat with the same settings
         creates no second run.
 
-        `body` is that of a LOAD or IMPORT. `digest` identifies the client's request; by default it
-        covers the base model and the body, which is the LoRA settings if not given. The weights in
-        `uses` are kept while the log needs the op. `save` is the body of a SAVE that becomes its
-        seq 1: both are accepted, or neither.
+        The `body` is that of a LOAD or IMPORT; by default it is the LoRA settings. The `digest`
+        identifies the client's request; by default it covers the base model and the body. The
+        weights in `uses` are kept while the log needs the op. The body of a SAVE in `save` becomes
+        seq 1: both ops are accepted, or neither.
 
         Raises:
             SeqConflict: the same run id with other settings.

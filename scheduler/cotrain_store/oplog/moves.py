@@ -7,8 +7,8 @@ replays nothing.
 
 The operator requests a drain, also as a record. The worker finishes its step, stores its saves,
 copies its runs and reports in its heartbeat that nothing is left. The scheduler then removes it
-from its pool's list, like a worker that has been dead for a long time, and each of its runs may go
-to any other worker. Without another worker nothing happens. A worker whose process must end does
+from its pool's list, like a worker without a heartbeat for a long time. Each of its runs may then
+go to any other worker. Without another worker nothing happens. A worker whose process must end does
 the same, and removes itself from the list.
 """
 
