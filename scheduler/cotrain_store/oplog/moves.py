@@ -116,8 +116,9 @@ class OwnMoves:
     def hand_over(self, move: Move, epoch: int, *, in_memory: bool) -> bool:
         """Transfer a run to the other worker, which owns it from here on. Idempotent.
 
-        If a run is `in_memory`, a recovery copy must hold all committed ops; otherwise the ops
-        would be replayed here as well. Return False if it is too early, or the move was cancelled.
+        If a run is `in_memory`, a recovery copy must hold all committed ops. A run that is not in
+        memory needs no such copy: its ops would be replayed here as well. Return False if it is too
+        early, or the move was cancelled.
 
         Raises:
             Fenced: another process took over this worker id.
