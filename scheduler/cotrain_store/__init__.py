@@ -1,5 +1,5 @@
-"""The contract between our processes: messages, keys, scripts, the body spool and the records.
+"""Contract between the processes: messages, keys, scripts, the body spool and the records.
 
-The server, the scheduler and the workers meet here and nowhere else. This package knows what is
-stored and which moves are atomic; it does not know HTTP, planning policy or tensors.
+The server, the scheduler and the workers communicate only through this package. It defines the
+stored data and the atomic operations. It has no HTTP, planning policy or tensors.
 """

@@ -1,7 +1,7 @@
-"""A process that cannot start, and that starting again would not help: it says why, and ends.
+"""Exit of a process that cannot start, and that a restart would not help.
 
-The same everywhere: a line of its log with a `reason`, which is a sentence for the operator, and an exit
-status of its own.
+Every process does the same: a log line with a `reason`, which is a sentence for the operator, and
+its own exit status.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Settings = TypeVar("Settings", bound=StoreSettings)
 
 
 def refuse(event: str, reason: str) -> NoReturn:
-    """Say why this process does not start, and end it."""
+    """Log the reason why this process does not start, and exit."""
     log.error(event, reason=reason)
     sys.exit(EXIT_CODE)
 
 
 def read_settings(kind: type[Settings]) -> Settings:
-    """Read a process's settings; one that is wrong, or is none any more, ends it.
+    """Return a process' settings; exit if one is invalid or was removed.
 
     Values are not quoted: some are secrets.
     """
@@ -44,7 +44,9 @@ def read_settings(kind: type[Settings]) -> Settings:
 
 
 def _reason(error: ValidationError) -> str:
-    """Name the first setting that is wrong, and all that it may be: of `auto` or a number, both."""
+    """Return the first invalid setting and the errors of all its alternatives, for example of
+    `auto` or a number.
+    """
     wrong = error.errors()
     field = wrong[0]["loc"][:1]
     name = f"{PREFIX}{field[0]}: ".upper() if field else ""
@@ -57,7 +59,7 @@ def _reason(error: ValidationError) -> str:
 
 
 def trace_or_refuse(process: str, instance: str, *, decides: bool = False) -> None:
-    """Report spans where the environment asks for that; where that cannot be, it ends the process."""
+    """Start to report spans if the environment configures it; exit if that is impossible."""
     try:
         start_tracing(process, instance, decides=decides)
     except TracingRefused as refused:
@@ -65,7 +67,7 @@ def trace_or_refuse(process: str, instance: str, *, decides: bool = False) -> No
 
 
 def last_reason(lines: Sequence[str]) -> str | None:
-    """Find the newest `reason` in lines of a log; None if there is none."""
+    """Return the newest `reason` in lines of a log, or None."""
     for line in reversed(lines):
         try:
             reason = json.loads(line).get("reason")

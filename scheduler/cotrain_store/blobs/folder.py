@@ -1,6 +1,7 @@
 """Blobs as files below one folder, which processes of several hosts may share.
 
-What holds for all our files: names that a power cut does not take, errors that say nothing of them.
+The module also has the rules for all files: names durable after a power cut, and transient read
+errors.
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ from uuid import uuid4
 from cotrain_store.blobs.protocol import Blob, Moments
 from cotrain_store.failpoints import failpoint, write_past
 
-#: What says of a file that it is lost: no such name, a bad sector, a damaged file system.
+#: Errors of a lost file: no such name, a bad sector, a damaged file system.
 _LOST = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN}
 )
 
 
 def passes(error: Exception) -> bool:
-    """Tell whether a file that could not be read may well be there, whole, when it is read again.
+    """Return True if an unreadable file may be intact and readable later.
 
-    So it is without a free descriptor, or memory, or while a file server is away.
+    Examples: no free descriptor, no memory, an unavailable file server.
     """
     return isinstance(error, OSError) and error.errno not in _LOST
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder that only its owner can read, durable by name when this returns; twice is harmless.
+    """Create a folder that only its owner can read, durable by name when this returns. Idempotent.
 
-    One that is there may have been made by a process that died before it could make that durable.
+    An existing folder is synced, too: the process that made it may have crashed before its own
+    sync.
     """
     if not folder.parent.exists():
         make_folder(folder.parent)
     try:
         folder.mkdir(mode=0o700)
-    except FileExistsError:  # as a rule a folder, which another process may have removed since
-        # Looked at once: it may go between two looks.
+    except FileExistsError:  # usually a folder, which another process may have removed since
+        # One `stat` only: the folder may disappear between two.
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR(folder.stat().st_mode):
                 raise
@@ -49,7 +51,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, not only what the files hold."""
+    """Make the names in a folder durable, not only the content of its files."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -62,21 +64,25 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Folder:
-    """`<folder>/<key>`, readable by its owner only; written under a name that begins with a dot, then renamed."""
+    """Files `<folder>/<key>`, readable by their owner only; written under a name that begins with a
+    dot, then renamed.
+    """
 
     def __init__(self, folder: Path, root: Path | None = None) -> None:
-        """`root` is above `folder`, or it: below it no name that this one makes is lost."""
+        """Open a folder. `root` is `folder` or a folder above it; names created below it are
+        durable.
+        """
         self.folder = folder
         self._root = root or folder
 
     def below(self, prefix: str) -> Self:
-        """Give those below a folder in this one."""
+        """Return the blobs of a subfolder."""
         return type(self)(self.folder / prefix, self._root)
 
     def put(
         self, key: str, content: bytes, *, new: bool = False, moments: Moments | None = None
     ) -> None:
-        """Write a file, fsync it, and give it its name. Raises OSError, FileExistsError."""
+        """Write a file, fsync it, and rename it. Raises OSError, FileExistsError."""
         path = self.folder / key
         unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
         with _made(unfinished) as file:
@@ -100,14 +106,16 @@ class Folder:
         self._settle(key)
 
     def _settle(self, key: str) -> None:
-        """Make the name of a file durable that another process may have given it, and died."""
+        """Make the name of a file durable; the process that created it may have crashed before its
+        sync.
+        """
         folder = (self.folder / key).parent
         while folder.is_relative_to(self._root):
             sync_folder(folder)
             folder = folder.parent
 
     def get(self, key: str, span: tuple[int, int] | None = None) -> bytes:
-        """Read a file, or a part of it; raises OSError."""
+        """Return the content of a file, or a part of it; raises OSError."""
         with (self.folder / key).open("rb") as file:
             if span is None:
                 return file.read()
@@ -115,7 +123,7 @@ class Folder:
             return file.read(span[1] - span[0])
 
     def touch(self, key: str) -> bool:
-        """Set the date of a file that is there, and make its name durable."""
+        """Set the date of an existing file, and make its name durable."""
         try:
             os.utime(self.folder / key)
         except FileNotFoundError:
@@ -133,11 +141,11 @@ class Folder:
         return os.fdopen(descriptor, "rb", buffering=0), _blob(key, found)
 
     def exists(self, key: str) -> bool:
-        """Tell whether there is such a file."""
+        """Return True if the file exists."""
         return (self.folder / key).is_file()
 
     def delete(self, key: str) -> None:
-        """Remove a file, and its folder with the last one. Twice is harmless."""
+        """Delete a file, and its folder with the last file. Idempotent."""
         path = self.folder / key
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it has others, or another process has just removed it
@@ -155,7 +163,7 @@ class Folder:
 
 
 def _made(path: Path) -> BinaryIO:
-    """Open a new file that its owner alone can read, in a folder that is there then; raises OSError."""
+    """Open a new file that only its owner can read, creating its folder; raises OSError."""
     while True:
         make_folder(path.parent)
         # `delete` may just have removed the folder with its last file.

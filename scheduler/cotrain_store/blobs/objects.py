@@ -1,6 +1,7 @@
-"""Blobs as objects of a store (S3, GCS, Azure), through obstore: each put whole, read whole or by range.
+"""Blobs as objects of a store (S3, GCS, Azure), through obstore: each put whole, read whole or by
+range.
 
-What a process could not do with its object store: every failure is counted, one in so long is logged.
+`Failures` counts each failure of the object store, and logs at most one every LOG_EVERY_S.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ LOG_EVERY_S = 10.0
 
 
 class Failures:
-    """What one process cannot do with its store: counted, and logged now and then. Any thread may note one."""
+    """Failures of one process at its object store: all are counted, few are logged. Thread-safe."""
 
     def __init__(self) -> None:
         self.count: Callable[[str], None] = lambda _: None
-        """Counts a failure of an operation; set by the process that shows metrics."""
+        """Counter of failures by operation; set by the process that exports metrics."""
         self._lock = threading.Lock()
         self._logged_at = -LOG_EVERY_S
         self._failed_since = 0.0
@@ -48,7 +49,7 @@ class Failures:
             log.error("object_store_unavailable", operation=operation, key=key, reason=reason)
 
     def note_success(self) -> None:
-        """Say once that the store answers again."""
+        """Log once that the store is available again."""
         if self._failed_since:
             with self._lock:
                 since, self._failed_since = self._failed_since, 0.0
@@ -59,14 +60,14 @@ class Failures:
 FAILURES = Failures()
 
 
-#: Which Redis these objects belong to. Without it a store that has nothing of ours is not the one that was set.
+#: Key of the id of the Redis that owns these objects. A store without it is not the configured one.
 MARK = "belongs-to"
 _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _BUFFER_BYTES = 4 * 1024**2
 
 
 class Objects:
-    """Objects `<prefix>/<key>` of a store. An object is written as a whole by the store itself."""
+    """Objects `<prefix>/<key>` of a store. The store itself writes an object atomically."""
 
     folder = None
 
@@ -75,13 +76,13 @@ class Objects:
         self._prefix = prefix
 
     def below(self, prefix: str) -> Self:
-        """Give those below a prefix."""
+        """Return the blobs below a prefix."""
         return type(self)(self._store, f"{self._prefix}{prefix}/")
 
     def put(
         self, key: str, content: bytes, *, new: bool = False, moments: Moments | None = None
     ) -> None:
-        """Write an object; large ones in parts, of which none shows before all are there."""
+        """Write an object; the parts of a large one appear only when all are written."""
         if moments:
             failpoint(moments.half_written)
             failpoint(moments.before_rename)
@@ -91,7 +92,7 @@ class Objects:
             failpoint(moments.renamed)
 
     def get(self, key: str, span: tuple[int, int] | None = None) -> bytes:
-        """Read an object, or a part of it."""
+        """Return the content of an object, or a part of it."""
         with self._failing("get", key):
             if span is None:
                 return bytes(self._store.get(self._prefix + key).bytes())
@@ -101,10 +102,10 @@ class Objects:
             except exceptions.GenericError:
                 if start < min(end, self._store.head(self._prefix + key)["size"]):
                     raise
-                return b""  # a store refuses what begins behind an object's end
+                return b""  # a store refuses a range that begins after the object's end
 
     def touch(self, key: str) -> bool:
-        """Write an object again as it is."""
+        """Write an object again, unchanged."""
         try:
             self.put(key, self.get(key))
         except FileNotFoundError:
@@ -118,7 +119,7 @@ class Objects:
         return io.BufferedReader(_Reader(self, blob), _BUFFER_BYTES), blob
 
     def exists(self, key: str) -> bool:
-        """Tell whether there is such an object."""
+        """Return True if the object exists."""
         try:
             with self._failing("get", key):
                 self._store.head(self._prefix + key)
@@ -127,7 +128,7 @@ class Objects:
         return True
 
     def delete(self, key: str) -> None:
-        """Remove an object. Twice is harmless."""
+        """Delete an object. Idempotent."""
         with self._failing("delete", key):
             self._store.delete(self._prefix + key)
 
@@ -144,7 +145,7 @@ class Objects:
 
     @contextmanager
     def _failing(self, operation: str, key: str) -> Iterator[None]:
-        """Raise what the protocol has for what the store raises."""
+        """Raise the protocol's exception for an exception of the store."""
         try:
             yield
         except FileNotFoundError as missing:
@@ -168,7 +169,7 @@ class Objects:
             FAILURES.note_success()
 
     def _is_ours(self) -> bool:
-        """Tell whether this is the store that was set up: a bucket that is gone has no objects, either."""
+        """Return True if this is the configured store: a missing bucket has no objects, either."""
         try:
             self._store.head(MARK)
         except (exceptions.BaseError, OSError):
@@ -177,7 +178,7 @@ class Objects:
 
 
 class _Reader(io.RawIOBase):
-    """An object that is read in ranges as it is needed."""
+    """Object that is read in ranges on demand."""
 
     def __init__(self, objects: Objects, blob: Blob) -> None:
         self._objects, self._blob, self._at = objects, blob, 0

@@ -1,8 +1,8 @@
-"""Open the blobs that were set: a folder, or a bucket of an object store.
+"""Opening of the configured blobs (a folder, or a bucket of an object store), and the claim of
+their owner.
 
-What holds the blobs belongs to the Redis whose log refers to them.
-
-To any other one all of them are leftovers, which go when they are old: recovery copies, checkpoints and all.
+Blobs belong to the Redis whose log refers to them. Any other Redis would treat them all as
+leftovers and delete them when they are old, including recovery copies and checkpoints.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from cotrain_store.blobs.protocol import Blobs
 
-#: What an address begins with; obstore knows more, of which we have tried none.
+#: Schemes of an address. obstore supports more, none of which is tested here.
 SCHEMES = ("s3", "gs", "az", "file")
-#: A store that does not answer, or stops in the middle, fails so soon; what waits for it tries again.
+#: Timeouts after which an unresponsive store fails; the waiting operations retry.
 _CLIENT: ClientConfig = {
-    "allow_http": True,  # where the operator's endpoint says http
+    "allow_http": True,  # if the operator's endpoint uses http
     "connect_timeout": "5s",
     "read_timeout": "20s",
     "timeout": "30m",
@@ -39,7 +39,7 @@ _RETRIES: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=20
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError, a sentence, for what is no address of blobs."""
+    """Raise ValueError, with a sentence, if a URL is not an address of blobs."""
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
         raise ValueError(f"{url!r} begins with none of {', '.join(f'{s}://' for s in SCHEMES)}.")
@@ -58,7 +58,7 @@ def check_url(url: str) -> None:
 
 
 def open_blobs(url: str, data_dir: Path) -> Blobs:
-    """Open the blobs at an address that `check_url` takes; without one those of the data folder."""
+    """Return the blobs at a valid address; without an address, those of the data folder."""
     if not url:
         return Folder(data_dir)
     if url.startswith("file:"):
@@ -66,7 +66,7 @@ def open_blobs(url: str, data_dir: Path) -> Blobs:
     return _objects(url)
 
 
-@lru_cache  # its connections are shared by all that a process opens
+@lru_cache  # its connections are shared by all users in a process
 def _objects(url: str) -> Blobs:
     from obstore.store import from_url
 
@@ -75,17 +75,17 @@ def _objects(url: str) -> Blobs:
     return Objects(from_url(url, client_options=_CLIENT, retry_config=_RETRIES))
 
 
-#: Names the Redis, among the blobs.
+#: Key of the blob that contains the id of the Redis.
 MARK = "belongs-to"
 
 
 def claim_blobs(connection: SyncConnection, data_dir: Path, url: str = "") -> None:
-    """Have blobs (`open_blobs`) belong to this Redis from now on, if they belong to none. Twice is harmless.
+    """Assign blobs (`open_blobs`) to this Redis, if they belong to none. Idempotent.
 
     Raises:
-        ForeignFolder: they belong to another one, or to this one before it lost all it held.
+        ForeignFolder: they belong to another one, or to this one before it lost all its data.
         StoreUnavailable: Redis does not answer.
-        UnusableBlobs: the store of objects refuses, or does not answer: bucket, credentials, endpoint.
+        UnusableBlobs: the object store refuses or cannot be used: bucket, credentials, endpoint.
     """
     blobs = open_blobs(url, data_dir)
     where, setting = (url, "COTRAIN_BLOBS") if url else (data_dir, "COTRAIN_DATA_DIR")
@@ -96,7 +96,7 @@ def claim_blobs(connection: SyncConnection, data_dir: Path, url: str = "") -> No
         raise StoreUnavailable from lost
     if (
         blobs.folder and not blobs.folder.exists()
-    ):  # what is above one that is there need not be ours to read
+    ):  # parents of an existing folder may be unreadable for this user
         make_folder(blobs.folder)
     try:
         owner = _owner(blobs, name)
@@ -118,7 +118,7 @@ def claim_blobs(connection: SyncConnection, data_dir: Path, url: str = "") -> No
 
 
 def _owner(blobs: Blobs, name: bytes) -> bytes:
-    """Read whose these are, `name`'s if no Redis's so far."""
+    """Return the owner of the blobs; `name` becomes the owner if there is none."""
     if not blobs.exists(MARK):
         with contextlib.suppress(FileExistsError):  # another process has just done so
             blobs.put(MARK, name, new=True)

@@ -1,4 +1,4 @@
-"""What holds the bytes that are too large for Redis: put whole or not at all, and read by name."""
+"""Protocol of the storage for bytes too large for Redis: atomic puts, reads by name."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import BinaryIO, NamedTuple, Protocol, Self
 
 
 class BlobsUnavailable(OSError):
-    """The object store refuses, fails or does not answer now, which says nothing of what it holds."""
+    """The object store refuses, fails or does not answer now. Its content may be intact."""
 
     def __init__(self, reason: str, *, is_refusal: bool = False) -> None:
-        """A refusal will be the same when it is tried again: no such bucket, other credentials."""
+        """Create the error. `is_refusal` is True if a retry gives the same: no such bucket, wrong
+        credentials.
+        """
         super().__init__(errno.EHOSTDOWN, reason)
         self.is_refusal = is_refusal
 
 
 @dataclass(frozen=True)
 class Blob:
-    """One that is there: its key, its bytes, and a mark that changes when it is written again."""
+    """An existing blob: key, size in bytes, and a mark that changes when it is written again."""
 
     key: str
     size: int
@@ -28,12 +30,12 @@ class Blob:
 
     @property
     def is_unfinished(self) -> bool:
-        """Tell whether a process began to write this and has not ended: no reader is to know of it."""
+        """True if a process began to write this and has not finished; readers must ignore it."""
         return any(part.startswith(".") for part in self.key.split("/"))
 
 
 class Moments(NamedTuple):
-    """The failpoints on the way of a put."""
+    """Failpoints during a put."""
 
     half_written: str
     before_rename: str
@@ -41,56 +43,60 @@ class Moments(NamedTuple):
 
 
 class Blobs(Protocol):
-    """Bytes by key. A key is a path: words that are separated by `/`.
+    """Bytes by key. A key is a path of words separated by `/`.
 
-    All raise OSError where what they do cannot be done now: a full disk, a store that does not answer
-    (BlobsUnavailable). Nothing is half done then: a key names all that was put, or what it did before.
+    All methods raise OSError if they cannot be done now: a full disk, or a store that does not
+    answer (BlobsUnavailable). They are atomic: a key then names the whole new content, or the
+    previous content.
     """
 
     @property
     def folder(self) -> Path | None:
-        """The folder in which others find these as files; None where there are no files."""
+        """Folder that contains the blobs as files; None without files."""
         ...
 
     def below(self, prefix: str) -> Self:
-        """Give those whose keys begin with `prefix/`, by the rest of their keys."""
+        """Return the blobs whose keys begin with `prefix/`, by the rest of their keys."""
         ...
 
     def put(
         self, key: str, content: bytes, *, new: bool = False, moments: Moments | None = None
     ) -> None:
-        """Write one, durable when this returns, past failpoints on the way.
+        """Write a blob, durable when this returns, with failpoints.
 
-        Raises FileExistsError where `new` is asked for and there is one.
+        Raises FileExistsError if `new` is set and the blob exists.
         """
         ...
 
     def get(self, key: str, span: tuple[int, int] | None = None) -> bytes:
-        """Read one, or from a byte of it to before another; less where it ends earlier.
+        """Read a blob, or a byte range of it; shorter if the blob ends earlier.
 
         Raises FileNotFoundError.
         """
         ...
 
     def touch(self, key: str) -> bool:
-        """Give one another mark, so that it is young again to all who look for what may go; False for none."""
+        """Change the mark of a blob, so that sweeps treat it as new. Return False if it does not
+        exist.
+        """
         ...
 
     def open(self, key: str) -> tuple[BinaryIO, Blob]:
-        """Open one to read it in parts. Raises FileNotFoundError.
+        """Open a blob to read it in parts. Raises FileNotFoundError.
 
-        A file that is open is read to its end, whatever becomes of its key; an object may be gone before.
+        An open file can be read to its end after its key is deleted; an object may disappear
+        earlier.
         """
         ...
 
     def exists(self, key: str) -> bool:
-        """Tell whether there is one."""
+        """Return True if the blob exists."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove one. Twice is harmless."""
+        """Delete a blob. Idempotent."""
         ...
 
     def list(self, prefix: str = "") -> Iterator[Blob]:
-        """List those below `prefix`, by their keys; also those that are unfinished."""
+        """List the blobs below `prefix`, by key, including unfinished ones."""
         ...

@@ -1,4 +1,6 @@
-"""Room for what is accepted: memory in Redis, disk for the rest. Without it nothing new is taken."""
+"""Capacity check for accepted work: memory in Redis, and disk space. Without capacity nothing new
+is accepted.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,18 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool
 from cotrain_store.errors import DiskReserveReached, StoreFull, StoreUnavailable
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
 
-#: Spools a body that is too large for Redis, and gives its reference, or `inline`.
-#: Raises DiskReserveReached, StoreUnavailable where it cannot be written.
+#: Function that spools a body too large for Redis, and returns its reference, or `inline`. Raises
+#: DiskReserveReached or StoreUnavailable if the body cannot be written.
 StoreBody: TypeAlias = Callable[[bytes], Awaitable[str]]
 
 log = structlog.get_logger()
 
-#: Above this share of Redis' memory nothing new is taken: without memory a commit fails too, and
-#: then nothing that was accepted could ever finish.
+#: Above this share of Redis' memory nothing new is accepted. Without memory a commit fails too, and
+#: then no accepted work could ever finish.
 MEMORY_SHARE = 0.8
-#: Above this share a tenant may have no more unread than UNREAD_SHARE of the memory, whatever its quota:
-#: small results lie there for a day, and one tenant's must not keep all others out.
+#: Above this share, the unread results of a tenant are limited to UNREAD_SHARE of the memory,
+#: whatever its quota. Small results stay there for a day, and those of one tenant must not lock out
+#: all others.
 CROWDED_SHARE = 0.5
 UNREAD_SHARE = 1 / 32
 _ASK_MEMORY_EVERY_S = 1.0
@@ -36,7 +39,7 @@ UNLIMITED_BYTES = 1 << 62
 
 
 class Capacity:
-    """One API process's view of what is left, and its way to store a body where it belongs."""
+    """Free capacity as seen by one API process, and the storage of bodies."""
 
     def __init__(self, connection: Connection, spool: Spool, disk_reserve_bytes: int) -> None:
         self._redis = connection
@@ -47,13 +50,13 @@ class Capacity:
         self._memory_used, self._memory_bytes = 0, 0
 
     async def check(self) -> None:
-        """Return when something new may be taken.
+        """Return if something new may be accepted.
 
         Raises:
-            DiskReserveReached, StoreFull, StoreUnavailable: not now.
+            DiskReserveReached, StoreFull, StoreUnavailable: retry later.
         """
         if self._free_disk().free < self._reserve:
-            raise DiskReserveReached  # small ones too: Redis needs disk, and so do recovery copies
+            raise DiskReserveReached  # small bodies too: Redis and recovery copies need disk
         now = time.monotonic()
         if now - self._memory_asked_at > _ASK_MEMORY_EVERY_S:
             await self._ask_memory()
@@ -63,13 +66,13 @@ class Capacity:
 
     @property
     def free_disk_bytes(self) -> int:
-        """Say what is free of the disk, above its reserve; of an object store, more than there ever is."""
+        """Free bytes of the disk above its reserve; UNLIMITED_BYTES for an object store."""
         if not self._spool.fills_disk:
             return UNLIMITED_BYTES
         return max(0, self._free_disk().free - self._reserve)
 
     def unread_bytes(self, quota_bytes: int) -> int:
-        """Say how much one tenant may have unread, as of the last `check`."""
+        """Return the limit of one tenant's unread bytes, as of the last `check`."""
         if 0 < CROWDED_SHARE * self._memory_bytes < self._memory_used:
             return min(quota_bytes, int(UNREAD_SHARE * self._memory_bytes))
         return quota_bytes
@@ -83,8 +86,9 @@ class Capacity:
 
     @contextmanager
     def storing(self) -> Iterator[StoreBody]:
-        """Give a way to store bodies. Their files stay for as long as the block takes, which is to accept
-        what refers to them.
+        """Yield a function that stores bodies. Their files are kept at least until the block ends.
+
+        The block must submit the ops that refer to them.
         """
         refs: list[str] = []
 
@@ -108,7 +112,7 @@ class Capacity:
         except OSError as full:
             log.error("body_not_written", reason=full.strerror)
             raise DiskReserveReached from full
-        except asyncio.CancelledError:  # its client has gone, and the writer may be at it
+        except asyncio.CancelledError:  # the client has disconnected, but the writer may be writing
             durable.add_done_callback(self._settle_unheard)
             raise
 

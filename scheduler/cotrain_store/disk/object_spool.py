@@ -1,6 +1,7 @@
-"""The body spool in an object store: each batch of records is one object, read by range.
+"""Body spool in an object store: each batch of records is one object, read by range.
 
-A store has no locks, so that what is unreferenced goes only after `OBJECTS_REST` times the age of a file.
+A store has no locks, so an unreferenced object is deleted only after `OBJECTS_REST` times the age
+of a file.
 """
 
 from __future__ import annotations
@@ -15,30 +16,35 @@ from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.disk.spool import Spool, SpoolRef, record_of
 from cotrain_store.failpoints import failpoint
 
-#: Between the put of a body and its acceptance a process may stand still for an hour (6 x ORPHAN_AGE_S), not longer.
+#: Factor of ORPHAN_AGE_S. A process may be suspended for up to an hour between the put of a body
+#: and its acceptance.
 OBJECTS_REST = 6
 READERS = 16
 
 
 class ObjectSpool(Spool):
-    """One process's writer of objects, and a reader of every process's. The references are those of `Spool`."""
+    """One process's writer of objects, and a reader of every process's. References have the format
+    of `Spool`.
+    """
 
     fills_disk = False
-    #: A put takes tens of milliseconds, and costs money each: what comes in the time goes with it.
+    #: A put takes tens of milliseconds and has a price, so a batch gathers for this time, in s.
     GATHER_S = 0.010
 
     def __init__(self, blobs: Blobs, writer: str, folder: Path) -> None:
-        """`folder` is the host's own data folder, whose disk others fill."""
+        """Start a writer. `folder` is the host's data folder, whose free space `Capacity`
+        checks.
+        """
         self._blobs = blobs
         super().__init__(folder, writer)
 
     @override
     def settle(self, refs: Iterable[str]) -> None:
-        """Hold nothing: an object that has its name stays for long."""
+        """Do nothing: an object is kept long after its put."""
 
     @override
     def read_each(self, refs: Sequence[str]) -> list[bytes | None]:
-        """Read several at once: each waits for the network, and not for the others."""
+        """Read several records in parallel, because each waits for the network."""
         if len(refs) < 2:
             return super().read_each(refs)
         with ThreadPoolExecutor(min(READERS, len(refs)), thread_name_prefix="bodies") as readers:
@@ -47,7 +53,7 @@ class ObjectSpool(Spool):
     @override
     def _append_all(self, payloads: list[bytes]) -> list[str]:
         segment, offset = f"{self._writer}-{self._count}", 0
-        self._count += 1  # also of one that fails: it may be there all the same
+        self._count += 1  # also after a failed put, whose object may exist
         records, refs = [], []
         for payload in payloads:
             record, digest = record_of(payload)

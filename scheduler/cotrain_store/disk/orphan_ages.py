@@ -1,19 +1,21 @@
-"""How long files have been unwanted: measured by what one process saw of them, by no clock that can be set.
+"""Age of unreferenced files, measured by the observations of one process with a monotonic clock.
 
-A host's time of day jumps: it is set, the host sleeps, a virtual machine goes on from an image. So a
-file's date says nothing of its age, and neither does that of an object in a store.
+A host's time of day jumps: it is set, the host sleeps, a virtual machine resumes from an image. The
+date of a file or of an object in a store therefore does not show its age.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: A file that nothing refers to may be one that a process is about to refer to; not after so long.
+#: Age in s after which an unreferenced file may be deleted. A younger one may get a reference soon.
 ORPHAN_AGE_S = 600.0
 
 
 class Unwanted:
-    """Since when one process has seen files unwanted. Losing it only lets them stay for longer."""
+    """Unreferenced files and the time since when one process has seen them so. Its loss only delays
+    their deletion.
+    """
 
     def __init__(self, age_s: float = ORPHAN_AGE_S) -> None:
         self._age_s = age_s
@@ -21,14 +23,15 @@ class Unwanted:
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether nothing was unwanted at the last look."""
+        """True if no file was unreferenced at the last check."""
         return not self._since
 
     def old(self, unwanted: Mapping[str, str], now: float) -> list[str]:
-        """Note all that is unwanted now, by its key; list what was at every look for the age, unchanged.
+        """Record all files unreferenced now; return those that were unreferenced and unchanged for
+        the age.
 
-        Each has a mark that changes when it is written, replaced or touched (`Blob.mark`). `now` is of a
-        clock that is never set, in s (`time.monotonic`).
+        The mark of a file changes when it is written, replaced or touched (`Blob.mark`). `now` is
+        from a monotonic clock, in s (`time.monotonic`).
         """
         before, self._since = self._since, {}
         for key, mark in unwanted.items():

@@ -1,9 +1,9 @@
-"""Results as Redis values: small ones whole, large ones as a reference into the spool.
+"""Results as Redis values (small ones whole, large ones as a spool reference), and checksums of
+adapter files.
 
-The SHA-256 of an adapter's files, in a file next to them: written with them, checked before they are read.
-
-In the form of `sha256sum`, so that `sha256sum -c SHA256SUMS` checks a folder as well. Files without it are not
-used: nothing tells a damaged one from a whole one.
+The SHA-256 of an adapter's files is in a file next to them, written with them and checked before
+they are read. It has the format of `sha256sum`, so that `sha256sum -c SHA256SUMS` checks a folder
+as well. Files without it are not used, because a damaged one could not be detected.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool
 from cotrain_store.keys import result_keys
 from cotrain_store.messages.results import Result, ResultKind
 
-#: What the requests of a run resolve to that was closed before they were planned.
+#: Result of requests of a run that was closed before they were planned.
 UNLOADED = Result.failed("The training run was unloaded before this request ran.", "user")
-#: What the requests of a run resolve to that could not be brought back after a crash.
+#: Result of requests of a run that could not be restored after a crash.
 RUN_STOPPED = Result.failed(
     "The training run was stopped: its log could not be replayed to the stored results.", "server"
 )
@@ -38,7 +38,7 @@ def encoded_results(
 ) -> Iterator[Sequence[tuple[bytes, int]]]:
     """Encode results for Redis, each with its lifetime in ms; large ones are on disk afterwards.
 
-    Their files stay for as long as the block takes, which is to store what refers to them.
+    Their files are kept at least until the block ends, which must store the references to them.
     """
     puts = {
         index: spool.put(result.payload)  # all of them share one fsync
@@ -58,9 +58,10 @@ def encoded_results(
 def stored_results(
     results: Sequence[Result], spool: Spool, store: Callable[[Sequence[tuple[bytes, int]]], bytes]
 ) -> bytes:
-    """Call `store` with results as `encoded_results` gives them, and return the script's answer.
+    """Call `store` with results encoded by `encoded_results`, and return the script's answer.
 
-    Again, with files written anew, where those were removed before: this process stood still for long.
+    If the files were removed first, because this process was suspended for long, repeat with new
+    files.
     """
     while True:
         with encoded_results(results, spool) as encoded:
@@ -78,12 +79,12 @@ def _large(result: Result, ref: str) -> tuple[bytes, int]:
 
 
 def is_spooled(result: Result) -> bool:
-    """Tell whether a result's payload is on disk."""
+    """Return True if a result's payload is on disk."""
     return result.kind in _WHOLE
 
 
 def whole_result(result: Result, spool: Spool) -> Result:
-    """Read the payload of a spooled result; raises SpoolCorrupt when it is gone."""
+    """Return a spooled result with its payload; raises SpoolCorrupt if it is missing."""
     return Result(_WHOLE[result.kind], spool.read(result.payload.decode()))
 
 
@@ -92,24 +93,26 @@ REMEDY = (
     f"Save the checkpoint again, or have the operator restore {SUMS} from a backup (of files that are known to be "
     f"right, `sha256sum * > {SUMS}` writes it anew)."
 )
-#: As `sha256sum` writes it, with or without `--binary`.
+#: Format of `sha256sum`, with or without `--binary`.
 _ROW = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def sums_of(contents: Mapping[str, bytes]) -> str:
-    """Write the content of SUMS for files of these names and contents."""
+    """Return the content of SUMS for files of these names and contents."""
     rows = ((hashlib.sha256(content).hexdigest(), name) for name, content in contents.items())
     return "".join(f"{digest}  {name}\n" for digest, name in rows)
 
 
 def read_sums(content: bytes) -> dict[str, str]:
-    """Read the content of SUMS: name → SHA-256 (hex)."""
+    """Return the content of SUMS: name → SHA-256 (hex)."""
     rows = map(_ROW.fullmatch, content.decode(errors="replace").splitlines())
     return {row[2]: row[1] for row in rows if row}
 
 
 def fault_of(sums: Mapping[str, str] | None, names: Iterable[str]) -> str | None:
-    """Return why these files cannot be checked (None: there is no file SUMS), or None where they can be."""
+    """Return the reason why these files cannot be checked, or None. `sums` is None without a file
+    SUMS.
+    """
     if sums is None:
         return f"{SUMS} is missing"
     return next((f"{SUMS} has no line for {name}" for name in names if name not in sums), None)

@@ -1,12 +1,13 @@
-"""The body spool: an append-only log on disk for bodies and results too large for Redis.
+"""Body spool: an append-only log on disk for bodies and results too large for Redis.
 
-A record is durable before its reference is handed out. Concurrent writers of one process share one
-fdatasync (group commit): 64 KB bodies go 36 times faster than as Redis values (reliability §2.2).
+A record is durable before its reference is returned. Concurrent writers of one process share one
+fdatasync (group commit): 64 KB bodies are 36 times faster than as Redis values (reliability §2.2).
 
-A writer holds a lock on each segment that it may still add to, or whose references are not accepted yet
-(`Spool.settle`). What is locked is never swept, however old it looks; a process that ends lets go.
+A writer holds a lock on each segment that it may still extend, or whose references are not accepted
+yet (`Spool.settle`). A locked segment is never swept, whatever its age. The end of a process
+releases its locks.
 
-What refers to the segments of the spool, and which of them take no references any more.
+`SpoolReferences` reads the references to segments, and closes segments to new references.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from cotrain_store.redis_client.scripts import sync_script
 
 log = structlog.get_logger()
 
-#: Larger bodies go to the spool, smaller ones lie with their op in Redis.
+#: Larger bodies go to the spool; smaller ones are stored with their op in Redis.
 INLINE_LIMIT_BYTES = 16 * 1024
 SEGMENT_BYTES = 64 * 1024**2
-#: A batch of so much waits for no more.
+#: Size from which a batch does not wait for further records.
 GATHERED_BYTES = 4 * 1024**2
-#: A writer adds to no segment that rested this long, so that it can be swept.
+#: A writer does not extend a segment that was idle for this long, so that it can be swept.
 REST_S = 300.0
-#: Segments of results start so, and did before these were counted.
+#: Prefix of segments of results; UNCOUNTED is the prefix of versions that did not count them.
 RESULTS = "answers-"
 UNCOUNTED = "results-"
-#: How often a batch is written again whose file was removed before it was synced.
+#: Maximum number of writes of a batch whose file was removed before it was synced.
 _TRIES = 3
 
 _HEADER = struct.Struct("<4sQ16s")
@@ -59,7 +60,7 @@ _CLOSE = None
 
 @dataclass(frozen=True)
 class SpoolRef:
-    """Where a record is: segment, byte offset of its header, payload length, digest."""
+    """Position of a record: segment, byte offset of its header, payload length, digest."""
 
     segment: str
     offset: int
@@ -72,7 +73,7 @@ class SpoolRef:
 
     @classmethod
     def parse(cls, ref: str) -> SpoolRef:
-        """Read a reference; raises SpoolCorrupt when it is not one."""
+        """Return the parsed reference; raises SpoolCorrupt if it is invalid."""
         match = _REF.fullmatch(ref)
         if not match:
             raise SpoolCorrupt(f"Not a spool reference: {ref!r}.")
@@ -81,7 +82,7 @@ class SpoolRef:
 
 @dataclass
 class _Segment:
-    """A file that is locked as long as it is open; `unsettled` counts references handed out."""
+    """A file that is locked while it is open; `unsettled` counts returned references."""
 
     name: str
     file: int
@@ -92,12 +93,12 @@ class _Segment:
 class Spool:
     """One process's writer, and a reader of every process's segments.
 
-    `writer` must be new for every process start: segments are never appended to by another one.
+    `writer` must be new for every process start: no other process may append to its segments.
     """
 
-    #: Whether what is put takes room on the disk of `folder`.
+    #: True if records use space on the disk of `folder`.
     fills_disk = True
-    #: How long a batch waits for more: a file waits for its disk, and what comes then is the next batch.
+    #: Time in s that a batch waits for more; 0 for files, whose next batch gathers during the sync.
     GATHER_S = 0.0
 
     def __init__(self, folder: Path, writer: str, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -114,16 +115,16 @@ class Spool:
         self._thread.start()
 
     def put(self, payload: bytes) -> Future[str]:
-        """Append a record; the future gives its reference once it is durable.
+        """Append a record; the future returns its reference once it is durable.
 
-        Its segment stays until the reference is settled, and from then on while something refers to it.
+        Its segment is kept until the reference is settled, and afterwards while it is referenced.
         """
         durable: Future[str] = Future()
         self._waiting.put((payload, durable))
         return durable
 
     def settle(self, refs: Iterable[str]) -> None:
-        """Say that references are accepted or given up. Those of other writers are left alone."""
+        """Mark references as accepted or abandoned. Those of other writers are ignored."""
         with self._holding:
             for ref in refs:
                 if segment := self._kept.get(SpoolRef.parse(ref).segment):
@@ -131,11 +132,11 @@ class Spool:
                     self._let_go(segment)
 
     def read(self, ref: str) -> bytes:
-        """Read a record back.
+        """Return the payload of a record.
 
         Raises:
             SpoolCorrupt: it is missing, or does not match.
-            OSError: this process cannot read anything now, which says nothing about the record.
+            OSError: this process cannot read now; the record may be intact.
         """
         at = SpoolRef.parse(ref)
         try:
@@ -152,7 +153,9 @@ class Spool:
         return payload
 
     def read_each(self, refs: Sequence[str]) -> list[bytes | None]:
-        """Read records back; None for one that is missing, or does not match. Raises OSError, as `read` does."""
+        """Return the payloads of records; None if missing or corrupt. Raises OSError, as `read`
+        does.
+        """
         return [self._intact(ref) for ref in refs]
 
     def _intact(self, ref: str) -> bytes | None:
@@ -167,7 +170,7 @@ class Spool:
             return file.read(end - start)
 
     def close(self) -> None:
-        """Finish what is waiting and stop writing."""
+        """Write the waiting records and stop."""
         self._waiting.put(_CLOSE)
         self._thread.join()
 
@@ -188,7 +191,7 @@ class Spool:
             return self._waiting.get()
 
     def _batch(self, first: tuple[bytes, Future[str]]) -> list[tuple[bytes, Future[str]]]:
-        """Take what waits, and what else comes in GATHER_S as long as that is not much."""
+        """Return the waiting records, and those of the next GATHER_S while the batch is small."""
         batch, size = [first], len(first[0])
         until = time.monotonic() + self.GATHER_S
         while size < self._segment_bytes:
@@ -219,7 +222,7 @@ class Spool:
             durable.set_result(ref)
 
     def _append_all(self, payloads: list[bytes]) -> list[str]:
-        """Append records, durable when this returns, to a file that has its name then."""
+        """Append records durably to a file that still has its name; return their references."""
         for _ in range(_TRIES):
             segment = self._open_segment()
             failpoint("spool.before_write")
@@ -265,7 +268,7 @@ class Spool:
         return self._segment
 
     def _leave_segment(self) -> None:
-        """Add no more to the present segment."""
+        """Stop extending the current segment."""
         with self._holding:
             segment, self._segment = self._segment, None
             if segment:
@@ -278,7 +281,7 @@ class Spool:
 
 
 def record_of(payload: bytes) -> tuple[bytes, str]:
-    """Encode a record; return it and the digest (hex) of its payload."""
+    """Return an encoded record and the digest (hex) of its payload."""
     digest = _digest(payload)
     return _HEADER.pack(_MAGIC, len(payload), digest) + payload, digest.hex()
 
@@ -291,7 +294,9 @@ def _has_its_name(path: Path, file: int) -> bool:
 
 
 def unwritten_segments(spool: Blobs) -> dict[str, str]:
-    """Find the segments that no process holds, each with its mark: they get no new references, ever."""
+    """Return the segments that no process holds, each with its mark: they never get new
+    references.
+    """
     folder = spool.folder
     found = {blob.key: blob.mark for blob in spool.list()}
     return {key: mark for key, mark in found.items() if not (folder and _is_locked(folder / key))}
@@ -304,7 +309,7 @@ def _is_locked(segment: Path) -> bool:
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # held, or this disk knows no locks, and then it stays
+    except OSError:  # held, or a disk without locks: it is kept
         return True
     finally:
         os.close(file)
@@ -312,7 +317,7 @@ def _is_locked(segment: Path) -> bool:
 
 
 def new_writer(process: str) -> str:
-    """Name a writer that no other process start has: process, time, pid."""
+    """Return a unique writer name for this process start: process, time, pid."""
     return f"{process}-{time.time_ns():x}-{os.getpid():x}"
 
 
@@ -324,22 +329,22 @@ _AT_ONCE = 500
 
 
 class SpoolReferences:
-    """The counts in Redis, as one worker that sweeps sees them."""
+    """Reference counts in Redis, for the worker that sweeps."""
 
     def __init__(self, connection: SyncConnection) -> None:
         self._redis = connection
         self._sweep = sync_script(connection, "spool_sweep")
 
     def referenced(self) -> set[str]:
-        """Name the segments that some op or result still needs."""
+        """Return the segments that an op or a result still needs."""
         counts = (result_keys.spool_segment_refs(), result_keys.spool_results())
         return {name.decode() for count in counts for name in self._redis.hkeys(count)}
 
     def close(self, segments: Sequence[str]) -> list[str]:
-        """Let segments take no references from now on; return those without any, to be removed.
+        """Close segments to new references; return those without any, to be removed.
 
-        A process that stood still between writing a body and having it accepted hears then that it has to
-        be sent again; a worker writes its results again.
+        A process that was suspended between the write and the acceptance of a body must then send
+        it again; a worker writes its results again.
         """
         script_keys = [result_keys.spool_segment_refs(), result_keys.spool_results()]
         closed: list[str] = []

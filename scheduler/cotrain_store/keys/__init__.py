@@ -1,5 +1,6 @@
-"""Every Redis key, one function each, with its owner and the reason for its lifetime.
+"""Functions that return Redis keys, one for each key, with its owner and the reason for its
+lifetime.
 
-`{pool}` is a hash tag: all keys of one pool would land on one node of a cluster. The scripts build
-no key that is not made here: they get the pool's prefix and append the same suffixes.
+`{pool}` is a hash tag: all keys of one pool would be stored on one node of a cluster. The scripts
+build no key that is not made here: they receive the pool's prefix and append the same suffixes.
 """

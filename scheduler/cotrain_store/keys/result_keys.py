@@ -1,70 +1,84 @@
-"""The keys of results: what they are, who has not read them, and which files they hold.
+"""Redis keys of results: stored results, unread results, and the spool files they occupy.
 
-The keys of time: what it is for the store, and what ends when.
+The module also has the keys of the store's clock and of the keys that it expires.
 """
 
 from __future__ import annotations
 
 from cotrain_store.messages.ids import RequestId, TenantId
 
-#: A client may sleep over lunch or overnight and still learn its outcome.
+#: Lifetime of a small result. A client may sleep overnight and still read its outcome.
 SMALL_RESULT_TTL_MS = 24 * 3600 * 1000
-#: Results above the inline limit sit on disk; two hours bound what an absent client can hold.
+#: Lifetime of a result on disk, above the inline limit. Two hours bound the space that an absent
+#: client can occupy.
 LARGE_RESULT_TTL_MS = 2 * 3600 * 1000
-#: Once its client has certainly read it, a result is kept for no more than a curious second look.
+#: Remaining lifetime of a result after its client has certainly read it, for a repeated read.
 READ_RESULT_TTL_MS = 300_000
-#: No process stands still for a month and then goes on with a request: neither its client nor its host is there.
+#: Lifetime of a sweep mark. No process resumes a request after being suspended for a month.
 SWEPT_TTL_MS = 30 * 24 * 3600 * 1000
 
 
 def result(request: RequestId) -> str:
-    """Name a result; ends (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS, READ_RESULT_TTL_MS; `age_keys`)."""
+    """Return the key of a result; expires (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS,
+    READ_RESULT_TTL_MS; `age_keys`).
+    """
     return f"cotrain:result:{request}"
 
 
 def unread(tenant: TenantId) -> str:
-    """Name the hash request → bytes of its result, of those never sent; `bytes` is their sum."""
+    """Return the key of the hash request → bytes of its result, for results never sent; `bytes` is
+    their sum.
+    """
     return f"cotrain:tenant:{tenant}:unread"
 
 
 def unread_until(tenant: TenantId) -> str:
-    """Name the sorted set of the results in `unread` (score: when they expire, in ms)."""
+    """Return the key of the sorted set of the results in `unread` (score: expiry, in ms)."""
     return f"cotrain:tenant:{tenant}:unread_until"
 
 
 def unread_tenants() -> str:
-    """Name the sorted set of tenants with unread results (score: their bytes, also of results that have expired)."""
+    """Return the key of the sorted set of tenants with unread results (score: their bytes, expired
+    results included).
+    """
     return "cotrain:tenants:unread"
 
 
 def spool_segment_refs() -> str:
-    """Name the hash spool segment → ops with a body in it; a field goes when it reaches 0."""
+    """Return the key of the hash spool segment → number of ops with a body in it; a field is
+    deleted at 0.
+    """
     return "cotrain:spool:refs"
 
 
 def spool_results() -> str:
-    """Name the hash spool segment → results in it; a field goes when it reaches 0."""
+    """Return the key of the hash spool segment → number of results in it; a field is deleted at
+    0.
+    """
     return "cotrain:spool:results"
 
 
 def spool_swept(writer: str) -> str:
-    """Name the highest number of a writer's spool segments that were removed; ends (SWEPT_TTL_MS; `age_keys`)."""
+    """Return the key of the highest number of a writer's removed spool segments; expires
+    (SWEPT_TTL_MS; `age_keys`).
+    """
     return f"cotrain:spool:swept:{writer}"
 
 
 def notify_results() -> str:
-    """Name the channel that carries the request ids of a commit."""
+    """Return the channel that carries the request ids of a commit."""
     return "cotrain:notify:results"
 
 
 def clock() -> str:
-    """Name the store's clock, in ms; lives permanently, and only grows.
+    """Return the key of the store's clock, in ms; kept permanently, only increases.
 
-    It began at the time of day. Since then the scheduler that leads counts on a clock that is never set.
+    It started at the time of day. Since then the leading scheduler advances it by a monotonic
+    clock.
     """
     return "cotrain:clock"
 
 
 def ends() -> str:
-    """Name the sorted set of keys that end (score: when, by `clock`)."""
+    """Return the key of the sorted set of expiring keys (score: expiry, by `clock`)."""
     return "cotrain:ends"

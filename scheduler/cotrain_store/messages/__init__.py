@@ -1,5 +1,5 @@
-"""What crosses a process: ops, plans, results and records, as plain frozen data.
+"""Messages between processes: ops, plans, results and records, as frozen dataclasses.
 
-JSON written by one version is read by the next one (unknown fields are ignored), so that a rolling
-upgrade loses nothing.
+JSON written by one version is read by the next one, which ignores unknown fields. A rolling upgrade
+therefore loses nothing.
 """

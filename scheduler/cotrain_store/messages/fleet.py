@@ -1,11 +1,9 @@
-"""The workers of a pool: where each one belongs, and what it last said about itself.
+"""Worker heartbeats, pauses, plan policy and the scaling decision of a pool. Pure.
 
-What the operator holds back, and in which proportion tenants that wait are served.
-
-How many workers a pool is to have: what its work needs, held steady so that an autoscaler does not go to and fro.
-
-Pure. The scheduler that leads decides, and keeps the last decision as a record of the pool, which every API process
-shows and the next scheduler goes on from. Times are those of hosts, in s since 1970.
+The scaling decision is the number of workers that the work of a pool needs. It is damped, so that
+an autoscaler does not oscillate. The leading scheduler decides and stores the last decision as a
+record of the pool. Every API process shows it, and the next scheduler continues from it. Times are
+those of hosts, in s since 1970.
 """
 
 from __future__ import annotations
@@ -20,13 +18,14 @@ from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 
 @dataclass(frozen=True)
 class WorkerHeartbeat:
-    """What a live worker says about itself."""
+    """Last state that a live worker reported."""
 
     id: WorkerId
     epoch: int
     state: str
-    """`serving`; `draining` from the operator's request on, or once its process is to end; `drained` once nothing is
-    left here."""
+    """`serving`, `draining` or `drained`. A worker drains from the operator's request on, or when
+    its process must end. It is drained once no run is left on it.
+    """
     device: str
     tokens_per_s: float
     runs: int
@@ -35,59 +34,67 @@ class WorkerHeartbeat:
     restored_ops: int = 0
     samples_running: int = 0
     samples_waiting: int = 0
-    """Claimed, and not yet in the decoder's batch."""
+    """Sample requests that are claimed and not yet in the decoder's batch."""
     sample_tokens_per_s: float = 0.0
-    """What sample requests got lately while there were any, prompts included; 0: not known yet."""
+    """Recent token rate of sample requests while some ran, prompts included; 0 if not yet
+    measured.
+    """
     safe_tokens: int = 0
-    """What one pass of the base model has memory for; less than was set up once memory ran out."""
+    """Token limit of one pass of the base model by memory; lower than configured after memory ran
+    out.
+    """
     halvings: int = 0
-    """How often that was."""
+    """Number of times that memory ran out and halved `safe_tokens`."""
     lora: str = ""
-    """What computes LoRA, as its numerics name it: fused, auto, grouped or seg."""
+    """Implementation that computes LoRA, as named in its numerics: fused, auto, grouped or seg."""
     lora_fallback: str = ""
-    """Why it is not the fastest that there is for a GPU; empty where it is."""
+    """Reason why `lora` is not the fastest implementation for a GPU; empty if it is."""
     host: str = ""
     parked_runs: int = 0
-    """Of `runs`, those whose adapters are offloaded to host memory."""
+    """Number of `runs` whose adapters are offloaded to host memory."""
     is_handing_over: bool = False
-    """It is to be drained, and another worker is there; or its process is to end. Nothing is planned for it."""
+    """The worker is draining to another worker or shutting down; the scheduler plans nothing for
+    it.
+    """
     accepts_saves: bool = True
-    """False while its disk is too far behind: a save waits then, and its run behind it."""
+    """False while its disk is too far behind. A save then waits, and blocks its run."""
     device_seconds: dict[str, float] = field(default_factory=dict)
-    """Phase (train, optim, sample, idle) → s since the process began; they add up to that time."""
+    """Phase (train, optim, sample, idle) → s since the process started; the sum is that time."""
     duty: dict[str, float] = field(default_factory=dict)
-    """Phase → its part of the last minute; they add up to 1."""
+    """Phase → its share of the last minute; the sum is 1."""
     device_memory_bytes: int = 0
-    """In use on the device, by anything; 0 on a CPU."""
+    """Memory in use on the device, by any process; 0 on a CPU."""
     device_memory_limit_bytes: int = 0
     kv_cache_ratio: float | None = None
-    """Of the pages for keys and values, the part that sequences hold; None: another server samples."""
+    """Share of the pages for keys and values that sequences hold; None if another server
+    samples.
+    """
     adapters: dict[str, int] = field(default_factory=dict)
-    """Where in memory (device, host) → how many adapters."""
+    """Location in memory (device, host) → number of adapters."""
     adapter_bytes: dict[str, int] = field(default_factory=dict)
-    """The same → their bytes."""
+    """Location in memory → bytes of its adapters."""
     adapter_limit_bytes: int = 0
-    """What adapters may take of the device; 0: no limit."""
+    """Limit of the adapters on the device; 0 for no limit."""
     unstored_bytes: int = 0
-    """Saved weights that are not on disk yet."""
+    """Bytes of saved weights that are not on disk yet."""
     snapshot_age_s: float = 0.0
-    """Training that no recovery copy holds, in s of computing, of the run with the most."""
+    """Training that no recovery copy holds, in s of computing, for the run with the most."""
     snapshot_due_s: float = 0.0
     """At how much of it a copy of that run is due."""
     restoring: dict[str, int] | None = None
     """Progress of the runs that it restores from their logs now: `runs_done`, `runs`, `ops_done`, `ops`.
     None: it restores none."""
     members: list[dict[str, int]] = field(default_factory=list)
-    """Of a group, what each of its processes holds: `runs` and `memory_bytes`; none where a worker is one process."""
+    """`runs` and `memory_bytes` of each process of a group; empty if the worker is one process."""
 
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """One worker id of a pool. Its process may be another one tomorrow."""
+    """One worker id of a pool. Later processes may use the same id."""
 
     worker: WorkerId
     epoch: int
-    """Of the process that came last."""
+    """Epoch of the newest process."""
     heartbeat: WorkerHeartbeat | None
     """None while no process has this id."""
 
@@ -109,29 +116,31 @@ LEAST_WEIGHT, MAX_WEIGHT = 0.1, 10.0
 
 @dataclass(frozen=True)
 class Pause:
-    """Since when a tenant or a run is held back, and what the operator said about it."""
+    """Start and reason of a pause of a tenant or a run."""
 
     since: float
     """In s since 1970."""
     reason: str = ""
     tenant: TenantId | None = None
-    """Of a run that is paused."""
+    """Tenant of a paused run."""
 
     def notice(self, what: str) -> str:
-        """Say to those who wait why; `what` is `tenant` or `run`."""
+        """Return the reason shown to waiting clients; `what` is "tenant" or "run"."""
         suffix = f": {self.reason}" if self.reason else ""
         return f"the operator has paused this {what}{suffix}"
 
 
 @dataclass(frozen=True)
 class Pauses:
-    """All tenants and runs that are held back: what they send is accepted, and waits."""
+    """Paused tenants and runs. Their requests are accepted and wait."""
 
     tenants: Mapping[TenantId, Pause] = field(default_factory=dict)
     runs: Mapping[RunId, Pause] = field(default_factory=dict)
 
     def notice(self, tenant: TenantId, run: RunId | None = None) -> str | None:
-        """Say why requests of a tenant, of one of its runs, wait; None where they are not held back."""
+        """Return the reason why requests of a tenant or of one of its runs wait; None if they are
+        not paused.
+        """
         if tenant in self.tenants:
             return self.tenants[tenant].notice("tenant")
         pause = self.runs.get(run) if run else None
@@ -140,20 +149,21 @@ class Pauses:
 
 @dataclass(frozen=True)
 class PlanPolicy:
-    """What the planner heeds of tenants when it chooses whose work is next."""
+    """Tenant weights and pauses that the planner applies when it selects work."""
 
     weights: Mapping[TenantId, float] = field(default_factory=dict)
-    """Of those that have another one than WEIGHT."""
+    """Tenants whose weight differs from the default."""
     pauses: Pauses = field(default_factory=Pauses)
 
 
-#: More workers are wanted once so many were needed for this long; the first one at once.
+#: The number of workers increases to the minimum need of this period; the first worker starts at
+#: once.
 UP_AFTER_S = 30.0
-#: Fewer are wanted once no more were needed for this long.
+#: The number of workers decreases to the maximum need of this period.
 DOWN_AFTER_S = 300.0
-#: What was needed is remembered by the least and the most of so long.
+#: The need is recorded as its minimum and maximum in spans of this length.
 SPAN_S = 10.0
-#: A record that is older says nothing: no scheduler leads.
+#: An older record is invalid, because no scheduler leads.
 STALE_S = 30.0
 
 
@@ -162,24 +172,24 @@ NOTHING: Mapping[WorkerId, int] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the operator allows, for each pool."""
+    """Limits of the operator on the number of workers of each pool."""
 
     least: int = 1
     """0: a pool without work has no worker."""
     most: int = 0
     """0: no limit."""
     idle_s: float = 900.0
-    """A pool that had nothing to do for so long has no work."""
+    """Idle time after which the last worker of a pool may stop."""
 
     def within(self, workers: int) -> int:
-        """Bring a number of workers within the bounds."""
+        """Return the number of workers, limited to the bounds."""
         raised = max(workers, self.least)
         return min(raised, self.most) if self.most else raised
 
 
 @dataclass(frozen=True)
 class Span:
-    """The least and the most workers that were needed in SPAN_S."""
+    """Minimum and maximum of the workers needed in SPAN_S."""
 
     start: float
     least: int
@@ -188,18 +198,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How many workers are wanted, and what that is decided by."""
+    """Number of workers wanted for a pool, and the inputs of that decision."""
 
     wanted: int
     at: float
-    """When this was decided."""
+    """Time of the decision."""
     busy_at: float
-    """When something was last to be done."""
+    """Time when the pool last had work."""
     bounds: Bounds = field(default_factory=Bounds)
     spans: tuple[Span, ...] = ()
-    """Of the last DOWN_AFTER_S, oldest first."""
+    """Spans of the last DOWN_AFTER_S, oldest first."""
     waiting_tokens: Mapping[WorkerId, int] = field(default_factory=dict)
-    """Of each worker, as the scheduler knew them when it last planned."""
+    """Tokens waiting for each worker at the scheduler's last plan."""
 
     def after(
         self,
@@ -208,7 +218,9 @@ class Scaling:
         bounds: Bounds,
         waiting_tokens: Mapping[WorkerId, int] = NOTHING,
     ) -> Scaling:
-        """Decide anew, from what is needed now. After a clock that was set back the times begin anew."""
+        """Return the next decision, from the current need. If the clock was set back, the periods
+        start again.
+        """
         spans = _noted(() if now < self.at else self.spans, needed, now)
         busy_at = now if needed else min(self.busy_at, now)
         wanted = max(self.wanted, min(needed, 1))
@@ -218,27 +230,27 @@ class Scaling:
         if _covers(spans, now, DOWN_AFTER_S):
             wanted = min(wanted, max(span.most for span in spans))
         if wanted == 0 < self.wanted and now - busy_at < bounds.idle_s:
-            wanted = 1  # the last one stays for longer
+            wanted = 1  # the last worker stays for `idle_s`
         return Scaling(bounds.within(wanted), now, busy_at, bounds, spans, dict(waiting_tokens))
 
     def differs(self, other: Scaling, after_s: float) -> bool:
-        """Tell whether this is news to those who know the other one, or that one is so old."""
+        """Return True if the decision changed or the previous record is older than `after_s`."""
         mine = self.wanted, self.bounds, self.waiting_tokens
         theirs = other.wanted, other.bounds, other.waiting_tokens
         return mine != theirs or not 0 <= self.at - other.at < after_s
 
     def is_current(self, now: float) -> bool:
-        """Tell whether a scheduler decided this lately."""
+        """Return True if a scheduler made this decision within STALE_S."""
         return abs(now - self.at) < STALE_S
 
 
 def first_scaling(workers: int, now: float, bounds: Bounds) -> Scaling:
-    """Begin with the workers there are, as if they had had work until now."""
+    """Return the initial decision: the current workers, as if they had had work until now."""
     return Scaling(bounds.within(workers), now, now, bounds)
 
 
 def parse_scaling(row: bytes | None) -> Scaling | None:
-    """Read a record; None where there is none."""
+    """Return the decision of a record, or None if there is no record."""
     if row is None:
         return None
     found = json.loads(row)
@@ -262,5 +274,5 @@ def _noted(spans: tuple[Span, ...], needed: int, now: float) -> tuple[Span, ...]
 
 
 def _covers(spans: tuple[Span, ...], now: float, duration_s: float) -> bool:
-    """Tell whether spans say what was needed since `duration_s` ago, to within one of them."""
+    """Return True if the spans cover the last `duration_s`, to within one span."""
     return now - spans[0].start >= duration_s - SPAN_S

@@ -1,4 +1,6 @@
-"""What a client reads of a gap: a seq that never came, and requests that wait behind it."""
+"""Messages to a client about a gap: a seq that never arrived, and the requests that wait behind
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from cotrain_store.redis_client.connection import Connection
 
 
 async def client_seq(connection: Connection, pool: PoolId, run: RunId, log_seq: int) -> int:
-    """Count like the client, which knows nothing of the unnumbered ops before a seq of the log."""
+    """Return the client's seq for a seq of the log: the client does not count unnumbered ops."""
     unnumbered = await connection.zrange(run_keys.unnumbered_ops(pool, run), 0, -1)
     return log_seq - sum(int(op) < log_seq for op in unnumbered)
 
 
 def not_yet_here(missing: int, left_s: float) -> str:
-    """Say why a request waits behind one that its client may still be sending."""
+    """Return the reason why a request waits behind one that its client may still be sending."""
     return (
         f"waiting for seq_id {missing}, which has not reached the server yet; without it what waits "
         f"here fails in {math.ceil(left_s)} s"
@@ -24,7 +26,7 @@ def not_yet_here(missing: int, left_s: float) -> str:
 
 
 def still_waiting(missing: int, left_s: float) -> str:
-    """Say why a request waits, and what to do next."""
+    """Return the reason why a request waits, and the remedy."""
     return (
         f"waiting for seq_id {missing}, which never reached the server: its client failed before "
         "it was sent, or is not done with it. Where it failed, go on with a new training client "
@@ -33,7 +35,7 @@ def still_waiting(missing: int, left_s: float) -> str:
 
 
 def given_up(missing: int) -> str:
-    """Say why a request failed, and what to do next."""
+    """Return the reason why a request failed, and the remedy."""
     return (
         f"seq_id {missing} of this run never reached the server: its client failed before it was "
         "sent. This request waited behind it for COTRAIN_GAP_LIMIT_S, was given up, and changed "

@@ -1,8 +1,7 @@
-"""What a run is asked to do, in its order, and the step in which a worker does it.
+"""Ops of a run, the step in which a worker executes them, and changes of a pool's queue.
 
-How the rows of Redis are read as records: what was written once, with what became of it since.
-
-What the scheduler hears of a pool's queue: what changed, and why it is woken.
+The module also reads the rows of Redis as records: the immutable part, and the fields that changed
+since.
 """
 
 from __future__ import annotations
@@ -26,84 +25,88 @@ from cotrain_store.messages.saves import WeightsRecord
 
 
 class OpKind(StrEnum):
-    """One op asked for by a tenant; the value is what the log stores."""
+    """Kind of an op that a tenant requested; the value is stored in the log."""
 
-    #: Make the run's adapter. Always seq 0.
+    #: Creates the run's adapter. Always seq 0.
     CREATE = "create"
-    #: Make the run's adapter of an uploaded one. Always seq 0.
+    #: Creates the run's adapter from an uploaded one. Always seq 0.
     IMPORT = "import"
-    #: Log-probs and losses, no gradient.
+    #: Computes log-probs and losses, without a gradient.
     FORWARD = "forward"
-    #: Log-probs, losses, and the gradient added to what the run has accumulated.
+    #: Computes log-probs and losses, and adds the gradient to the run's accumulated gradient.
     FORWARD_BACKWARD = "forward_backward"
-    #: The like, of the KL divergence from a student to a reference.
+    #: Like FORWARD_BACKWARD, for the KL divergence from a student to a reference.
     REVERSE_KL = "reverse_kl"
-    #: AdamW on the accumulated gradient, then zero it. A barrier for its own run.
+    #: Applies AdamW to the accumulated gradient, then zeroes it. A barrier for its own run.
     OPTIM_STEP = "optim_step"
-    #: Copy the adapter out, as the ops before it left it.
+    #: Copies the adapter as the previous ops left it.
     SAVE = "save"
-    #: Replace the adapter, and the optimizer state, by a checkpoint's. As seq 0 it makes the run.
+    #: Replaces the adapter, and the optimizer state, by those of a checkpoint. At seq 0 it creates
+    #: the run.
     LOAD = "load"
-    #: A request that failed validation: it only takes its seq in the order and fails.
+    #: A request that failed validation: it takes its seq in the order and fails.
     REJECTED = "rejected"
 
 
-#: These run over tokens, slice by slice: one may take several steps, a slice at least in each.
+#: Kinds that process tokens slice by slice. A pass may take several steps, with at least one slice
+#: in each.
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
 
 
 @dataclass(frozen=True)
 class QueuedOp:
-    """The envelope of one accepted op: all the scheduler reads. The body stays closed to it."""
+    """Envelope of one accepted op. The scheduler reads only this, never the body."""
 
     run: RunId
     seq: int
     kind: OpKind
     tokens: int
     ref: str
-    """Where the body is: `inline` (with the op, in Redis) or a spool reference."""
+    """Location of the body: `inline` (with the op, in Redis) or a spool reference."""
     size: int
     """Bytes of the body."""
     accepted_at: float
     trace: str = ""
-    """The span of its request, as a `traceparent`, where that is reported."""
+    """Span of its request, as a `traceparent`, if the request is traced."""
 
     def envelope(self) -> str:
-        """Write what the log stores under this seq; the scripts read its first and last field."""
+        """Return the value stored in the log under this seq; the scripts read its first and last
+        field.
+        """
         accepted = f"{self.accepted_at!r}{self.trace and ';' + self.trace}"
         return f"{self.kind}|{self.tokens}|{self.size}|{accepted}|{self.ref}"
 
     @classmethod
     def parse(cls, run: RunId, seq: int, envelope: str) -> QueuedOp:
-        """Read `envelope` back."""
+        """Return the op that `envelope` wrote."""
         kind, tokens, size, accepted, ref = envelope.split("|", 4)
         at, _, trace = accepted.partition(";")
         return cls(run, seq, OpKind(kind), int(tokens), ref, int(size), float(at), trace)
 
     @property
     def request_id(self) -> RequestId:
-        """The id its future is polled under; derived, so that a repeated POST gets the same one."""
+        """Id of its future; derived, so that a repeated POST gets the same one."""
         return request_id(self.run, self.seq)
 
 
 @dataclass(frozen=True)
 class RunQueue:
-    """The ops of one run that may run next: contiguous in seq, starting at the first unplanned."""
+    """Ops of one run that may run next: contiguous in seq, starting at the first unplanned op."""
 
     run: RunId
     tenant: TenantId
     worker: WorkerId | None
     ops: tuple[QueuedOp, ...]
     done_tokens: int = 0
-    """Of the first op, what its worker ran in steps before: it is a pass that is open there."""
+    """Tokens of the first op that its worker ran in earlier steps: a pass that is open there."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The part of a cycle that one worker runs at once. A replay re-runs it as it stands.
+    """Part of a cycle that one worker runs at once. A replay re-runs it unchanged.
 
-    The last op of a run may be a pass that does not end in this step. What the plan expects to end may
-    not, either: the worker hands back what it did not finish, with all of its run behind it.
+    The last op of a run may be a pass that does not end in this step. Passes that the plan expects
+    to end may also stay open: the worker returns the remainder, with all later ops of the run.
     """
 
     cycle: int
@@ -112,16 +115,19 @@ class Step:
     planned_at: float
     tenant_by_run: dict[RunId, TenantId]
     allowances: dict[RequestId, int] = field(default_factory=dict)
-    """About how many more tokens of these passes shall run in this step: they may stay open behind it.
-    Each runs one slice at least. A pass without an allowance runs to its end."""
+    """Approximate token budget in this step for passes that may continue in later steps. Each runs
+    at least one slice. A pass without an allowance runs to its end.
+    """
     limit_s: float = 10.0
-    """After so long on the worker its divided passes stop. What no plan says is that of older schedulers."""
+    """Time on the worker after which its divided passes stop. The default applies to plans of older
+    schedulers.
+    """
     trace: str = ""
-    """The span of its plan, as a `traceparent`, where some op of it is traced."""
+    """Span of its plan, as a `traceparent`, if one of its ops is traced."""
 
     @classmethod
     def parse(cls, text: str | bytes) -> Step:
-        """Read what `encode` wrote."""
+        """Return the step that `encode` wrote."""
         raw = json.loads(text)
         raw["ops"] = tuple(
             decode(QueuedOp, {**op, "kind": OpKind(op["kind"])}) for op in raw["ops"]
@@ -131,18 +137,18 @@ class Step:
 
 @dataclass(frozen=True)
 class RunUsage:
-    """What the ops of one run took in one step."""
+    """Tokens and device time that the ops of one run used in one step."""
 
     tokens: int
     device_s: float
 
 
-#: What `weights_record` reads.
+#: Fields that `weights_record` reads.
 WEIGHTS_FIELDS = ("record", "digest", "size", "optimizer")
 
 
 def session_record(row: dict[bytes, bytes]) -> SessionRecord:
-    """Read a session, as its hash has it."""
+    """Return the session of a hash."""
     raw = json.loads(row[b"record"])
     raw["tags"] = tuple(raw["tags"])
     raw["project_id"] = row.get(b"project_id", b"").decode() or raw["project_id"]
@@ -153,7 +159,7 @@ def session_record(row: dict[bytes, bytes]) -> SessionRecord:
 
 
 def run_record(row: dict[bytes, bytes]) -> RunRecord:
-    """Read a run, as its hash has it."""
+    """Return the run of a hash."""
     raw = json.loads(row[b"record"])
     raw["lora"] = decode(LoraSpec, raw["lora"])
     raw["state"] = RunState(row.get(b"state", b"live").decode())
@@ -167,19 +173,19 @@ def run_record(row: dict[bytes, bytes]) -> RunRecord:
 
 
 def tags_of(field: bytes | None) -> tuple[str, ...]:
-    """Read the tags of a run."""
+    """Return the tags of a run."""
     return tuple(json.loads(field)) if field else ()
 
 
 def pool_record(row: bytes) -> PoolRecord:
-    """Read a pool, as its worker wrote it."""
+    """Return the pool that its worker wrote."""
     raw = json.loads(row)
     raw["eos_token_ids"] = tuple(raw.get("eos_token_ids", ()))
     return decode(PoolRecord, raw)
 
 
 def weights_record(row: Sequence[bytes]) -> WeightsRecord:
-    """Read a record of weights and what became of them (WEIGHTS_FIELDS)."""
+    """Return the record of weights with its later fields (WEIGHTS_FIELDS)."""
     raw = json.loads(row[0])
     raw["lora"] = decode(LoraSpec, raw["lora"])
     return replace(
@@ -192,29 +198,31 @@ def weights_record(row: Sequence[bytes]) -> WeightsRecord:
 
 @dataclass(frozen=True)
 class QueueChanges:
-    """What changed in a pool's queue since a number that the store gave."""
+    """Changes of a pool's queue since a given change number."""
 
     number: int
-    """To ask for next. Less than what was asked for: Redis has lost what it knew."""
+    """Number for the next read. It is lower than the requested number if Redis has lost data."""
     queues: Sequence[RunQueue]
-    """As they are now; without ops where a run can not go on any more."""
+    """Current queues; empty if the run has no runnable op."""
     ready: int
-    """How many runs can go on in all."""
+    """Total number of runnable runs."""
     are_all: bool
 
 
 @dataclass(frozen=True)
 class Wake:
-    """Why the scheduler is woken: an op of a run became ready, or a worker became free."""
+    """Reason for a wake-up of the scheduler: a run became ready, or a worker became free."""
 
     pool: PoolId
     worker: WorkerId | None
-    """Which has the run; None where none has it, and for one that became free."""
+    """Worker of the run; None if the run has none, and for a worker that became free."""
     is_free: bool
 
     @classmethod
     def parse(cls, text: str) -> Wake:
-        """Read `ready {pool}:worker` or `free {pool}:`, as the scripts write it."""
+        """Return the wake-up in `ready {pool}:worker` or `free {pool}:`, the format of the
+        scripts.
+        """
         what, _, where = text.partition(" ")
         pool, _, worker = where.removeprefix("{").partition("}:")
         return cls(PoolId(pool), WorkerId(worker) if worker else None, what == "free")

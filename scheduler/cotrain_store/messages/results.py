@@ -1,4 +1,4 @@
-"""What a future resolves to."""
+"""Result of a future."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Category = Literal["user", "server", "unknown"]
 
 
 class ResultKind(StrEnum):
-    """How a result's payload is encoded."""
+    """Encoding of a result's payload."""
 
-    #: A JSON object, answered as it is.
+    #: A JSON object, returned unchanged.
     JSON = "j"
     #: A serialized ForwardBackwardOutput message.
     PASS = "p"  # noqa: S105  # a forward pass
@@ -31,32 +31,32 @@ class ResultKind(StrEnum):
 
 @dataclass(frozen=True)
 class Result:
-    """What a future resolves to."""
+    """Result of a future: a kind and its payload."""
 
     kind: ResultKind
     payload: bytes
 
     @classmethod
     def of_json(cls, value: dict[str, Any]) -> Result:
-        """Encode a JSON object."""
+        """Return the result of a JSON object."""
         return cls(ResultKind.JSON, json.dumps(value, separators=(",", ":")).encode())
 
     @classmethod
     def failed(cls, message: str, category: Category) -> Result:
-        """Encode a failure: a category and a sentence the tenant can act on."""
+        """Return a failure: a category and a sentence the tenant can act on."""
         payload = json.dumps({"error": message, "category": category}, separators=(",", ":"))
         return cls(ResultKind.FAILURE, payload.encode())
 
     def encode(self) -> bytes:
-        """Write as one Redis value."""
+        """Return the result as one Redis value."""
         return self.kind.encode() + self.payload
 
     @classmethod
     def decode(cls, value: bytes) -> Result:
-        """Read `encode` back."""
+        """Return the result that `encode` wrote."""
         return cls(ResultKind(value[:1].decode()), value[1:])
 
     def json(self) -> dict[str, Any]:
-        """Decode a JSON or failure payload."""
+        """Return the object of a JSON or failure payload."""
         decoded: dict[str, Any] = json.loads(self.payload)
         return decoded

@@ -1,11 +1,4 @@
-"""What a run is: its adapter, its owner, and where it is in its life.
-
-Who asks: a tenant, and the sessions of its clients.
-
-What a pool can do, as its workers measured it.
-
-The history of a run: what its optimizer steps and its evaluations found, a point for each.
-"""
+"""Records of runs, tenants, sessions and pools, and the points of a run's history."""
 
 from __future__ import annotations
 
@@ -19,23 +12,24 @@ from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId
 
 
 class RunState(StrEnum):
-    """Where one run is in its life."""
+    """State of a run."""
 
-    #: Takes requests.
+    #: Accepts requests.
     LIVE = "live"
-    #: Unloaded by its tenant, or its session finished: takes no more requests.
+    #: Unloaded by its tenant, or its session finished: accepts no further requests.
     CLOSED = "closed"
-    #: Stopped by the server because a replay did not give the same numbers.
+    #: Stopped by the server because a replay did not reproduce the same numbers.
     FAILED = "failed"
 
 
-#: Of every adapter whose run did not choose another, whatever its rank: that of the hosted services.
+#: Alpha of every adapter whose run did not set another, for any rank; the value of the hosted
+#: services.
 DEFAULT_ALPHA = 32.0
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """The adapter a run trains. What it adds to a weight is scaled by `alpha / rank`."""
+    """Adapter that a run trains. Its addition to a weight is scaled by `alpha / rank`."""
 
     rank: int
     seed: int
@@ -47,9 +41,10 @@ class LoraSpec:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One LoRA training. Immutable but for `state` and what follows it.
+    """One LoRA training. Immutable except for `state` and the fields after it.
 
-    A copy of a checkpoint lies in a run of its own, which is closed from the start and has no log.
+    A copy of a checkpoint belongs to a run of its own, which is closed from the start and has no
+    log.
     """
 
     id: RunId
@@ -63,37 +58,37 @@ class RunRecord:
     state: RunState = RunState.LIVE
     last_request_at: float | None = None
     weights_epoch: int = 0
-    """How often the server lost its newest state and went on from a checkpoint."""
+    """Number of times that the server lost the newest state and continued from a checkpoint."""
     rolled_back_to: str = ""
-    """The path of the last such checkpoint."""
+    """Path of the last such checkpoint."""
     note: str = ""
     tags: tuple[str, ...] = ()
 
 
 FinishReason = Literal["success", "errored", "interrupted"]
 Role = Literal["member", "viewer"]
-"""What a key may do for its tenant: everything, or read."""
+"""Rights of a key for its tenant: "member" may do everything, "viewer" may only read."""
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """Who pays and is isolated: the owner of every record."""
+    """Tenant: the unit of isolation and billing, and the owner of every record."""
 
     id: TenantId
     name: str
-    """Of the key that was shown."""
+    """Id of the API key that the request presented."""
     key_id: str = ""
     role: Role = "member"
 
     @property
     def may_change(self) -> bool:
-        """Return whether the key may do more than read."""
+        """True if the key may change records."""
         return self.role == "member"
 
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """One client process's connection."""
+    """Connection of one client process."""
 
     id: SessionId
     tenant: TenantId
@@ -109,7 +104,9 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class PoolRecord:
-    """One base model and what its workers measured about it: all the API needs to check requests."""
+    """One base model and the measurements of its workers: everything that the API needs to check
+    requests.
+    """
 
     id: PoolId
     base_model: str
@@ -124,39 +121,41 @@ class PoolRecord:
     tokens_per_s: float
     eos_token_ids: tuple[int, ...] = ()
     tokenizer: str = ""
-    """Its folder's name under `<data_dir>/tokenizers/`; empty where the base model has none."""
+    """Name of its folder under `<data_dir>/tokenizers/`; empty if the base model has none."""
     max_sequence_tokens: int = 0
-    """What a prompt and its continuation may have together; 0 where the pool does not sample."""
+    """Maximum tokens of a prompt and its continuation together; 0 if the pool does not sample."""
     sampler: Literal["", "engine", "vllm"] = ""
     lora_widths: Mapping[str, int] = field(default_factory=dict)
-    """Values that an adapter trains in `attn`, `mlp` and `unembed` for each unit of its rank: inputs and
-    outputs of their modules. Empty where an older version's worker wrote this."""
+    """Values that an adapter trains in `attn`, `mlp` and `unembed` for each unit of its rank: the
+    sum of the inputs and outputs of their modules. Empty if a worker of an older version wrote
+    this.
+    """
 
 
-#: Without a quota of its own a tenant's runs may have this many points in all.
+#: Default limit of the history points of all runs of a tenant.
 HISTORY_POINTS = 500_000
 
 PointKind = Literal["optim_step", "forward"]
 
-#: How `scripts/lib/history.lua` packs a point: ordinal, step, seq, time, loss, weight, gradient norm,
-#: learning rate, tokens, tokens of the run, passes. Doubles are kept as they are, to the last bit.
+#: Format of a point in `scripts/lib/history.lua`: ordinal, step, seq, time, loss, weight, gradient
+#: norm, learning rate, tokens, tokens of the run, passes. Doubles are stored bit for bit.
 POINT = struct.Struct("<IIQdddddQQI")
 
 
 @dataclass(frozen=True)
 class PassEntry:
-    """What a pass that is done adds to its run's history."""
+    """Contribution of a finished pass to its run's history."""
 
     loss: float
     """`loss:sum` of its result."""
     weight: float
     is_forward: bool
-    """Without a gradient: an evaluation."""
+    """True for an evaluation: a pass without a gradient."""
 
 
 @dataclass(frozen=True)
 class StepEntry:
-    """What an optimizer step that is done adds to its run's history."""
+    """Contribution of a finished optimizer step to its run's history."""
 
     norm: float
     rate: float
@@ -167,34 +166,36 @@ HistoryEntry = PassEntry | StepEntry
 
 @dataclass(frozen=True)
 class HistoryPoint:
-    """One optimizer step with the passes that went into it, or the forwards between two of those."""
+    """One optimizer step with its passes, or the forwards between two optimizer steps."""
 
     kind: PointKind
     step: int
-    """Optimizer steps of the run up to this one, counted from 1; before a forward, from 0."""
+    """Optimizer steps of the run up to this one, counted from 1; for a forward, from 0."""
     steps: int
-    """How many points in a row this one stands for, itself the last of them: 1 until a history is thinned."""
+    """Number of consecutive points that this one represents, itself the last; 1 until the history
+    is thinned.
+    """
     seq: int
-    """Of the run's log: the optimizer step, or the newest of the forwards."""
+    """Seq in the run's log of the optimizer step, or of the newest forward."""
     time_s: float
-    """When it was committed, in seconds since the epoch."""
+    """Time of the commit, in seconds since the epoch."""
     loss_sum: float
-    """`loss:sum` of the passes, added up in their order."""
+    """`loss:sum` of the passes, added in their order."""
     weight_sum: float
-    """Of all weights of the passes; of a loss without weights, the number of advantages other than 0."""
+    """Sum of the weights, or the number of non-zero advantages if the loss has no weights."""
     grad_norm: float | None
-    """Before clipping; None for forwards."""
+    """Norm before clipping; None for forwards."""
     learning_rate: float | None
     """None for forwards."""
     tokens: int
-    """That the base model read in those passes."""
+    """Tokens that the base model read in those passes."""
     run_tokens: int
-    """The like, of all passes with a gradient since the run began."""
+    """Tokens that the base model read in all passes with a gradient since the run started."""
     passes: int
 
 
 def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
-    """Read the points of one kind, in their order, as the script packed them."""
+    """Return the points of one kind, in order, from the rows that the script packed."""
     points, before = [], 0
     for row in stored:
         number, step, seq, time_s, loss, weight, norm, rate, tokens, run_tokens, passes = (

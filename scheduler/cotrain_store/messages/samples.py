@@ -1,7 +1,4 @@
-"""What a sampler is, and what its requests took.
-
-How the id of a sample request is read.
-"""
+"""Records of samplers, usage of sample requests, and the parser of their ids."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from cotrain_store.messages.ids import PoolId, SamplerId, SessionId, TenantId, W
 
 @dataclass(frozen=True)
 class SamplerRecord:
-    """One tenant's sampling session. Immutable: it never sees later weights."""
+    """Sampling session of one tenant. Immutable: later training does not change it."""
 
     id: SamplerId
     tenant: TenantId
@@ -22,17 +19,19 @@ class SamplerRecord:
     pool: PoolId
     base_model: str
     model_path: str | None
-    """The path it was made from, as the client wrote it."""
+    """Path that it was made from, as the client wrote it."""
     weights: WeightsRef | None
-    """None: the base model alone."""
+    """None for the base model alone."""
     ephemeral: bool
-    """Made by a save without a name: nothing but this sampler refers to its weights."""
+    """True if a save without a name made it: only this sampler refers to its weights."""
     created_at: float
 
 
 @dataclass(frozen=True)
 class SampleUsage:
-    """What one sample request took. Of `prompt_tokens`, `cached_tokens` were not computed for it."""
+    """Usage of one sample request. `cached_tokens` is the part of `prompt_tokens` that was not
+    computed for it.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -40,33 +39,34 @@ class SampleUsage:
     device_s: float = 0.0
 
 
-#: A client that was copied (pickled) counts its requests from its own multiple of this.
+#: Size of the range of seqs of each copy of a client. A copied (pickled) client counts from its own
+#: multiple of this.
 CLONE_SIZE = 10**9
-#: From here on the seqs are the server's own, for requests that came through another API: no client
-#: polls for their ends, so none is published. A copied client's seqs stay below 10**18.
+#: First seq of the server's own requests, which came through another API. No client polls for their
+#: completion, so none is published. A copied client's seqs stay below 10**18.
 OWN_SEQS = 2**62
 
 _SAMPLE = re.compile(r"([A-Za-z0-9_-]{1,64}:sample:[0-9]{1,20}):([0-9]{1,20})")
 
 
 class SampleName(NamedTuple):
-    """Whose request it is, as its id says it."""
+    """Sampler and seq in the id of a sample request."""
 
     sampler: SamplerId
     seq: int
 
     @property
     def clone(self) -> int:
-        """Which copy of the client sent it."""
+        """Number of the copy of the client that sent it."""
         return self.seq // CLONE_SIZE
 
     @property
     def session(self) -> SessionId:
-        """The session of its sampler."""
+        """Session of its sampler."""
         return SessionId(self.sampler.partition(":")[0])
 
 
 def parse_sample(request: str) -> SampleName | None:
-    """Read the id of a sample request; None for what is none."""
+    """Return the parts of a sample request's id, or None for any other string."""
     match = _SAMPLE.fullmatch(request)
     return SampleName(SamplerId(match[1]), int(match[2])) if match else None

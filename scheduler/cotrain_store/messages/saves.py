@@ -1,7 +1,4 @@
-"""What a save and a load are asked for with, and what a save leaves.
-
-What weights are, and the names that tenants give to them.
-"""
+"""Requests of saves and loads, and the records of weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,15 +19,16 @@ from cotrain_store.messages.ids import (
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.samples import SamplerRecord
 
-#: `weights` has the optimizer state too, when its save says so; `external_weights` are to be fetched.
+#: A `weights` checkpoint also has the optimizer state if its save requests it; `external_weights`
+#: are for download.
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 @dataclass(frozen=True)
 class WeightsRecord:
-    """An immutable copy of a run's adapter, and of its optimizer state where a save asked for it.
+    """Immutable copy of a run's adapter, and of its optimizer state if the save requested it.
 
-    It lives as long as something uses it.
+    It is kept while it has a user.
     """
 
     ref: WeightsRef
@@ -38,24 +36,26 @@ class WeightsRecord:
     tenant: TenantId
     pool: PoolId
     worker: WorkerId
-    """Who made the copy, and alone has it until it is stored."""
+    """Worker that made the copy, and that alone has it until it is stored."""
     base_model: str
     lora: LoraSpec
     created_at: float
     digest: str = ""
-    """Names the folder that holds it; empty until that is durable."""
+    """Name of the folder with the copy; empty until that is durable."""
     size: int = 0
     """Bytes of all its files."""
     optimizer_digest: str = ""
-    """Names the file of the optimizer state; empty until that is durable, and where there is none."""
+    """Name of the file with the optimizer state; empty until that is durable, and if there is
+    none.
+    """
     has_optimizer: bool = False
     external: bool = False
-    """Encrypted files of its own lie in `external_folder(ref)`."""
+    """True if it has encrypted files of its own in `external_folder(ref)`."""
 
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A name that a tenant gave to a copy of its run, once that is durable; naming again moves it."""
+    """Name that a tenant gave to a durable copy of its run. Reusing the name moves it."""
 
     run: RunId
     tenant: TenantId
@@ -67,24 +67,24 @@ class CheckpointRecord:
     expires_at: float | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
     public: bool = False
-    """Every tenant may read it."""
+    """True if every tenant may read it."""
     size: int = 0
     """Bytes of its files."""
 
     @property
     def path(self) -> str:
-        """How its tenant asks for it."""
+        """Path in the tenant's requests."""
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
 
 def external_folder(ref: WeightsRef) -> str:
-    """Name the folder of the encrypted files of weights."""
+    """Return the name of the folder of the encrypted files of weights."""
     return hashlib.sha256(ref.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The body of a SAVE op: keep the weights under a name, or make a sampler of them at once.
+    """Body of a SAVE op: store the weights under a name, or make a sampler of them at once.
 
     Exactly one of `name` and `sampler` is set.
     """
@@ -93,19 +93,23 @@ class SaveRequest:
     sampler: SamplerId | None = None
     kind: CheckpointKind = "sampler_weights"
     overwrite: bool = False
-    """Of kind `weights`: take the name even if it is in use. The other kinds always take it."""
+    """For kind `weights`: replace an existing checkpoint of this name. The other kinds always
+    replace it.
+    """
     ttl_seconds: int | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
     age_recipients: tuple[str, ...] = ()
-    """Of kind `external_weights`: whom the files are encrypted to; without one they are as they are."""
+    """For kind `external_weights`: recipients of the encrypted files; the files are not encrypted
+    if empty.
+    """
     answer: dict[str, Any] = field(default_factory=dict)
-    """Added to the result of the save, over what it says anyway."""
+    """Fields added to the result of the save; they override its own fields."""
     last: bool = False
     """The run ends when this is stored."""
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Read what `encode` wrote."""
+        """Return the request that `encode` wrote."""
         raw = json.loads(body)
         raw["age_recipients"] = tuple(raw.get("age_recipients", ()))
         return decode(cls, raw)
@@ -113,7 +117,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class LoadSource:
-    """Weights to load, and how much of them."""
+    """Weights to load, and their coefficient."""
 
     ref: WeightsRef
     coefficient: float = 1.0
@@ -121,20 +125,20 @@ class LoadSource:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The body of a LOAD op. Its weights are stored, and stay while the log needs them."""
+    """Body of a LOAD op. Its weights are stored and kept while the log needs them."""
 
     path: str
-    """As the client wrote it: what the result names."""
+    """Path as the client wrote it, named in the result."""
     sources: tuple[LoadSource, ...]
-    """One, or several to be added up."""
+    """One source, or several to be added."""
     optimizer: bool
-    """Also the optimizer state; else it starts afresh."""
+    """Load the optimizer state, too; otherwise it starts at zero."""
     lora: LoraSpec | None = None
-    """Set at seq 0: it makes the run, with this adapter."""
+    """Set at seq 0: the op creates the run with this adapter."""
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """Read what `encode` wrote."""
+        """Return the request that `encode` wrote."""
         raw = json.loads(body)
         raw["sources"] = tuple(decode(LoadSource, source) for source in raw["sources"])
         raw["lora"] = decode(LoraSpec, raw["lora"]) if raw.get("lora") else None
@@ -143,7 +147,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class SaveRecords:
-    """What a save leaves: the weights, and what refers to them.
+    """Records that a save writes: the weights, and the record that refers to them.
 
     A sampler appears with the commit, a checkpoint when its weights are durable.
     """
@@ -151,6 +155,6 @@ class SaveRecords:
     weights: WeightsRecord
     user: CheckpointRecord | SamplerRecord
     overwrite: bool = False
-    """As its request says."""
+    """Copied from the request."""
     last: bool = False
-    """As its request says."""
+    """Copied from the request."""

@@ -1,4 +1,4 @@
-"""What a webhook is, and what it is notified of."""
+"""Records of webhooks and of their events."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from cotrain_store.messages.ids import TenantId
 
 
 class Outcome(StrEnum):
-    """What became of an attempt to deliver an event."""
+    """Outcome of an attempt to deliver an event."""
 
     #: Answered with 2xx.
     DELIVERED = "delivered"
-    #: It is tried again later.
+    #: Will be tried again later.
     RETRIED = "retried"
-    #: It was tried for a day.
+    #: Failed for a day.
     GIVEN_UP = "given_up"
 
 
 @dataclass(frozen=True)
 class WebhookRecord:
-    """Where a tenant wants to be notified of its events, and what became of those."""
+    """Address to which a tenant's events are delivered, and the counts of their outcomes."""
 
     url: str
     created_at: float
@@ -31,17 +31,17 @@ class WebhookRecord:
     retried: int
     given_up: int
     dropped: int
-    """Events that came while 1,000 waited."""
+    """Events that arrived while 1,000 waited."""
     last_event: str
     last_outcome: str
     last_answer: str
-    """The status of the answer, or why there was none."""
+    """Status of the answer, or the reason why there was none."""
     last_at: float | None
 
 
 @dataclass(frozen=True)
 class DueEvent:
-    """An event whose turn it is."""
+    """An event that is due for delivery."""
 
     tenant: TenantId
     url: str
@@ -49,5 +49,5 @@ class DueEvent:
     id: str
     body: bytes
     attempts: int
-    """Made before."""
+    """Number of earlier attempts."""
     age_s: float

@@ -1,1 +1,1 @@
-"""What an operator reads: status, metrics, logs; nothing here changes a run."""
+"""Status, metrics and logs for an operator; nothing here changes a run."""

@@ -1,4 +1,4 @@
-"""How much waits in a pool, as time, and how many workers its work needs at this moment. Pure."""
+"""Backlog of a pool as time, and the number of workers that its current work needs. Pure."""
 
 from __future__ import annotations
 
@@ -7,54 +7,57 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-#: What waits shall be done with within this time.
+#: Target time to drain the backlog, in s.
 WANTED_WITHIN_S = 60.0
-#: Where it is going to be done with within this time, the workers there are will do.
+#: No workers are added if the backlog will be drained within this time, in s.
 OVER_WITHIN_S = 600.0
-#: What waits is compared with what waited so long ago.
+#: Period over which the growth of the backlog is measured, in s.
 GROWTH_OVER_S = 30.0
-#: Workers stay that are busy: so much of the last minute each of those that stay may have computed.
+#: Maximum share of the last minute that each remaining worker may have computed.
 BUSY_SHARE = 0.8
-#: A worker at rest computes less than this part of a minute.
+#: An idle worker computes less than this part of a minute.
 AT_REST = 0.01
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a pool has to do, of those that are not held back, and what it does it with."""
+    """Unpaused work of a pool, and its workers' rates."""
 
     tokens: int = 0
-    """Of training requests that are accepted and not run."""
+    """Tokens of training requests that are accepted and not run."""
     growth: float = 0.0
-    """Tokens by which that grew lately, per second; below 0 it shrinks."""
+    """Recent growth of `tokens` per second; below 0 it shrinks."""
     runs: int = 0
-    """Runs with a request that can be run, and steps at work: no more workers than these have training to do."""
+    """Runnable runs and open steps: the maximum number of workers with training to do."""
     samples: int = 0
     """Sample requests that wait or run."""
     rates: tuple[float, ...] = ()
-    """Tokens per second of each worker that serves."""
+    """Tokens per second of each serving worker."""
     measured: float = 0.0
-    """The same of the worker that started last, wherever it is now."""
+    """Tokens per second of the worker that started last, even if it is no longer present."""
     busy: float = 0.0
-    """What the workers computed of the last minute, added up: 2.0 are two workers without a rest."""
+    """Sum of the workers' computing in the last minute: 2.0 is two fully busy workers."""
 
 
 def backlog_seconds(tokens: int, rates: Sequence[float], measured: float) -> float:
     """Return the time that queued tokens take; `rates` are of live workers, in tokens/s.
 
-    Without a live worker, that of one at the rate `measured` last.
+    Without a live worker, assume one at the rate `measured` last.
     """
     rate = sum(rates) or measured
     return tokens / rate if rate > 0 else 0.0
 
 
 def workers_needed(demand: Demand) -> int:
-    """Count the workers, as fast as those there are, that this moment's work needs: the formula of docs/metrics.md.
+    """Return the number of workers of the current speed that the current work needs: the formula of
+    docs/metrics.md.
 
-    As many as end what waits within WANTED_WITHIN_S. At most twice those there are, and none more where what waits
-    shrinks so that it is over within OVER_WITHIN_S: while workers start it grows, and is no measure of the load then.
-    No fewer than what the last minute's computing takes at BUSY_SHARE, which adds none to those there are. One at
-    least while anything can be run.
+    * Enough to drain the backlog within WANTED_WITHIN_S, but at most twice the current workers.
+    * No additional workers if the backlog shrinks and will be drained within OVER_WITHIN_S. While
+      workers start, the backlog grows and does not measure the load.
+    * At least the number that the last minute's computing takes at BUSY_SHARE, up to the current
+      workers.
+    * At least one while anything can run.
     """
     rates = demand.rates
     rate = sum(rates) / len(rates) if rates else demand.measured
@@ -67,13 +70,15 @@ def workers_needed(demand: Demand) -> int:
 
 
 class Growth:
-    """By how much what waits in one pool grows."""
+    """Growth of the backlog of one pool."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
     def per_second(self, tokens: int, now: float) -> float:
-        """Note what waits now; return its growth since GROWTH_OVER_S ago, or since it was noted first, in tokens/s."""
+        """Record the current backlog; return its growth over GROWTH_OVER_S, or since the first
+        record, in tokens/s.
+        """
         if self._seen and now <= self._seen[-1][0]:
             self._seen.clear()
         self._seen.append((now, tokens))
@@ -84,5 +89,7 @@ class Growth:
 
 
 def computed(duty: Mapping[str, float]) -> float:
-    """Say what part of the last minute a worker computed, sampling included, by its heartbeat."""
+    """Return the share of the last minute that a worker computed, sampling included, from its
+    heartbeat.
+    """
     return sum(share for phase, share in duty.items() if phase != "idle")

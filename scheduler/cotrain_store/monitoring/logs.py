@@ -1,6 +1,7 @@
-"""One JSON object per line, time first, the same fields in every process; never a key, a token or a prompt.
+"""Logs with one JSON object per line, time first, the same fields in every process, without keys,
+tokens or prompts.
 
-So are lines of libraries, warnings and exceptions that nothing caught.
+Lines of libraries, warnings and uncaught exceptions have the same format.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 from typing_extensions import override
 
-#: Anything that looks like an API key, wherever it got into an event.
+#: Any text in an event that looks like an API key.
 _KEY = re.compile(r"\b(?:tml|sk)-[A-Za-z0-9_.-]+")
-#: Of one line: what collects logs cuts lines at 16 KB.
+#: Limit of one line, because log collectors cut lines at 16 KB.
 REQUESTS_PER_LINE = 100
 _FIRST = ("ts", "level", "process", "event")
 
@@ -28,7 +29,7 @@ log = structlog.get_logger()
 
 
 def start_logs(process: str, level: str = "info") -> None:
-    """Make all that this process says a JSON line on stderr; to be called before anything else."""
+    """Write all output of this process to stderr as JSON lines; called before anything else."""
     configure_logs(process, level)
     _take_over_loggers()
     logging.captureWarnings(capture=True)
@@ -38,7 +39,7 @@ def start_logs(process: str, level: str = "info") -> None:
 
 
 def configure_logs(process: str, level: str = "info", stream: TextIO | None = None) -> None:
-    """Send our own events to `stream` (stderr) as JSON lines that carry the process name."""
+    """Write the project's own events to `stream` (stderr) as JSON lines with the process name."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -58,9 +59,9 @@ def configure_logs(process: str, level: str = "info", stream: TextIO | None = No
 def log_requests(
     write: Callable[..., Any], event: str, requests: Sequence[str], *, cycle: int, **fields: object
 ) -> None:
-    """Write down a cycle with its requests' ids, in full; those of a large one on lines of their own.
+    """Log a cycle with all its requests' ids; a large cycle gets additional lines.
 
-    `write` is a logger's method of the level they have.
+    `write` is a logger's method of the intended level.
     """
     write(event, cycle=cycle, **fields, requests=list(requests[:REQUESTS_PER_LINE]))
     for first in range(REQUESTS_PER_LINE, len(requests), REQUESTS_PER_LINE):
@@ -69,18 +70,18 @@ def log_requests(
 
 
 def looks_like_key(text: str) -> bool:
-    """Tell whether some text holds what a line of the log would not show."""
+    """Return True if a text contains a key that the log would mask."""
     return _KEY.search(text) is not None
 
 
 class _Unfailing:
-    """A stream whose trouble, a full disk for one, does not become that of who logs."""
+    """A stream whose errors, such as a full disk, do not reach the caller."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> None:
-        """Write a line, or lose it: there is no other place to say so."""
+        """Write a line; drop it on an error, because there is no other output."""
         with suppress(OSError):
             self._stream.write(text)
 
@@ -91,7 +92,7 @@ class _Unfailing:
 
 
 class _AsEvent(logging.Handler):
-    """Gives what libraries log to our own log."""
+    """Handler that forwards log records of libraries to this log."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
@@ -104,10 +105,12 @@ class _AsEvent(logging.Handler):
 
 
 def _take_over_loggers() -> None:
-    """Have libraries' warnings and errors go to our log only; some bring handlers of their own."""
+    """Send libraries' warnings and errors to this log only; some libraries have their own
+    handlers.
+    """
     logging.basicConfig(level=logging.WARNING, handlers=[_AsEvent()], force=True)
     for logger in list(logging.root.manager.loggerDict.values()):
-        if isinstance(logger, logging.Logger):  # else a name that only others begin with
+        if isinstance(logger, logging.Logger):  # otherwise a placeholder for a parent name
             logger.handlers.clear()
             logger.propagate = True
 

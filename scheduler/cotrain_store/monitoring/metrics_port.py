@@ -1,6 +1,7 @@
-"""A port on which a process shows its metrics to Prometheus, from threads of its own, without a key.
+"""HTTP port that serves a process' metrics to Prometheus, in its own threads, without a key.
 
-Off by default. Whatever runs in the process goes on: a scrape only reads, and takes about a millisecond.
+It is off by default. A scrape only reads and takes about a millisecond, while the process
+continues.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cotrain_store.settings.store import StoreSettings
 
 log = structlog.get_logger()
 
-#: Of a caller that opens a connection and says nothing.
+#: Timeout of an idle connection, in s.
 TIMEOUT_S = 10.0
 
 
@@ -35,7 +36,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = TIMEOUT_S
 
-    def do_GET(self) -> None:  # what http.server calls
+    def do_GET(self) -> None:  # called by http.server
         """Answer with a page."""
         page = self.server.pages.get(self.path.partition("?")[0])
         if page is None:
@@ -55,16 +56,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     @override
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: a scrape every few seconds is no news."""
+        """Log nothing, because a scrape arrives every few seconds."""
 
 
 @contextmanager
 def metrics_port(
     settings: StoreSettings, pages: Mapping[str, Callable[[], bytes]]
 ) -> Iterator[int | None]:
-    """Serve these pages while the block runs, where the settings say so; gives the port.
+    """Serve these pages while the block runs, if the settings enable it; yield the port.
 
-    A port that cannot be had ends the process: starting it again would not help.
+    A port that cannot be opened ends the process: a restart would not help.
     """
     if settings.metrics_port == 0:
         yield None
@@ -88,5 +89,5 @@ def metrics_port(
 
 
 def own_metrics(source: Source) -> Mapping[str, Callable[[], bytes]]:
-    """Return the page of a process that shows what it counts, and no more."""
+    """Return the page with only the process' own metrics."""
     return {"/metrics": lambda: generate_latest(REGISTRIES[source])}

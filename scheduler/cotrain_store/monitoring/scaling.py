@@ -1,4 +1,6 @@
-"""What a pool has to do, read for the decision how many workers it is to have; and the record of that decision."""
+"""Demand of a pool, from which the number of its workers is decided, and the record of that
+decision.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from cotrain_store.monitoring.status import PoolStatus, pool_status
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
-#: Runs that are looked at one by one where some are held back; any more count as if they were not.
+#: Maximum number of ready runs checked for a pause. Further ones count as not paused.
 RUNS_READ = 1_000
 
 
 def demand_of(status: PoolStatus, pauses: Pauses, paused_runs: int = 0) -> Demand:
-    """Sum up what a pool has to do; `paused_runs` of those that could go on are held back."""
+    """Return the demand of a pool; `paused_runs` of its ready runs are paused."""
     queues = [queue for queue in status.queues if queue.tenant not in pauses.tenants]
     serving = [worker for worker in status.workers if not worker.is_handing_over]
     return Demand(
@@ -30,23 +32,23 @@ def demand_of(status: PoolStatus, pauses: Pauses, paused_runs: int = 0) -> Deman
 
 
 class ScalingRecords:
-    """The records, of all pools."""
+    """Scaling records of all pools."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
         self._write = async_script(connection, "scaling")
 
     async def read(self, pool: PoolId) -> Scaling | None:
-        """Read what was decided last of a pool; None before the first time."""
+        """Return the last decision of a pool; None before the first one."""
         return parse_scaling(await self._redis.get(fleet_keys.scaling(pool)))
 
     async def demand(self, pool: PoolId, pauses: Pauses) -> Demand:
-        """Read what a pool has to do, those aside who are held back."""
+        """Return the demand of a pool, without paused work."""
         paused_runs = await self._paused_runs(pool, pauses)
         return demand_of(await pool_status(self._redis, pool), pauses, paused_runs)
 
     async def _paused_runs(self, pool: PoolId, pauses: Pauses) -> int:
-        """Count the runs that could go on, were they or their tenants not held back."""
+        """Return the number of ready runs that are paused, or whose tenants are."""
         if not pauses.tenants and not pauses.runs:
             return 0
         ready = await self._redis.zrange(run_keys.ready(pool), 0, RUNS_READ - 1)
@@ -61,7 +63,7 @@ class ScalingRecords:
         )
 
     async def write(self, pool: PoolId, scaling: Scaling, epoch: int) -> None:
-        """Keep it for all API processes, and for the next scheduler.
+        """Store the decision for all API processes, and for the next scheduler.
 
         Raises:
             Fenced: a newer scheduler than that of this epoch leads.

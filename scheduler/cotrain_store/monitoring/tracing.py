@@ -1,7 +1,7 @@
-"""Traces: the span that a piece of work belongs to, and a report of it once it is over. Off unless asked for.
+"""Traces: the span of a piece of work, and its report at the end. Off by default.
 
-Where `OTEL_EXPORTER_OTLP_ENDPOINT` is set, spans go to a collector (`otlp.py`, which alone imports
-opentelemetry). Across processes a span is named as W3C's header `traceparent` names it; "" is none.
+If `OTEL_EXPORTER_OTLP_ENDPOINT` is set, spans go to a collector (`otlp.py`, which alone imports
+opentelemetry). Across processes a span has the name of W3C's header `traceparent`; "" is no span.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ Attributes = Mapping[str, str | int | float | bool]
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
-#: The span, or the client's span, of the request that is being served; "" where it is not traced.
+#: Span of the current request, or the client's span; "" if it is not traced.
 CURRENT: ContextVar[str] = ContextVar("cotrain_traceparent", default="")
 
 
 class TracingRefused(Exception):
-    """Tracing is asked for and cannot be had; the message says what to do."""
+    """Tracing is configured and unavailable; the message has the remedy."""
 
 
 class Span(Protocol):
-    """A span that is not over."""
+    """An open span."""
 
     traceparent: str
-    """Its name for other processes; "" where it is not sampled."""
+    """Its name for other processes; "" if it is not sampled."""
 
     def end(self, name: str = "", *, failed: bool = False, **attributes: Any) -> None:
-        """Report it, under this name instead of its first one if there is one."""
+        """Report the span; `name`, if given, replaces its first name."""
 
 
 class Tracer(Protocol):
-    """Makes and reports spans; times are seconds of the wall clock. No call waits for a collector."""
+    """Maker and reporter of spans; times are seconds of the wall clock. No call waits for a
+    collector.
+    """
 
     def begin(
         self, name: str, parent: str = "", *, is_server: bool = False, began: float | None = None
     ) -> Span:
-        """Begin a span, now or then; that of a new trace without a parent."""
+        """Begin a span, now or at `began`; without a parent it starts a new trace."""
 
     def record(
         self,
@@ -53,30 +55,32 @@ class Tracer(Protocol):
         failed: bool = False,
         **attributes: Any,
     ) -> str:
-        """Report a span that is over; return its name for other processes."""
+        """Report a finished span; return its name for other processes."""
 
 
 _started: list[Tracer] = []
 
 
 def tracer() -> Tracer | None:
-    """Return this process's tracer; None where tracing is off, which is a look into an empty list."""
+    """Return this process's tracer; None if tracing is off, at the cost of one list check."""
     return _started[0] if _started else None
 
 
 def start_tracing(process: str, instance: str, *, decides: bool = False) -> None:
-    """Report this process's spans from now on, where the environment asks for that.
+    """Start to report this process's spans, if the environment configures it.
 
-    A process that `decides` samples by OTEL_TRACES_SAMPLER; the others report what belongs to a span that
-    is sampled.
+    A process that `decides` samples by OTEL_TRACES_SAMPLER; the others report spans whose parent is
+    sampled.
 
     Raises:
-        TracingRefused: it asks for what is not there.
+        TracingRefused: the configuration is unsupported, or a package is missing.
     """
     if not is_asked_for(os.environ) or _started:
         return
     try:
-        from cotrain_store.monitoring.otlp import OtlpTracer  # opentelemetry: only where it is used
+        from cotrain_store.monitoring.otlp import (
+            OtlpTracer,
+        )  # imports opentelemetry only if it is used
     except ModuleNotFoundError as missing:
         raise TracingRefused(
             "OTEL_EXPORTER_OTLP_ENDPOINT is set, but what sends spans there is not installed: "
@@ -86,7 +90,9 @@ def start_tracing(process: str, instance: str, *, decides: bool = False) -> None
 
 
 def is_asked_for(environ: Mapping[str, str]) -> bool:
-    """Tell whether the environment asks for traces. Raises TracingRefused for a way that is not there."""
+    """Return True if the environment configures traces. Raises TracingRefused for an unsupported
+    configuration.
+    """
     endpoint = next((environ[name] for name in _ENDPOINTS if environ.get(name)), "")
     exporter = environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     is_disabled = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"

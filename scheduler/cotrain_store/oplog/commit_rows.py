@@ -1,4 +1,4 @@
-"""The arguments of `commit.lua`: each op of a step with its result, and what its saves leave."""
+"""Arguments of `commit.lua`: each op of a step with its result, and the records of its saves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FAILURES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class OpRow:
-    """One op of a step that is done."""
+    """One finished op of a step."""
 
     run: RunId
     seq: int
@@ -33,35 +33,37 @@ class OpRow:
     size: int
     """Bytes of its body."""
     ttl_ms: int
-    """Of its result."""
+    """Lifetime of its result."""
     result_bytes: int
-    """Of the whole result, wherever it lies."""
+    """Bytes of the whole result, in Redis or in a file."""
     released: str | None
-    """Where the body is that is needed no more: `inline` or a spool segment."""
+    """Location of the body that is not needed any more: `inline` or a spool segment."""
     envelope: str | None
-    """What the log holds of the op from now on, where that changes."""
+    """New envelope of the op in the log, if it changes."""
     found: HistoryEntry | None
-    """What it adds to the history of its run."""
+    """Entry that it adds to the history of its run."""
     replaces_state: bool
-    """What passes found before it is in no optimizer step."""
+    """True if earlier passes without an optimizer step are dropped from the history."""
 
 
 @dataclass(frozen=True)
 class PutBack:
-    """One run whose ops go back to the head of its queue, from `seq` on."""
+    """One run whose ops return to the head of its queue, from `seq` on."""
 
     run: RunId
     seq: int
     tenant: TenantId
     begun: int
-    """Tokens of the first one that ran; 0 where it is not open in its worker."""
+    """Executed tokens of the first op; 0 if it is not open in its worker."""
     waits_since_ms: int
-    """When that op was accepted."""
+    """Time when that op was accepted."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The argument of `commit.lua`; the cycle's record and the results of `ops`, in order, follow it."""
+    """Argument of `commit.lua`; the cycle's record and the results of `ops`, in order, follow
+    it.
+    """
 
     epoch: str
     prefix: str
@@ -72,20 +74,20 @@ class Commit:
     saves: Mapping[RequestId, Mapping[str, Any]]
     counted: Mapping[str, float]
     used: Mapping[str, Mapping[str, float]]
-    """What runs used, by the keys and fields of their tenants' hours."""
+    """Usage of runs, by the keys and fields of their tenants' hours."""
     minute: str
-    """What holds the counts of this minute."""
+    """Key of the hash with the counts of this minute."""
     minute_counts: Mapping[str, float]
     time_s: float
-    """By the clock of this host."""
+    """Time by the clock of this host."""
     failures: Mapping[str, str] = field(default_factory=lambda: dict(_FAILURES))
-    """What becomes of an op that goes back to a run which takes none any more, by the run's state."""
+    """State of a run → result of an op that returns to the run and cannot run any more."""
     failure_ttl_ms: int = result_keys.SMALL_RESULT_TTL_MS
     cycles_kept: int = fleet_keys.CYCLES_KEPT
     usage_ttl_s: int = tenant_keys.USAGE_TTL_S
     minute_ttl_s: int = fleet_keys.MINUTE_TTL_S
     history_points: int = HISTORY_POINTS
-    """The quota of a tenant that has made no run since there are histories."""
+    """Quota of a tenant whose last run was made before histories existed."""
 
 
 def op_rows(
@@ -95,9 +97,9 @@ def op_rows(
     ttls_ms: Sequence[int],
     found: Mapping[OpId, HistoryEntry],
 ) -> list[OpRow]:
-    """Write the ops of a step that have results as `commit.lua` reads them.
+    """Return the arguments of `commit.lua` for the ops of a step that have results.
 
-    `ttls_ms` are those of their results, in order; `found` is what they add to histories.
+    `ttls_ms` are the lifetimes of their results, in order; `found` has their history entries.
     """
     rows: list[OpRow] = []
     done = [op for op in step.ops if (op.run, op.seq) in results]
@@ -143,17 +145,19 @@ def put_backs(
 
 
 def _body_of(op: QueuedOp) -> str:
-    """Name where the body is that a committed op needs no more: `inline` or a spool segment."""
+    """Return the location of a committed op's body, which is not needed any more: `inline` or a
+    spool segment.
+    """
     return "inline" if op.ref == "inline" else SpoolRef.parse(op.ref).segment
 
 
 def _rejected_envelope(op: QueuedOp) -> str:
-    """Write the envelope of an op of which only its seq in the log is left."""
+    """Return the envelope of an op of which the log keeps only the seq."""
     return replace(op, kind=OpKind.REJECTED, tokens=0, size=0, ref="inline").envelope()
 
 
 def save_row(records: SaveRecords) -> dict[str, Any]:
-    """Write the records of one save as `commit.lua` reads them."""
+    """Return the records of one save in the format of `commit.lua`."""
     weights, user = records.weights, records.user
     row: dict[str, Any] = {
         "weights": encode(weights), "worker": weights.worker, "tenant": weights.tenant,
@@ -175,7 +179,7 @@ def _sampler_row(sampler: SamplerRecord) -> dict[str, Any]:
 
 
 def _collision(checkpoint: CheckpointRecord) -> Result:
-    """Say what a save resolves to whose name is in use."""
+    """Return the result of a save whose name is in use."""
     message = (
         f"Checkpoint name {checkpoint.name!r} already exists in this run; "
         "pass overwrite=true to replace it."

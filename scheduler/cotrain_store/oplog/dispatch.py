@@ -1,8 +1,8 @@
-"""Read what is ready and write plans: the scheduler's side of the log.
+"""The scheduler's side of the log: reads of runnable work, writes of plans, and the store's clock.
 
-Only the holder of the newest epoch may write; an older one gets Fenced, and stands by.
-
-Strike idle tenants off a pool's list. Whatever ends work does so at once; an older version never did.
+Only the holder of the newest epoch may write. An older scheduler gets Fenced and stands by.
+`strike_idle_tenants` removes idle tenants from a pool's list, because older versions never removed
+them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from cotrain_store.redis_client.scripts import async_script, sync_script
 from cotrain_store.sampling.endings import CANCEL, TTL_MS
 from cotrain_store.tenants.policies import read_pauses, read_weights
 
-#: Runs that one call reads: Redis does nothing else during it.
+#: Maximum number of runs read by one call; it blocks Redis.
 RUNS_AT_ONCE = 256
-#: Ops read of a run: more than a cycle can hold. What is behind them is read when these are planned.
+#: Maximum number of ops read of a run: more than a cycle can hold. Later ops are read when these
+#: are planned.
 MAX_OPS_PER_RUN = 64
-#: The store's clock goes on by at most this at once.
+#: Maximum advance of the store's clock at once, in s.
 MAX_STEP_S = 10.0
-#: Keys that end by one call; Redis does nothing else during it. Others are served between the
-#: calls of one second, which end more than a store can accept in that time.
+#: Maximum number of keys expired by one call; it blocks Redis. Redis serves other clients between
+#: the calls of one second, which expire more keys than a store can accept in that time.
 ENDS_AT_ONCE = 1_000
 _CALLS_AT_ONCE = 10
-#: A step is planned when its worker is free: planning ahead would only fix the order too early.
+#: A step is planned when its worker is free: earlier planning would only fix the order too early.
 MAX_OPEN_STEPS = 1
 
 
 class Dispatch:
-    """One scheduler's access to every pool, under its lease."""
+    """Access of one scheduler to every pool, under its lease."""
 
     def __init__(self, connection: Connection, name: str) -> None:
         self._redis = connection
@@ -62,11 +63,11 @@ class Dispatch:
 
     @property
     def epoch(self) -> int:
-        """The epoch of this scheduler; 0 before it ever led."""
+        """Epoch of this scheduler; 0 before it first leads."""
         return int(self._epoch or 0)
 
     async def lead(self) -> bool:
-        """Take or renew the lease; False while another scheduler holds it."""
+        """Acquire or renew the lease. Return False while another scheduler holds it."""
         script_keys = [fleet_keys.scheduler_lease(), fleet_keys.scheduler_epoch()]
         args = {"name": self._name, "ttl_ms": fleet_keys.LEASE_TTL_MS, "epoch": self._epoch}
         answer = await self._lease(script_keys, args)
@@ -77,9 +78,11 @@ class Dispatch:
         return True
 
     async def pass_time(self) -> None:
-        """Let the store's clock go on by what passed since the last call, and end what is due by it.
+        """Advance the store's clock by the time since the last call, and expire the keys that are
+        due.
 
-        At most MAX_STEP_S: of a time without a scheduler, or without a Redis, no client could make use.
+        It advances by at most MAX_STEP_S: clients could not use the time without a scheduler or
+        without Redis.
 
         Raises:
             Fenced: a newer scheduler leads.
@@ -97,24 +100,24 @@ class Dispatch:
                 return
 
     async def resign(self) -> None:
-        """Give the lease back, so that the next scheduler need not wait for it to run out."""
+        """Release the lease, so that the next scheduler does not wait for its expiry."""
         if await self._redis.get(fleet_keys.scheduler_lease()) == self._name.encode():
             await self._redis.delete(fleet_keys.scheduler_lease())
 
     async def pools(self) -> list[PoolId]:
-        """List the pools there are."""
+        """Return the pools of this store."""
         return sorted(PoolId(name.decode()) for name in await self._redis.hkeys(fleet_keys.pools()))
 
     async def policy(self) -> PlanPolicy:
-        """Read who is held back, and the weights of tenants."""
+        """Return the pauses, and the weights of tenants."""
         return PlanPolicy(await read_weights(self._redis), await read_pauses(self._redis))
 
     async def base_model(self, pool: PoolId) -> str:
-        """Name the base model of a pool."""
+        """Return the base model of a pool."""
         return str(json.loads(await self._redis.hget(fleet_keys.pools(), pool))["base_model"])
 
     async def worker_slots(self, pool: PoolId) -> list[WorkerSlot]:
-        """List the worker ids of a pool, also those that no process has had for a while."""
+        """Return the worker ids of a pool, including those without a current process."""
         ids = sorted(
             WorkerId(n.decode()) for n in await self._redis.smembers(fleet_keys.workers(pool))
         )
@@ -129,10 +132,11 @@ class Dispatch:
         ]
 
     async def reassign(self, pool: PoolId, dead: WorkerSlot, successor: WorkerId) -> bool:
-        """Give what a dead worker had to another one; its runs but those at work can go anywhere.
+        """Transfer the work of a dead worker to another one. Its runs may go anywhere, except those
+        in a step.
 
-        Should its last process still live, it can write nothing any more. False if it lives
-        again, or the successor does not: nothing was written.
+        If its last process still runs, it is fenced and can write nothing. Return False, with
+        nothing written, if the worker is alive again or the successor is not.
 
         Raises:
             Fenced: a newer scheduler leads.
@@ -154,7 +158,9 @@ class Dispatch:
         return bool(answer == b"OK")
 
     async def deregister(self, pool: PoolId, drained: WorkerSlot, successor: WorkerId) -> bool:
-        """Take a drained worker off its pool's list: its runs can go anywhere. False where it is not yet drained.
+        """Remove a drained worker from its pool's list, so that its runs can go anywhere.
+
+        Return False if it is not yet drained.
 
         Raises:
             Fenced: a newer scheduler leads.
@@ -175,7 +181,8 @@ class Dispatch:
         return bool(answer == b"OK")
 
     async def ask_move(self, pool: PoolId, run: RunId, to: WorkerId) -> bool:
-        """Have a run go to another worker; False where that can not be, or it was moved not long ago.
+        """Request the move of a run. Return False if it is impossible or the run was moved
+        recently.
 
         Raises:
             Fenced: a newer scheduler leads.
@@ -183,16 +190,16 @@ class Dispatch:
         return await self.moves.request_move(pool, run, to, self._epoch)
 
     async def open_steps(self, pool: PoolId, worker: WorkerId) -> int:
-        """Count a worker's steps that are planned and not yet committed."""
+        """Return the number of a worker's steps that are planned and not yet committed."""
         return int(await self._redis.hlen(fleet_keys.open_steps(pool, worker)))
 
     async def ready(self, pool: PoolId) -> list[RunQueue]:
-        """Read all runs that can go on, those that waited longest first; not at one moment."""
+        """Return all runnable runs, longest waiting first. The read is not atomic."""
         found = await self._redis.zrange(run_keys.ready(pool), 0, -1)
         return [queue for queue in await self.queues(pool, _run_ids(found)) if queue.ops]
 
     async def queues(self, pool: PoolId, runs: Sequence[RunId]) -> list[RunQueue]:
-        """Read the queues of these runs; without ops where a run can not go on."""
+        """Return the queues of these runs; a run that cannot continue has no ops."""
         queues: list[RunQueue] = []
         for first in range(0, len(runs), RUNS_AT_ONCE):
             args = {
@@ -203,7 +210,9 @@ class Dispatch:
         return queues
 
     async def changes(self, pool: PoolId, since: int) -> QueueChanges:
-        """Read what changed since a number, or the oldest part of it; twice gives the same, or more."""
+        """Return the changes since a number, or the oldest part of them. A repeated call returns
+        the same or more.
+        """
         script_keys = [run_keys.changed(pool), run_keys.change_counter(pool), run_keys.ready(pool)]
         args = {
             "prefix": fleet_keys.prefix(pool), "since": since,
@@ -213,17 +222,17 @@ class Dispatch:
         return QueueChanges(int(number), [_run_queue(row) for row in rows], ready, bool(are_all))
 
     async def last_change(self, pool: PoolId) -> int:
-        """Read the number of the last change: what comes later can be asked for."""
+        """Return the number of the last change, from which later changes can be requested."""
         return int(await self._redis.get(run_keys.change_counter(pool)) or 0)
 
     async def last_cycle(self, pool: PoolId) -> int:
-        """Read the number of the pool's last cycle; 0 before the first."""
+        """Return the number of the pool's last cycle; 0 before the first."""
         return int(await self._redis.get(fleet_keys.cycle_counter(pool)) or 0)
 
     async def plan(self, pool: PoolId, step: Step, seen: int = 0) -> None:
-        """Write a step; it is then fixed, whatever dies. The worker is woken.
+        """Write a step and wake the worker. Once written, the step stays fixed through any crash.
 
-        Changes of the queue up to the number `seen` need not be kept any longer.
+        Changes of the queue up to the number `seen` are deleted.
 
         Raises:
             Fenced: a newer scheduler leads.
@@ -246,7 +255,7 @@ class Dispatch:
             raise PlanOutdated
 
     async def old_gaps(self, pool: PoolId, older_than_s: float) -> list[tuple[RunId, TenantId]]:
-        """List the runs that hold ops behind a seq missing for longer than that."""
+        """Return the runs that hold ops behind a seq missing for longer than this."""
         latest = await clock_ms(self._redis) - older_than_s * 1000
         runs = await self._redis.zrangebyscore(run_keys.gaps(pool), 0, latest)
         tenants = [
@@ -259,9 +268,9 @@ class Dispatch:
         ]
 
     async def expire_gap(self, pool: PoolId, run: RunId, tenant: TenantId) -> None:
-        """Fail what waits behind a seq that never came; the gap itself is not skipped.
+        """Fail the ops behind a seq that never arrived. The gap itself is not skipped.
 
-        What fails counts in no queue any more, until the missing request comes after all.
+        The failed ops no longer count in any queue, unless the missing request arrives later.
 
         Raises:
             Fenced: a newer scheduler leads.
@@ -282,7 +291,9 @@ class Dispatch:
             raise Fenced
 
     async def wakes(self) -> AsyncIterator[Wake | None]:
-        """Yield what wakes the scheduler, and None once it listens: what came before is lost."""
+        """Yield the wake-ups of the scheduler, and None once it listens. Earlier wake-ups are
+        lost.
+        """
         async with self._redis.pubsub() as subscription:
             await subscription.subscribe(fleet_keys.notify_scheduler())
             async for message in subscription.listen():
@@ -310,7 +321,7 @@ def _run_queue(row: Sequence[bytes]) -> RunQueue:
 
 
 def _runs_of(ops: Sequence[QueuedOp]) -> list[dict[str, Any]]:
-    """Sum a step up: of each of its runs the first seq, and its ops as the log has them."""
+    """Return the first seq of each run in a step, and its ops as the log has them."""
     runs: dict[RunId, dict[str, Any]] = {}
     for op in ops:
         run = runs.setdefault(op.run, {"run": op.run, "first": op.seq, "ops": []})
@@ -318,12 +329,12 @@ def _runs_of(ops: Sequence[QueuedOp]) -> list[dict[str, Any]]:
     return list(runs.values())
 
 
-#: Redis does nothing else while it looks at these.
+#: Maximum number of tenants checked by one call; it blocks Redis.
 TENANTS_AT_ONCE = 1_000
 
 
 def strike_idle_tenants(connection: SyncConnection, pool: PoolId) -> None:
-    """Leave on the list only those for which something waits or runs. Twice is harmless."""
+    """Remove tenants without queued or running work from a pool's list. Idempotent."""
     strike, prefix = sync_script(connection, "idle_tenants"), fleet_keys.prefix(pool)
     cursor = None
     while cursor != 0:

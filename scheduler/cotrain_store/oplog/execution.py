@@ -1,13 +1,11 @@
-"""Read steps and bodies, commit results, register snapshots, end runs: a worker's side of the log.
+"""A worker's side of the log: read steps and bodies, commit results, register snapshots, end runs.
 
-Plain synchronous, as the worker's engine is. Everything is fenced by the worker's epoch: a worker
-that was paused while another took its place gets Fenced and must exit.
+It is synchronous, like the worker's engine. The worker's epoch fences every write: a worker that
+was paused while another took over gets Fenced and must exit.
 
-During which parts of steps processes crashed, for the next process to be careful with.
-
-A part of a step is named by the request that it begins with, and anything behind.
-
-Let a run go on from a checkpoint when its newest state was lost with a disk. Never silent.
+`CrashCounts` records the parts of steps during which processes crashed, for the next process. The
+name of a part of a step begins with its first request. `Rollback` continues a run from a checkpoint
+when its newest state was lost with a disk. The client is always informed.
 """
 
 from __future__ import annotations
@@ -53,19 +51,19 @@ from cotrain_store.weights.saved_weights import SweepLease
 
 
 class CrashCounts:
-    """The crashes in one pool."""
+    """Crash counts of the step parts of one pool."""
 
     def __init__(self, connection: SyncConnection, pool: PoolId) -> None:
         self._redis = connection
         self._key = fleet_keys.crash_counts(pool)
 
     def by_part(self) -> dict[str, int]:
-        """Read during which parts of steps processes crashed, and how often."""
+        """Return the number of crashes during each part of a step."""
         rows = self._redis.hgetall(self._key)
         return {part.decode(): int(count) for part, count in rows.items()}
 
     def risk(self, part: str) -> None:
-        """Count a crash in advance: `survived` takes it back, if the process lives to call it."""
+        """Count a crash in advance. `survived` removes the count if the process does not crash."""
         self._redis.hincrby(self._key, part, 1)
 
     def take_back(self, part: str) -> None:
@@ -77,12 +75,12 @@ class CrashCounts:
         self._redis.hdel(self._key, part)
 
 
-#: Digests of this many ops before a snapshot are kept, for retries that come very late.
+#: Number of ops before a snapshot whose digests are kept, for very late retries.
 DIGESTS_KEPT = 1_024
 
 
 class Rollback:
-    """One worker's way to give a run's newest state up."""
+    """Rollback of runs of one worker to a checkpoint."""
 
     def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId) -> None:
         self._redis = connection
@@ -99,10 +97,10 @@ class Rollback:
         file: str,
         sha256: str,
     ) -> int:
-        """Make `file` the run's only base, as of `position.done`; return the new weights_epoch.
+        """Make `file` the run's only base, as of `position.done`. Return the new weights_epoch.
 
         Raises:
-            Fenced: another process took this worker id.
+            Fenced: another process took over this worker id.
         """
         pool, run, weights_epoch = self._pool, checkpoint.run, position.weights_epoch + 1
         failure = _failure(checkpoint, weights_epoch)
@@ -128,7 +126,7 @@ class Rollback:
         return weights_epoch
 
     def _steps_without(self, run: RunId, size: int) -> list[dict[str, str]]:
-        """Write each open step with ops of a run as it is, and with those rejected."""
+        """Return each open step with ops of a run, before and after these are rejected."""
         changes: list[dict[str, str]] = []
         for cycle, text in self._redis.hgetall(self._open).items():
             step = Step.parse(text)
@@ -156,7 +154,7 @@ def _failure(checkpoint: CheckpointRecord, weights_epoch: int) -> Result:
 
 
 class Execution:
-    """One worker's access to its pool."""
+    """Access of one worker to its pool."""
 
     def __init__(
         self,
@@ -191,13 +189,15 @@ class Execution:
         self._wakes: Any = None  # redis-py leaves its PubSub untyped
 
     def claim(self) -> int:
-        """Take this worker's slot with a new epoch: from here on, a predecessor is Fenced."""
+        """Claim this worker's slot with a new epoch. From here on, a predecessor is Fenced."""
         self.epoch = int(self._redis.incr(fleet_keys.worker_epoch(self.pool, self.worker)))
         self._left_open = {step.cycle for step in self.open_steps()}
         return self.epoch
 
     def publish(self, record: PoolRecord) -> None:
-        """Publish what the pool can do, and that this worker is of it; before the first commit."""
+        """Publish the pool's capabilities and register this worker in it; called before the first
+        commit.
+        """
         self._numerics_id = record.numerics_id
         self._base_model = record.base_model
         self._redis.sadd(fleet_keys.workers(self.pool), self.worker)
@@ -205,11 +205,11 @@ class Execution:
 
     @property
     def writer(self) -> str:
-        """Name this worker as no other process was ever named, after it entered."""
+        """Unique name of this process over time; valid after `claim`."""
         return f"{self.worker}-{self.epoch}"
 
     def heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
-        """Say that this worker is alive; raises Fenced when another took its place."""
+        """Publish the worker's heartbeat; raises Fenced if another process took over."""
         current = self._redis.get(fleet_keys.worker_epoch(self.pool, self.worker))
         if current is None or int(current) != self.epoch:
             raise Fenced
@@ -219,15 +219,16 @@ class Execution:
         )
 
     def leave(self) -> None:
-        """Say that this worker is gone, without waiting for its beat to run out."""
+        """Delete the heartbeat, so that it does not first have to expire."""
         if self._wakes:
             self._wakes.close()
             self._wakes = None
         self._redis.delete(fleet_keys.worker(self.pool, self.worker))
 
     def open_steps(self) -> list[Step]:
-        """Read the planned and not yet committed steps, oldest first; those of a dead worker, too,
-        whose successor this one is.
+        """Return the planned and not yet committed steps, oldest first.
+
+        They include those of a dead worker to which this one is the successor.
         """
         rows = self._redis.hvals(fleet_keys.open_steps(self.pool, self.worker))
         steps = sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)
@@ -260,7 +261,7 @@ class Execution:
                 self._redis.hincrby(fleet_keys.starts(self.pool), str(cycle), -1)
 
     def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes | None]:
-        """Read the bodies of ops; None where one is gone or does not match its digest."""
+        """Return the bodies of ops; None if one is missing or does not match its digest."""
         pipeline = self._redis.pipeline(transaction=False)
         inline = [op for op in ops if op.ref == "inline"]
         for op in inline:
@@ -286,22 +287,24 @@ class Execution:
         found: Mapping[OpId, HistoryEntry] | None = None,
         is_exact: bool = True,
     ) -> None:
-        """Make a step's results visible and end its cycle. Twice is harmless.
+        """Make a step's results visible and end its cycle. Idempotent.
 
         Ops of the step without a result go back to the head of their run's queue, where those of a run
         that has ended fail; of each run they are its last. `opened` has those of them that are open in this
         process, each the first of its run, and its tokens that ran in this step and before.
 
-        `saves` are the records of the SAVE ops that succeeded. The result of a named one appears only
-        when its weights are stored (`SavedWeights.stored`); where its name is in use it fails here, and
-        has no weights. `record` is what the cycle's history keeps; `counted` is added to the pool's
-        totals, `usage` to what the tenants used. Ops in `crashed` changed nothing and must never be
-        run again: the log keeps their place only. `found` is what passes and optimizer steps add to the
-        histories of their runs. What is not `is_exact` has other last bits than this
-        worker's numerics stand for.
+        `saves` are the records of the successful SAVE ops. The result of a named save appears only
+        when its weights are stored (`SavedWeights.stored`). If its name is in use, it fails here
+        and has no weights.
+
+        * `record` is kept in the history of cycles.
+        * `counted` is added to the pool's totals, and `usage` to the tenants' usage.
+        * Ops in `crashed` changed nothing and must never run again: the log keeps only their seq.
+        * `found` has the entries of passes and optimizer steps in the histories of their runs.
+        * `is_exact` is False if the last bits may differ from this worker's numerics.
 
         Raises:
-            Fenced: another worker took this one's place; nothing was written.
+            Fenced: another worker took over; nothing was written.
         """
         saved = {request_id(*op): save_row(records) for op, records in (saves or {}).items()}
         now_s = time.time()
@@ -340,13 +343,14 @@ class Execution:
     def register_snapshot(
         self, run: RunId, seq: int, file: str, sha256: str, size: int = 0
     ) -> bool:
-        """Make a complete file of `size` bytes the run's base; the one before stays, and the log is cut
-        up to that.
+        """Make a complete file of `size` bytes the run's base. The previous base is kept, and the
+        log is cut up to it.
 
-        False if it came too late, or too early: the log holds a save whose weights are not stored.
+        Return False if it is too late, or too early because the log holds a save whose weights are
+        not stored.
 
         Raises:
-            Fenced: another worker took this one's place.
+            Fenced: another worker took over.
         """
         script_keys = [
             fleet_keys.worker_epoch(self.pool, self.worker), run_keys.log(self.pool, run),
@@ -363,16 +367,16 @@ class Execution:
         return bool(answer == b"OK")
 
     def roll_back(self, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
-        """Let a run go on from a checkpoint: the newest state is lost, with both snapshots. Never silent.
+        """Continue a run from a checkpoint after its newest state and both snapshots were lost.
+        Never silent.
 
-        `file` is a complete snapshot, under seq `done`, of the state that the checkpoint has. All that is
-        accepted by now and not committed fails, category server, and keeps its place; what comes later
-        runs. An open step of this worker then holds those as REJECTED: read it anew.
-
-        Returns the run's new weights_epoch.
+        `file` is a complete snapshot, under seq `done`, of the checkpoint's state. Ops accepted so
+        far and not committed fail with category server and keep their seq; later ops run. Open
+        steps of this worker then have those ops as REJECTED, so they must be read again. Return the
+        run's new weights_epoch.
 
         Raises:
-            Fenced: another worker took this one's place.
+            Fenced: another worker took over.
             SpoolCorrupt: the run has no log.
         """
         position = self.logs.position(checkpoint.run)
@@ -381,12 +385,14 @@ class Execution:
         return self._roll_back(self.epoch, position, checkpoint, file, sha256)
 
     def runs_to_drop(self) -> list[RunId]:
-        """List the closed runs this worker may still hold."""
+        """Return the closed runs that this worker may still have in memory."""
         members = self._redis.smembers(fleet_keys.drops(self.pool, self.worker))
         return sorted(RunId(member.decode()) for member in members)
 
     def forget(self, run: RunId) -> bool:
-        """Delete the log of a closed run; False while an op is planned or a save is not stored."""
+        """Delete the log of a closed run. Return False while an op is planned or a save is not
+        stored.
+        """
         pool = self.pool
         script_keys = [
             fleet_keys.worker_epoch(pool, self.worker), run_keys.log(pool, run),
@@ -400,20 +406,22 @@ class Execution:
         return bool(answer == b"OK")
 
     def close_run(self, run: RunId, tenant: TenantId) -> None:
-        """End a run whose last save failed; `SavedWeights.stored` ends one whose last save succeeded.
+        """End a run whose last save failed; `SavedWeights.stored` ends one whose last save
+        succeeded.
 
-        What waits fails, as after `Intake.close_run`. Twice is harmless.
+        Pending ops fail, as after `Intake.close_run`. Idempotent.
 
         Raises:
-            Fenced: another worker took this one's place.
+            Fenced: another worker took over.
         """
         self._end_run(run, tenant, RunState.CLOSED, UNLOADED)
 
     def fail_run(self, run: RunId, tenant: TenantId) -> None:
-        """Stop a run that cannot go on: what waits fails, what is planned commits. Others go on.
+        """Mark a run as failed. Pending ops fail, planned ops still commit, other runs are
+        unaffected.
 
         Raises:
-            Fenced: another worker took this one's place, and the run may well be able to.
+            Fenced: another worker took over, which may be able to continue the run.
         """
         self._end_run(run, tenant, RunState.FAILED, RUN_STOPPED)
 
@@ -429,11 +437,11 @@ class Execution:
             raise Fenced
 
     def sweep_lease(self) -> SweepLease:
-        """Compete for the right to sweep spool and recovery copies."""
+        """Return the lease of the worker that sweeps spool and recovery copies."""
         return SweepLease(self._redis, fleet_keys.sweeper(), f"{self.pool}/{self.worker}")
 
     def living_writers(self) -> frozenset[str]:
-        """Name all workers of any pool that are alive, as `writer` names this one."""
+        """Return the `writer` names of all live workers of any pool."""
         found = set()
         for pool in (PoolId(name.decode()) for name in self._redis.hkeys(fleet_keys.pools())):
             members = self._redis.smembers(fleet_keys.workers(pool))
@@ -444,11 +452,11 @@ class Execution:
         return frozenset(found)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until there may be a step or a run to drop, at most `timeout_s`."""
+        """Wait until there may be a step or a run to drop, at most `timeout_s`."""
         if self._wakes is None:
             wakes = self._redis.pubsub(ignore_subscribe_messages=True)
             wakes.subscribe(fleet_keys.notify_worker(self.pool, self.worker))
-            self._wakes = wakes  # only now: one that never subscribed would wait for nothing
+            self._wakes = wakes  # a PubSub without subscription would receive nothing
         self._wakes.get_message(timeout=timeout_s)
 
 

@@ -1,11 +1,10 @@
-"""Accept requests: the API's side of the log.
+"""The API's side of the log: accept requests, create and close runs.
 
-When `submit` returns, the op is durable and its future will resolve. Calling it again with the same
-content gives the same request id and runs nothing twice.
+When `submit` returns, the op is durable and its future will resolve. A repeated call with the same
+content returns the same request id and runs nothing twice.
 
-What `submit.lua` refuses, as the errors that its callers raise.
-
-What becomes of an op that is accepted and will never run.
+The function `refusal` converts a refusal of `submit.lua` to an exception. The function `rejection`
+builds the record of an accepted op that will never run.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ _OF_OPS: dict[str, Callable[[str], Exception]] = {
 
 
 def refusal(answer: str, numbers: Sequence[int], asked: Submission) -> Exception | None:
-    """Name the error of an answer; None for one that takes the op, or would.
+    """Return the exception for an answer, or None if the op was or would be accepted.
 
-    `numbers` follow the answer: of a run that would hold too much, what its tenant's runs hold, and what
-    there is for them.
+    `numbers` follow the answer. For a run that would hold too much, they are the bytes that its
+    tenant's runs hold and their limit.
     """
     if asked.weighs and answer in ("RUN_BYTES", "RUN_DISK"):
         return _too_heavy(answer, *numbers, weight=asked.weighs.bytes)
@@ -107,7 +106,7 @@ log = structlog.get_logger()
 
 
 class Intake:
-    """Create runs, accept their ops, close them."""
+    """Creates runs, accepts their ops and closes runs."""
 
     def __init__(
         self,
@@ -123,10 +122,10 @@ class Intake:
         self._redis = connection
 
     async def check_capacity(self) -> None:
-        """Return when something new can be kept: a session, a sampler, a copy.
+        """Return if the store can accept a new session, sampler or copy.
 
         Raises:
-            StoreFull, DiskReserveReached, StoreUnavailable: later.
+            StoreFull, DiskReserveReached, StoreUnavailable: retry later.
         """
         await self._capacity.check()
 
@@ -140,19 +139,21 @@ class Intake:
         uses: Sequence[WeightsRef] = (),
         save: bytes | None = None,
     ) -> RequestId:
-        """Make a run: its seq 0, by CREATE, LOAD or IMPORT. Twice with the same settings is one run.
+        """Create a run: its seq 0, by CREATE, LOAD or IMPORT. A repeat with the same settings
+        creates no second run.
 
-        `body` is that of a LOAD or IMPORT. `digest` identifies what the client sent; without, that
-        is the base model, the LoRA settings and the body. The weights in `uses` stay while the log
-        needs the op. `save` is the body of a SAVE that becomes its seq 1: both are accepted, or
-        neither is.
+        The `body` is that of a LOAD or IMPORT; by default it is the LoRA settings. The `digest`
+        identifies the client's request; by default it covers the base model and the body. The
+        weights in `uses` are kept while the log needs the op. The body of a SAVE in `save` becomes
+        seq 1: both ops are accepted, or neither.
 
         Raises:
             SeqConflict: the same run id with other settings.
-            WeightsDeleted: some of `uses` are forgotten.
-            RecordQuotaReached, RunTooLarge: for good.
-            RunQuotaReached, RunBytesQuotaReached, QueueFull, UnreadQuotaReached, StoreFull, DiskReserveReached,
-            StoreUnavailable: later.
+            WeightsDeleted: some of `uses` are deleted.
+            RecordQuotaReached, RunTooLarge: permanent.
+            RunQuotaReached, RunBytesQuotaReached, QueueFull, UnreadQuotaReached, StoreFull,
+                DiskReserveReached,
+            StoreUnavailable: retry later.
         """
         body = encode(run.lora).encode() if body is None else body
         digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
@@ -174,20 +175,20 @@ class Intake:
         idempotency_key: str | None = None,
         sampler: SamplerId | None = None,
     ) -> RequestId:
-        """Accept one op; durable when this returns. `digest` identifies what the client sent.
+        """Accept one op; it is durable when this returns. `digest` identifies the client's request.
 
-        An op without a `seq` is unnumbered: it runs behind all that is accepted by now, and before what
-        the client sends later. Two with the same `idempotency_key` are one. The weights in `uses` stay
-        while the log needs the op; a repeat does not ask whether they are still there. A save makes
-        `sampler` once it runs, which counts from now on.
+        An op without a `seq` is unnumbered: it runs after all ops accepted so far, and before those
+        that the client sends later. Two ops with the same `idempotency_key` are one. The weights in
+        `uses` are kept while the log needs the op; a repeat does not check that they still exist. A
+        save creates `sampler` when it runs, but the sampler counts towards the quota from now on.
 
         Raises:
             SeqConflict: this seq, or key, was used with other content.
-            WeightsDeleted: some of `uses` are forgotten.
+            WeightsDeleted: some of `uses` are deleted.
             SeqTooFar: more than MAX_SEQ_GAP ops before it are missing.
-            RunClosed, RunFailed, RunNotFound: the run takes no more ops.
+            RunClosed, RunFailed, RunNotFound: the run accepts no further ops.
             QueueFull, UnreadQuotaReached, SamplerQuotaReached, StoreFull, DiskReserveReached,
-            StoreUnavailable: nothing is wrong; later.
+            StoreUnavailable: the request is valid; retry later.
         """
         return await self._accept(
             run, seq, kind, body, tokens, digest, uses=uses,
@@ -195,10 +196,10 @@ class Intake:
         )  # fmt: skip
 
     async def repeated(self, run: RunRecord, seq: int, digest: str) -> RequestId | None:
-        """Name the request that was accepted for this seq with this content; None if there is none.
+        """Return the request accepted for this seq with this content, or None.
 
         Raises:
-            StoreUnavailable: try again later.
+            StoreUnavailable: retry later.
         """
         try:
             before = await self._redis.zcount(
@@ -210,11 +211,11 @@ class Intake:
         return request_id(run.id, seq + before) if known == digest.encode() else None
 
     async def close_run(self, run: RunRecord) -> RequestId:
-        """End a run without saving: waiting ops fail, planned ones still commit. Twice is harmless.
+        """Close a run without saving. Pending ops fail, planned ops still commit. Idempotent.
 
         Raises:
-            RunNotFound: there is no such run.
-            StoreUnavailable: try again later.
+            RunNotFound: the run does not exist.
+            StoreUnavailable: retry later.
         """
         request = RequestId(f"{run.id}:unload")
         result = Result.of_json({"model_id": run.id, "type": "unload_model"})
@@ -266,7 +267,9 @@ class Intake:
                 limits=replace(limits, unread_bytes=unread_bytes),
             )  # fmt: skip
             answer, at = b"ROOM", list[int]()
-            if len(body) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
+            if (
+                len(body) > INLINE_LIMIT_BYTES
+            ):  # checked first: a refused body is not worth an fsync
                 answer, *at = await self._run_submit(run, asked, b"", save or b"")
             if answer == b"ROOM":
                 op = await _stored(store, run, seq or 0, kind, body, tokens, now, digest)
@@ -320,7 +323,7 @@ async def _stored(
     now: float,
     digest: str = "",
 ) -> SubmittedOp:
-    """Store a body where it belongs, and say what the log shall hold of its op."""
+    """Store a body in Redis or in the spool, and return the op for the log."""
     ref = await store(body)
     op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now, CURRENT.get())
     return SubmittedOp(
@@ -332,7 +335,9 @@ async def _stored(
 
 
 def rejection(run: RunId, failure: Result) -> dict[str, Any]:
-    """Write, as `reject.lua` reads it, what the op resolves to and what is left of it in the log."""
+    """Return the arguments of `reject.lua`: the result of the op, and its remaining envelope in the
+    log.
+    """
     op = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
     return {
         "result": failure.encode().decode(),

@@ -1,14 +1,15 @@
-"""Runs that are to go to another worker: asked for by the operator or the scheduler, done by the run's owner.
+"""Moves of runs to another worker, and drains of workers.
 
-The wish is a record of the pool. While it stands nothing of the run is planned; its owner copies it out at its last
-committed op, and one script gives it to the other worker, which restores that copy and replays nothing.
+The operator or the scheduler requests a move, and the owner of the run carries it out. The request
+is a record of the pool. While it exists, nothing of the run is planned. The owner copies the run at
+its last committed op, and one script transfers it to the other worker, which restores that copy and
+replays nothing.
 
-Workers whose runs are to go elsewhere: asked for, noticed by the worker, carried out by the scheduler.
-
-The operator's request is a record. The worker finds it, finishes its step, stores its saves, copies its runs out, and
-says in its heartbeat that nothing is left; then the scheduler strikes it off its pool's list, as it does with one that
-is dead for long, and each of its runs goes to any other worker. Without another worker nothing happens. A worker
-whose process is to end does the same, and strikes itself off.
+The operator requests a drain, also as a record. The worker finishes its step, stores its saves,
+copies its runs and reports in its heartbeat that nothing is left. The scheduler then removes it
+from its pool's list, like a worker without a heartbeat for a long time. Each of its runs may then
+go to any other worker. Without another worker nothing happens. A worker whose process must end does
+the same, and removes itself from the list.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.redis_client.connection import Connection, SyncConnection
 from cotrain_store.redis_client.scripts import async_script, sync_script
 
-#: No run is moved twice within this time, unless the operator asks for it.
+#: No run is moved twice within this time, unless the operator requests it.
 QUIET_S = 600.0
 
 
 @dataclass(frozen=True)
 class Move:
-    """Where a run is to go."""
+    """Requested move of a run from its owner to another worker."""
 
     run: RunId
     owner: WorkerId
@@ -37,23 +38,23 @@ class Move:
 
 
 class Moves:
-    """The asking side."""
+    """Requests for moves, made by the operator or the scheduler."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
         self._ask = async_script(connection, "move_ask")
 
     async def wanted(self, pool: PoolId) -> list[Move]:
-        """List the moves that are not done yet."""
+        """Return the moves that are not done yet."""
         return _parsed(await self._redis.hgetall(fleet_keys.moves(pool)))
 
     async def ask(self, pool: PoolId, run: RunId, to: WorkerId) -> None:
-        """Have a run go to another worker, as the operator wishes. Twice is harmless.
+        """Request the move of a run for the operator. Idempotent.
 
         Raises:
-            RunClosed: it has ended.
-            WorkerNotFound: no living worker of its pool has this id.
-            CannotMove: it is there, or has no worker that could hand it over.
+            RunClosed: the run has ended.
+            WorkerNotFound: no live worker of its pool has this id.
+            CannotMove: the run is already there, or has no worker that could hand it over.
         """
         match await self._answer(pool, run, to, "", 0.0):
             case b"ENDED":
@@ -68,7 +69,8 @@ class Moves:
     async def request_move(
         self, pool: PoolId, run: RunId, to: WorkerId, scheduler_epoch: str
     ) -> bool:
-        """Have a run go to another worker; False where that can not be, or it was moved within QUIET_S.
+        """Request the move of a run. Return False if it is impossible or the run was moved within
+        QUIET_S.
 
         Raises:
             Fenced: a newer scheduler leads.
@@ -79,7 +81,7 @@ class Moves:
         return answer == b"OK"
 
     async def deregister(self, pool: PoolId, run: RunId) -> None:
-        """Let a run stay where it is: its move does not come about."""
+        """Cancel the move of a run."""
         await self._redis.hdel(fleet_keys.moves(pool), run)
 
     async def _answer(
@@ -98,7 +100,7 @@ class Moves:
 
 
 class OwnMoves:
-    """A worker's side: which of its runs are to go, and the handing over."""
+    """A worker's side of moves: the pending moves of its runs, and the hand-over."""
 
     def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId) -> None:
         self._redis = connection
@@ -107,18 +109,19 @@ class OwnMoves:
         self._move = sync_script(connection, "move")
 
     def wanted(self) -> list[Move]:
-        """List the runs that this worker is to hand over."""
+        """Return the moves that this worker must carry out."""
         moves = _parsed(self._redis.hgetall(fleet_keys.moves(self._pool)))
         return [move for move in moves if move.owner == self._worker]
 
     def hand_over(self, move: Move, epoch: int, *, in_memory: bool) -> bool:
-        """Give a run to the other worker; from here on it is that one's. Twice is harmless.
+        """Transfer a run to the other worker, which owns it from here on. Idempotent.
 
-        Of a run that is `in_memory` a recovery copy has to hold all that is committed; what is not would be
-        replayed here as well. False where it is too early, or the move is not wanted any more.
+        If a run is `in_memory`, a recovery copy must hold all committed ops. A run that is not in
+        memory needs no such copy: its ops would be replayed here as well. Return False if it is too
+        early, or the move was cancelled.
 
         Raises:
-            Fenced: another process took this worker's place.
+            Fenced: another process took over this worker id.
         """
         pool = self._pool
         script_keys = [
@@ -146,13 +149,13 @@ def _parsed(rows: dict[bytes, bytes]) -> list[Move]:
 
 
 class Drains:
-    """The operator's side: ask for it and take it back. Twice is harmless."""
+    """The operator's side of drains: request and withdraw. Idempotent."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
 
     async def ask(self, pool: PoolId, worker: WorkerId) -> None:
-        """Have a worker's runs go elsewhere; raises WorkerNotFound."""
+        """Request the drain of a worker; raises WorkerNotFound."""
         is_known = await self._redis.sismember(fleet_keys.workers(pool), worker)
         if not is_known and not await self._redis.exists(fleet_keys.worker(pool, worker)):
             raise WorkerNotFound
@@ -160,19 +163,19 @@ class Drains:
         await self._redis.publish(fleet_keys.notify_worker(pool, worker), "drain")
 
     async def take_back(self, pool: PoolId, worker: WorkerId) -> bool:
-        """Let a worker take runs again; False where that was not asked for."""
+        """Withdraw the drain of a worker. Return False if none was requested."""
         found = await self._redis.hdel(fleet_keys.draining(pool), worker)
         await self._redis.publish(fleet_keys.notify_worker(pool, worker), "drain")
         return bool(found)
 
     async def asked(self, pool: PoolId) -> dict[WorkerId, float]:
-        """List the workers of a pool that are to be drained, and since when, in s."""
+        """Return the workers of a pool with a drain request, and its time in s."""
         rows = await self._redis.hgetall(fleet_keys.draining(pool))
         return {WorkerId(name.decode()): float(at) for name, at in rows.items()}
 
 
 class OwnDrain:
-    """A worker's side: is it to be drained, and is there another one that can go on?"""
+    """A worker's side of its drain: the request, a successor, and the deregistration."""
 
     def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId) -> None:
         self._redis = connection
@@ -181,20 +184,24 @@ class OwnDrain:
         self._deregister = sync_script(connection, "deregister")
 
     def is_asked(self) -> bool:
-        """Tell whether the operator wants this worker drained."""
+        """Return True if the operator requested a drain of this worker."""
         return bool(self._redis.hexists(fleet_keys.draining(self._pool), self._worker))
 
     def has_successor(self) -> bool:
-        """Tell whether a worker of this pool is alive that is not to be drained, and does not leave, too."""
+        """Return True if another worker of this pool is alive and is neither draining nor
+        leaving.
+        """
         return self._successor() is not None
 
     def deregister(self, epoch: int) -> bool:
-        """Take this worker, whose process of that epoch ends, off its pool's list: its runs can go anywhere.
+        """Remove this worker, whose process of that epoch ends, from its pool's list, so that its
+        runs can go anywhere.
 
-        False where no other worker could go on, or something is open, unstored or claimed here.
+        Return False if no other worker could continue, or if something is open, unstored or claimed
+        here.
 
         Raises:
-            Fenced: another process took this one's place.
+            Fenced: another process took over this worker id.
         """
         pool, successor = self._pool, self._successor()
         if successor is None:
@@ -224,9 +231,9 @@ class OwnDrain:
         return None
 
     def is_listed(self) -> bool:
-        """Tell whether this worker is on its pool's list."""
+        """Return True if this worker is on its pool's list."""
         return bool(self._redis.sismember(fleet_keys.workers(self._pool), self._worker))
 
     def rejoin(self) -> None:
-        """Stand on its pool's list again."""
+        """Add this worker to its pool's list again."""
         self._redis.sadd(fleet_keys.workers(self._pool), self._worker)

@@ -1,8 +1,6 @@
-"""What a worker reads of a run's log to bring the run back: where it stands, its ops, their results.
+"""Reads of a run's log for its restore (position, ops, results), and of its history.
 
 Nothing here writes, so nothing is fenced.
-
-Read the history of a run, which its commits wrote.
 """
 
 from __future__ import annotations
@@ -26,11 +24,12 @@ from cotrain_store.redis_client.connection import Connection, SyncConnection
 
 @dataclass(frozen=True)
 class LogPosition:
-    """Where a run's log stands: committed to `done`, with ops from `cut` + 1 on.
+    """Position of a run's log: committed up to `done`, with ops from `cut` + 1 on.
 
     Two snapshots are registered: one of the state after `snap`, and its predecessor, after
-    `older_snap`. The log reaches back to the older one (`cut == older_snap`), so that a newest file that
-    is lost costs a longer replay. -1 and no file: of nothing, which the log then reaches back to.
+    `older_snap`. The log reaches back to the older one (`cut == older_snap`), so that the loss of
+    the newest file only costs a longer replay. A seq of -1 without a file is the empty state, to
+    which the log then reaches back.
     """
 
     tenant: TenantId
@@ -44,18 +43,19 @@ class LogPosition:
     older_snap: int
     cut: int
     numerics_id: str
-    """Of the workers that wrote the log since `snap` (`mixed` for several, empty for none); a replay by
-    another one may differ in the last bits."""
+    """Numerics of the workers that wrote the log since `snap` (`mixed` for several, empty for
+    none). A replay by another worker may differ in the last bits.
+    """
     older_numerics_id: str
-    """The like, since `older_snap`."""
+    """Numerics of the workers that wrote the log since `older_snap`."""
     weights_epoch: int
-    """How often the run lost its newest state and went on from a checkpoint."""
+    """Number of rollbacks of the run."""
     rolled_back_to: str
-    """The path of the last such checkpoint; empty for none."""
+    """Path of the checkpoint of the last rollback; empty for none."""
 
 
 class RunLogs:
-    """The logs of a pool's runs."""
+    """Logs of a pool's runs."""
 
     def __init__(self, connection: SyncConnection, results: Spool, pool: PoolId) -> None:
         self._redis = connection
@@ -63,13 +63,15 @@ class RunLogs:
         self._pool = pool
 
     def position(self, run: RunId) -> LogPosition | None:
-        """Read where a run's log stands; None for a run that has none."""
+        """Return the position of a run's log, or None if it has none."""
         raw = self._redis.hgetall(run_keys.log(self._pool, run))
         row = {field.decode(): value.decode() for field, value in raw.items()}
         return log_position(row) if row else None
 
     def bases(self, run: RunId) -> frozenset[str]:
-        """Name the registered snapshots of a run, of whichever pool it is: workers of all share a folder."""
+        """Return the registered snapshots of a run in any pool: workers of all pools share a
+        folder.
+        """
         files: set[bytes | None] = set()
         for pool in self._redis.hkeys(fleet_keys.pools()):
             log = run_keys.log(PoolId(pool.decode()), run)
@@ -77,7 +79,7 @@ class RunLogs:
         return frozenset(file.decode() for file in files if file)
 
     def logged_ops(self, run: RunId, first: int, last: int) -> list[QueuedOp]:
-        """Read the ops first…last of a run for a replay.
+        """Return the ops first…last of a run for a replay.
 
         Raises:
             SpoolCorrupt: one of them is missing.
@@ -94,10 +96,12 @@ class RunLogs:
         return ops
 
     def behind(self, step: Step, most: int) -> list[QueuedOp]:
-        """Read the ops that wait behind a step's, of its runs: of each run at most so many, in order, up
-        to the first gap. They may never be planned.
+        """Return the waiting ops after those of a step: at most `most` of each run, in order, up to
+        the first gap.
+
+        They may never be planned.
         """
-        last = {op.run: op.seq for op in step.ops}  # of one run, in order
+        last = {op.run: op.seq for op in step.ops}  # ops of one run are in order
         pipeline = self._redis.pipeline(transaction=False)
         for run, seq in last.items():
             seqs = range(seq + 1, seq + 1 + most)
@@ -112,15 +116,17 @@ class RunLogs:
         return found
 
     def ready_runs(self, most: int) -> list[RunId]:
-        """Read runs of the pool whose next op is there, those that wait longest first.
+        """Return at most `most` runnable runs of the pool, longest waiting first.
 
-        The next plan may take them, some of them, for this worker or another one.
+        The next plan may include some of them, for this worker or another one.
         """
         found = self._redis.zrange(run_keys.ready(self._pool), 0, most - 1)
         return [RunId(run.decode()) for run in found]
 
     def stored_result(self, op: QueuedOp) -> Result | None:
-        """Read the committed result of an op, whole, if it has not expired and its file is there."""
+        """Return the whole committed result of an op, or None if it has expired or its file is
+        missing.
+        """
         value = self._redis.get(result_keys.result(op.request_id))
         if not value:
             return None
@@ -131,9 +137,10 @@ class RunLogs:
             return None
 
     def checkpoints(self, run: RunId) -> list[CheckpointRecord]:
-        """List a run's checkpoints with optimizer state, the newest first: what it can go on from.
+        """Return a run's checkpoints with optimizer state, newest first: the possible targets of a
+        rollback.
 
-        The seq after which one was made is that of its weights.
+        The seq of its weights is the seq after which a checkpoint was made.
         """
         names = self._redis.zrange(weights_keys.run_checkpoints(run), 0, -1)
         of_training = [name.decode() for name in names if name.startswith(b"weights/")]
@@ -146,7 +153,9 @@ class RunLogs:
 
 
 def log_position(row: Mapping[str, str]) -> LogPosition:
-    """Read a log's hash. One that a version cut which kept one snapshot reaches back to the newest only."""
+    """Return the position in a log's hash. Older versions kept one snapshot; their logs reach back
+    only to the newest.
+    """
     numerics, older = row.get("numerics", ""), row.get("oldnumerics", "")
     is_cut_at_older = "cut" in row and row["cut"] == row["oldsnap"]
     return LogPosition(
@@ -172,8 +181,12 @@ def log_position(row: Mapping[str, str]) -> LogPosition:
 async def read_history(
     connection: Connection, run: RunId, after_step: int = -1
 ) -> list[HistoryPoint]:
-    """Read the points after a step of a run that was found through its tenant, in the order of its log."""
-    pipeline = connection.pipeline(transaction=True)  # a rollback cuts both lists at once
+    """Return the points after a step of a run, in the order of its log. The caller has checked the
+    tenant.
+    """
+    pipeline = connection.pipeline(
+        transaction=True
+    )  # a transaction, because a rollback cuts both lists at once
     pipeline.lrange(run_keys.steps(run), 0, -1)
     pipeline.lrange(run_keys.evaluations(run), 0, -1)
     steps, evaluations = await pipeline.execute()
@@ -182,11 +195,11 @@ async def read_history(
 
 
 async def newest_points(connection: Connection, runs: list[RunId]) -> dict[RunId, HistoryPoint]:
-    """Read the newest optimizer step of each of these runs; one without a history is left out."""
+    """Return the newest optimizer step of each of these runs, without runs that have no history."""
     pipeline = connection.pipeline(transaction=False)
     for run in runs:
         pipeline.lrange(
             run_keys.steps(run), -2, -1
-        )  # what the last stands for, the one before says
+        )  # the previous point shows how many steps the last one represents
     found = zip(runs, await pipeline.execute() if runs else [], strict=True)
     return {run: read_points("optim_step", rows)[-1] for run, rows in found if rows}

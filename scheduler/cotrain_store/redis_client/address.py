@@ -1,13 +1,15 @@
-"""Where Redis is, as `COTRAIN_REDIS_URL` says it. Pure.
+"""Parser of `COTRAIN_REDIS_URL`, and connection pools for Redis Sentinel. The parser is pure.
 
     unix:///path/redis.sock
-    redis://user:password@host:6379/0                              rediss://…?ssl_ca_certs=/path/ca.pem
+    redis://user:password@host:6379/0
+        rediss://…?ssl_ca_certs=/path/ca.pem
     redis+sentinel://user:password@host:26379,host:26379/service/0  rediss+sentinel://…
 
-Options behind `?` are redis-py's, but for two of ours: `replicas=1` says on the disks of how many replicas a write has
-to be (`replicas.py`), and what begins with `sentinel_` is for the Sentinels instead of Redis. TLS is for both.
+Options after `?` are those of redis-py, with two exceptions. The option `replicas=1` is the number
+of replicas that must have each write on disk (`replicas.py`). Options that begin with `sentinel_`
+are for the Sentinels instead of Redis. TLS options apply to both.
 
-Pools of connections to the master that Sentinels name; they follow when it is another one.
+The pools connect to the master that the Sentinels report, and follow it when it changes.
 """
 
 from __future__ import annotations
@@ -35,26 +37,26 @@ _OF_SENTINEL = "sentinel_"
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """An address that was read."""
+    """A parsed address."""
 
     url: str = field(repr=False)
-    """For redis-py; without Sentinels."""
+    """URL for redis-py; empty with Sentinels."""
     replicas: int = 0
-    """On the disks of so many replicas a write has to be."""
+    """Number of replicas that must have each write on disk."""
     sentinels: tuple[tuple[str, int], ...] = ()
     service: str = ""
-    """What the Sentinels call the master and its replicas."""
+    """Name of the master and its replicas in the Sentinels."""
     options: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Of a connection to Redis that Sentinels name."""
+    """Options of a connection to a Redis reported by Sentinels."""
     sentinel_options: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Of a connection to a Sentinel."""
+    """Options of a connection to a Sentinel."""
 
 
 def parse_address(url: str) -> RedisAddress:
-    """Read a URL.
+    """Return the address in a URL.
 
     Raises:
-        ValueError: it is none of ours; in a sentence that names the part, and never the password.
+        ValueError: the URL is invalid. The message names the part, and never contains the password.
     """
     scheme, _, rest = url.partition("://")
     where, _, query = rest.partition("?")
@@ -90,13 +92,14 @@ def parse_address(url: str) -> RedisAddress:
 
 
 def with_password(url: str, password: str) -> str:
-    """Put a password into a URL that may name a user.
+    """Return the URL with a password; it may already have a user.
 
     Raises:
-        ValueError: it names a password of its own.
+        ValueError: it already has a password.
     """
     scheme, _, rest = url.partition("://")
-    # By hand: `urlunsplit` drops the empty host of `unix:///path`. What stands behind `/` may hold an @ as well.
+    # Without `urlunsplit`, which drops the empty host of `unix:///path`. The part after `/` may
+    # contain an @, too.
     login, at, _ = urlsplit(url).netloc.rpartition("@")
     behind = rest.removeprefix(login + at)
     if ":" in login:
@@ -124,28 +127,28 @@ def _number(given: str, what: str, most: int = 2**31) -> int:
 class BlockingSentinelPool(
     redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool
 ):
-    """Of asynchronous connections: callers queue for one, as in any blocking pool."""
+    """Pool of asynchronous connections. Callers queue for one, as in any blocking pool."""
 
     @override
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Close connections; with those in use, which is the end, those to the Sentinels as well."""
+        """Close connections. If those in use are included, close those to the Sentinels as well."""
         await super().disconnect(inuse_connections)
         if inuse_connections:
             await self.sentinel_manager.aclose()
 
 
 class BlockingSyncSentinelPool(redis.sentinel.SentinelConnectionPool, redis.BlockingConnectionPool):
-    """Of synchronous ones."""
+    """Pool of synchronous connections."""
 
 
 def sentinel_pool(address: RedisAddress, settings: Mapping[str, Any]) -> Any:
-    """Make a pool of asynchronous connections. Connects on first use."""
+    """Return a pool of asynchronous connections. It connects on first use."""
     once = AsyncRetry(NoBackoff(), 0)
     return _made(redis.asyncio.sentinel.Sentinel, BlockingSentinelPool, address, settings, once)
 
 
 def sync_sentinel_pool(address: RedisAddress, settings: Mapping[str, Any]) -> Any:
-    """Make a pool of synchronous connections. Connects on first use."""
+    """Return a pool of synchronous connections. It connects on first use."""
     once = Retry(NoBackoff(), 0)
     return _made(redis.sentinel.Sentinel, BlockingSyncSentinelPool, address, settings, once)
 
@@ -153,7 +156,7 @@ def sync_sentinel_pool(address: RedisAddress, settings: Mapping[str, Any]) -> An
 def _made(
     watchers: Any, pool: Any, address: RedisAddress, settings: Mapping[str, Any], once: Any
 ) -> Any:
-    # A Sentinel is asked once, and has no longer than Redis to take a connection: the next one is asked then.
+    # Each Sentinel gets one attempt with the connect timeout of Redis. Then the next one is tried.
     wait_s = settings["socket_connect_timeout"]
     waits = {"socket_timeout": wait_s, "socket_connect_timeout": wait_s, "retry": once}
     found = watchers(address.sentinels, sentinel_kwargs={**waits, **address.sentinel_options})

@@ -1,9 +1,8 @@
-"""A connection whose callers share their way to Redis: what is asked for while a batch is on its way
-goes with the next one.
+"""Connection that batches the commands of concurrent callers.
 
-While one batch is on its way the next one gathers. Under load a request then costs a share of a round
-trip, and of an fsync (with `appendfsync always` Redis syncs once for all that came in together); alone
-it costs what it would have anyway.
+While one batch is in flight, the next one gathers. Under load a request then costs a share of a
+round trip, and of an fsync: with `appendfsync always`, Redis syncs once for all commands that
+arrived together. A single request costs the same as without batching.
 """
 
 from __future__ import annotations
@@ -16,24 +15,28 @@ import redis.asyncio
 from redis.exceptions import RedisError
 from typing_extensions import override
 
-#: Commands in one batch, at most: Redis is held by one for a few milliseconds.
+#: Maximum number of commands in one batch, which blocks Redis for a few milliseconds.
 LIMITS = 256
 
-#: A command, and what redis-py is to know of its answer.
+#: A command, and the redis-py options for its answer.
 Command: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 _Asked: TypeAlias = "tuple[Command, asyncio.Future[Any]]"
 
 
 class BatchingRedis(redis.asyncio.Redis):
-    """For processes with many callers at once. Commands of different callers keep no order."""
+    """Connection for processes with many concurrent callers. Commands of different callers keep no
+    order.
+    """
 
     _asked: list[_Asked]
     _sending: asyncio.Task[None] | None = None
 
     @override
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command with the next batch and return its answer; raises what Redis says to it."""
-        # Here, so that what cannot be sent fails alone.
+        """Send a command with the next batch and return its answer; raises the error that Redis
+        returns.
+        """
+        # Encode here, so that a command that cannot be encoded fails alone.
         encode = self.get_encoder().encode  # type: ignore[no-untyped-call]  # redis-py gives it no types
         args = (args[0], *map(encode, args[1:]))
         answer = asyncio.get_running_loop().create_future()
@@ -64,7 +67,8 @@ class BatchingRedis(redis.asyncio.Redis):
             try:
                 answers: list[Any] = await pipeline.execute(raise_on_error=False)
             except RedisError as lost:
-                # One each: an exception keeps the stack of each caller that raised it.
+                # One exception for each caller, because an exception keeps the stack of each caller
+                # that raised it.
                 return [type(lost)(*lost.args) for _ in batch]
             return answers
 

@@ -1,7 +1,7 @@
-"""Which error replies of Redis pass: it takes no writes, or nothing at all, for now.
+"""Classification of transient Redis errors.
 
-A command has its reply's code as the type of its error. redis-py gives some codes no type, and for Redis 6.2
-every error within a script is an `ERR` with the code in its text.
+redis-py raises the error type of a reply's code. It has no type for some codes. In Redis 6.2 every
+error within a script is an `ERR` with the code in its text.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
 
 class RedisRefuses(ResponseError):
-    """Redis takes no writes, or nothing, until its operator or time has helped."""
+    """Redis refuses writes, or all commands, until its operator or time resolves the cause."""
 
 
-#: A script runs for too long; the disk fails; too few replicas; a master that is not there.
+#: Codes for a script that runs too long, a failing disk, too few replicas and a missing master.
 _UNNAMED = ("BUSY", "UNKILLABLE", "MISCONF", "NOREPLICAS")
-#: What an operator has to look at: worth a line in the log each time.
+#: Errors that require an operator: each one is logged.
 NEEDS_OPERATOR = (RedisRefuses, ReadOnlyError)
-#: What passes. LOADING is a lost connection to redis-py.
+#: Transient errors. redis-py treats LOADING as a lost connection.
 REFUSALS = (*NEEDS_OPERATOR, OutOfMemoryError)
 
 _TYPES: dict[str, type[ResponseError]] = {
@@ -32,11 +32,11 @@ _IN_SCRIPT = re.compile(rf" -({'|'.join(_TYPES)}) ")
 
 
 def name_refusals() -> None:
-    """Have redis-py raise RedisRefuses for the codes it has no type for. Twice is harmless."""
+    """Register RedisRefuses in redis-py for the codes without a type. Idempotent."""
     DefaultParser.EXCEPTION_CLASSES.update(dict.fromkeys(_UNNAMED, RedisRefuses))
 
 
 def named(refused: ResponseError) -> ResponseError:
-    """Give the error of a script the type of its reply's code, where that passes."""
+    """Return the error of a script as the exception type of its reply code, if it is transient."""
     code = _IN_SCRIPT.search(str(refused))
     return _TYPES[code[1]](str(refused)) if code else refused

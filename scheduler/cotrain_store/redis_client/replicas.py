@@ -1,8 +1,9 @@
-"""Connections that take a write for done once it is on the disk of replicas, too (`WAITAOF`, Redis 7.2, Valkey).
+"""Connections that wait for replicas to fsync each write (`WAITAOF`, Redis 7.2, Valkey).
 
-A Redis that answers has the write on its own disk, which dies with its host. These ask it, behind each write that
-anything is promised on, how many replicas have it on theirs. Where too few do, the write is not taken back: its caller
-hears that Redis refuses for now, as with a full disk, and repeats it, which changes nothing.
+A write that Redis has acknowledged is on its own disk only, and is lost with its host. After each
+write that a promise depends on, these connections wait for replicas to fsync it. If too few do, the
+write is not rolled back. Its caller gets a transient refusal, as with a full disk, and repeats the
+write, which is idempotent.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from typing_extensions import override
 from cotrain_store.redis_client.batching import BatchingRedis, Command
 from cotrain_store.redis_client.refusals import RedisRefuses
 
-#: How long Redis waits for its replicas, twice; less than the socket's timeout.
+#: Timeout of each of the two waits of Redis for its replicas; less than the socket's timeout.
 WAIT_MS = 4_000
-#: Commands behind which it waits. Not `SET`: heartbeats and the like, which the next one replaces.
+#: Commands followed by a wait. `SET` is not among them: it writes heartbeats and similar keys,
+#: which the next write replaces.
 AWAITED = frozenset({
     "EVALSHA", "EVAL", "HSET", "HDEL", "HINCRBY", "DEL", "INCRBY", "SADD", "SREM",
 })  # fmt: skip
 
 
 class ReplicatedRedis(redis.asyncio.Redis):
-    """Of the scheduler."""
+    """Connection of the scheduler."""
 
     replicas: int
 
     @override
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command and return its answer; raises RedisRefuses where a write is on too few disks."""
+        """Send a command and return its answer; raises RedisRefuses if a write is on too few
+        disks.
+        """
         if args[0] not in AWAITED:
             return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]  # as redis-py leaves it
         async with self.pipeline(transaction=False) as pipeline:
@@ -43,13 +47,15 @@ class ReplicatedRedis(redis.asyncio.Redis):
 
 
 class ReplicatedSyncRedis(redis.Redis):
-    """Of a worker."""
+    """Connection of a worker."""
 
     replicas: int
 
     @override
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command and return its answer; raises RedisRefuses where a write is on too few disks."""
+        """Send a command and return its answer; raises RedisRefuses if a write is on too few
+        disks.
+        """
         if args[0] not in AWAITED:
             return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]  # as redis-py leaves it
         pipelines: Any = self.pipeline(transaction=False)
@@ -61,7 +67,7 @@ class ReplicatedSyncRedis(redis.Redis):
 
 
 class _Writes(BatchingRedis):
-    """Batches of writes; each waits once, for all that is in it."""
+    """Batches of writes; each batch waits once for all its commands."""
 
     replicas: int
 
@@ -73,16 +79,18 @@ class _Writes(BatchingRedis):
 
 
 class ReplicatedBatchingRedis(BatchingRedis):
-    """Of a server. Writes have batches of their own: while they wait for a replica that is away, reads go on."""
+    """Connection of a server. Writes have their own batches: while they wait for a missing replica,
+    reads continue.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """As `redis.asyncio.Redis`."""
+        """Create a connection with the arguments of `redis.asyncio.Redis`."""
         super().__init__(*args, **options)
         self._writes = _Writes(connection_pool=self.connection_pool)
 
     @property
     def replicas(self) -> int:
-        """How many replicas have to have a write on their disks."""
+        """Number of replicas that must have each write on disk."""
         return self._writes.replicas
 
     @replicas.setter
@@ -91,7 +99,9 @@ class ReplicatedBatchingRedis(BatchingRedis):
 
     @override
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command with the next batch of its kind; raises what Redis says, or RedisRefuses."""
+        """Send a command with the next batch of its kind; raises the error of Redis, or
+        RedisRefuses.
+        """
         if args[0] in AWAITED:
             return await self._writes.execute_command(*args, **options)
         return await super().execute_command(*args, **options)
@@ -101,16 +111,19 @@ WAITING = (ReplicatedRedis, ReplicatedSyncRedis, ReplicatedBatchingRedis)
 
 
 def waits_for(replicas: int) -> tuple[tuple[str | int, ...], ...]:
-    """Ask to wait until the last write of this connection is on the master's disk and on those of replicas.
+    """Return the commands that wait until this connection's last write is on the disks of master
+    and replicas.
 
-    First until they have it: a replica that is asked for its disk together with the write has not flushed it yet,
-    and reports a second later.
+    The first command waits for receipt. Without it, a replica that gets the fsync request together
+    with the write has not flushed it yet, and reports a second later.
     """
     return ("WAIT", replicas, WAIT_MS), ("WAITAOF", 1, replicas, WAIT_MS)
 
 
 def acknowledged(answers: Sequence[Any], replicas: int) -> Any:
-    """Return the answer to a command, before those of the waits behind it; raises what `acknowledged_of` gives."""
+    """Return the answer to a command that the answers of its waits follow; raises the error of
+    `acknowledged_of`.
+    """
     answer, _, disks = answers
     answer = acknowledged_of(answer, disks, replicas)
     if isinstance(answer, Exception):
@@ -119,11 +132,11 @@ def acknowledged(answers: Sequence[Any], replicas: int) -> Any:
 
 
 def acknowledged_of(answer: Any, disks: Any, replicas: int) -> Any:
-    """Return an answer, its error, or the error of the wait behind it, whichever says why it counts for nothing."""
+    """Return an answer, or the error of the command or of its wait."""
     if isinstance(answer, Exception):
         return answer
     if isinstance(disks, Exception):
-        return type(disks)(*disks.args)  # one each: several callers may raise it
+        return type(disks)(*disks.args)  # one exception for each caller that may raise it
     own, others = disks
     if own < 1 or others < replicas:
         return RedisRefuses(

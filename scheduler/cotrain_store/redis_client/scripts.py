@@ -1,7 +1,9 @@
-"""Our Lua scripts as calls: the keys in order, one JSON object, and what a script stores unread.
+"""Loader of the Lua scripts as callables: keys in order, one JSON object, and values stored
+verbatim.
 
-A script reads the object's fields by name (`args`), so that one more renumbers nothing. Numbers in it are
-exact up to 2**53; what must stay as it is to the byte (bodies, results, steps) follows the object.
+A script reads the object's fields by name (`args`), so a new field renumbers nothing. Numbers in it
+are exact up to 2**53. Values that must stay byte-identical (bodies, results, steps) follow the
+object.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     Args: TypeAlias = DataclassInstance | Mapping[str, Any]
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-#: The parts in `scripts/lib` that a script or part calls, each of which has its own.
+#: Names of the parts in `scripts/lib` that a script or part requires; parts may require further
+#: parts.
 _NEEDS = re.compile(r"^-- needs: (.+)$", re.MULTILINE)
 
 
@@ -34,18 +37,18 @@ class AsyncScript(Protocol):
     """One script on an asynchronous connection."""
 
     async def __call__(self, keys: Sequence[str], args: Args, /, *stored: bytes | str) -> Any:
-        """Run it; `stored` follows the JSON object as it is."""
+        """Run the script; `stored` follows the JSON object unchanged."""
 
 
 class SyncScript(Protocol):
     """One script on a synchronous connection."""
 
     def __call__(self, keys: Sequence[str], args: Args, /, *stored: bytes | str) -> Any:
-        """Run it; `stored` follows the JSON object as it is."""
+        """Run the script; `stored` follows the JSON object unchanged."""
 
 
 def async_script(connection: Connection, name: str) -> AsyncScript:
-    """Load one of our scripts, after the parts it needs, for an asynchronous connection."""
+    """Return a script, preceded by the parts it needs, for an asynchronous connection."""
     script = connection.register_script(source(name))
 
     async def run(keys: Sequence[str], args: Args, *stored: bytes | str) -> Any:
@@ -58,7 +61,7 @@ def async_script(connection: Connection, name: str) -> AsyncScript:
 
 
 def sync_script(connection: SyncConnection, name: str) -> SyncScript:
-    """Load one of our scripts, after the parts it needs, for a synchronous connection."""
+    """Return a script, preceded by the parts it needs, for a synchronous connection."""
     script = connection.register_script(source(name))
 
     def run(keys: Sequence[str], args: Args, *stored: bytes | str) -> Any:
@@ -71,11 +74,12 @@ def sync_script(connection: SyncConnection, name: str) -> SyncScript:
 
 
 def encode_args(args: Args) -> bytes:
-    """Write what a script decodes. A dataclass leaves out its fields that are None: Lua reads nil there.
+    """Return the JSON of a script's arguments. Fields of a dataclass that are None are omitted: Lua
+    reads nil.
 
-    A mapping must hold no None: it would come as `cjson.null`, which Lua takes for true.
-
-    Half a surrogate pair, which a tenant's text may hold, is no Unicode: Redis could not read it.
+    A mapping must contain no None, which would become `cjson.null`, a true value in Lua. Half a
+    surrogate pair in a tenant's text is replaced: it is not valid Unicode, and Redis could not read
+    it.
     """
     text = json.dumps(args, default=_fields, separators=(",", ":"), ensure_ascii=False)
     return text.encode("utf-8", "replace")
@@ -83,7 +87,7 @@ def encode_args(args: Args) -> bytes:
 
 @cache
 def source(name: str) -> str:
-    """Read a script, after the parts it needs, each once."""
+    """Return the source of a script, preceded by each part it needs, once."""
     parts: dict[Path, str] = {}
     _collect(SCRIPTS / f"{name}.lua", parts)
     return "\n".join(parts.values())

@@ -1,12 +1,13 @@
-"""Results that were sent: they count as unread no more, and need not lie in Redis for a day once read.
+"""Log of sent results: they no longer count as unread, and expire sooner once their client has read
+them.
 
-A result that was sent is not one that was read: the answer may be lost, and a laptop may sleep for a
-night with its poll open. But a client that afterwards sends its run another request is awake, and it
-asks again within seconds for what it missed. Sample requests have no order to tell that from: there
-the session's heartbeat tells it.
+A sent result is not necessarily a read one: the answer may be lost, and a laptop may be suspended
+for a night with its poll open. But a client that afterwards sends its run another request is awake,
+and requests a missed result again within seconds. Sample requests have no such order; for them the
+heartbeat of the session shows that the client is awake.
 
-Only the key that opened a session shortens the lives of its results. Another member of the tenant may read
-them, and takes none away from the client that waits.
+Only the key that opened a session shortens the lifetime of its results. Another member of the
+tenant may read them without removing them from the waiting client.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.subscription import note_trouble
 from cotrain_store.tenants.session_owners import THIS_SERVER, is_owner, session_owners
 
-#: How long a client may take to ask again for an answer that was lost.
+#: Time in which a client may repeat its request for a lost answer.
 READ_AFTER_S = 600.0
-#: Struck off together this often: one write for all that was sent since.
+#: Interval of the writes that mark all results sent since as read.
 FLUSH_EVERY_S = 1.0
-#: Redis does nothing else while it strikes these off.
+#: Maximum number of results in one script call; it blocks Redis.
 _AT_ONCE = 1_000
 _FORGET_AFTER_S = result_keys.SMALL_RESULT_TTL_MS / 1000
 
@@ -46,11 +47,13 @@ class _Sent:
     run: RunId
     at: float
     last_seq: int | None = None
-    """The run's newest request soon after the result was sent; None until it was looked up."""
+    """Newest request of the run soon after the result was sent; None before the first look-up."""
 
 
 class DeliveryLog:
-    """What one API process has sent. Losing it costs memory, and its tenants quota until results expire."""
+    """Results sent by one API process. Its loss costs memory, and quota of the tenants until the
+    results expire.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
@@ -69,7 +72,7 @@ class DeliveryLog:
         now: float,
         key_id: str = THIS_SERVER,
     ) -> None:
-        """Remember that a result was sent to the client of an API key.
+        """Record that a result was sent to the client of an API key.
 
         `origin` is a run's pool, or a sample request's own name.
         """
@@ -80,7 +83,9 @@ class DeliveryLog:
             self._ops[request, key_id] = _Sent(origin, run_of(request), now)
 
     async def flush(self) -> None:
-        """Strike what was sent off the unread results. What Redis does not take now it gets later."""
+        """Remove the sent results from the unread ones. If Redis is unavailable, they stay for a
+        later call.
+        """
         while self._unflushed:
             some = self._unflushed[:_AT_ONCE]
             rows = [{"tenant": tenant, "request": request} for tenant, request in some]
@@ -92,7 +97,9 @@ class DeliveryLog:
             del self._unflushed[: len(some)]
 
     async def expire_read(self, now: float) -> None:
-        """Shorten the lives of results that were sent a while ago to clients that are awake since."""
+        """Shorten the lifetime of results sent more than READ_AFTER_S ago to clients that were
+        active since.
+        """
         await self._expire_ops(now)
         await self._expire_samples(now)
 
@@ -154,12 +161,12 @@ class DeliveryLog:
 
 
 async def max_unread(connection: Connection, most: int) -> dict[TenantId, int]:
-    """Measure the results of those tenants that have the most unread."""
+    """Return the bytes of unread results of the tenants that have the most."""
     names = await connection.zrange(result_keys.unread_tenants(), 0, most - 1, desc=True)
     return await unread_bytes(connection, [TenantId(name.decode()) for name in names])
 
 
 async def unread_bytes(connection: Connection, tenants: Sequence[TenantId]) -> dict[TenantId, int]:
-    """Measure the results of tenants that were never sent, as their quotas count them."""
+    """Return the bytes of results never sent of each tenant, as counted by the quota."""
     sizes = await async_script(connection, "unread_bytes")([], {"tenants": list(tenants)})
     return dict(zip(tenants, sizes, strict=True))

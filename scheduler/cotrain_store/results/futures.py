@@ -1,7 +1,7 @@
-"""Wait for results: one subscriber per process wakes every waiter in it.
+"""Waiting for results: one subscriber per process wakes every waiter in it.
 
-A message can be lost while the subscription is down, so a waiter registers first and looks second,
-every (re)subscription looks for all waiters, and a slow sweep does too.
+A message can be lost while the subscription is down. Therefore a waiter registers first and reads
+second, every (re)subscription checks all waiters, and so does a slow sweep.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from cotrain_store.tenants.records import Records
 from cotrain_store.tenants.session_owners import THIS_SERVER
 
 SWEEP_S = 5.0
-#: A gap younger than this is a client that is still sending.
+#: Below this age, a gap means that its client is still sending.
 GAP_NOTICE_S = 120.0
-#: Seqs have at most this many digits; longer ones name nothing.
+#: Maximum number of digits of a seq; longer ones are invalid.
 _SEQ_DIGITS = 19
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
@@ -55,7 +55,7 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 @dataclass(frozen=True)
 class Pending:
-    """The result is not there yet, and why if there is something to say."""
+    """A missing result, with the reason if there is one to show."""
 
     queue_state: QueueState = "active"
     reason: str | None = None
@@ -65,7 +65,7 @@ NO_WORKER = Pending("paused_capacity", "no worker serves this base model at the 
 
 
 class Futures:
-    """Resolve request ids to results for the tenants that own them."""
+    """Resolves request ids to results for the tenants that own them."""
 
     def __init__(self, connection: Connection, spool: Spool, gap_limit_s: float = 900.0) -> None:
         self._gap_limit_s = gap_limit_s
@@ -88,18 +88,18 @@ class Futures:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop listening; what still waits gets Pending."""
+        """Stop listening; requests still waiting get Pending."""
         self.release_all()
         await self._subscriber.__aexit__()
         await self._deliveries.flush()
 
     @property
     def waiters(self) -> int:
-        """How many requests are held open in this process."""
+        """Number of requests held open in this process."""
         return sum(len(waiting) for waiting in self._waiters.values())
 
     def release_all(self) -> None:
-        """Answer every waiter Pending, now and from now on: this process is draining."""
+        """Return Pending to every waiter, now and from now on: this process is draining."""
         self._released = True
         for waiting in self._waiters.values():
             for waiter in waiting:
@@ -113,10 +113,11 @@ class Futures:
         timeout_s: float,
         key_id: str | None = THIS_SERVER,
     ) -> Result | Pending:
-        """Hold until the result is there or `timeout_s` is over.
+        """Wait for the result, at most `timeout_s`.
 
-        The result counts as sent to the client of the API key `key_id`. With None the call changes nothing.
-        A Redis that does not answer, or a disk, is a pause for the client: it gives Pending, no error.
+        The result counts as sent to the client of the API key `key_id`. With None the call changes
+        nothing. An unavailable Redis or disk is a pause for the client: the call returns Pending
+        and raises no error.
 
         Raises:
             RequestNotFound: unknown, expired, or another tenant's.
@@ -126,13 +127,13 @@ class Futures:
             left_s = max(0.0, deadline - time.monotonic())
             try:
                 return await self._outcome(tenant, request, left_s, key_id)
-            except (*CONNECTION_LOST, OSError):  # the latter for a file that cannot be read now
+            except (*CONNECTION_LOST, OSError):  # OSError: a file that cannot be read now
                 if self._released or left_s == 0.0:
                     return Pending("paused_capacity", "the server's store is restarting")
                 await asyncio.sleep(min(RETRY_S, left_s))
 
     async def trace_of(self, tenant: TenantId, request: RequestId) -> str:
-        """Read the span that an op's record names; "" where it names none, or is not there any more."""
+        """Return the span in an op's record; "" if there is none, or the record is deleted."""
         try:
             pool = await self._pool_of_own(tenant, request)
             run, _, seq = request.rpartition(":")
@@ -150,7 +151,9 @@ class Futures:
         pool = await self._pool_of_own(tenant, request)
         value = await self._awaited(request, timeout_s)
         if value is None and self._released:
-            return Pending()  # thousands leave at once, and the next process looks anyway
+            return (
+                Pending()
+            )  # no look-up: thousands leave at once, and the next process checks anyway
         if value is None:
             return await self._pending(tenant, pool, request)
         self._note_sent(tenant, request, pool, key_id)
@@ -176,7 +179,7 @@ class Futures:
             return (
                 Pending() if self._released else await self._pending_sample(tenant, request, name)
             )
-        # Done between the two looks.
+        # The request may have finished between the two checks.
         value = value or await self._redis.get(result_keys.result(request))
         if value is None:
             raise SampleExpired
@@ -184,7 +187,9 @@ class Futures:
         return await self._whole(value, SampleExpired())
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
-        """Look at a sample request; raises SampleExpired for one that may be asked for again."""
+        """Return True if a sample request is done; raises SampleExpired for one that may be
+        requested again.
+        """
         owner, state = await self._redis.hmget(run_keys.sample(request), ["tenant", "state"])
         if owner is None:
             with contextlib.suppress(SamplerNotFound):
@@ -207,7 +212,8 @@ class Futures:
             value: bytes | None = await self._redis.get(result_keys.result(request))
             if value is not None or self._released:
                 return value
-            # What `asyncio.wait_for` would do, with a future and a frame less for each of thousands.
+            # Equivalent to `asyncio.wait_for`, with one future and one frame less for each of
+            # thousands.
             timer = asyncio.get_running_loop().call_later(timeout_s, _give_up, waiter)
             try:
                 return await waiter
@@ -223,7 +229,7 @@ class Futures:
     ) -> Pending:
         try:
             pool = (await self._records.sampler(tenant, name.sampler)).pool
-        except SamplerNotFound:  # its request goes on without it
+        except SamplerNotFound:  # its request continues without it
             return Pending()
         backlog = await self._backlogs.of(pool)
         pause = backlog.policy.pauses.notice(tenant)
@@ -237,7 +243,9 @@ class Futures:
     async def _waiting_before(
         self, tenant: TenantId, pool: PoolId, request: RequestId
     ) -> int | None:
-        """Count the sample requests of a tenant that wait before one of them; None where it does not wait."""
+        """Return the number of the tenant's sample requests waiting before this one; None if it is
+        not waiting.
+        """
         workers = await self._redis.smembers(fleet_keys.workers(pool))
         pipeline = self._redis.pipeline(transaction=False)
         for queue in (run_keys.ANY_WORKER, *(worker.decode() for worker in workers)):
@@ -245,7 +253,9 @@ class Futures:
         return next((found for found in await pipeline.execute() if found is not None), None)
 
     async def _pending(self, tenant: TenantId, pool: PoolId, request: RequestId) -> Pending:
-        """Tell a waiter why, and a client that polls for what never was or has expired, so."""
+        """Return the reason why a request waits; raises RequestNotFound if it never existed or has
+        expired.
+        """
         run = run_of(request)
         log, since, now_ms = await asyncio.gather(
             self._redis.hmget(run_keys.log(pool, run), ["next", "done", "last", "worker"]),
@@ -263,7 +273,7 @@ class Futures:
             return self._behind_gap(missing, (now_ms - since) / 1000)
         position = int(seq) - int(log[1])
         if position <= 0:
-            return Pending()  # done: its weights are on their way to a disk
+            return Pending()  # done: its weights are being written to disk
         backlog = await self._backlogs.of(pool)
         pause = backlog.policy.pauses.notice(tenant, run)
         if pause and int(seq) >= int(log[0]):  # not planned yet
@@ -274,7 +284,9 @@ class Futures:
         return Pending(reason=training_notice(backlog, tenant, position, worker))
 
     async def gap_notice(self, pool: PoolId, run: RunId) -> str | None:
-        """Say which seq a run waits for, and until when; None where none is missing."""
+        """Return a notice with the missing seq of a run and its deadline, or None if none is
+        missing.
+        """
         since, first, now_ms = await asyncio.gather(
             self._redis.zscore(run_keys.gaps(pool), run),
             self._redis.hget(run_keys.log(pool, run), "next"),
@@ -292,8 +304,11 @@ class Futures:
         return Pending(reason=not_yet_here(missing, left_s))
 
     async def _has_expired(self, request: RequestId) -> bool:
-        """Tell whether a committed op has no result any more; one whose weights are unstored has none yet."""
-        # In this order: what is unstored when we look first has its result when we look second.
+        """Return True if the result of a committed op has expired; a save with unstored weights has
+        none yet.
+        """
+        # The order matters: weights that are unstored at the first check may have their result at
+        # the second.
         if await self._redis.hexists(weights_keys.weights(WeightsRef(request)), "checkpoint"):
             return False
         return await self._redis.get(result_keys.result(request)) is None
@@ -308,7 +323,7 @@ class Futures:
             raise expired from missing
 
     async def _receive(self, message: bytes | None) -> None:
-        """Look for the requests that are named, or for all after a (re)subscription."""
+        """Resolve the requests in the message, or all after a (re)subscription."""
         named = list(self._waiters) if message is None else message.decode().split("\n")
         await self._resolve(named)
 

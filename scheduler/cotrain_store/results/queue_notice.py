@@ -1,4 +1,4 @@
-"""Say where a request stands that waits: its position in its run's queue, and how long that may take."""
+"""Notices for waiting requests: the position in the queue, and the expected time."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.tenants.policies import read_pauses, read_weights
 
-#: Polls end by the thousand at once, and numbers of a second ago are as good.
+#: Lifetime of a read backlog. Thousands of polls end at once, and numbers that are 1 s old suffice.
 KEPT_S = 1.0
 
 
 @dataclass(frozen=True)
 class Backlog:
-    """What tenants wait for in one pool, and how fast its living workers go together."""
+    """Pending work of the tenants in one pool, and the total speed of its live workers."""
 
     tokens: Mapping[TenantId, int]
-    """Of training requests that were accepted and are not done."""
+    """Tokens of training requests that were accepted and are not done."""
     samples: Mapping[TenantId, int]
-    """Sample requests, waiting or running."""
+    """Number of sample requests, waiting or running."""
     workers: int
     tokens_per_s: float
     policy: PlanPolicy = field(default_factory=PlanPolicy)
     sample_tokens: Mapping[TenantId, int] = field(default_factory=dict)
-    """What those may come to at most."""
+    """Maximum number of tokens of those sample requests."""
     sample_tokens_per_s: float = 0.0
     restoring: Mapping[WorkerId, str] = field(default_factory=dict)
     """Workers that restore runs, each with its progress in words."""
 
     def expected_s(self, tenant: TenantId) -> float:
-        """Return the seconds until all that a tenant has queued is trained.
+        """Return the seconds until all queued training of a tenant is done.
 
-        Tenants take turns by tokens, each in proportion to its weight, so that of each neighbour no more comes
-        before it than the tenant has queued itself, by their weights; of one that is paused, nothing.
+        Tenants take turns by tokens, in proportion to their weights. Each other tenant is therefore
+        served at most the tenant's own queued tokens first, scaled by the ratio of the weights.
+        Paused tenants are not served.
         """
         own = self.tokens.get(tenant, 0)
         before = sum(
@@ -51,9 +52,9 @@ class Backlog:
         return _seconds(before, self.tokens_per_s)
 
     def max_sampling_s(self, tenant: TenantId) -> float:
-        """Return the seconds until all that a tenant wants sampled is, if none of it stops early.
+        """Return the seconds until all sample requests of a tenant are done, if none stops early.
 
-        Decoders give tenants turns by tokens, whatever their weights.
+        Decoders give tenants turns by tokens, regardless of their weights.
         """
         own = self.sample_tokens.get(tenant, 0)
         before = sum(
@@ -83,7 +84,9 @@ def training_notice(
 
 
 def sample_notice(backlog: Backlog, tenant: TenantId, waiting_before: int | None) -> str:
-    """Say where a sample request stands: how many of its tenant's wait before it; None: a worker has it."""
+    """Return the notice of a sample request. `waiting_before` is None if a worker has claimed
+    it.
+    """
     where = "with a worker" if waiting_before is None else f"{waiting_before} before it wait"
     about = _about("at most about", backlog.max_sampling_s(tenant))
     is_any_free = len(backlog.restoring) < backlog.workers
@@ -114,7 +117,9 @@ def _others(work: Mapping[TenantId, int], tenant: TenantId) -> str:
 
 
 class Backlogs:
-    """Reads the backlog of each pool, at most once in KEPT_S; it costs what is active."""
+    """Reader of the backlog of each pool, at most once in KEPT_S. Its cost depends on the active
+    tenants only.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection

@@ -1,4 +1,4 @@
-"""Claim sample requests and resolve them: a worker's side of sampling.
+"""A worker's side of sampling: claim sample requests and resolve them.
 
 Plain synchronous and fenced by the worker's epoch, as execution is.
 """
@@ -37,24 +37,24 @@ class ClaimedSample:
     tenant: TenantId
     sampler: SamplerId
     weights: WeightsRef | None
-    """None: the base model alone."""
+    """None for the base model alone."""
     body: SampleBody | None
-    """None: it is gone or cannot be read."""
+    """None if it is missing or cannot be read."""
     accepted_at: float
     starts: int
-    """How many processes crashed while they had claimed it."""
+    """Number of processes that crashed after they claimed it."""
     deaths: int
-    """How many processes crashed during it alone (`risk`)."""
+    """Number of processes that crashed while they ran only this request (`risk`)."""
     tenant_weight: float = WEIGHT
-    """When it was claimed."""
+    """Weight of the tenant at the time of the claim."""
     trace: str = ""
-    """The span of its request, as a `traceparent`, where that is reported."""
+    """Span of its request, as a `traceparent`, if the request is traced."""
 
 
 class SampleClaims:
-    """One worker's access to the sample requests of its pool.
+    """Access of one worker to the sample requests of its pool.
 
-    What writes raises Fenced when another process took this worker's place.
+    Methods that write raise Fenced if another process took over this worker id.
     """
 
     def __init__(
@@ -79,11 +79,15 @@ class SampleClaims:
         self._resolve = sync_script(connection, "sample_resolve")
 
     def requeue(self) -> int:
-        """At enter: put what a crashed predecessor ran back at the front, in order; count it."""
+        """Return the requests of a crashed predecessor to the front, in order, and count a crash of
+        each; called at start.
+        """
         return self._put_back(crashes=1)
 
     def give_back(self) -> int:
-        """At leave: put what this process runs back at the front; no crash is counted."""
+        """Return the requests of this process to the front, without counting a crash; called at the
+        end.
+        """
         return self._put_back(crashes=0)
 
     def claim(
@@ -92,9 +96,11 @@ class SampleClaims:
         max_of_tenant: int | None = None,
         waiting: Mapping[TenantId, int] = MappingProxyType({}),
     ) -> list[ClaimedSample]:
-        """Take waiting requests, one per tenant in turn; of a tenant's, those first that only this
-        worker can run. No more of a tenant than `most_of_tenant`, with those of it that `waiting` counts.
-        After a lost connection, or an OSError, the next call gives the same again.
+        """Claim waiting requests, one per tenant in turn; within a tenant, first those that only
+        this worker can run.
+
+        A tenant gets at most `max_of_tenant` requests, including those that `waiting` counts for
+        it. After a lost connection, or an OSError, the next call returns the same requests again.
         """
         pool, me = self._pool, self._worker
         script_keys = [
@@ -111,11 +117,15 @@ class SampleClaims:
         if rows == b"FENCED":
             raise Fenced
         claimed = [self._claimed(row) for row in rows]
-        self._claim_token = secrets.token_hex(8)  # only now: what cannot be read comes again
+        self._claim_token = secrets.token_hex(
+            8
+        )  # only now, so that requests that could not be read are returned again
         return claimed
 
     def risk(self, request: RequestId) -> None:
-        """Count a crash during this claimed request in advance: the process may not live to do it after."""
+        """Count a crash during this claimed request in advance, because the process may not survive
+        it.
+        """
         self._redis.hincrby(run_keys.sample(request), "deaths", 1)
 
     def resolve(
@@ -124,10 +134,11 @@ class SampleClaims:
         counted: Mapping[str, float],
         usage: Mapping[RequestId, SampleUsage] | None = None,
     ) -> None:
-        """Make results visible, free what the requests held, tell their clients.
+        """Make results visible, release the resources of the requests, notify their clients.
 
-        The first result of each wins. `counted` is added to the pool's totals, unless none did: so
-        twice is harmless. `usage` is added to what their tenants used.
+        The first result of each request wins. The counts in `counted` are added to the pool's
+        totals unless no result was new. A repeated call therefore changes nothing. The amounts in
+        `usage` are added to the tenants' usage.
         """
         script_keys = [
             self._epoch_key, result_keys.spool_segment_refs(), result_keys.notify_results(),
@@ -163,7 +174,9 @@ class SampleClaims:
         return str(json.loads(row)["base_model"])
 
     def cancelled(self) -> list[RequestId]:
-        """List this worker's requests that their clients gave up; each is to be resolved, CANCELLED."""
+        """Return this worker's requests that their clients cancelled; resolve each with
+        CANCELLED.
+        """
         members = self._redis.smembers(run_keys.cancelled_samples(self._pool, self._worker))
         return sorted(RequestId(member.decode()) for member in members)
 

@@ -1,8 +1,9 @@
-"""Tell a client which of its sample requests have ended: one poll for all of them.
+"""Polls for completed sample requests: one poll covers all requests of a client.
 
-Each client (a sampler and the number of its copy) has a list of its own. A cursor names a position in
-it, from which one caller reads on; it removes nothing, since other callers may read the same list. An end
-goes when the session's own key acknowledges its result (`acknowledge`, `DeliveryLog`), or after a day.
+Each client (a sampler and the number of its copy) has its own list. A cursor is a position in the
+list after which one caller continues. Reading removes nothing, because other callers may read the
+same list. An entry is removed when the session's own key acknowledges its result (`acknowledge`,
+`DeliveryLog`), or after a day.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.subscription import ChannelSubscriber
 from cotrain_store.tenants.session_owners import THIS_SERVER, is_owner, session_owners
 
-#: How long a poll without a timeout is held.
+#: Duration of a poll without a timeout.
 HOLD_S = 30.0
-#: A wake-up can be lost; look by ourselves this often.
+#: Interval of the checks without a wake-up, which can be lost.
 SWEEP_S = 5.0
-#: What is more goes with the next poll's answer.
+#: Maximum number of entries in one answer; the next poll returns the rest.
 LIMITS = 1_000
-#: Results in one script: Redis serves no other client while it runs, half a millisecond.
+#: Results in one script call, which blocks Redis for half a millisecond.
 ACKNOWLEDGED_AT_ONCE = 100
-#: Scores of a sorted set are exact up to here.
+#: Largest exact score of a sorted set.
 _LARGEST = 2**53
 
 
@@ -42,11 +43,11 @@ class Completion:
     request: RequestId
     failed: bool
     size: int
-    """Bytes of its result; 0 where it is not known any more."""
+    """Bytes of its result; 0 if unknown."""
 
 
 class Completions:
-    """One API process's waiting room for polls of many requests at once."""
+    """Polls for many requests at once, in one API process."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
@@ -69,25 +70,25 @@ class Completions:
 
     @property
     def waiters(self) -> int:
-        """How many polls are held open in this process."""
+        """Number of polls held open in this process."""
         return sum(len(waiting) for waiting in self._waiters.values())
 
     def release_all(self) -> None:
-        """Answer every poll now, and from now on at once: this process is draining."""
+        """Answer every poll now, and later ones at once: this process is draining."""
         self._released = True
         self._wake(list(self._waiters))
 
     async def wait(
         self, sampler: SamplerRecord, clone: int, after: int, timeout_s: float | None
     ) -> tuple[list[Completion], int]:
-        """Hold until something ended after the cursor `after`, or `timeout_s` (HOLD_S) is over.
+        """Wait until a request ended after the cursor `after`, at most `timeout_s` (HOLD_S).
 
-        Returns what ended, oldest first, and the cursor behind it. A call changes nothing.
-        A Redis that does not answer is a pause, never an error.
+        Return the ended requests, oldest first, and the cursor after them. A call changes nothing.
+        An unavailable Redis is a pause, never an error.
         """
         deadline = time.monotonic() + (HOLD_S if timeout_s is None else timeout_s)
         while True:
-            with self._waiting(sampler.id, clone) as woken:  # first registered, then looked
+            with self._waiting(sampler.id, clone) as woken:  # register first, then read
                 with contextlib.suppress(*CONNECTION_LOST):
                     ended, cursor = await self._ended(sampler.id, clone, after)
                     if ended:
@@ -101,9 +102,9 @@ class Completions:
     async def acknowledge(
         self, sampler: SamplerRecord, requests: Iterable[str], key_id: str = THIS_SERVER
     ) -> None:
-        """Shorten the lives of results that the client of an API key holds.
+        """Shorten the lifetime of results that the client of an API key has received.
 
-        Ids of other samplers are left alone, and all of them where another key opened the session.
+        Ids of other samplers are ignored, and all ids if another key opened the session.
         """
         owners = await session_owners(self._redis, [sampler.session])
         if not is_owner(key_id, owners[sampler.session]):

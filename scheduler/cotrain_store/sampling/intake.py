@@ -1,7 +1,7 @@
-"""Accept and cancel sample requests: the API's side of sampling.
+"""The API's side of sampling: accept and cancel sample requests.
 
-They are no part of a run's log: they change nothing, so each may run anywhere, in any order, and
-again after a crash.
+Sample requests are not part of a run's log: they change nothing, so each may run anywhere, in any
+order, and again after a crash.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ from cotrain_store.tenants.policies import LimitsOf
 
 @dataclass(frozen=True)
 class SampleLimits:
-    """What one tenant may have waiting and running in one pool."""
+    """Limits of one tenant on waiting and running sample requests in one pool."""
 
     requests: int = 4_096
     bytes: int = 256_000_000
     unread_bytes: int = 2_000_000_000
-    """Of results that were never fetched, in all pools."""
+    """Bytes of results that were never fetched, in all pools."""
     tokens: int = 16_000_000
-    """Of prompts and of all they may become (`most_tokens`); one request alone is always taken."""
+    """Tokens of prompts and of their longest samples (`token_limit`); a single request is always
+    accepted.
+    """
 
 
 @dataclass(frozen=True)
 class SampleSubmission:
-    """The argument of `sample_submit.lua`."""
+    """Argument of `sample_submit.lua`."""
 
     request: RequestId
     tenant: TenantId
@@ -62,23 +64,25 @@ class SampleSubmission:
     size: int
     """Bytes of the body."""
     tokens: int
-    """That it may come to."""
+    """Maximum number of tokens of the request."""
     ref: str | None
-    """None where its body is not stored yet: then the script only says whether it would take it."""
+    """None if its body is not stored yet. The script then only checks whether it would accept the
+    request.
+    """
     segment: str | None
-    """Of the spool, where the body is there; else it follows."""
+    """Spool segment of the body; None if the body is an argument of the script."""
     accepted_at: str
-    """In s; text, since it is stored as it is."""
+    """Time in s, as text, because it is stored unchanged."""
     prefix: str
     idle_ms: int
     limits: SampleLimits
     trace: str | None
-    """The span of its request, as a `traceparent`, where that is reported."""
+    """Span of its request, as a `traceparent`, if the request is traced."""
     any_worker: str = run_keys.ANY_WORKER
 
 
 class SampleIntake:
-    """Accept sample requests, and cancel them."""
+    """Accepts and cancels sample requests."""
 
     def __init__(
         self,
@@ -95,22 +99,24 @@ class SampleIntake:
     async def submit(
         self, sampler: SamplerRecord, seq: int, body: SampleBody, longest: int = 0
     ) -> RequestId:
-        """Accept one sample request; durable when this returns. Twice with the same body is one.
+        """Accept one sample request; it is durable when this returns. A repeat with the same body
+        has no effect.
 
-        `longest` is what a prompt and its continuation have room for together, in tokens.
+        `longest` is the maximum length of a prompt and its continuation together, in tokens.
 
         Raises:
             SeqConflict: this seq was used with other content.
             SamplerNotFound: it has expired.
             SessionFinished: its session has ended.
-            SamplingBusy, SampleTokensQueued, UnreadQuotaReached, StoreFull, DiskReserveReached, StoreUnavailable:
-            nothing is wrong; later.
+            SamplingBusy, SampleTokensQueued, UnreadQuotaReached, StoreFull, DiskReserveReached,
+                StoreUnavailable:
+                the request is valid; retry later.
         """
         await self._capacity.check()
         request, content = sample_id(sampler.id, seq), encode_sample(body)
         tokens = token_limit(body, longest)
         answer = b"ROOM"
-        if len(content) > INLINE_LIMIT_BYTES:  # what is not taken is not worth an fsync
+        if len(content) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
             answer = await self._accept(sampler, request, seq, content, tokens, None)
         if answer == b"ROOM":
             with self._capacity.storing() as store:
@@ -128,13 +134,13 @@ class SampleIntake:
         return request
 
     async def cancel(self, tenant: TenantId, request: RequestId) -> None:
-        """Stop a sample request; one that is unknown, foreign or finished is left as it is.
+        """Cancel a sample request; an unknown, foreign or finished one is not changed.
 
-        A waiting one fails at once, a running one as soon as its worker knows. Twice is
-        harmless.
+        A waiting request fails at once, a running one when its worker reads the cancellation.
+        Idempotent.
 
         Raises:
-            StoreUnavailable: try again later.
+            StoreUnavailable: retry later.
         """
         if parse_sample(request) is None:
             return
@@ -187,14 +193,18 @@ class SampleIntake:
 
 
 def token_limit(body: SampleBody, longest: int) -> int:
-    """Count what a request may come to: its prompt, and each sample up to its end or that of the context."""
+    """Return the maximum tokens of a request: its prompt, and each sample up to its limit or the
+    context length.
+    """
     left = max(0, longest - len(body.prompt))
     each = left if body.max_tokens is None else min(left or body.max_tokens, body.max_tokens)
     return len(body.prompt) + body.num_samples * each
 
 
 def _clone(seq: int) -> str:
-    """Name which copy of a client polls for the end; none for the server's own."""
+    """Return the number of the client's copy that polls for the end; empty for the server's own
+    requests.
+    """
     return "" if seq >= OWN_SEQS else str(seq // CLONE_SIZE)
 
 

@@ -1,7 +1,7 @@
-"""Carry the tokens of a streaming sample request from its worker to the API, as they come.
+"""Live transfer of the tokens of a streaming sample request from its worker to the API.
 
-Nothing is stored: a follower that comes late, or reads too slowly, sees a hole in `before`, which the final result
-fills.
+Nothing is stored. A follower that subscribes late, or reads too slowly, has a gap in `before`,
+which the final result fills.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cotrain_store.messages.ids import RequestId
 from cotrain_store.redis_client.connection import Connection, SyncConnection
 from cotrain_store.redis_client.subscription import ChannelSubscriber
 
-#: Messages kept for a follower that is slow to read; what comes on top is left to the final result.
+#: Maximum number of messages kept for a slow follower; the final result contains the rest.
 MAX_UNREAD = 4_096
 
 
@@ -29,13 +29,13 @@ class StreamedTokens:
 
     sequence: int
     before: int
-    """How many tokens of this sequence came before these."""
+    """Number of earlier tokens of this sequence."""
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
 class TokenPublisher:
-    """The worker's end."""
+    """Publisher of tokens, in a worker."""
 
     def __init__(self, connection: SyncConnection) -> None:
         self._redis = connection
@@ -47,28 +47,28 @@ class TokenPublisher:
 
 
 class TokenFeed:
-    """The tokens of one request, for `async for`; ends when it is closed."""
+    """Tokens of one request, for `async for`; ends when it is closed."""
 
     def __init__(self) -> None:
         self._unread: asyncio.Queue[StreamedTokens | None] = asyncio.Queue()
 
     def put(self, event: StreamedTokens) -> None:
-        """Add what came."""
+        """Add new tokens."""
         if self._unread.qsize() < MAX_UNREAD:
             self._unread.put_nowait(event)
 
     def close(self) -> None:
-        """End the iteration after what has come so far; twice is harmless."""
+        """End the iteration after the tokens received so far. Idempotent."""
         self._unread.put_nowait(None)
 
     async def __aiter__(self) -> AsyncIterator[StreamedTokens]:
-        """Yield what comes, until closed."""
+        """Yield tokens until closed."""
         while (event := await self._unread.get()) is not None:
             yield event
 
 
 class TokenStream:
-    """The API's end: one subscription per process."""
+    """Receiver of tokens, in the API: one subscription per process."""
 
     def __init__(self, connection: Connection) -> None:
         self._feeds: defaultdict[str, set[TokenFeed]] = defaultdict(set)
@@ -90,8 +90,8 @@ class TokenStream:
     def follow(self, request: RequestId) -> Iterator[TokenFeed]:
         """Collect a request's tokens from now on; enter before it is submitted to miss none.
 
-        Nothing here says that the request ended: close the feed once its result is there
-        (`waiting.add_done_callback(lambda _: feed.close())`).
+        The stream does not report the end of the request: close the feed once its result is
+        available (`waiting.add_done_callback(lambda _: feed.close())`).
         """
         feed = TokenFeed()
         self._feeds[request].add(feed)
@@ -104,7 +104,7 @@ class TokenStream:
 
     async def _receive(self, message: bytes | None) -> None:
         if message is None:
-            return  # what was missed is a hole that the final result fills
+            return  # missed tokens are a gap that the final result fills
         request, events = json.loads(message)
         for feed in self._feeds.get(request, ()):
             for sequence, before, tokens, logprobs in events:

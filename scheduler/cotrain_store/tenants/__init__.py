@@ -1,1 +1,1 @@
-"""Who asks, and what belongs to whom: keys, records, lists, usage, audit."""
+"""Tenants and their records: API keys, run lists, usage, audit logs, webhooks."""

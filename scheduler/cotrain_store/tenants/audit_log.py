@@ -1,4 +1,6 @@
-"""What tenants changed, shared or took away, what the operator did, and by which key: the last 10,000 or so of each."""
+"""Audit logs: changes by each tenant and by the operator, each with its key; about the last 10,000
+are kept.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +19,31 @@ from cotrain_store.messages.runs import Tenant
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
-#: Redis cuts in whole nodes of its stream, so somewhat more are kept.
+#: Length of a stream. Redis trims whole nodes of a stream, so it keeps slightly more.
 EVENTS_KEPT = 10_000
 
-#: The key of what the operator does, who has one.
+#: Key id of the operator's acts; the operator has one key.
 OPERATOR = "operator"
 
 _DAY_MS = 24 * 3600 * 1000
 
 
 class AuditEvent(StrEnum):
-    """What is noted, named `<resource>_<action>` as the hosted services do."""
+    """Names of recorded events, `<resource>_<action>` like those of the hosted services."""
 
     CHECKPOINT_DELETE = "checkpoint_delete"
     CHECKPOINT_PUBLISH = "checkpoint_publish"
     CHECKPOINT_UNPUBLISH = "checkpoint_unpublish"
     CHECKPOINT_SET_TTL = "checkpoint_set_ttl"
     CHECKPOINT_COPY = "checkpoint_copy"
-    #: Download links were given out.
+    #: Download links were issued.
     CHECKPOINT_READ = "checkpoint_read"
     #: A foreign adapter became a checkpoint.
     CHECKPOINT_UPLOAD = "checkpoint_upload"
     PROJECT_ASSIGN = "project_assign"
     APIKEY_REVOKE = "apikey_revoke"
     APIKEY_CREATE = "apikey_create"
-    #: From here on by the operator alone.
+    #: Events from here on are the operator's only.
     TENANT_CREATE = "tenant_create"
     TENANT_LIMITS = "tenant_limits"
     TENANT_WEIGHT = "tenant_weight"
@@ -51,7 +53,7 @@ class AuditEvent(StrEnum):
     RUN_RESUME = "run_resume"
     RUN_CLOSE = "run_close"
     RUN_MOVE = "run_move"
-    #: A note or tags were written; by a tenant, as the next two.
+    #: Change of a note or tags; this event and the next two are a tenant's.
     RUN_LABEL = "run_label"
     WEBHOOK_SET = "webhook_set"
     WEBHOOK_REMOVE = "webhook_remove"
@@ -67,26 +69,27 @@ class AuditEntry:
     event: str
     details: dict[str, Any]
     tenant: str = ""
-    """Whom it was about; empty for what is about none."""
+    """Tenant that the event concerns; empty if there is none."""
     key_id: str = ""
-    """That it was done with; empty where an earlier version noted it."""
+    """Key that was used; empty for events recorded by an earlier version."""
     key_name: str = ""
     id: str = ""
-    """To ask for what came before."""
+    """Cursor for the request of earlier events."""
 
 
 @dataclass
 class Act:
-    """Something that is being done, and stands in the log already."""
+    """An act in progress, already recorded in the log."""
 
     is_done: bool = True
-    """To be made False where there was nothing to do."""
+    """Set to False by the caller if nothing changed."""
 
 
 class Audit:
-    """Write and read the audit logs: one of each tenant, and one of all acts.
+    """Writer and reader of the audit logs: one of each tenant, and one of all acts.
 
-    An act is noted before it is done: a process that dies in between leaves a line too many, never one too few.
+    An act is recorded before it is done: a crash in between leaves one line too many, never one too
+    few.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -96,7 +99,9 @@ class Audit:
     def act(
         self, tenant: Tenant, event: AuditEvent, details: Mapping[str, str | int | None]
     ) -> AbstractAsyncContextManager[Act]:
-        """Note what a tenant does within the block; `details` of a checkpoint hold its `tinker_path`."""
+        """Record a tenant's act within the block; `details` of a checkpoint contain its
+        `tinker_path`.
+        """
         return self._noted(tenant.id, event, details, tenant.key_id, tenant.name)
 
     def act_of_operator(
@@ -105,7 +110,7 @@ class Audit:
         event: AuditEvent,
         details: Mapping[str, str | float | None],
     ) -> AbstractAsyncContextManager[Act]:
-        """Note what the operator does within the block, with a tenant where it is about one."""
+        """Record the operator's act within the block, with the tenant that it concerns, if any."""
         return self._noted(tenant, event, details, OPERATOR, OPERATOR)
 
     @asynccontextmanager
@@ -117,13 +122,15 @@ class Audit:
         key_id: str,
         key_name: str,
     ) -> AsyncIterator[Act]:
-        """Write a line; what the store then refuses, or what changed nothing, loses it again."""
+        """Write a line; delete it again if the store refuses the act or nothing changed."""
         lines = await self._write(tenant, event, details, key_id, key_name)
         act = Act()
         try:
             yield act
         except StoreError as refused:
-            act.is_done = isinstance(refused, StoreUnavailable)  # which may have done it
+            act.is_done = isinstance(
+                refused, StoreUnavailable
+            )  # an unavailable store may have done the act
             raise
         finally:
             if not act.is_done:
@@ -138,7 +145,7 @@ class Audit:
         key_id: str,
         key_name: str,
     ) -> dict[str, bytes]:
-        """Write a line into each stream that has it; returns their ids."""
+        """Write a line into each of its streams; return their ids."""
         streams = [tenant_keys.audit_of_all(), *([tenant_keys.audit(tenant)] if tenant else [])]
         args = {
             "event": str(event), "details": json.dumps(dict(details)), "tenant": tenant or "",
@@ -149,13 +156,15 @@ class Audit:
     async def page(
         self, tenant: TenantId | None, before: str | None, limit: int
     ) -> list[AuditEntry]:
-        """Read events, newest first: of one tenant, or of all. `before`: the id of the last one known."""
+        """Return events, newest first, of one tenant or of all. `before` is the id of the last
+        event already read.
+        """
         name = tenant_keys.audit(tenant) if tenant else tenant_keys.audit_of_all()
         rows = await self._redis.xrevrange(name, f"({before}" if before else "+", "-", limit)
         return [_entry(entry, fields) for entry, fields in rows]
 
     async def entries(self, tenant: TenantId, day: date, resource: str = "") -> list[AuditEntry]:
-        """Read the events of one day (UTC), oldest first; of one resource where it is named."""
+        """Return the events of one day (UTC), oldest first, optionally of one resource."""
         start_ms = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()) * 1000
         first, last = max(0, start_ms), max(0, start_ms + _DAY_MS - 1)
         rows = await self._redis.xrange(tenant_keys.audit(tenant), first, last)
@@ -166,7 +175,7 @@ class Audit:
 
 
 def _entry(name: bytes, fields: Mapping[bytes, bytes]) -> AuditEntry:
-    """Read one entry of the stream; its name starts with the time in ms."""
+    """Return one entry of the stream; its name starts with the time in ms."""
     at = datetime.fromtimestamp(int(name.partition(b"-")[0]) / 1000, UTC)
     tenant, key_id, key_name = (
         fields.get(field, b"").decode() for field in (b"tenant", b"key_id", b"key_name")

@@ -1,9 +1,8 @@
-"""Lists of what a tenant has, newest first: runs, checkpoints, sessions.
+"""Lists of a tenant's runs, checkpoints and sessions, newest first, and the display names of
+tenants.
 
-A page is cut by position (`offset`). What is added while a client pages moves everything one on: a
-page then repeats the end of the one before, and nothing is left out. What is deleted moves it back.
-
-What people call tenants, in addition to the ids that records hold: for operators, in status and logs.
+A page is cut by position (`offset`). Items added while a client pages shift the others by one. A
+page then repeats the end of the previous one, and nothing is left out. Deletions shift items back.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Page(Generic[Item]):
-    """A part of a list, and how long the whole of it is."""
+    """Part of a list, and the length of the whole list."""
 
     items: tuple[Item, ...]
     total_count: int
@@ -36,16 +35,16 @@ class Page(Generic[Item]):
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run as lists show it; of another tenant's, only checkpoints that it published."""
+    """List entry of a run. For another tenant's run it has published checkpoints only."""
 
     run: RunRecord
     last_checkpoint: CheckpointRecord | None
-    """The newest of kind `weights`."""
+    """Newest checkpoint of kind `weights`."""
     last_sampler_checkpoint: CheckpointRecord | None
 
 
 class Catalog:
-    """List what a tenant has, and what others published."""
+    """Lists of a tenant's records, and of published records of others."""
 
     def __init__(self, connection: Connection, records: Records, checkpoints: Checkpoints) -> None:
         self._redis = connection
@@ -60,7 +59,7 @@ class Catalog:
         project: str | None = None,
         among: Container[str] | None = None,
     ) -> Page[RunEntry]:
-        """List a tenant's runs, or those in one project, or `among` these."""
+        """Return a page of a tenant's runs, optionally of one project, or `among` these."""
         await self._checkpoints.strike_expired(tenant)
         sessions = None if project is None else await self._sessions_in(tenant, project)
 
@@ -74,7 +73,7 @@ class Catalog:
         return Page(tuple(await self._own_entries(runs)), page.total_count)
 
     async def accessible_runs(self, tenant: TenantId, offset: int, limit: int) -> Page[RunEntry]:
-        """List a tenant's runs, and others' from which something is published."""
+        """Return a page of a tenant's runs, and of others' runs with a published checkpoint."""
         await self._checkpoints.strike_expired(tenant)
         own = await self._redis.zrange(tenant_keys.training_runs(tenant), 0, -1, withscores=True)
         published = await self._published()
@@ -89,7 +88,7 @@ class Catalog:
         return Page(tuple(entry_by_run[run] for run in shown), len(newest_first))
 
     async def run(self, tenant: TenantId, name: str, *, accessible: bool) -> RunEntry:
-        """Find one run; raises RunNotFound."""
+        """Return one run; raises RunNotFound."""
         await self._checkpoints.strike_expired(tenant)
         try:
             run = await self._records.run(tenant, name)
@@ -101,7 +100,7 @@ class Catalog:
         return (await self._own_entries([run]))[0]
 
     async def checkpoints_of(self, tenant: TenantId, run: str) -> Sequence[CheckpointRecord]:
-        """List the checkpoints of one run; of another tenant's, the published ones.
+        """Return the checkpoints of one run; for another tenant's run, the published ones.
 
         Raises:
             RunNotFound: unknown, or another tenant's without a published checkpoint.
@@ -124,18 +123,18 @@ class Catalog:
         limit: int,
         keep: Callable[[str], bool] | None = None,
     ) -> Page[CheckpointRecord]:
-        """List a tenant's checkpoints, or those whose `<run>/<kind>/<name>` is to be kept."""
+        """Return a page of a tenant's checkpoints, filtered by `keep` on `<run>/<kind>/<name>`."""
         await self._checkpoints.strike_expired(tenant)
         page = await self._page(weights_keys.tenant_checkpoints(tenant), offset, limit, keep)
         return Page(tuple(await self._checkpoint_records(page.items)), page.total_count)
 
     async def sessions(self, tenant: TenantId, offset: int, limit: int) -> tuple[SessionId, ...]:
-        """List sessions."""
+        """Return a page of sessions."""
         page = await self._page(tenant_keys.tenant_sessions(tenant), offset, limit)
         return tuple(SessionId(name) for name in page.items)
 
     async def session_runs(self, session: SessionId) -> list[RunId]:
-        """List the runs of a session that was found through its tenant, in the order of their making."""
+        """Return the runs of a session, in order of creation. The caller has checked the tenant."""
         members = await self._redis.smembers(tenant_keys.session_runs(session))
         return sorted(
             (RunId(member.decode()) for member in members), key=lambda run: (len(run), run)
@@ -144,7 +143,7 @@ class Catalog:
     async def session_records(
         self, sessions: Iterable[SessionId]
     ) -> dict[SessionId, SessionRecord]:
-        """Read sessions that a tenant's own records name."""
+        """Return the records of sessions that a tenant's own records name."""
         names = list(sessions)
         pipeline = self._redis.pipeline(transaction=False)
         for name in names:
@@ -155,7 +154,7 @@ class Catalog:
     async def _page(
         self, key: str, offset: int, limit: int, keep: Callable[[str], bool] | None = None
     ) -> Page[str]:
-        """Cut a page out of a sorted set, or out of those of its members that are to be kept."""
+        """Return a page of a sorted set, or of its members that pass `keep`."""
         if keep is None:
             pipeline = self._redis.pipeline()
             pipeline.zrange(key, offset, offset + limit - 1, desc=True)
@@ -167,7 +166,7 @@ class Catalog:
         return Page(tuple(kept[offset : offset + limit]), len(kept))
 
     async def _own_entries(self, runs: Sequence[RunRecord]) -> list[RunEntry]:
-        """Find the newest checkpoints of runs."""
+        """Return the entries of runs, with their newest checkpoints."""
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
             pipeline.zrange(weights_keys.run_checkpoints(run.id), 0, -1, desc=True)
@@ -185,13 +184,13 @@ class Catalog:
         return [run_record(row) for row in await pipeline.execute()]
 
     async def _checkpoint_records(self, members: Iterable[str]) -> list[CheckpointRecord]:
-        """Read checkpoints; one that was deleted since it was listed is left out."""
+        """Return checkpoints, without those deleted since they were listed."""
         names = [weights_keys.checkpoint(*_parts(member)) for member in members]
         rows = await self._redis.mget(names) if names else []
         return [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
 
     async def _published(self) -> dict[RunId, list[CheckpointRecord]]:
-        """Read all published checkpoints there are, the newest first."""
+        """Return all published checkpoints by run, newest first."""
         members = await self._redis.smembers(weights_keys.published())
         records = await self._checkpoint_records(member.decode() for member in members)
         by_run: dict[RunId, list[CheckpointRecord]] = {}
@@ -225,27 +224,29 @@ def _parts(member: str) -> tuple[RunId, str, str]:
 
 
 async def name_tenant(connection: Connection, tenant: TenantId, name: str) -> None:
-    """Name a tenant after its first key; a second name changes nothing."""
+    """Set a tenant's display name from its first key; later names are ignored."""
     await connection.hsetnx(tenant_keys.tenant_names(), tenant, name)
 
 
 async def tenant_names(
     connection: Connection, tenants: Collection[TenantId]
 ) -> dict[TenantId, str]:
-    """Look up names; a tenant that never had a key is left out."""
+    """Return display names, without tenants that never had a key."""
     ids = sorted(tenants)
     return _named(ids, await connection.hmget(tenant_keys.tenant_names(), ids)) if ids else {}
 
 
 class TenantNames:
-    """Names for a process that writes a line per cycle: each is asked for once."""
+    """Display names for a process that writes a line per cycle; known names are cached."""
 
     def __init__(self, connection: SyncConnection) -> None:
         self._redis = connection
         self._known: dict[TenantId, str] = {}
 
     def of(self, tenants: Collection[TenantId]) -> dict[TenantId, str]:
-        """Look up names; of those unknown now (or while Redis is away) there is none."""
+        """Return display names, without unknown ones and those unread while Redis is
+        unavailable.
+        """
         unknown = sorted(set(tenants) - self._known.keys())
         if unknown:
             try:

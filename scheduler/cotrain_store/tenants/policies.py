@@ -1,6 +1,6 @@
-"""What the operator granted single tenants: limits other than the default, and a weight in fair queueing.
+"""Limits, fair-queueing weights and pauses that the operator set for tenants and runs.
 
-Hold tenants and runs back, and let them go on; the scheduler, workers and polls read what is written here.
+The scheduler, workers and polls read these records.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from cotrain_store.redis_client.scripts import async_script
 
 _Limits = TypeVar("_Limits")
 LimitsOf: TypeAlias = Callable[[TenantId], Awaitable[_Limits]]
-"""Says what a tenant may have now."""
+"""Function that returns the current limits of a tenant."""
 
 
 class Policies:
-    """Read and write them; who sets one has checked it."""
+    """Reads and writes limits and weights. The caller of a setter has checked the values."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
         self._tenant_limits = async_script(connection, "tenant_limits")
 
     async def limits(self, tenant: TenantId) -> dict[str, int]:
-        """Read a tenant's own limits by the names of quotas."""
+        """Return a tenant's own limits by the names of quotas."""
         row = await self._redis.hgetall(tenant_keys.limits(tenant))
         return {name.decode(): int(number) for name, number in row.items()}
 
     async def set_limits(self, tenant: TenantId, given: Mapping[str, int | None]) -> None:
-        """Set what is given, at once; None takes a limit back to its default."""
+        """Set the given limits atomically; None restores the default."""
         numbers = {quota: str(number) for quota, number in given.items() if number is not None}
         back = sorted(given.keys() - numbers.keys())
         await self._tenant_limits([tenant_keys.limits(tenant)], {"numbers": numbers, "back": back})
 
     async def weight(self, tenant: TenantId) -> float:
-        """Read a tenant's weight."""
+        """Return a tenant's weight."""
         return float(await self._redis.hget(tenant_keys.weights(), tenant) or WEIGHT)
 
     async def set_weight(self, tenant: TenantId, weight: float) -> None:
-        """Set a tenant's weight, the default one by forgetting it."""
+        """Set a tenant's weight. The default weight deletes the record."""
         if weight == WEIGHT:
             await self._redis.hdel(tenant_keys.weights(), tenant)
         else:
@@ -54,41 +54,43 @@ class Policies:
 
 
 async def read_weights(connection: Connection) -> dict[TenantId, float]:
-    """Read the weights of all tenants that have another one than the default."""
+    """Return the weights of all tenants whose weight differs from the default."""
     rows = await connection.hgetall(tenant_keys.weights())
     return {TenantId(tenant.decode()): float(weight) for tenant, weight in rows.items()}
 
 
 class PauseRecords:
-    """Write pauses. Each survives every restart, and twice is harmless."""
+    """Writes pauses. Each survives every restart, and writing it is idempotent."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
         self._pause_run = async_script(connection, "run_pause")
 
     async def pause_tenant(self, tenant: TenantId, reason: str = "") -> None:
-        """Take no op and no sample request of a tenant from now on; what is planned or claimed ends as usual."""
+        """Exclude a tenant's ops and sample requests from now on; planned or claimed ones finish as
+        usual.
+        """
         pause = encode(Pause(time.time(), reason))
         await self._redis.hset(tenant_keys.paused_tenants(), tenant, pause)
 
     async def resume_tenant(self, tenant: TenantId) -> bool:
-        """Let a tenant go on; False where it was not paused."""
+        """Resume a tenant. Return False if it was not paused."""
         return bool(await self._redis.hdel(tenant_keys.paused_tenants(), tenant))
 
     async def pause_run(self, run: RunRecord, reason: str = "") -> None:
-        """Take no op of a run from now on; raises RunClosed for one that has ended."""
+        """Exclude the ops of a run from now on; raises RunClosed if it has ended."""
         script_keys = [run_keys.log(run.pool, run.id), tenant_keys.paused_runs()]
         pause = encode(Pause(time.time(), reason, run.tenant))
         if await self._pause_run(script_keys, {"run": run.id, "pause": pause}) == b"CLOSED":
             raise RunClosed
 
     async def resume_run(self, run: RunRecord) -> bool:
-        """Let a run go on; False where it was not paused."""
+        """Resume a run. Return False if it was not paused."""
         return bool(await self._redis.hdel(tenant_keys.paused_runs(), run.id))
 
 
 async def read_pauses(connection: Connection) -> Pauses:
-    """Read who is held back."""
+    """Return the paused tenants and runs."""
     tenants = await connection.hgetall(tenant_keys.paused_tenants())
     runs = await connection.hgetall(tenant_keys.paused_runs())
     return Pauses(

@@ -1,4 +1,6 @@
-"""What runs hold at rest: known before they are made, counted until no file of them is left."""
+"""Bytes that runs hold in storage: known before a run is made, counted until its last file is
+deleted.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +12,45 @@ from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import LoraSpec, PoolRecord
 from cotrain_store.redis_client.connection import Connection
 
-#: Weights, gradient and both moments of Adam, each value of them 4 bytes.
+#: Bytes for each trained value: weight, gradient and both moments of Adam, 4 bytes each.
 BYTES_PER_VALUE = 4 * 4
-#: On disk, the newest recovery copy and the one before it, …
+#: Recovery copies on disk: the newest one and its predecessor.
 RECOVERY_COPIES = 2
-#: … and in the memory of a worker the run itself, on the device or off it.
+#: Copies counted for a run: the recovery copies, and the run in a worker's memory, on or off the
+#: device.
 STATES_KEPT = RECOVERY_COPIES + 1
-#: Without a quota of its own a tenant may hold this much…
+#: Minimum of the default quota of a tenant, in bytes.
 LEAST_QUOTA = 200_000_000_000
-#: … or, where that is more, so many runs of the largest rank on the largest base model served.
+#: Number of runs that the default quota allows at the largest rank on the largest base model
+#: served.
 LARGEST_RUNS = 8
 
 
 @dataclass(frozen=True)
 class RunWeight:
-    """What a run will hold, and what there is for it; all in bytes."""
+    """Size of a run and its limits; all in bytes."""
 
     bytes: int
-    """Of all that it counts for."""
+    """All bytes counted for the run."""
     disk_bytes: int
-    """Of its recovery copies."""
+    """Bytes of its recovery copies."""
     quota: int
-    """What all runs of its tenant may hold."""
+    """Limit of all runs of its tenant."""
     free_bytes: int
-    """Of the disk, above the reserve."""
+    """Free bytes of the disk, above the reserve."""
 
 
 def state_bytes(lora: LoraSpec, pool: PoolRecord) -> int:
-    """Count the bytes of a run's state; a recovery copy has a header and alignment gaps besides (< 1 %)."""
+    """Return the bytes of a run's state. A recovery copy also has a header and alignment gaps (< 1
+    %).
+    """
     trains = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     width = sum(width for family, width in pool.lora_widths.items() if trains[family])
     return BYTES_PER_VALUE * lora.rank * width
 
 
 def default_quota(pools: Iterable[PoolRecord]) -> int:
-    """Count what one tenant's runs may hold where no quota says so."""
+    """Return the bytes that one tenant's runs may hold without a quota of its own."""
     largest = max(
         (BYTES_PER_VALUE * pool.max_rank * sum(pool.lora_widths.values()) for pool in pools),
         default=0,
@@ -55,7 +61,7 @@ def default_quota(pools: Iterable[PoolRecord]) -> int:
 def weigh_run(
     lora: LoraSpec, pool: PoolRecord, pools: Iterable[PoolRecord], quota: int, free_bytes: int
 ) -> RunWeight | None:
-    """Weigh a run that is to be made; None where its pool does not say how large it will be.
+    """Return the weight of a run before it is made; None if its pool does not report the sizes.
 
     `quota` 0 is the default one; `free_bytes` are those of the disk above its reserve.
     """
@@ -71,11 +77,11 @@ def weigh_run(
 
 
 async def run_bytes(connection: Connection, tenant: TenantId) -> int:
-    """Read what a tenant's runs hold."""
+    """Return the bytes that a tenant's runs hold."""
     return int(await connection.zscore(tenant_keys.run_bytes(), tenant) or 0)
 
 
 async def largest_run_bytes(connection: Connection, most: int) -> dict[TenantId, int]:
-    """Read what the runs of tenants hold, of those that hold the most."""
+    """Return the bytes held by runs, for the tenants with the most."""
     rows = await connection.zrange(tenant_keys.run_bytes(), 0, most - 1, desc=True, withscores=True)
     return {TenantId(name.decode()): int(weight) for name, weight in rows}

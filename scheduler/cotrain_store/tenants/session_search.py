@@ -1,4 +1,4 @@
-"""What a search of sessions looks at: how each is doing, and what its checkpoints hold."""
+"""Search of sessions: the state of each session, and the size of its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from cotrain_store.messages.runs import RunState, SessionRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.weights.checkpoints import Checkpoints
 
-#: A score is created_at in s; clients get it in µs.
+#: Factor from a score, which is created_at in s, to the µs of clients.
 _MICROSECONDS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """A cursor between two sessions in a tenant's list: behind this one, towards the older ones."""
+    """Position in a tenant's list of sessions, after this session in the order from newest to
+    oldest.
+    """
 
     created_at_us: int
     session: str
@@ -25,20 +27,20 @@ class Cursor:
 
 @dataclass(frozen=True)
 class SessionEntry:
-    """One session and how it is doing."""
+    """One session and its state."""
 
     cursor: Cursor
     record: SessionRecord
     is_alive: bool
-    """Its client gave a heartbeat within SESSION_HEARTBEAT_TTL_MS."""
+    """True if its client sent a heartbeat within SESSION_HEARTBEAT_TTL_MS."""
     failed_run: RunId | None
-    """A run of it that the server stopped."""
+    """Run of the session that the server stopped."""
     runs: tuple[RunId, ...] = ()
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What checkpoints hold."""
+    """Number and bytes of checkpoints."""
 
     count: int = 0
     size_bytes: int = 0
@@ -48,7 +50,7 @@ class Stored:
 
 
 class SessionSearch:
-    """Walk through a tenant's sessions, newest first."""
+    """Iteration over a tenant's sessions, newest first."""
 
     def __init__(self, connection: Connection, checkpoints: Checkpoints) -> None:
         self._redis = connection
@@ -57,9 +59,10 @@ class SessionSearch:
     async def behind(
         self, tenant: TenantId, cursor: Cursor | None, count: int
     ) -> list[SessionEntry]:
-        """Read up to `count` sessions behind a cursor, from the newest one without it.
+        """Return up to `count` sessions after a cursor, or from the newest one without a cursor.
 
-        What is added later stands before every cursor: a walk sees each older session once.
+        Sessions added later come before every cursor, so an iteration returns each older session
+        once.
         """
         cursors = await self._cursors(tenant, cursor, count)
         pipeline = self._redis.pipeline(transaction=False)
@@ -85,7 +88,7 @@ class SessionSearch:
         ]
 
     async def stored(self, tenant: TenantId) -> dict[SessionId, Stored]:
-        """Sum up what the checkpoints of each session hold."""
+        """Return the number and bytes of the checkpoints of each session."""
         await self._checkpoints.strike_expired(tenant)
         sizes = await self._redis.hgetall(weights_keys.checkpoint_sizes(tenant))
         by_session: dict[SessionId, Stored] = {}
@@ -95,7 +98,7 @@ class SessionSearch:
         return by_session
 
     async def _cursors(self, tenant: TenantId, cursor: Cursor | None, count: int) -> list[Cursor]:
-        """Read cursors; those of the same µs as `cursor` are read again, and left out if not behind it."""
+        """Return cursors after `cursor`. Those of the same µs are read again and filtered."""
         name = tenant_keys.tenant_sessions(tenant)
         if cursor is None:
             rows = await self._redis.zrange(name, 0, count - 1, desc=True, withscores=True)
@@ -117,7 +120,7 @@ class SessionSearch:
         return [at for at in cursors if (at.created_at_us, at.session) < behind][:count]
 
     async def _first_failed(self, runs: list[RunId]) -> dict[SessionId, RunId]:
-        """Of each session, find the first run that the server stopped."""
+        """Return the first run of each session that the server stopped."""
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
             pipeline.hget(run_keys.run(run), "state")

@@ -1,4 +1,4 @@
-"""What a tenant used, by the hour: reads only, the commits of workers do the counting."""
+"""Hourly usage of tenants. This module only reads: the commits of workers write the counts."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ HOUR = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class UsageRow:
-    """How much of one kind one run or sampler used in one hour."""
+    """Amount of one kind that one run or sampler used in one hour."""
 
     hour: datetime
-    """Its start."""
+    """Start of the hour."""
     what: What
     base_model: str
     session: str
     source: str
-    """The run or the sampler."""
+    """Run or sampler."""
     amount: float
 
 
 class Usage:
-    """Read what tenants used."""
+    """Reader of the usage of tenants."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
 
     async def rows(self, tenant: TenantId, start: datetime, end: datetime) -> list[UsageRow]:
-        """Read what was used in the hours from `start` until before `end`, both whole hours."""
+        """Return the usage of the hours from `start` until before `end`, both whole hours."""
         hours = [start + HOUR * number for number in range((end - start) // HOUR)]
         pipeline = self._redis.pipeline(transaction=False)
         for hour in hours:
@@ -53,5 +53,7 @@ class Usage:
 
 def _row(hour: datetime, field: bytes, amount: bytes) -> UsageRow:
     what, _, rest = field.decode().partition("|")
-    base_model, session, source = rest.rsplit("|", 2)  # only the base model's name may hold a bar
+    base_model, session, source = rest.rsplit(
+        "|", 2
+    )  # only the base model's name may contain a bar
     return UsageRow(hour, cast("What", what), base_model, session, source, float(amount))

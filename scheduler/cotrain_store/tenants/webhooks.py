@@ -1,8 +1,8 @@
 """Webhooks: the address of each tenant, and its events until they are delivered.
 
-An event is written by the script that makes it true (`scripts/lib/webhook_event.lua`), so no crash loses
-one. One process delivers at a time, and what it notes is fenced by its epoch; an attempt whose end was
-never noted is made again: at least once.
+The script that causes an event also writes it (`scripts/lib/webhook_event.lua`), so no crash loses
+one. One process delivers at a time, and its epoch fences its writes. An attempt without a recorded
+outcome is repeated: delivery is at least once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SECRET_PREFIX = "whsec_"  # noqa: S105  # how the secret begins, and none
 
 
 class Webhooks:
-    """The webhooks of tenants, for one process."""
+    """Webhooks of tenants, for one process."""
 
     def __init__(self, connection: Connection, process: str) -> None:
-        """`process` names it as no other one that lives."""
+        """Create the access of a process; `process` is a unique id of this process."""
         self._redis = connection
         self._process = process
         self._epoch = ""
@@ -39,16 +39,20 @@ class Webhooks:
     # ---- Of a tenant -----------------------------------------------------------------------------
 
     async def set(self, tenant: TenantId, url: str) -> str:
-        """Send the tenant's events there from now on; returns the new secret, which nothing shows again."""
+        """Set the address of the tenant's events; return the new secret, which is not shown
+        again.
+        """
         secret = SECRET_PREFIX + b64encode(secrets.token_bytes(32)).decode()
         row = {"url": url, "secret": secret, "created_at": repr(time.time())}
         name = tenant_keys.webhook(tenant)
         await self._redis.hset(name, mapping=row)
-        await self._redis.hsetnx(name, "id", secrets.token_hex(8))  # last: with it there are events
+        await self._redis.hsetnx(
+            name, "id", secrets.token_hex(8)
+        )  # last, because events are recorded once it exists
         return secret
 
     async def find(self, tenant: TenantId) -> WebhookRecord:
-        """Read a tenant's webhook, but for its secret; raises WebhookNotFound."""
+        """Return a tenant's webhook, without its secret; raises WebhookNotFound."""
         row = await self._redis.hgetall(tenant_keys.webhook(tenant))
         if not row:
             raise WebhookNotFound
@@ -68,13 +72,13 @@ class Webhooks:
         )
 
     async def remove(self, tenant: TenantId) -> None:
-        """Forget a tenant's webhook and its events; raises WebhookNotFound."""
+        """Delete a tenant's webhook and its events; raises WebhookNotFound."""
         script_keys = [*_keys_of(tenant), tenant_keys.due_tenants()]
         if not await self._remove(script_keys, {"tenant": tenant}):
             raise WebhookNotFound
 
     async def test(self, tenant: TenantId) -> str:
-        """Send an event that says nothing; returns its id. Raises WebhookNotFound, or WebhookFull."""
+        """Send a test event; return its id. Raises WebhookNotFound, or WebhookFull."""
         args = {"tenant": tenant, "kind": "test", "data": {"sent_by": "cotrain"}}
         event: bytes = await self._note([], args)
         if event == b"NONE":
@@ -86,25 +90,29 @@ class Webhooks:
     # ---- Of the process that delivers ------------------------------------------------------------
 
     async def lead(self) -> bool:
-        """Become, or stay, the one process that delivers."""
+        """Acquire or renew the lease of the sender. Return True if this process holds it."""
         args = {"name": self._process, "epoch": self._epoch, "ttl_ms": tenant_keys.LEASE_MS}
         answer = await self._lease([tenant_keys.lease(), tenant_keys.epoch()], args)
         self._epoch = answer.decode()
         return bool(self._epoch)
 
     async def due(self, most: int) -> list[DueEvent]:
-        """Read the next due event of each of so many tenants, those due longest first; raises Fenced."""
+        """Return the next due event of each of at most `most` tenants, longest due first; raises
+        Fenced.
+        """
         return await self._read({"epoch": self._epoch, "most": most})
 
     async def due_of(self, tenant: TenantId) -> DueEvent | None:
-        """Read a tenant's next due event; raises Fenced."""
+        """Return a tenant's next due event; raises Fenced."""
         found = await self._read({"epoch": self._epoch, "tenant": tenant})
         return found[0] if found else None
 
     async def tried(
         self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0
     ) -> None:
-        """Note what became of an attempt; `retry_in_s` counts where it is `RETRIED`. Raises Fenced."""
+        """Record the outcome of an attempt; `retry_in_s` applies to `RETRIED` only. Raises
+        Fenced.
+        """
         args: dict[str, Any] = {
             "epoch": self._epoch, "tenant": event.tenant, "event": event.id, "outcome": outcome, "answer": answer,
         }  # fmt: skip
