@@ -91,9 +91,9 @@ class Engine:
         `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU).
         Idle adapters are offloaded to host memory, with `host_bytes` as the limit of
         `over_budget`. "auto" for `micro_batch_tokens` measures the size on CUDA; the size is part
-        of the numerics in any case. For `recompute`, "auto" recomputes decoder layers that do not
-        fit otherwise. `fusion` replaces layers of the base model by kernels, on CUDA. `load_base`
-        loads the base model, whole or in part.
+        of the numerics in any case. With `recompute` "auto", decoder layers that do not fit
+        otherwise are recomputed. On CUDA, `fusion` replaces layers of the base model by kernels, on CUDA.
+        The function `load_base` loads the base model, whole or in part.
 
         Set the number of threads before, because it is part of `facts.numerics_id`. For the whole
         process this turns on deterministic algorithms (CUDA), or keeps freed memory (CPU, a whole
