@@ -2,8 +2,8 @@
 
 A process may be about to refer to any of them. Files held by a process stay. The others are
 removed only after this worker has seen them unreferenced for a long time
-(`cotrain_store.disk.orphan_ages`). A process suspended for longer finds that its segment accepts
-no more references (`SpoolReferences`).
+(`cotrain_store.disk.orphan_ages`). A process suspended for longer finds its segment closed to new
+references (`SpoolReferences`).
 """
 
 from __future__ import annotations
