@@ -141,7 +141,7 @@ class WeightsStore:
     ) -> None:
         """`memory_bytes` limits weights that are also on disk, `unstored_bytes` the others.
 
-        Unstored weights stay in any case; above the limit no more saves are accepted
+        Unstored weights stay in any case; above the limit further saves wait
         (`has_capacity_for`). Files are removed once they have been unreferenced for
         `orphan_age_s`. `count_answered` receives the seconds from the acceptance of a named save
         to its answer.
