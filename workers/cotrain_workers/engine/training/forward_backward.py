@@ -171,7 +171,9 @@ class ForwardBackward:
         cost: PassesCost,
         is_over: Callable[[], bool],
     ) -> Yielding[None]:
-        """Run a long datum, or continue with it; suspend it after a layer if time `is_over`."""
+        """Run a long datum, or continue with it; suspend it after a layer once `is_over` returns
+        True.
+        """
         owner = passes[batch.op_slices[0].owner]
         # On CUDA layers take milliseconds, and kept inputs would not be in the memory model.
         may_suspend = owner.allowance is not None and self._device.type == "cpu"

@@ -142,9 +142,10 @@ def value_and_slope(
 def steepest_target(
     loss: LossSpec, logprobs: torch.Tensor, inputs: Inputs, config: Config
 ) -> tuple[float, int]:
-    """Return the largest absolute slope of the loss by a log-probability of one datum, and its flat index.
+    """Return the largest absolute slope of the loss by a log-probability of one datum, and its
+    flat index.
 
-    In float64, so that a slope is found that float32 cannot hold.
+    Computed in float64, to find slopes that exceed float32.
     """
     wide = {name: tensor.double() for name, tensor in inputs.items()}
     _, slope = value_and_slope(loss, logprobs.double(), wide, config)
