@@ -1,8 +1,8 @@
-"""Adapter files encrypted to whom a tenant named (age, https://age-encryption.org/v1).
+"""Adapter files encrypted to a tenant's recipients (age, https://age-encryption.org/v1).
 
-A folder is `<external_folder(ref)>/` with the adapter's config and tensors as `<name>.age` and their SHA256SUMS.
-OWNER is next to them, written last: a folder without is not whole. Encrypting twice never gives the same bytes, so
-these belong to one save alone.
+A folder is `<external_folder(ref)>/` with the adapter's config and tensors as `<name>.age` and
+their SHA256SUMS. OWNER is next to them and written last: a folder without it is incomplete.
+Encrypting twice never produces the same bytes, so these files belong to one save alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.saves import external_folder
 
 SUFFIX = ".age"
-#: Whose files these are: `{"base_model": …, "weights": …}`. Never served.
+#: Owner of the files: `{"base_model": …, "weights": …}`. Never served.
 OWNER = "owner.json"
 
 
 def refuse_recipients(recipients: Sequence[str]) -> str | None:
-    """Return which of the recipients age does not know, as a sentence for the tenant, or None."""
+    """Return an error for recipients that age does not support, as a sentence for the tenant, or
+    None.
+    """
     for at, recipient in enumerate(recipients):
         try:
             _recipient(recipient)
@@ -41,9 +43,10 @@ def write_external(
     recipients: Sequence[str],
     base_model: str,
 ) -> int:
-    """Encrypt the files of an adapter, durable when this returns; return their bytes. The owner is written last.
+    """Encrypt the files of an adapter, durable when this returns; return their bytes. The owner is
+    written last.
 
-    Twice is harmless: what has been encrypted stays. Raises OSError, on a full disk for one.
+    Twice is harmless: encrypted files stay. Raises OSError, for example on a full disk.
     """
     folder = external_folder(ref)
     if not blobs.touch(f"{folder}/{OWNER}"):
@@ -63,7 +66,9 @@ def write_external(
 
 
 def base_model_of_files(blobs: Blobs, folder: str) -> str | None:
-    """Read which base model encrypted files are for; None where that cannot be read. Raises BlobsUnavailable."""
+    """Return the base model of encrypted files; None if it cannot be read. Raises
+    BlobsUnavailable.
+    """
     try:
         name: str = json.loads(blobs.get(f"{folder}/{OWNER}"))["base_model"]
     except BlobsUnavailable:

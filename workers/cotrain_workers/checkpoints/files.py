@@ -1,8 +1,8 @@
-"""All files of a saved adapter: written by a thread, read by the worker, deleted when nothing refers to them.
+"""Files of saved adapters: written by a thread, read by the worker, deleted once unreferenced.
 
-Three groups, each for one part of a save: the adapter in PEFT's format, the optimizer state, and what
-was encrypted. The first two are named after their content, so that writing one twice, or from two
-workers, is harmless. Workers of all pools share them; each pool tidies up behind its own base model.
+A save has three groups of files: the adapter in PEFT's format, the optimizer state, and encrypted
+files. The first two are named after their content, so that writing one twice, or from two workers,
+is harmless. Workers of all pools share them; each pool removes the files of its own base model.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from cotrain_workers.engine.spec import Layout
 
 log = structlog.get_logger()
 
-#: What was written longer ago is written again before it is referred to: then it is young.
+#: Age in s above which a file is written again before it is referred to, which makes it young.
 YOUNG_S = 60.0
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save copied to the host, and whom it is to be encrypted to."""
+    """Host copy of a save, and the recipients of its encryption."""
 
     weights: HostWeights
     optimizer: HostOptimizer | None = None
@@ -60,64 +60,66 @@ class Saved:
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What is durable of a save; `size` is the bytes of all its files."""
+    """Durable files of a save; `size` is the bytes of all of them."""
 
     digest: str
     size: int
     optimizer_digest: str  # empty: it has none
     written_at: float
-    """Of the monotonic clock, in s."""
+    """Time of the monotonic clock in s."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Files that are one thing, and go together: those of an adapter or an export, or one optimizer state."""
+    """Files that belong together and are removed together: those of an adapter or an export, or
+    one optimizer state.
+    """
 
     key: str
     blobs: tuple[Blob, ...]
 
     @property
     def name(self) -> str:
-        """A digest, or the folder of an export."""
+        """Digest, or folder of an export."""
         return self.key.rpartition("/")[2].partition(".")[0]
 
     @property
     def is_unfinished(self) -> bool:
-        """Tell whether a process has not ended writing."""
+        """True if a process has not completed writing."""
         return self.blobs[0].is_unfinished
 
     @property
     def mark(self) -> str:
-        """What changes when one of them is written."""
+        """Value that changes when one of the files is written."""
         return " ".join(blob.mark for blob in self.blobs)
 
     def has(self, file: str) -> bool:
-        """Tell whether there is a file of this name."""
+        """Return True if a file of this name exists."""
         return any(blob.key.endswith(f"/{file}") for blob in self.blobs)
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of one base model's saves, below the prefixes `weights`, `optimizers` and `external`."""
+    """Files of one base model's saves, below the prefixes `weights`, `optimizers` and `external`."""
 
     blobs: Blobs
     base_model: str
     removing: threading.Lock = field(default_factory=threading.Lock)
-    """Who holds it removes files, or has them known: what is known by then is not removed."""
+    """Lock for removing files and for publishing references. Published files are not removed."""
 
     @property
     def adapters(self) -> Blobs:
-        """The adapters, of all base models."""
+        """Adapters of all base models."""
         return self.blobs.below("weights")
 
     @property
     def optimizers(self) -> Blobs:
-        """The optimizer states."""
+        """Optimizer states."""
         return self.blobs.below("optimizers")
 
     @property
     def external(self) -> Blobs:
-        """What was encrypted."""
+        """Encrypted files."""
         return self.blobs.below("external")
 
     def write(self, ref: WeightsRef, saved: Saved, layout: Layout) -> WrittenFiles:
@@ -136,9 +138,10 @@ class CheckpointFiles:
         return WrittenFiles(adapter.digest, size, optimizer_digest, began)
 
     def confirm(self, ref: WeightsRef, saved: Saved, written: WrittenFiles) -> bool:
-        """Tell whether all files of a save, which is about to be known, are there, and young to all who look.
+        """Return True if all files of a save that is about to be published exist, and are young to
+        every observer.
 
-        There may have been a long while since they were written, if Redis was away. Raises OSError.
+        They may have been written long ago if Redis was unavailable. Raises OSError.
         """
         keys = [(self.adapters, f"{key_of(written.digest)}/{CONFIG}")]
         if written.optimizer_digest:
@@ -158,10 +161,11 @@ class CheckpointFiles:
         return read_optimizer(self.optimizers, digest, layout_of)
 
     def remove_orphans(self, saved: SavedWeights, unwanted: Unwanted, now: float) -> None:
-        """Delete the files of forgotten weights, and what dead processes left half done.
+        """Delete the files of forgotten weights, and partial files of crashed processes.
 
-        Another worker may just be about to refer to a file that it found there, so only what was
-        `unwanted` for long goes: a process that writes or finds one gives it another mark. Raises OSError.
+        Another worker may be about to refer to a file that it found. So only files that were
+        `unwanted` for long are removed: a process that writes or finds one changes its mark.
+        Raises OSError.
         """
         orphans = {group.key: (group, is_known) for group, is_known in self._orphans(saved)}
         marks = {key: group.mark for key, (group, _) in orphans.items()}
@@ -169,13 +173,13 @@ class CheckpointFiles:
             group, is_known = orphans[key]
             with self.removing:
                 if is_known(group.name):
-                    continue  # it was found by a save since
+                    continue  # a save has found it since
                 log.info("files_removed", files=[blob.key for blob in group.blobs])
                 for blob in group.blobs:
                     self.blobs.delete(blob.key)
 
     def _orphans(self, saved: SavedWeights) -> Iterator[tuple[_Group, Callable[[str], bool]]]:
-        """Yield what is unfinished, and what is of this base model and nothing refers to."""
+        """Yield unfinished groups, and unreferenced groups of this base model."""
         for prefix, sign, base_model_of, is_known in (
             ("weights", CONFIG, base_model_of_adapter, saved.knows),
             ("optimizers", "", base_model_of_state, saved.knows_optimizer),
@@ -191,7 +195,7 @@ class CheckpointFiles:
 
 
 def _groups(blobs: Iterator[Blob], sign: str) -> Iterator[_Group]:
-    """Put files of a folder together; the one that is the sign that it is whole, if any is, comes first."""
+    """Group the files of a folder; the file that marks it as complete, if any, is first."""
     groups: defaultdict[str, list[Blob]] = defaultdict(list)
     for blob in blobs:
         is_one = blob.is_unfinished or not sign
@@ -201,7 +205,7 @@ def _groups(blobs: Iterator[Blob], sign: str) -> Iterator[_Group]:
 
 
 def base_model_of_adapter(root: Blobs, key: str) -> str | None:
-    """Read which base model an adapter is for; None where that cannot be read. Raises BlobsUnavailable."""
+    """Return the base model of an adapter; None if it cannot be read. Raises BlobsUnavailable."""
     try:
         config = json.loads(root.get(f"{key}/{CONFIG}"))
         name: str | None = config.get("base_model_name_or_path")

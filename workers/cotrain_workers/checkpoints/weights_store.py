@@ -1,19 +1,16 @@
-"""Saved weights on this worker: used at once from memory, written to disk by a background thread.
+"""Saved weights of this worker: used from memory at once, written to disk by a background thread.
 
-A save copies an adapter to the host and commits; its files come later. Until they are durable its
-weights are *unstored*: only this worker can use them, and the client that asked for a named save is not
-answered. If the process dies, the log makes them again, which is why no log is cut past an unstored save
+A save copies an adapter to the host and commits; its files follow. Until they are durable its
+weights are *unstored*: only this worker can use them, and a named save has no answer yet. If the
+process crashes, the log makes them again. No log is therefore cut past an unstored save
 (`first_unstored`).
 
-Saved weights in host memory that are on disk as well: those used least recently leave first.
+`WeightsCache` holds stored weights in host memory, and evicts the least recently used. `FileSweep`
+periodically deletes unreferenced files in a thread, because it opens adapters one by one.
 
-Look now and then, in a thread, for files of saves that may go: the adapters' are opened, one by one.
-
-Back-pressure of saves: while too many wait in memory for the disk, saves wait, and nothing else.
-
-The planner learns of it before the commit that fills the memory, so that it plans no further save; the
-runs of such saves wait. A step that holds a save all the same (a dead worker's, most likely) waits as a
-whole.
+`SaveBackpressure` delays saves, and nothing else, while too many of them wait in memory for the
+disk. The planner receives it before the commit that fills the memory, so it plans no further save.
+A step that contains a save all the same (most likely a crashed worker's) waits as a whole.
 """
 
 from __future__ import annotations
@@ -39,21 +36,21 @@ from cotrain_workers.engine.ops import HostOptimizer, HostWeights, WeightsMissin
 
 
 class WeightsCache:
-    """Holds no more than `limit_bytes`."""
+    """Cache of stored weights with at most `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._weights: OrderedDict[WeightsRef, HostWeights] = OrderedDict()
 
     def get(self, ref: WeightsRef) -> HostWeights | None:
-        """Return weights that are here, now the most recently used."""
+        """Return cached weights, now the most recently used, or None."""
         if ref not in self._weights:
             return None
         self._weights.move_to_end(ref)
         return self._weights[ref]
 
     def put(self, ref: WeightsRef, weights: HostWeights) -> None:
-        """Keep weights, as long as there is memory."""
+        """Cache weights while there is memory."""
         self._weights[ref] = weights
         kept_bytes = sum(each.bytes for each in self._weights.values())
         while kept_bytes > self._limit_bytes:
@@ -61,7 +58,7 @@ class WeightsCache:
             kept_bytes -= oldest.bytes
 
     def drop(self, ref: WeightsRef) -> None:
-        """Forget weights. Twice is harmless."""
+        """Drop weights, if cached."""
         self._weights.pop(ref, None)
 
 
@@ -69,7 +66,7 @@ LOOK_S = 3600.0
 
 
 class FileSweep:
-    """What one worker has seen unwanted. `now` is of the monotonic clock."""
+    """Unreferenced files seen by one worker. `now` is a time of the monotonic clock."""
 
     def __init__(self, files: CheckpointFiles, saved: SavedWeights, orphan_age_s: float) -> None:
         self._files = files
@@ -82,7 +79,7 @@ class FileSweep:
         self.unwanted = Unwanted(orphan_age_s)
 
     def maintain(self, now: float) -> None:
-        """Look if it is time to; raises what the last look raised, and looks again then."""
+        """Sweep if it is due. Raises the error of the last sweep, and sweeps again then."""
         if self._lease and not self._lease.is_mine(now):
             self.unwanted = Unwanted(self._age_s)
         elif self._looking is None and now >= self._look_at:
@@ -95,41 +92,42 @@ class FileSweep:
             self._look_at = now + (LOOK_S if self.unwanted.is_empty else self._age_s)
 
     def stop(self) -> None:
-        """Look no more; what is being removed goes to its end."""
+        """Stop sweeping; a removal in progress completes."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 log = structlog.get_logger()
 
-#: Host memory for saved weights that are on disk already, and for saves that are not: above the latter,
-#: saves wait for the disk.
+#: Host memory for saved weights on disk, and for unstored saves. Above the latter, saves wait for
+#: the disk.
 MEMORY_BYTES = 2 * 1024**3
 UNSTORED_BYTES = 8 * 1024**3
-#: A write that failed (a full disk, most likely) is tried again after so long.
+#: Delay in s before a failed write (most likely a full disk) is repeated.
 RETRY_S = 5.0
-#: Unstored weights of a dead worker, whose successor this one may be, are looked for this often.
+#: Interval in s of looking for unstored weights of a crashed worker, whose successor this one may
+#: be.
 RELOAD_S = 2.0
-#: Weights that are in no use any more are looked for this often.
+#: Interval in s of looking for weights that are not in use.
 SWEEP_S = 60.0
-#: What a named save resolves to that cannot be made again.
+#: Result of a named save that cannot be made again.
 LOST = "The checkpoint was lost before it was on disk, and its run cannot be replayed; save again."
 
 
 @dataclass
 class _Unstored:
-    """Weights whose files are not known to be durable."""
+    """Weights whose files may not be durable yet."""
 
     record: WeightsRecord
     saved: Saved | None
-    """None: made by a process that died, and still to be made again by a replay."""
+    """None: made by a crashed process, and pending a replay."""
     writing: Future[WrittenFiles] | None = None
     retry_at: float = 0.0
     accepted_at: float | None = None
-    """Of a named save that this process ran, in s since 1970: its answer follows."""
+    """Acceptance of a named save of this process, in s since 1970; its answer is pending."""
 
 
 class WeightsStore:
-    """All saved weights this worker can give. For one thread; only the writing is another's."""
+    """Saved weights that this worker can provide. For one thread; only the writing is on another."""
 
     def __init__(
         self,
@@ -141,11 +139,12 @@ class WeightsStore:
         orphan_age_s: float = ORPHAN_AGE_S,
         count_answered: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`memory_bytes` is for weights that are on disk too, `unstored_bytes` for what is not.
+        """`memory_bytes` limits weights that are also on disk, `unstored_bytes` the others.
 
-        What is unstored stays, anyway; above its limit no more is taken (`has_capacity_for`).
-        Files go once they have been unwanted for `orphan_age_s`. `count_answered` is given the seconds from
-        the acceptance of a named save to its answer.
+        Unstored weights stay in any case; above the limit further saves wait
+        (`has_capacity_for`). Files are removed once they have been unreferenced for
+        `orphan_age_s`. `count_answered` receives the seconds from the acceptance of a named save
+        to its answer.
         """
         self._saved = saved
         self._files = files
@@ -162,27 +161,33 @@ class WeightsStore:
         self.reload()
 
     def reload(self) -> None:
-        """Learn which weights are unstored: of a predecessor, or of a commit whose answer was lost."""
+        """Load the list of unstored weights: of a predecessor, or of a commit whose answer was
+        lost.
+        """
         for record in self._saved.unstored():
             if record.ref not in self._given_up:
                 self._unstored.setdefault(record.ref, _Unstored(record, None))
 
     @property
     def unstored(self) -> int:
-        """How many saves are not on disk yet. Any thread may ask."""
+        """Number of saves that are not on disk yet. Any thread may read it."""
         return len(self._unstored)
 
     @property
     def unstored_bytes(self) -> int:
-        """How many bytes wait in memory for the disk. Any thread may ask."""
+        """Bytes in memory that wait for the disk. Any thread may read it."""
         return sum(_size(entry.saved) for entry in list(self._unstored.values()))
 
     def has_capacity_for(self, saves: Iterable[Saved]) -> bool:
-        """Tell whether memory may take these saves and another; not while the disk is too far behind."""
+        """Return True if memory has space for these saves and another; False while the disk is too
+        far behind.
+        """
         return self.unstored_bytes + sum(map(_size, saves)) <= self._unstored_limit
 
     def put(self, record: WeightsRecord, saved: Saved, accepted_at: float | None = None) -> None:
-        """Take the weights of a save that was committed, with the time of a named one. Twice is harmless."""
+        """Add the weights of a committed save, with the acceptance time of a named one. Twice is
+        harmless.
+        """
         entry = self._unstored.setdefault(record.ref, _Unstored(record, None))
         entry.accepted_at = accepted_at or entry.accepted_at
         if entry.saved is None:
@@ -190,48 +195,51 @@ class WeightsStore:
             self._write(entry)
 
     def put_again(self, ref: WeightsRef, saved: Saved) -> None:
-        """Take weights that a replay made again, where they are still unstored."""
+        """Add weights that a replay made again, if they are still unstored."""
         if ref in self._unstored:
             self.put(self._unstored[ref].record, saved)
 
     def is_lost(self, ref: WeightsRef) -> bool:
-        """Tell whether only a replay of their run can bring these weights back."""
+        """Return True if only a replay of their run can restore these weights."""
         return ref in self._unstored and self._unstored[ref].saved is None
 
     def lost(self) -> list[WeightsRecord]:
-        """List the weights that were lost with a process before they were durable."""
+        """Return the weights that were lost with a process before they were durable."""
         return [entry.record for entry in self._unstored.values() if entry.saved is None]
 
     def give_up(self, ref: WeightsRef) -> None:
-        """Give up weights that no replay can bring back: a named save fails."""
+        """Abandon weights that no replay can restore: a named save fails."""
         log.error("weights_lost", weights=ref)
         self._saved.lost(ref, LOST)
         self._unstored.pop(ref, None)
         self._given_up.add(ref)
 
     def first_unstored(self, run: RunId) -> int | None:
-        """Name the first save of a run whose weights are unstored: its log is needed from there on."""
+        """Return the first save of a run whose weights are unstored: its log is needed from there
+        on.
+        """
         of_run = [ref for ref, entry in self._unstored.items() if entry.record.run == run]
         return min((int(ref.rpartition(":")[2]) for ref in of_run), default=None)
 
     def is_known(self, ref: WeightsRef) -> bool:
-        """Tell whether these weights exist; from then on `host` does not need to ask the store."""
+        """Return True if these weights exist; from then on `host` does not query the store."""
         if ref in self._unstored or ref in self._digests:
             return True
         record = self._saved.weights(ref)
         if record is None:
             return False
-        if not record.digest:  # a dead worker's, and this one may just have become its successor
+        # of a crashed worker, and this one may just have become its successor
+        if not record.digest:
             self.reload()
             return ref in self._unstored
         self._digests[ref] = record.digest
         return True
 
     def host(self, ref: WeightsRef) -> HostWeights:
-        """Give the weights, from memory or from disk.
+        """Return the weights, from memory or from disk.
 
         Raises:
-            WeightsMissing: they are neither here nor there.
+            WeightsMissing: they are in neither.
         """
         entry = self._unstored.get(ref)
         if entry and entry.saved:
@@ -243,10 +251,11 @@ class WeightsStore:
         return cached
 
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
-        """Give the optimizer state that was saved with the weights; None: they were saved without.
+        """Return the optimizer state that was saved with the weights; None if they were saved
+        without one.
 
         Raises:
-            WeightsMissing: it is neither here nor on disk.
+            WeightsMissing: it is neither in memory nor on disk.
         """
         entry = self._unstored.get(ref)
         if entry and entry.saved:
@@ -263,10 +272,11 @@ class WeightsStore:
             raise WeightsMissing(ref) from unreadable
 
     def digest(self, ref: WeightsRef) -> str | None:
-        """Name what is stored of weights, for a server that reads it; None while it is being written.
+        """Return the digest of stored weights, for a server that reads them; None while they are
+        being written.
 
         Raises:
-            WeightsMissing: there is none, and there will be none.
+            WeightsMissing: they do not exist, and will not.
         """
         if ref in self._unstored:
             return None
@@ -285,9 +295,9 @@ class WeightsStore:
             raise WeightsMissing(ref, reason) from unreadable
 
     def maintain(self) -> list[WeightsRef]:
-        """Note what has become durable, try again what could not be written, and now and then sweep.
+        """Publish completed writes, retry failed ones, and sweep periodically.
 
-        Returns weights that no request can name any more.
+        Returns weights that no request can use any more.
         """
         self._note_written()
         now = time.monotonic()
@@ -310,19 +320,19 @@ class WeightsStore:
                 self._note(ref, entry, entry.writing)
 
     def await_writes(self, until: float) -> None:
-        """Wait for what is being written, until a time of the monotonic clock."""
+        """Wait for the writes in progress, until a time of the monotonic clock."""
         writing = [entry.writing for entry in self._unstored.values() if entry.writing]
         wait(writing, max(0.0, until - time.monotonic()))
 
     def drain(self, deadline_s: float) -> None:
-        """Wait for what is being written; what is left is made again from the log."""
+        """Wait for the writes in progress; the remaining weights are made again from the log."""
         self.await_writes(time.monotonic() + deadline_s)
         self._note_written()
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._file_sweep.stop()
 
     def sweep(self) -> list[WeightsRef]:
-        """Forget weights that no request can name any more, and return them."""
+        """Drop weights that no request can use any more, and return them."""
         self.reload()
         unused = [record.ref for record in self._saved.unused_weights()]
         for ref in (*unused, *self._given_up):
@@ -361,7 +371,7 @@ class WeightsStore:
         # Only now: while Redis is unavailable they stay written and unstored.
         del self._unstored[ref]
         if not is_wanted:
-            return  # forgotten, or their commit found that their name was in use
+            return  # dropped, or their commit found that their name was in use
         self._digests[ref] = written.digest
         self._cache.put(ref, entry.saved.weights)
         if entry.accepted_at is not None:
@@ -370,7 +380,7 @@ class WeightsStore:
 
 
 def _size(saved: Saved | None) -> int:
-    """Count the bytes of memory that a save takes."""
+    """Return the bytes of memory of a save."""
     if saved is None:
         return 0
     moments = [saved.optimizer.m, saved.optimizer.v] if saved.optimizer else []
@@ -378,7 +388,7 @@ def _size(saved: Saved | None) -> int:
 
 
 class SaveBackpressure:
-    """Whether one worker takes saves, as its loop and its planner see it."""
+    """Acceptance of saves by one worker, for its loop and its planner."""
 
     def __init__(self, weights: WeightsStore, send_heartbeat: Callable[[], None]) -> None:
         """`send_heartbeat` publishes `accepts_saves`."""
@@ -387,12 +397,13 @@ class SaveBackpressure:
         self._published = True
         self._waiting_cycle = 0
         self.accepts_saves = True
-        """Whether another save may be planned. Any thread may look."""
+        """True if another save may be planned. Any thread may read it."""
 
     def publish(self, saves: Iterable[Saved] = ()) -> None:
-        """Have the planner know whether memory takes more than these saves. Twice is harmless.
+        """Publish to the planner whether memory accepts further saves after these. Twice is
+        harmless.
 
-        Raises what the heartbeat raises; the next call publishes it then.
+        Raises the heartbeat's errors; the next call publishes it then.
         """
         self.accepts_saves = self._weights.has_capacity_for(saves)
         if self.accepts_saves != self._published:
@@ -401,7 +412,9 @@ class SaveBackpressure:
             log.info("save_backpressure_changed", accepts_saves=self._published)
 
     def admits(self, step: Step) -> bool:
-        """Tell whether a step may run now: what was accepted is never refused, but it may have to wait."""
+        """Return True if a step may run now. Accepted saves are never rejected, but may have to
+        wait.
+        """
         has_save = any(op.kind is OpKind.SAVE for op in step.ops)
         is_admitted = not has_save or self._weights.has_capacity_for(())
         if not is_admitted and step.cycle != self._waiting_cycle:

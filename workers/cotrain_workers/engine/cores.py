@@ -1,4 +1,6 @@
-"""On how many cores a thread of this process computes, and when one is better than all."""
+"""Number of cores for the threads of this process, and the choice between one core and all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,50 +12,52 @@ from typing import Self
 
 import torch
 
-#: A thread that computed less than this part of its last steps waited for cores.
+#: Share of computing time in recent steps below which a thread is considered to wait for cores.
 BUSY = 0.7
-#: What the last step counts in a mean of what was seen.
+#: Weight of the last step in a moving average.
 RECENT = 0.5
 #: Steps between two trials of the other number of cores.
 TRY_EVERY = 32
-#: Of shorter steps the clocks say nothing.
+#: Minimum duration in s of a step whose clocks are meaningful.
 LEAST_S = 0.001
 
 
 def use_cores(threads: int) -> None:
-    """Have this thread compute on `threads` cores, 0: on as many as torch takes, and every later one on a core alone.
+    """Make this thread compute on `threads` cores (0: torch's default), and every later thread on
+    one core.
 
-    A thread that copies a run or writes a save would else make its first large tensor with a team of its own.
-    OpenMP sees more threads than cores from then on, and has all of them sleep where they waited a moment before:
-    training took half as long again on a CPU, until the worker ended.
+    A thread that copies a run or writes a save would otherwise make its first large tensor with
+    its own team of threads. OpenMP then sees more threads than cores, and lets all of them sleep
+    where they spun before. Training took half as long again on a CPU, until the worker ended.
     """
     if threads:
         torch.set_num_threads(threads)
-    torch.get_num_threads()  # a thread settles its number when it first asks
+    torch.get_num_threads()  # a thread fixes its number at its first query
     after = threading.Thread(target=torch.set_num_threads, args=(1,))
     after.start()
     after.join()
 
 
 def keeps_bits() -> bool:
-    """Tell whether a product has the same bits on any number of cores: MKL's do in its strict mode."""
+    """Return True if a product has the same bits on any number of cores: MKL's in its strict mode."""
     return torch.backends.mkl.is_available() and os.environ.get("MKL_CBWR", "").endswith(",STRICT")
 
 
 class CoreChoice:
-    """Decides whether the next step takes one core or all: whichever took less time of late. Pure.
+    """Choice of one core or all cores for the next step, by the shorter recent time. Pure.
 
-    One is tried only where the thread waited for cores, so never on an idle host; all are tried again now and then.
+    One core is tried only if the thread waited for cores, so never on an idle host. All cores are
+    tried again every TRY_EVERY steps.
     """
 
     def __init__(self) -> None:
         self.is_alone = False
         self._computed = 1.0
-        self._pace_s: dict[bool, float] = {}  # of a step, by whether it was alone
+        self._pace_s: dict[bool, float] = {}  # of a step, by whether it ran on one core
         self._since_trial = TRY_EVERY
 
     def note(self, wall_s: float, cpu_s: float) -> None:
-        """Count the step that was chosen last: how long it took, and how long its thread computed."""
+        """Record the duration of the last step, and the time its thread computed."""
         if wall_s < LEAST_S:
             return
         before_s = self._pace_s.get(self.is_alone, wall_s)
@@ -71,11 +75,12 @@ class CoreChoice:
 
 
 class StepCores:
-    """Takes steps of small products on one core where that is faster, as other processes want the cores, else on `threads`.
+    """Context of a step of small products, on one core if that is faster, else on `threads`.
 
-    The threads of a product wait for each other some sixty times in a step of the decoder, and the one that has no
-    core keeps the others waiting for as long as others may compute: eight tokens took 2.5 s on two cores
-    and 0.4 s on one of them, where nine threads wanted both.
+    One core is faster when other processes compete for the cores. The threads of a product wait
+    for each other some sixty times in a decoder step. A thread without a core keeps the others
+    waiting for the length of a time slice. Eight tokens took 2.5 s on two cores and 0.4 s on one
+    of them, with nine threads competing for both.
     """
 
     def __init__(self, threads: int) -> None:

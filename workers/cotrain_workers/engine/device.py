@@ -1,8 +1,7 @@
-"""The processor or GPU that the engine computes on: its memory, copies to it, reproducible bits.
+"""Device of the engine: memory use, copies to it, deterministic kernels, and the memory of the
+host.
 
-Also whether it still computes at all: some CUDA errors leave a process in which every call fails.
-
-How much memory the host has left for this process, and how much that has.
+Some CUDA errors leave a process in which every call fails; `check_device` detects them.
 """
 
 from __future__ import annotations
@@ -18,45 +17,48 @@ from pathlib import Path
 import numpy as np
 import torch
 
-#: The exit code of a process whose device is lost: its supervisor starts another.
+#: Exit code of a process whose device is lost. Its supervisor starts another.
 EXIT_CODE = 70
 # malloc.h of glibc
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 NEVER_TRIM_BYTES = 2**31 - 1
-#: torch has no type of its own for a CPU, or for a library of CUDA's, that gets no memory.
+#: Messages of out-of-memory errors for which torch has no exception type: on a CPU, and in a CUDA
+#: library.
 _SIGNS = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class DeviceLost(Exception):
-    """No call on this device can succeed any more in this process."""
+    """Error: no call on this device can succeed in this process."""
 
 
 def check_device(device: torch.device) -> None:
-    """Raise DeviceLost unless the device still computes; to be asked after an error."""
+    """Raise DeviceLost unless the device still computes. Call it after an error."""
     if device.type != "cuda":
         return
     try:
         torch.cuda.synchronize(device)
         torch.ones(1, device=device).add_(1).item()
     except torch.OutOfMemoryError:
-        return  # full, and alive
+        return  # full, but working
     except RuntimeError as lost:
         raise DeviceLost(str(lost)) from lost
 
 
 def memory_use(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of the device in use, by anything, and all it has; zeros on a CPU. Any thread may ask."""
+    """Return the bytes of the device in use by any process, and its total; zeros on a CPU. Any
+    thread may call it.
+    """
     if device.type != "cuda":
         return 0, 0
     try:
         free, total = torch.cuda.mem_get_info(device)
-    except RuntimeError:  # the device is lost: the worker's own thread will find out
+    except RuntimeError:  # the device is lost: the worker's own thread will detect it
         return 0, 0
     return total - free, total
 
 
 def make_cuda_deterministic() -> None:
-    """Rule out atomics, TF32 and 16-bit reductions, for the whole process."""
+    """Turn off atomics, TF32 and 16-bit reductions, for the whole process."""
     torch.use_deterministic_algorithms(mode=True)
     # Otherwise every new tensor is filled with NaN first.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -66,10 +68,11 @@ def make_cuda_deterministic() -> None:
 
 @contextmanager
 def unordered_writes() -> Iterator[None]:
-    """Let `index_copy_`, `scatter_` and the like write as they come: for places that are all different.
+    """Allow `index_copy_`, `scatter_` and similar calls to write in any order. The positions must be
+    distinct.
 
-    Under deterministic algorithms they would sort the places on CUDA first, and wait for the device twice
-    to check them, which inside a CUDA graph is an error.
+    Under deterministic algorithms they would sort the positions on CUDA first. They would also
+    wait for the device twice to check them, which is an error inside a CUDA graph.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
@@ -84,11 +87,12 @@ def unordered_writes() -> Iterator[None]:
 def to_device(
     source: np.ndarray | torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Copy what lies on the host to the device, in its own type or in `dtype`.
+    """Copy host data to the device, in its own type or in `dtype`.
 
-    On CUDA through pinned memory, so that neither side waits: a copy from memory that the system may
-    move waits for all that the device still has to do. torch keeps the pinned block until it is read.
-    On the CPU the tensor may share the memory of `source`; so may one that is on the device already.
+    On CUDA the copy goes through pinned memory, so that neither side waits. A copy from pageable
+    memory waits for all pending work of the device. torch keeps the pinned block until it is read.
+    On the CPU the tensor may share the memory of `source`; so may one that is on the device
+    already.
     """
     tensor = torch.as_tensor(source)
     if device.type == "cuda" and not tensor.is_cuda:
@@ -97,11 +101,12 @@ def to_device(
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C allocator not to return freed blocks to the system; return whether it understood.
+    """Make the C allocator keep freed blocks; return True on success.
 
-    glibc gives blocks of more than 32 MB, and often smaller ones, back on every free; the next tensor of
-    that size then faults in each of its pages again. Measured on 2 cores: a cycle of 64 tenants takes
-    2.4 s instead of 3.0 s to 3.9 s. The price: resident memory stays at its peak.
+    glibc returns blocks of more than 32 MB, and often smaller ones, to the system on every free.
+    The next tensor of that size then faults in each of its pages again. Measured on 2 cores: a
+    cycle of 64 tenants takes 2.4 s instead of 3.0 s to 3.9 s. The cost: resident memory stays at
+    its peak.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent outside glibc
     if mallopt is None:
@@ -110,29 +115,29 @@ def keep_freed_memory() -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether the same work may succeed in smaller parts."""
+    """Return True if the same work may succeed in smaller parts."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def release_memory(device: torch.device) -> None:
-    """Give cached blocks back to the device: what is needed next is of other sizes."""
+    """Return cached blocks to the device, because the next allocations have other sizes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 MEMORY = Path("/proc/meminfo")
-#: A container's own limit; a process outside any container finds no limit there.
+#: Limit of the container; a process outside a container finds no limit there.
 GROUP = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
 _OF_VERSION_1 = "memory.limit_in_bytes"
 
 
 def free_host_bytes(memory: Path = MEMORY, group: Path = GROUP) -> int:
-    """Return what is free on the host, or within this container's limit where that is less.
+    """Return the free bytes of the host, or of this container's limit if that is less.
 
-    Pages that the kernel can take back count as free.
+    Pages that the kernel can reclaim count as free.
     """
     of_host = _available(memory)
     try:
@@ -169,12 +174,14 @@ def _limits_of(group: Path, own: Path) -> Iterator[Path]:
 
 
 def resident_bytes() -> int:
-    """Measure this process's memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cached(statistics: Path) -> int:
-    """Return the bytes of files in the page cache of a control group: they count as used, and can go."""
+    """Return the bytes of files in the page cache of a control group. They count as used, but can
+    be reclaimed.
+    """
     try:
         lines = statistics.read_text().splitlines()
     except OSError:
@@ -186,7 +193,7 @@ def _cached(statistics: Path) -> int:
 def _available(memory: Path) -> int:
     try:
         lines = memory.read_text().splitlines()
-    except OSError:  # not Linux: then all there is
+    except OSError:  # not Linux: use the total
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     kib_by_name = {line.split(":")[0]: line.split()[1] for line in lines}
     return int(kib_by_name["MemAvailable"]) * 1024

@@ -59,10 +59,11 @@ class Engine:
     ) -> None:
         self.facts = facts
         self.adapters = adapters
-        # All since the engine was loaded:
+        # Totals since the engine was loaded:
         self.base_forwards = 0
         self.halvings = 0  # of micro-batches that did not fit into memory
-        # Of ops, among those halvings; such an op has other last bits than with more memory.
+        # Cut slices of ops among those halvings. Such an op has other last bits than with more
+        # memory.
         self.cut_slices = 0
         self.open_passes = OpenPasses()
         adapters.on_drop = self.open_passes.drop
@@ -86,17 +87,21 @@ class Engine:
         local_files_only: bool = True,
         load_base: LoadBase = load_base_model,
     ) -> Engine:
-        """Load a hub id or a folder; fp32 on CPU and bf16 on CUDA unless `dtype` says otherwise.
+        """Load a hub id or a folder; fp32 on CPU and bf16 on CUDA unless `dtype` is given.
 
-        `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU); those
-        at rest are offloaded to the host's memory, where `host_bytes` is what `over_budget` goes by.
-        `micro_batch_tokens` are measured on CUDA if "auto", and part of the numerics then as ever;
-        "auto" to `recompute` computes decoder layers twice where they do not fit otherwise. `fusion`
-        puts kernels into the base model's layers, on CUDA. `load_base` gives the base model, whole or in part.
+        `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU).
+        Idle adapters are offloaded to host memory, with `host_bytes` as the limit of
+        `over_budget`. "auto" for `micro_batch_tokens` measures the size on CUDA; the size is part
+        of the numerics in any case. With `recompute` "auto", decoder layers that do not fit
+        otherwise are recomputed. On CUDA, `fusion` replaces layers of the base model by kernels, on CUDA.
+        The function `load_base` loads the base model, whole or in part.
 
-        Set the number of threads before: it is part of `facts.numerics_id`. For the whole process this
-        turns on deterministic algorithms (CUDA) or keeps freed memory (CPU, a whole base model). Raises UnsupportedModel,
-        BackendUnfit, KernelsBroken, TooLittleMemory, or OSError if there is no such model.
+        Set the number of threads before, because it is part of `facts.numerics_id`. For the whole
+        process this turns on deterministic algorithms (CUDA), or keeps freed memory (CPU, a whole
+        base model).
+
+        Raises UnsupportedModel, BackendUnfit, KernelsBroken, TooLittleMemory, or OSError if there
+        is no such model.
         """
         where = torch.device(device)
         dtype = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
@@ -105,7 +110,8 @@ class Engine:
             use_flash_3(where)
         base = load_base(model, device=where, dtype=dtype, local_files_only=local_files_only)
         if where.type != "cuda" and not base.lock_step.sharding:
-            keep_freed_memory()  # not where layers come and go: what they leave would not fit the next one
+            # not with sharding: memory freed by one layer would not fit the next one
+            keep_freed_memory()
         lora = find_backend(lora_backend, base.targets, base.head_weight, base.router.linears)
         fused: tuple[str, ...] = ()
         if fusion and (where.type == "cuda" or lora.name == "fused"):
@@ -150,19 +156,21 @@ class Engine:
         allowances: Mapping[tuple[str, int], int] = MappingProxyType({}),
         is_over: Callable[[], bool] = lambda: False,
     ) -> Yielding[CycleOutput]:
-        """Run one cycle: per run, ascending `seq`,
-        `(Create | Import | Load)? (Pass | ReverseKl)* OptimStep? (Save | Load)*`.
+        """Run one cycle: per run, ascending `seq`, `(Create | Import | Load)? (Pass | ReverseKl)*
+        OptimStep? (Save | Load)*`.
 
         Every op gets an output; one that cannot run or yields NaN fails alone and leaves no trace.
         Yields after each micro-batch, save and load; a decoder of this engine may step there.
 
-        A pass in `allowances`, by (run, seq), runs one slice, and more while all of them are no more tokens
-        than that; once time `is_over`, none, but for one micro-batch of that which has waited longest. With
-        slices left it stays open, and gets no output, nor do the ops of its run behind it. A later cycle
-        goes on with it, if its adapter is the same still. Where it was cut changes no bit, and its run's
-        state is not touched before its end.
+        `allowances` maps (run, seq) of a pass to tokens. Such a pass runs one slice, and more
+        while the total stays within its allowance. Once `is_over` returns True, only one
+        micro-batch of the pass that waited longest runs. A pass with slices left stays open and
+        gets no output, nor do later ops of its run. A later cycle continues it if its adapter is
+        still the same. The cuts change no bit, and the run's state is untouched until the pass
+        ends.
 
-        An exception means a broken engine: its adapters must then be restored from their last states.
+        An exception means a broken engine: its adapters must then be restored from their last
+        states.
         """
         cycle = RunningCycle(
             self.facts, self.adapters, self.open_passes, self._forward_backward,
@@ -186,9 +194,9 @@ class Engine:
     ) -> EngineDecoder:
         """Return a decoder over this engine's base model, with key-value memory of its own.
 
-        `weights(key)` gives sampler weights or raises WeightsMissing; `text` decodes tokens, for stop
-        strings. Sizes that are None suit the device: `kv_tokens` of key-value memory, `step_tokens` of
-        prompts per step, `weights_bytes` of adapters kept on the device.
+        `weights(key)` returns sampler weights or raises WeightsMissing. `text` decodes tokens, for
+        stop strings. A size of None selects a default for the device: `kv_tokens` of key-value
+        memory, `step_tokens` of prompts per step, `weights_bytes` of adapters kept on the device.
         """
         sizes = DecoderSizes(
             kv_tokens,
@@ -200,23 +208,23 @@ class Engine:
         return EngineDecoder(self._base, weights, text, sizes)
 
     def check_device(self) -> None:
-        """Raise DeviceLost if an error has left a device that cannot compute any more."""
+        """Raise DeviceLost if an error has left the device unable to compute."""
         check_device(self._base.head_weight.device)
 
     @property
     def device_memory(self) -> tuple[int, int]:
-        """Return the bytes in use on the device, and all it has; zeros on a CPU. Any thread may ask."""
+        """Bytes in use on the device, and its total; zeros on a CPU. Any thread may read it."""
         return memory_use(self._base.head_weight.device)
 
     @property
     def processes(self) -> Sequence[ProcessUse]:
-        """Return what this process holds. Any thread may ask."""
+        """Runs and resident memory of this process. Any thread may read it."""
         runs = sum(count for count, _ in self.adapters.by_tier.values())
         return (ProcessUse(runs, resident_bytes()),)
 
     @property
     def safe_tokens(self) -> int:
-        """Return how many tokens one pass of the base model has room for, as far as that is known."""
+        """Number of tokens that are known to fit into one pass of the base model."""
         return self._forward_backward.safe_tokens
 
     def watch_micro_batches(
@@ -232,16 +240,16 @@ class Engine:
 
     @property
     def recomputes(self) -> bool:
-        """Return whether micro-batches of the full size compute their decoder layers twice."""
+        """True if micro-batches of the full size recompute their decoder layers."""
         return self._forward_backward.recomputes(self.facts.numerics.micro_batch_tokens)
 
     @property
     def targets(self) -> Sequence[Target]:
-        """Return the modules that adapters can be attached to."""
+        """Modules that adapters can be attached to."""
         return self._base.targets
 
 
 def cuda_adapter_bytes(device: torch.device) -> int:
-    """Return what adapters may take of a GPU that holds nothing but the base model."""
+    """Return the default bytes for adapters on a GPU that holds only the base model."""
     total: int = torch.cuda.get_device_properties(device).total_memory
     return adapter_budget(total, torch.cuda.memory_allocated(device))

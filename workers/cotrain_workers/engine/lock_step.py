@@ -1,7 +1,7 @@
-"""Whose turn it is on a base model that several processes hold together, a part each.
+"""Coordination of passes over a base model that several processes hold, a part each.
 
-To run a layer all of them gather its weights, at once: so each of them runs as many passes of the base model
-as the others, of the same kinds in the same order.
+To run a layer, all of them gather its weights at once. Each process therefore runs as many passes
+of the base model as the others, of the same kinds in the same order.
 """
 
 from __future__ import annotations
@@ -11,38 +11,41 @@ from typing import Protocol
 
 
 class Forward(IntEnum):
-    """What a pass of the base model does; of several that are wanted the greatest goes first."""
+    """Kind of a pass of the base model. Of several requested kinds the greatest runs first."""
 
     NONE = 0
-    PLAIN = 1  # nothing of the base model is differentiated
+    PLAIN = 1  # without gradients
     BACKWARD = 2
-    RECOMPUTED = 3  # backward, and decoder layers are computed a second time there
+    RECOMPUTED = 3  # backward, with decoder layers recomputed
 
     @property
     def goes_back(self) -> bool:
-        """Return whether there is a backward."""
+        """True if the pass has a backward."""
         return self >= Forward.BACKWARD
 
 
 class LockStep(Protocol):
-    """Agrees with the other processes, if there are any, on the next pass of the base model."""
+    """Agreement with the other processes, if any, on the next pass of the base model."""
 
     @property
     def sharding(self) -> str:
-        """Say who holds the base model: "" for this process alone. No bit depends on it."""
+        """Description of the processes that hold the base model: "" for this process alone. No bit
+        depends on it.
+        """
 
     def await_pass(self, wanted: Forward) -> Forward:
         """Wait until a pass of this kind can run, and return the kind to run it as.
 
-        That differs in one way: what was to keep its layers' values may have to compute them twice.
+        The two differ in one case: a pass that would keep its layers' values may have to recompute
+        them.
         """
 
 
 class Alone:
-    """This process holds all of its base model."""
+    """Lock step of a process that holds all of its base model."""
 
     sharding = ""
 
     def await_pass(self, wanted: Forward) -> Forward:
-        """Run it now."""
+        """Return at once."""
         return wanted

@@ -1,4 +1,4 @@
-"""What the other processes may know about a base model and the engine that trains on it."""
+"""Facts about a base model and its engine for other processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cotrain_workers.engine.spec import Family
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the other processes may know about the base model and this engine."""
+    """Facts about the base model and this engine for other processes."""
 
     model: str  # as given to `Engine.load`
     architecture: str
@@ -20,8 +20,8 @@ class ModelFacts:
     context_length: int
     num_parameters: int
     max_rank: int
-    eos_token_ids: tuple[int, ...]  # what ends a generation, ascending; may be empty
-    modules_by_family: Mapping[Family, int]  # how many modules each train_* flag covers
+    eos_token_ids: tuple[int, ...]  # tokens that end a generation, ascending; may be empty
+    modules_by_family: Mapping[Family, int]  # number of modules that each train_* flag covers
     numerics: Numerics
     lora_fallback: (
         str  # why LoRA is not computed by the fastest backend; empty where it is, and on a CPU
@@ -29,12 +29,12 @@ class ModelFacts:
 
     @property
     def numerics_id(self) -> str:
-        """Equal ids: the same plan gives the same bits."""
+        """Identifier of the numerics. With equal ids, the same plan produces the same bits."""
         return self.numerics.id
 
 
 def model_facts(model: str, base: BaseModel, numerics: Numerics, lora_fallback: str) -> ModelFacts:
-    """Collect what the other processes may know."""
+    """Collect the facts about a base model and its engine."""
     modules: dict[Family, int] = {}
     for target in base.targets:
         modules[target.family] = modules.get(target.family, 0) + 1

@@ -1,4 +1,6 @@
-"""All that may change a bit of a result under one plan: hardware, libraries, threads, sizes."""
+"""Conditions that may change a bit of a result under one plan: hardware, libraries, threads,
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +19,39 @@ from cotrain_workers.engine.lora.backend import Choice
 from cotrain_workers.engine.model import attention as attn
 
 CPUINFO = Path("/proc/cpuinfo")
-#: By these MKL and oneDNN choose their kernels, and so by how large the caches are.
+#: Fields of cpuinfo by which MKL and oneDNN choose their kernels, including the cache size.
 DISTINGUISHED_BY = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags")
-#: Environment variables that overrule them.
+#: Environment variables that override that choice.
 OVERRULED_BY = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """What an engine computes with. Equal ones give, for the same plan, the same bits."""
+    """Numerical environment of an engine. Equal ones produce the same bits for the same plan."""
 
     device: str  # "cpu" or "cuda"
-    hardware: str  # which GPU or processor, and what was said to the libraries about it
-    threads: int  # of the CPU; 0 where it computes nothing
+    hardware: str  # GPU or processor, and overrides of its libraries
+    threads: int  # of the CPU; 0 on a GPU
     dtype: str  # of the base model: "float32"
     torch: str
     transformers: str
     padding: str
     micro_batch_tokens: int
     head_chunk_rows: int
-    lora: Choice = "seg"  # the backend; recordings from before there was a choice do not name it
-    adapter_bytes: int = 0  # of a GPU, where who computes together moves bits; 0 on a CPU
-    fused: str = ""  # where the base model has kernels: "norms heads mlp"
-    # Who holds the base model: "fsdp2/4" for four processes. Said, and not compared: gathered weights are the
-    # same bits, and nothing that is computed is added up across processes.
+    lora: Choice = "seg"  # the backend; old recordings lack it
+    adapter_bytes: int = 0  # of a GPU, where the grouping of adapters moves bits; 0 on a CPU
+    fused: str = ""  # layers of the base model with kernels: "norms heads mlp"
+    # Processes that hold the base model: "fsdp2/4" for four. It is reported but not compared:
+    # gathered weights have the same bits, and no sum crosses processes.
     sharding: str = ""
 
     @property
     def id(self) -> str:
-        """Name them in 16 characters."""
+        """Identifier of 16 characters."""
         return hashlib.sha256(repr(_compared(self)).encode()).hexdigest()[:16]
 
     def differences(self, other: Numerics) -> list[str]:
-        """Say where `other` is not the same, one phrase each."""
+        """Return the differences to `other`, one phrase each."""
         ours, theirs = _compared(self), _compared(other)
         return [
             f"{name} {ours[name]}, now {theirs[name]}"
@@ -73,9 +75,10 @@ def numerics_of(
     fused: Sequence[str] = (),
     sharding: str = "",
 ) -> Numerics:
-    """Read them off this process; `sizes` are tokens per micro-batch and rows per head chunk.
+    """Return the numerics of this process; `sizes` are tokens per micro-batch and rows per head
+    chunk.
 
-    `adapter_bytes` decides which adapters of a cycle that are too many compute together.
+    `adapter_bytes` determines which adapters compute together if a cycle has too many.
     """
     is_cuda = device.type == "cuda"
     return Numerics(
@@ -96,14 +99,16 @@ def numerics_of(
 
 
 def cuda_hardware(device: torch.device) -> str:
-    """Name a GPU, and what decides which kernels run on it."""
+    """Return the name of a GPU, and the conditions that select its kernels."""
     name = torch.cuda.get_device_name(device)
     flash = f"{attn.flash_in_use()} {sorted(attn.varlen_parameters())}"
     return f"{name} cuda {torch.version.cuda} {flash}"
 
 
 def cpu_hardware() -> str:
-    """Name a processor, and what decides which kernels run on it; two with AVX-512 may differ in bits."""
+    """Return the name of a processor, and the conditions that select its kernels. Two with AVX-512
+    may differ in bits.
+    """
     capability = torch.backends.cpu.get_cpu_capability()
     processor = processor_of(CPUINFO.read_text()) if CPUINFO.exists() else platform.machine()
     overruled = [f"{name}={os.environ[name]}" for name in OVERRULED_BY if name in os.environ]
@@ -111,7 +116,9 @@ def cpu_hardware() -> str:
 
 
 def processor_of(cpuinfo: str) -> str:
-    """Name the first processor of Linux' `cpuinfo`: its maker and model, and a digest of all that counts."""
+    """Return the vendor and model of the first processor in Linux' `cpuinfo`, and a digest of
+    DISTINGUISHED_BY.
+    """
     first = cpuinfo.split("\n\n", maxsplit=1)[0]
     pairs = (line.partition(":") for line in first.splitlines())
     facts = {name.strip(): value.strip() for name, _, value in pairs}

@@ -1,4 +1,4 @@
-"""What a cycle is made of, as plain data: the ops that go into the engine and what comes out."""
+"""Ops of a cycle and their outputs, as plain data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from cotrain_workers.engine.spec import AdapterSpec
 
 @dataclass(frozen=True)
 class Datum:
-    """One example: `n` tokens and what the loss reads with them.
+    """One example: `n` tokens and the inputs of the loss.
 
-    `inputs["target_tokens"]` is int64 `[n]` or `[n, K]`; every other input is float32 of that shape.
+    `inputs["target_tokens"]` is int64 `[n]` or `[n, K]`; every other input is float32 of that
+    shape.
     """
 
     tokens: np.ndarray  # int64 [n]
@@ -25,7 +26,7 @@ class Datum:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of what is found of it: one value per target."""
+        """Shape of its result: one value per target."""
         return self.inputs["target_tokens"].shape
 
 
@@ -33,23 +34,23 @@ class Datum:
 class KlDatum:
     """One example of a reverse KL: a continuation of `n` tokens after two contexts.
 
-    Both sequences are a context and the continuation without its last token, which is predicted only:
-    target `i` is predicted at row `-n + i` of each.
+    Both sequences are a context and the continuation without its last token, which is only
+    predicted. Target `i` is predicted at row `-n + i` of each.
     """
 
-    tokens: np.ndarray  # int64: what the run reads
-    reference: np.ndarray  # int64: what the reference reads
+    tokens: np.ndarray  # int64: tokens of the run
+    reference: np.ndarray  # int64: tokens of the reference
     weights: np.ndarray  # float32 [n], n >= 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of what is found of it: one value per target."""
+        """Shape of its result: one value per target."""
         return self.weights.shape
 
 
 @dataclass(frozen=True)
 class Create:
-    """Start a run with a fresh adapter."""
+    """Start of a run with a fresh adapter."""
 
     run: str
     seq: int
@@ -58,7 +59,9 @@ class Create:
 
 @dataclass(frozen=True)
 class Pass:
-    """Evaluate a loss on datums; with `needs_grad`, add its gradient to the run's (summed, never averaged)."""
+    """Evaluation of a loss on datums; with `needs_grad`, its gradient is added to the run's
+    (summed, never averaged).
+    """
 
     run: str
     seq: int
@@ -72,7 +75,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class ReverseKl:
-    """Add up `weight * KL(run || reference)` over whole distributions, and its gradient to the run's.
+    """Sum of `weight * KL(run || reference)` over whole distributions; its gradient is added to
+    the run's.
 
     Both are softmaxes of logits / `temperature`. The reference is never differentiated.
     """
@@ -89,7 +93,9 @@ class ReverseKl:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """Take one AdamW step with the run's summed gradient, then zero it; a `grad_clip_norm` of 0 is no limit."""
+    """AdamW step with the run's summed gradient, which is then zeroed. A `grad_clip_norm` of 0 is
+    no limit.
+    """
 
     run: str
     seq: int
@@ -103,7 +109,9 @@ class OptimStep:
 
 @dataclass(frozen=True)
 class Save:
-    """Copy a run's weights to the host, as they are after its ops so far; `optimizer` its state, too."""
+    """Copy of a run's weights to the host, after its ops so far; with `optimizer`, of its AdamW
+    state, too.
+    """
 
     run: str
     seq: int
@@ -122,14 +130,15 @@ class HostOptimizer:
 
 @dataclass(frozen=True)
 class Load:
-    """Put `weights` in place of the run's; a pending gradient is gone, and AdamW goes on or starts anew.
+    """Replacement of the run's weights by `weights`. A pending gradient is dropped; AdamW
+    continues or starts anew.
 
-    With `creates` the run begins with them, and takes its spec from them.
+    With `creates`, the run starts with them and takes its spec from them.
     """
 
     run: str
     seq: int
-    path: str  # what the tenant calls the checkpoint; for messages
+    path: str  # the tenant's name of the checkpoint; for messages
     weights: HostWeights
     optimizer: HostOptimizer | None  # None: zero moments, step 0
     creates: bool = False
@@ -147,7 +156,7 @@ class PeftModule:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter that PEFT wrote, and what it becomes."""
+    """Adapter that PEFT wrote, and the spec that it gets."""
 
     spec: AdapterSpec
     modules: Sequence[PeftModule]
@@ -156,7 +165,7 @@ class PeftAdapter:
 
 @dataclass(frozen=True)
 class Import:
-    """Start a run with an adapter that was made elsewhere."""
+    """Start of a run with an adapter that was made elsewhere."""
 
     run: str
     seq: int
@@ -168,14 +177,14 @@ Op = Create | Import | Pass | ReverseKl | OptimStep | Save | Load
 
 @dataclass(frozen=True)
 class CreateOutput:
-    """A run was created."""
+    """Result of creating a run."""
 
     trainable_parameters: int
 
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What a pass found: log-probabilities of the targets, one float32 array per datum, in order."""
+    """Result of a pass: log-probabilities of the targets, one float32 array per datum, in order."""
 
     logprobs: Sequence[np.ndarray]  # each of the shape of its datum's target_tokens
     loss_sum: float
@@ -183,7 +192,7 @@ class PassOutput:
 
 @dataclass(frozen=True)
 class ReverseKlOutput:
-    """What a reverse KL found; a target of weight 0 counts nowhere."""
+    """Result of a reverse KL. A target of weight 0 counts nowhere."""
 
     losses: Sequence[np.ndarray]  # per datum float32 [n]: weight * divergence of each target
     loss_sum: float
@@ -193,29 +202,29 @@ class ReverseKlOutput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What an optimizer step found."""
+    """Result of an optimizer step."""
 
     grad_norm: float  # global L2 norm over the run's gradient, before clipping
 
 
 @dataclass(frozen=True)
 class SaveOutput:
-    """The copy; later ops of the run leave it as it is."""
+    """Copy of the weights; later ops of the run do not change it."""
 
     weights: HostWeights
-    optimizer: HostOptimizer | None = None  # as asked for
+    optimizer: HostOptimizer | None = None  # if requested
 
 
 @dataclass(frozen=True)
 class LoadOutput:
-    """The run's state was replaced by that of a checkpoint."""
+    """Result of a load: the run's state was replaced by that of a checkpoint."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The op changed nothing; `message` may be shown to the tenant."""
+    """Failure of an op that changed nothing. `message` may be shown to the tenant."""
 
     message: str
     category: Literal["user", "server"]
@@ -231,7 +240,7 @@ Output = (
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a pass has come that takes several cycles, in tokens that the base model read for it."""
+    """Progress of a pass that takes several cycles, in tokens that the base model read for it."""
 
     now: int  # in this cycle
     in_all: int
@@ -250,7 +259,7 @@ class UpcomingBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class CyclePart:
-    """A part of a cycle, in s of the wall clock; at its yield points others may have worked."""
+    """A part of a cycle, in s of the wall clock. Other work may have run at its yield points."""
 
     name: str
     began: float
@@ -259,40 +268,43 @@ class CyclePart:
 
 @dataclass(frozen=True)
 class CycleOutput:
-    """What one cycle did, and what it cost."""
+    """Outputs and cost of one cycle."""
 
     outputs: Mapping[tuple[str, int], Output]
-    """By (run, seq): one for every op of the cycle, but for passes that stay open and what is deferred
-    behind them."""
+    """By (run, seq): one for every op of the cycle, except open passes and the ops deferred behind
+    them.
+    """
     forwards: int  # passes of the base model
     tokens: int
     padded_tokens: int  # tokens plus the filler of every micro-batch
-    wave_s: float  # forward/backward, without what others took at its yield points
+    wave_s: float  # forward/backward, without the time at its yield points
     optim_s: float
     is_exact: bool = True  # False: memory ran out so that an op has other last bits than with more
     divided: Mapping[tuple[str, int], Progress] = field(default_factory=dict)
-    """Of passes that stay open, or did so in a cycle before; those without an output are open."""
+    """Progress of passes that stay open, or were open in an earlier cycle. Those without an output
+    are open.
+    """
     parts: Sequence[CyclePart] = ()
-    """Its waves and optimizer steps, in order."""
+    """Waves and optimizer steps, in order."""
 
     @cached_property
     def open_tokens(self) -> dict[tuple[str, int], int]:
-        """Return the passes that stay open, each with its tokens that have run."""
+        """Open passes, each with the number of its tokens that have run."""
         return {at: each.in_all for at, each in self.divided.items() if at not in self.outputs}
 
 
 def unknown_run() -> Failure:
-    """Return the answer to an op of a run that has no adapter: the op that makes it has failed."""
+    """Return the failure of an op whose run has no adapter, because creating it failed."""
     return Failure("This run has no adapter: its creation failed. Create another run.", "user")
 
 
 class WeightsMissing(KeyError):
-    """Nothing holds the weights of this key any more, or what holds them cannot be used."""
+    """Error: the weights of this key are no longer stored, or cannot be used."""
 
     def __init__(self, key: str, reason: str = "") -> None:
         super().__init__(key)
         self.reason = reason
-        """Why, for whom they belong to; empty where that is not known."""
+        """Reason for the tenant; empty if unknown."""
 
 
 @dataclass(frozen=True)
@@ -304,9 +316,9 @@ class HostWeights:
 
     @property
     def bytes(self) -> int:
-        """Return the size of `flat`, for which it need not have arrived."""
+        """Size of `flat`, which need not have arrived."""
         return self.flat.nbytes
 
     def on_device(self) -> torch.Tensor | None:
-        """Return the same values on the device, where an adapter still has them there; read-only."""
+        """Return the same values on the device if an adapter still has them there; read-only."""
         return None

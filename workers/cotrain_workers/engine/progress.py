@@ -1,4 +1,4 @@
-"""How far a start is, said to those who wait for it: a worker's log, and the terminal of `cotrain serve`."""
+"""Progress of a start, for a worker's log and the terminal of `cotrain serve`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from tqdm.std import tqdm
 from transformers.utils import logging
 from typing_extensions import override
 
-#: What takes less is known from what follows it.
+#: Interval in s of progress reports. Shorter phases are reported only by the next one.
 EVERY_S = 5.0
 
 _listeners: list[Callable[[str], None]] = []
 
 
 def listen(listener: Callable[[str], None]) -> None:
-    """Report what is done from now on to `listener`; no library draws bars of its own any more."""
+    """Report progress from now on to `listener`, and disable the progress bars of libraries."""
     _listeners.append(listener)
     disable_progress_bars()
     logging.set_tqdm_hook(lambda _, args, kwargs: ReportedProgress(*args, **kwargs))
 
 
 def report(doing: str) -> None:
-    """Say what begins now, or how far it is."""
+    """Report the current phase and its progress."""
     for listener in _listeners:
         listener(doing)
 
 
 class ReportedProgress(tqdm):  # type: ignore[misc]  # it comes without types
-    """Stands where a library would draw a progress bar, and reports one line every EVERY_S."""
+    """Replacement of a library's progress bar that reports one line every EVERY_S."""
 
     monitor_interval = 0  # no thread
 
@@ -41,7 +41,7 @@ class ReportedProgress(tqdm):  # type: ignore[misc]  # it comes without types
 
     @override
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Report how far it is; nothing at its beginning and at its end."""
+        """Report the progress; nothing at the beginning and at the end."""
         if msg is None and self.total and 0 < self.n < self.total:
             report(f"{self.desc or 'fetching'}: {self.n / self.total:.0%}")
         return True

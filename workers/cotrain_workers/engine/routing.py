@@ -1,6 +1,7 @@
-"""Which row of a packed micro-batch belongs to which adapter and which sequence.
+"""Assignment of the rows of a packed micro-batch to adapters and sequences.
 
-The sequences of a packed row: where each lies, to what length it is padded, and what its rows may see.
+`SequenceTable` describes the sequences of a packed row: their positions, the padding and the
+attention masks. `Router` gives the current route to the modules of the base model.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.spec import Layout, Pair
 
-# A row of a GEMM is the same, bit for bit, in every matrix of 32 rows or more (measured on CPU fp32);
-# below, other kernels are used. Steps of 32 waste at most 6 % from 512 tokens on; larger steps for larger
-# rows keep the number of shapes low, for which a GPU library may choose different kernels.
+# A row of a GEMM is the same, bit for bit, in every matrix of 32 rows or more (measured on CPU
+# fp32). Below that, other kernels are used. Steps of 32 waste at most 6 % from 512 tokens on.
+# Larger steps for larger rows keep the number of shapes low, because a GPU library may choose
+# other kernels for each shape.
 FINE_STEP, FINE_LIMIT, COARSE_STEP = 32, 2048, 128
 
 
@@ -34,7 +36,7 @@ def up_to(tokens: int, step: int) -> int:
 
 
 class EqualLengths(NamedTuple):
-    """Neighbouring sequences of equal length; attention takes them in one call."""
+    """Neighbouring sequences of equal length; attention processes them in one call."""
 
     start: int
     sequences: int
@@ -43,7 +45,7 @@ class EqualLengths(NamedTuple):
 
 @dataclass
 class SequenceTable:
-    """The sequences of a packed row, filler included: `lengths` adds up to the padded length."""
+    """Sequences of a packed row, filler included. `lengths` adds up to the padded length."""
 
     lengths: Sequence[int]
     device: torch.device
@@ -62,14 +64,16 @@ class SequenceTable:
         )
 
     def offsets(self) -> torch.Tensor:
-        """Return where each sequence starts, and the end: int32 `[sequences + 1]`."""
+        """Return the start of each sequence, and the end: int32 `[sequences + 1]`."""
         if self._offsets is None:
             ends = list(accumulate(self.lengths, initial=0))
             self._offsets = to_device(np.array(ends, np.int32), self.device)
         return self._offsets
 
     def mask(self, length: int, window: int | None) -> torch.Tensor:
-        """Return bool `[length, length]`, true where a query may look: back, at most `window` tokens."""
+        """Return bool `[length, length]`, true for visible positions: back, at most `window`
+        tokens.
+        """
         key = (length, window)
         if key not in self._masks:
             at = torch.arange(length, device=self.device)
@@ -80,7 +84,7 @@ class SequenceTable:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How one layer scores: `window` counts the token itself and those before it."""
+    """Attention parameters of one layer. `window` counts the token itself and those before it."""
 
     scaling: float
     window: int | None
@@ -88,34 +92,34 @@ class AttentionRule:
 
 
 class Part(NamedTuple):
-    """One segment as one module sees it."""
+    """One segment as seen by one module."""
 
     start: int
     stop: int
     weights: Pair
     scale: float
-    grads: Pair | None  # where the weight gradients are added; None for a forward-only pass
+    grads: Pair | None  # destination of the weight gradients; None for a forward-only pass
 
 
 class Source(Protocol):
-    """The matrices of one adapter: a run's, or a frozen one's."""
+    """Matrices of one adapter, trained or frozen."""
 
     @property
     def layout(self) -> Layout:
-        """Return where each matrix lies in `weights`."""
+        """Positions of the matrices in `weights`."""
 
     @property
     def weights(self) -> torch.Tensor:
-        """Return the arena, 1-D, of any floating type."""
+        """The arena, 1-D, of any floating type."""
 
     @property
     def compute(self) -> Mapping[str, Pair]:
-        """Return the matrices by module, in the base model's type."""
+        """Matrices by module, in the base model's type."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows `start` to `stop` of the packed row: one piece of one op, all of one adapter."""
+    """Rows `start` to `stop` of the packed row: one slice of one op, with one adapter."""
 
     start: int
     stop: int
@@ -130,8 +134,8 @@ class TrainingLora(Protocol):
     def linear(
         self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter; add weight gradients
-        in backward.
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter; add weight
+        gradients in backward.
         """
 
     def parts(self, module: str) -> Sequence[Part]:
@@ -148,7 +152,7 @@ class Route:
 
 
 class StepRoute(Protocol):
-    """What a decoder step puts in place of the training route; see `decoding/step.py`."""
+    """Route of a decoder step, in place of the training route; see `decoding/step.py`."""
 
     def linear(
         self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -162,19 +166,23 @@ class StepRoute(Protocol):
 
 
 class LinearWeights(Protocol):
-    """A frozen linear module of the base model; its tensors may be others from one micro-batch to the next."""
+    """Frozen linear module of the base model. Its tensors may change from one micro-batch to the
+    next.
+    """
 
     @property
     def weight(self) -> torch.Tensor:
-        """Return it, `[out, in]`."""
+        """The weight, `[out, in]`."""
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Return it, `[out]`."""
+        """The bias, `[out]`, or None."""
 
 
 class Router:
-    """Hands the route of the running micro-batch or decoder step to the modules of one base model."""
+    """Holder of the route of the running micro-batch or decoder step, for the modules of one base
+    model.
+    """
 
     def __init__(self) -> None:
         self.linears: dict[str, LinearWeights] = {}  # by name
@@ -183,7 +191,7 @@ class Router:
 
     @property
     def route(self) -> Route:
-        """Return the current route; the model cannot run without one (it would mix sequences)."""
+        """The current route. The model cannot run without one, because it would mix sequences."""
         if self._route is None:
             raise RuntimeError("The base model was called outside a micro-batch: no segment table.")
         return self._route

@@ -1,4 +1,4 @@
-"""One cycle while it runs: its groups of adapters, the waves of passes in each, steps, saves and loads, and what came of them."""
+"""State and execution of one cycle: groups of adapters, waves of passes, steps, saves and loads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class RunningCycle:
     is_over: Callable[[], bool]
     outputs: dict[tuple[str, int], Output] = field(default_factory=dict)
     divided: dict[tuple[str, int], Progress] = field(default_factory=dict)
-    deferred: set[str] = field(default_factory=set)  # runs of which nothing more runs in this cycle
+    # runs whose remaining ops wait for a later cycle
+    deferred: set[str] = field(default_factory=set)
     opened: Mapping[tuple[str, int], PassState] = field(default_factory=dict)  # by earlier cycles
     cost: PassesCost = field(default_factory=PassesCost)
     optim_s: float = 0.0
@@ -53,7 +54,7 @@ class RunningCycle:
     parts: list[CyclePart] = field(default_factory=list)
 
     def run(self, ops: Sequence[Op]) -> Yielding[CycleOutput]:
-        """Run all of it."""
+        """Run the cycle and return its output."""
         self.opened = self.open_passes.take({op.run: op.seq for op in reversed(ops)})
         made = 0
         for op in ops:
@@ -83,7 +84,9 @@ class RunningCycle:
         )
 
     def _expect_open_gradients(self, ops: Sequence[Op]) -> None:
-        """Have room for the gradient of each pass that may stay open, before it is decided what is on the device."""
+        """Reserve space for the gradients of passes that may stay open, before adapters are placed
+        on the device.
+        """
         for op in ops:
             if (
                 isinstance(op, Pass | ReverseKl)
@@ -94,7 +97,7 @@ class RunningCycle:
                 self.adapters[op.run].has_open_gradient = True
 
     def _run_group(self, runs: Sequence[str], ops: Sequence[Op]) -> Yielding[None]:
-        """Run those ops of a cycle whose adapters fit on the device together: mostly all of them."""
+        """Run the ops of adapters that fit on the device together: mostly all of the cycle."""
         began, began_at = time.perf_counter(), time.time()
         adapters = self.adapters.bring_in(runs)
         self.cost.seconds += time.perf_counter() - began
@@ -130,7 +133,7 @@ class RunningCycle:
     def _run_wave(
         self, ops: Sequence[Pass | ReverseKl], adapters: Mapping[str, Adapter]
     ) -> Yielding[None]:
-        """Run passes together; those that did not end are kept, and hold back their runs."""
+        """Run passes together. Unfinished ones are kept, and defer the rest of their runs."""
         began = time.perf_counter()
         passes = self._admit(ops, adapters)
         self.cost.seconds += time.perf_counter() - began
@@ -141,7 +144,9 @@ class RunningCycle:
     def _admit(
         self, ops: Sequence[Pass | ReverseKl], adapters: Mapping[str, Adapter]
     ) -> list[PassState]:
-        """Begin the passes that can run, or go on with them; write why the others cannot."""
+        """Return the started or resumed passes that can run; write a failure for each of the
+        others.
+        """
         admitted = []
         for op in ops:
             if op.run not in adapters:
@@ -165,7 +170,7 @@ class RunningCycle:
         return refuse_pass(op, *limits)
 
     def _note(self, state: PassState) -> None:
-        """Take what came of a pass that ran, as far as it did."""
+        """Record the result of a pass, or keep it open."""
         op_id = (state.op.run, state.op.seq)
         if state.output is None:
             self.open_passes.keep(state)
@@ -180,9 +185,10 @@ class RunningCycle:
 def next_wave(
     passes: Sequence[Pass | ReverseKl], allowances: Mapping[tuple[str, int], int]
 ) -> tuple[list[Pass | ReverseKl], list[Pass | ReverseKl]]:
-    """Split passes, those of a run in its order, into what may run now and what waits.
+    """Split passes into those that may run now and those that wait. Passes of a run keep their
+    order.
 
-    Behind a pass that may stay open its run waits: until it has ended, or for the next cycle.
+    A run waits behind a pass that may stay open, until that pass ends or until the next cycle.
     """
     wave: list[Pass | ReverseKl] = []
     later: list[Pass | ReverseKl] = []

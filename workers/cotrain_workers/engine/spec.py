@@ -1,4 +1,4 @@
-"""What an adapter is: its spec, the modules it targets, and where each matrix lies in its arena."""
+"""Specification of an adapter: its parameters, target modules, and the layout of its arena."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import torch
 
 Family = Literal["attn", "mlp", "unembed"]
 
-# Every matrix starts on a 64-byte line, so that a GEMM meets the same alignment in every arena.
+# Every matrix starts on a 64-byte line, so that a GEMM has the same alignment in every arena.
 ALIGN = 16
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What a tenant chose when the run was created. Effective weight: `W + (alpha / rank) * B @ A`."""
+    """Parameters that a tenant chose when creating a run. Effective weight: `W + (alpha / rank) *
+    B @ A`.
+    """
 
     rank: int
     seed: int
@@ -28,7 +30,7 @@ class AdapterSpec:
 
     @property
     def scale(self) -> float:
-        """Return the factor on `B @ A`."""
+        """Factor on `B @ A`."""
         return self.alpha / self.rank
 
     def trains(self, family: Family) -> bool:
@@ -57,12 +59,12 @@ class Pair(_Pair):
 
     @cached_property
     def at(self) -> torch.Tensor:
-        """Return A^T, a view made once and not for every product."""
+        """A^T: a view made once, not for every product."""
         return self.a.t()
 
     @cached_property
     def bt(self) -> torch.Tensor:
-        """Return B^T, in whose order it lies in an arena."""
+        """B^T, in the order of an arena."""
         return self.b.t()
 
 
@@ -70,13 +72,13 @@ class Sums(Pair):
     """A module's matrices in a gradient arena, to which products are added."""
 
     is_stale = False
-    """What lies there is of an earlier gradient and counts as zeros: the next product is written over it."""
+    """True if the buffer is stale and counts as zero; the next product overwrites it."""
 
 
 def kept_share(sums: Pair) -> int:
-    """Return by what sums are multiplied in the product that is added next: 0 if they are stale, else 1.
+    """Return the factor of the sums in the next product: 0 if they are stale, else 1.
 
-    They are not stale any more: ask right before A's and B's product.
+    The sums are then no longer stale, so call this right before A's and B's product.
     """
     if isinstance(sums, Sums) and sums.is_stale:
         sums.is_stale = False
@@ -86,10 +88,11 @@ def kept_share(sums: Pair) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the matrices of one adapter lie in a flat arena: A then B, in model order.
+    """Positions of one adapter's matrices in a flat arena: A then B, in model order.
 
-    B lies there transposed: every product with it then reads rows of `outputs` values instead of rows of
-    `rank`, which is 2 to 7 times faster on CPU (rank 8, 256 tokens; the same bytes, other strides).
+    B is stored transposed. A product with it then reads rows of `outputs` values instead of
+    `rank` values. This is 2 to 7 times faster on CPU (rank 8, 256 tokens; the same bytes, other
+    strides).
     """
 
     rank: int
@@ -99,7 +102,7 @@ class Layout:
 
     @property
     def trainable_parameters(self) -> int:
-        """Return the number of trained values; `size` also counts the alignment gaps, which stay zero."""
+        """Number of trained values. `size` also counts the alignment gaps, which stay zero."""
         return sum(self.rank * (t.inputs + t.outputs) for t in self.targets)
 
     def views(self, arena: torch.Tensor) -> dict[str, Pair]:
@@ -115,7 +118,7 @@ class Layout:
 
 
 def plan_layout(spec: AdapterSpec, targets: Sequence[Target]) -> Layout:
-    """Lay out the matrices of the modules that `spec` trains."""
+    """Return the layout of the matrices that `spec` trains."""
     chosen = tuple(target for target in targets if spec.trains(target.family))
     return Layout(spec.rank, chosen, *lay_out_matrices(spec.rank, chosen))
 
@@ -123,7 +126,7 @@ def plan_layout(spec: AdapterSpec, targets: Sequence[Target]) -> Layout:
 def lay_out_matrices(
     rank: int, targets: tuple[Target, ...]
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """Return where A and B of each module begin, and the size of the arena."""
+    """Return the offsets of A and B of each module, and the size of the arena."""
     offsets, end = {}, 0
     for target in targets:
         at_b = aligned(end + rank * target.inputs)
@@ -133,7 +136,7 @@ def lay_out_matrices(
 
 
 def lora_widths(targets: Sequence[Target]) -> dict[str, int]:
-    """Count the values that each family trains for one unit of rank."""
+    """Return the number of values that each family trains for one unit of rank."""
     widths: dict[str, int] = {}
     for target in targets:
         widths[target.family] = widths.get(target.family, 0) + target.inputs + target.outputs
@@ -141,5 +144,5 @@ def lora_widths(targets: Sequence[Target]) -> dict[str, int]:
 
 
 def aligned(offset: int) -> int:
-    """Round up to the next place where a matrix may start."""
+    """Round up to the next possible offset of a matrix."""
     return -(-offset // ALIGN) * ALIGN

@@ -1,4 +1,6 @@
-"""What the worker around an engine needs of it: met by `Engine`, and by a group of processes that are one worker."""
+"""Interface of an engine for the worker. `Engine` and a group of processes that act as one worker
+implement it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from cotrain_workers.engine.spec import AdapterSpec, Layout, Target
 
 
 class StateCopying(Protocol):
-    """A run's state on its way."""
+    """Pending copy of a run's state."""
 
     def state(self) -> AdapterState:
         """Return the state once it has arrived; any thread may wait for it."""
@@ -26,55 +28,55 @@ class Adapters(Protocol):
     def __contains__(self, run: object) -> bool: ...
 
     def drop(self, run: str) -> None:
-        """Forget a run's adapter."""
+        """Remove a run's adapter."""
 
     def state(self, run: str) -> AdapterState:
         """Copy a run's adapter to the host."""
 
     def copy_out(self, run: str) -> StateCopying:
-        """Begin to copy a run's adapter to the host."""
+        """Start a copy of a run's adapter to the host."""
 
     def restore(self, run: str, state: AdapterState) -> Any:
-        """Put a state in place of whatever this run held."""
+        """Replace any adapter of this run by a state."""
 
     def prefetch(self, runs: Sequence[str]) -> None:
-        """Begin to bring in what the next cycle needs."""
+        """Start to bring in the adapters of the next cycle."""
 
     def over_budget(self) -> list[str]:
-        """Return the runs whose leaving frees the host memory that is too much."""
+        """Return the runs to evict so that host memory is within its limit."""
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return where the matrices of such an adapter lie."""
+        """Return the positions of the matrices of such an adapter."""
 
     @property
     def offloaded(self) -> int:
-        """How many adapters are on the host alone."""
+        """Number of adapters on the host alone."""
 
     @property
     def device_limit_bytes(self) -> int | None:
-        """Return what adapters may take of the device."""
+        """Limit of the adapters on the device in bytes."""
 
     @property
     def by_tier(self) -> dict[str, tuple[int, int]]:
-        """Count adapters and their bytes."""
+        """Number of adapters and their bytes, by tier."""
 
 
 class Open(Protocol):
-    """The passes that go on in a later cycle; see `OpenPasses`."""
+    """Passes that continue in a later cycle; see `OpenPasses`."""
 
     def __contains__(self, op_id: object) -> bool: ...
 
     @property
     def runs(self) -> Collection[str]:
-        """Return the runs that have one."""
+        """Runs with an open pass."""
 
 
 class ProcessUse(NamedTuple):
-    """What one process of a worker holds."""
+    """Resources of one process of a worker."""
 
     runs: int
     memory_bytes: int
-    """Resident."""
+    """Resident memory in bytes."""
 
 
 class Trainer(Protocol):
@@ -82,7 +84,7 @@ class Trainer(Protocol):
 
     @property
     def facts(self) -> ModelFacts:
-        """What other processes may know."""
+        """Facts for other processes."""
 
     @property
     def adapters(self) -> Adapters:
@@ -90,27 +92,27 @@ class Trainer(Protocol):
 
     @property
     def open_passes(self) -> Open:
-        """The passes that are open."""
+        """Open passes."""
 
     @property
     def processes(self) -> Sequence[ProcessUse]:
-        """Return what each process holds; of an engine there is one. Any thread may ask."""
+        """Resources of each process; an engine has one. Any thread may read it."""
 
     @property
     def targets(self) -> Sequence[Target]:
-        """Return the modules that adapters can be attached to."""
+        """Modules that adapters can be attached to."""
 
     @property
     def halvings(self) -> int:
-        """How many micro-batches did not fit into memory."""
+        """Number of micro-batches that did not fit into memory."""
 
     @property
     def safe_tokens(self) -> int:
-        """Return how many tokens one pass of the base model has room for."""
+        """Number of tokens that fit into one pass of the base model."""
 
     @property
     def device_memory(self) -> tuple[int, int]:
-        """Return the bytes in use on the device, and all it has."""
+        """Bytes in use on the device, and its total."""
 
     def run(self, ops: Sequence[Op]) -> CycleOutput:
         """Run one cycle to its end."""
@@ -132,4 +134,4 @@ class Trainer(Protocol):
         """Take less host memory for micro-batches of this size."""
 
     def check_device(self) -> None:
-        """Raise DeviceLost where nothing can be computed any more."""
+        """Raise DeviceLost if the device cannot compute any more."""

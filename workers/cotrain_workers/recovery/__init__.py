@@ -1,1 +1,1 @@
-"""What a crash costs: snapshots, replay, rollback, bisection; knows no commit and no schedule."""
+"""Crash recovery: snapshots, replay, rollback and bisection, independent of commits and schedules."""

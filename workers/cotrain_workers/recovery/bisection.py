@@ -1,10 +1,11 @@
-"""Bisection: find the request that breaks the engine, or kills its process, and run the others.
+"""Bisection of a failing step: find the request that breaks the engine or crashes its process, and
+run the others.
 
-What raises is found at once: each run goes back to its last committed state and its ops run one by one.
-What kills leaves no process to report it, so that each group of a step's ops is noted in the store before
-it runs, and struck off after. A group that is still noted when the next process starts is split in
-halves, at a border of two runs first, then within one; down to a single op during which MAX_CRASHES
-processes died.
+An exception is located at once: each run returns to its last committed state and its ops run one
+by one. A crash leaves no process to report it. Each group of a step's ops is therefore recorded in
+the store before it runs, and removed afterwards. A group that is still recorded at the next start
+is split in halves, first between two runs, then within one. The split ends at a single op during
+which MAX_CRASHES processes crashed.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ from cotrain_workers.engine.trainer import Trainer
 
 log = structlog.get_logger()
 
-#: A step during which so many processes died is split in halves, and a request during which so many died,
-#: alone, is what kills them.
+#: Number of crashes after which a step is split in halves, and after which a single op counts as
+#: the cause.
 MAX_CRASHES = 2
 
-#: The answers to a request that breaks the engine and to one that kills it. Neither must ever be run
-#: again, not even by a replay.
+#: Failures of a request that breaks the engine, and of one that crashes it. Neither may ever run
+#: again, not even in a replay.
 CRASHED = Failure("Internal error: this request could not be run.", "server")
 POISON = Failure("Request repeatedly crashed the worker; it was not applied.", "server")
 
 
 @dataclass
 class Answers:
-    """What ops gave that ran in several engine cycles."""
+    """Outputs of ops that ran in several engine cycles."""
 
     outputs: dict[tuple[str, int], Output] = field(default_factory=dict)
     is_exact: bool = True
-    """False: memory ran out in one of them, or in a replay (`CycleOutput.is_exact`)."""
+    """False if memory ran out in one of them, or in a replay (`CycleOutput.is_exact`)."""
 
     def add(self, more: CycleOutput | Answers) -> None:
-        """Take what came of further ops."""
+        """Add the outputs of further ops."""
         self.outputs.update(more.outputs)
         self.is_exact = self.is_exact and more.is_exact
 
 
 class Risks:
-    """Notes what may kill this process, for its successor to find."""
+    """Record of ops that may crash this process, for its successor."""
 
     def __init__(self, execution: Execution, await_writes: Callable[[], None]) -> None:
-        """`await_writes` returns once no save and no copy is being written.
+        """`await_writes` returns once no save and no copy is in progress.
 
-        A process that one of those killed would be counted against a request that did nothing.
+        Otherwise a crash caused by one of those would be counted against an innocent request.
         """
         self._execution = execution
         self._await_writes = await_writes
@@ -61,23 +62,25 @@ class Risks:
 
     @property
     def crashed_groups(self) -> Collection[str]:
-        """Name the groups during which a process died."""
+        """Return the groups during which a process crashed."""
         return self._crash_counts.keys()
 
     def is_poison(self, op: Op) -> bool:
-        """Tell whether processes died during this op alone, too often for chance."""
+        """Return True if processes crashed during this op alone, too often for chance."""
         return self._crash_counts.get(_request(op), 0) >= MAX_CRASHES
 
     def note(self, group: Sequence[Op]) -> None:
-        """Count a crash in advance: `survived` takes it back, if this process is there to call it."""
-        self.survived()  # of what was noted before: it may have raised, or its answer was lost
+        """Count a crash in advance. `survived` removes it, if this process still runs to call it."""
+        self.survived()  # the earlier group may have raised, or its response was lost
         self._await_writes()
         self._noted = name_of(group)
         self._execution.crash_counts.risk(self._noted)
         failpoint("worker.before_risk", map(_request, group))
 
     def survived(self) -> None:
-        """Take back what was noted. Also what a predecessor noted of it: it does not kill."""
+        """Remove the record of the current group, including a predecessor's, because it does not
+        crash.
+        """
         if self._noted is not None:
             failpoint("worker.after_risk", self._noted)
             self._execution.crash_counts.survived(self._noted)
@@ -85,7 +88,9 @@ class Risks:
 
 
 def groups_of(ops: Sequence[Op], crashed: Collection[str]) -> list[Sequence[Op]]:
-    """Split ops, those of a run side by side, until no group is one during which a process died. Pure."""
+    """Split ops, those of a run adjacent, until no group is one during which a process crashed.
+    Pure.
+    """
     if len(ops) == 1 or name_of(ops) not in crashed:
         return [ops]
     half = len(ops) // 2
@@ -95,7 +100,7 @@ def groups_of(ops: Sequence[Op], crashed: Collection[str]) -> list[Sequence[Op]]
 
 
 def name_of(group: Sequence[Op]) -> str:
-    """Name a group of a step's ops: by its request, or by its first and last."""
+    """Return the name of a group of ops: its request, or its first and last."""
     first, last = _request(group[0]), _request(group[-1])
     return first if len(group) == 1 else f"{first}..{last}"
 
@@ -106,10 +111,10 @@ def run_in_groups(
     ops: Sequence[Op],
     run_separately: Callable[[str], Answers],
 ) -> Answers:
-    """Run a step that killed its processes: in halves, and without what kills.
+    """Run a step that crashed its processes: in halves, and without the ops that crash.
 
-    `run_separately` runs one run's ops from its last committed state (`run_alone`); asked where a group
-    raises instead.
+    `run_separately` runs one run's ops from its last committed state (`run_alone`). It is called
+    where a group raises.
     """
     answers = Answers()
     separate: set[str] = set()
@@ -137,10 +142,10 @@ def run_in_groups(
 def run_alone(
     engine: Trainer, ops: Sequence[Op], reload_state: Callable[[], bool], risks: Risks | None
 ) -> Answers:
-    """Run one run's ops again and again, each time without one more that breaks the engine.
+    """Run one run's ops repeatedly, each time without one more op that breaks the engine.
 
-    `reload_state` brings the run back to its last committed state, and tells whether to the bit. With
-    `risks` each op may kill.
+    `reload_state` restores the last committed state of the run, and returns True if it did so to
+    the bit. With `risks` each op may crash.
     """
     failed: dict[tuple[str, int], Output] = {
         (op.run, op.seq): POISON for op in ops if risks is not None and risks.is_poison(op)
@@ -157,7 +162,7 @@ def run_alone(
 def _run_one_by_one(
     engine: Trainer, ops: Sequence[Op], answers: Answers, risks: Risks | None
 ) -> Op | None:
-    """Fill `answers` up to the first op that breaks the engine, and return that one."""
+    """Fill `answers` up to the first op that breaks the engine, and return that op."""
     for op in ops:
         if risks is not None:
             risks.note([op])

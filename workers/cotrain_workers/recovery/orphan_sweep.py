@@ -1,8 +1,9 @@
-"""Remove files that nothing refers to any more: segments of the spool, and recovery copies.
+"""Removal of unreferenced files: segments of the spool, and recovery copies.
 
-Each may be one that a process is about to refer to. So what a process holds stays, and what none holds
-goes only after this one has seen it unwanted for long (`cotrain_store.disk.orphan_ages`). A process that stood still
-for longer finds that its segment takes no references any more (`SpoolReferences`).
+A process may be about to refer to any of them. Files held by a process stay. The others are
+removed only after this worker has seen them unreferenced for a long time
+(`cotrain_store.disk.orphan_ages`). A process suspended for longer finds its segment closed to new
+references (`SpoolReferences`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ UNCOUNTED_AGE_S = 3 * 3600.0
 
 
 class Sweep:
-    """What one worker has seen unwanted. `now` is of the monotonic clock."""
+    """Unreferenced files seen by one worker. `now` is a time of the monotonic clock."""
 
     def __init__(self, execution: Execution, settings: WorkerSettings) -> None:
         self._execution = execution
@@ -42,14 +43,14 @@ class Sweep:
         self._begin()
 
     def _begin(self) -> None:
-        """Know of nothing unwanted: what was seen of it while another worker swept says nothing."""
+        """Reset the observations, because those from before another worker swept are invalid."""
         segments_age_s = self._age_s if self._has_locks else OBJECTS_REST * self._age_s
         self._segments, self._copies = Unwanted(segments_age_s), Unwanted(self._age_s)
         self._uncounted = Unwanted(UNCOUNTED_AGE_S)
         self._segments_at = self._copies_at = -math.inf
 
     def maintain(self, now: float, writing: Collection[RunId]) -> None:
-        """Remove what is old, if it is time to look. Copies of runs in `writing` may be registered soon."""
+        """Remove old files if a sweep is due. Copies of runs in `writing` may be registered soon."""
         if self._lease and not self._lease.is_mine(now):
             self._begin()
             return

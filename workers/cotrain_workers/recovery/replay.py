@@ -1,9 +1,8 @@
-"""Restore a run: its snapshot, then its log from there to `done`.
+"""Restoration of a run: its snapshot, then its log from the snapshot to `done`.
 
-The state of a run is the fold of its ops, and the engine gives the same bits for the same ops in any
-company, so that a run replayed alone ends where it was. The stored results prove it.
-
-Compare a replayed result with the stored one. Pure.
+The state of a run is the fold of its ops. The engine produces the same bits for the same ops next
+to any other runs, so a replayed run ends in the same state. The replayed results are compared with
+the stored ones as a proof.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from cotrain_workers.recovery.snapshot_file import SnapshotUnreadable, read_snap
 
 
 def same_result(stored: Result, replayed: Result, *, exact: bool) -> bool:
-    """Compare two results but for the cycle they ran in; on CUDA another mix moves the last bits."""
+    """Compare two results except for their cycles. On CUDA, other neighbours move the last bits."""
     if stored.kind != replayed.kind:
         return False
     tolerance = 0.0 if exact else 1e-2
@@ -78,31 +77,33 @@ log = structlog.get_logger()
 
 #: Ops that change no state leave no body in the log and are not run again.
 _STATELESS = (OpKind.FORWARD, OpKind.REJECTED)
-#: These run last in a cycle, in order…
+#: These run last in a cycle, in order.
 _TAIL = (OpKind.SAVE, OpKind.LOAD)
-#: … and after one of these a cycle holds nothing else of their run.
+#: A cycle contains no further ops of the run after one of these.
 _LAST = (OpKind.OPTIM_STEP, *_TAIL)
 
 
 class ReplayDiverged(StoreError):
-    """The replay of a run did not give the results that its clients already hold."""
+    """Error: the replay of a run did not reproduce the results that its clients already have."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """How a run was restored."""
+    """Outcome of restoring a run."""
 
     position: LogPosition
     replayed: int
-    """How many ops were run again."""
+    """Number of replayed ops."""
     from_newest: bool
-    """False: its newest snapshot could not be used."""
+    """False if its newest snapshot could not be used."""
     is_exact: bool
-    """False: memory ran out, and the state may have other last bits than this engine's numerics stand for."""
+    """False if memory ran out, so that the last bits of the state may differ from this engine's
+    numerics.
+    """
 
 
 class Replay:
-    """Restores runs into one engine, from their logs and the recovery copies in `snapshots`."""
+    """Restoration of runs into one engine, from their logs and the recovery copies in `snapshots`."""
 
     def __init__(
         self,
@@ -114,9 +115,9 @@ class Replay:
         *,
         exact: bool,
     ) -> None:
-        """With `exact` a replayed result must equal the stored one to the bit: true on a CPU, where a
-        run's numbers do not depend on its neighbours. It is not asked of a log that other numerics wrote
-        (another CPU, another torch): there a replay is as good as it gets.
+        """With `exact` a replayed result must equal the stored one to the bit. This holds on a
+        CPU, where a run's results do not depend on its neighbours. A log of other numerics
+        (another CPU, another torch) is exempt, because no exact replay of it is possible.
         """
         self._engine = engine
         self._execution = execution
@@ -126,13 +127,13 @@ class Replay:
         self._exact = exact
 
     def restore(self, run: RunId) -> Yielding[Restored]:
-        """Load a run into the engine as of its committed `done`; yields as the engine's cycles do.
+        """Load a run into the engine as of its committed `done`; yields like the engine's cycles.
 
-        Saves whose weights were lost before they were on disk are made again for the weights store.
+        Saves whose weights were lost before they were on disk are recreated for the weights store.
 
         Raises:
-            ReplayDiverged: the run must not go on; its log says why.
-            SpoolCorrupt: a part of its log is missing, or of what the log goes on from.
+            ReplayDiverged: the run must not continue; its log has the reason.
+            SpoolCorrupt: a part of its log, or of the base of the log, is missing.
         """
         position = self._execution.logs.position(run)
         if position is None or position.state is RunState.FAILED:
@@ -161,9 +162,9 @@ class Replay:
         raise lost
 
     def _load(self, run: RunId, base: Base) -> None:
-        """Put a base's state into the engine; raises SnapshotUnreadable."""
+        """Load a base's state into the engine; raises SnapshotUnreadable."""
         if not base.file:
-            return  # its first op makes the run
+            return  # its first op creates the run
         state = read_snapshot(self._snapshots, base.file, base.sha256, run, base.seq)
         try:
             self._engine.adapters.restore(run, state)
@@ -171,9 +172,10 @@ class Replay:
             raise SnapshotUnreadable(f"Snapshot {base.file}: {foreign}") from foreign
 
     def _run_log(self, run: RunId, base: Base, done: int) -> Yielding[tuple[int, bool]]:
-        """Run the log from a base to `done`; return how many ops were run, and whether bits count.
+        """Run the log from a base to `done`; return the number of ops, and whether bits are
+        compared.
 
-        They count from the base on until memory first runs out.
+        They are compared from the base until memory first runs out.
         """
         ops = [
             op
@@ -193,13 +195,15 @@ class Replay:
         return len(ops), is_exact
 
     def _requests(self, group: Sequence[QueuedOp], bodies: Sequence[bytes]) -> list[Op]:
-        """Decode what is to run again; what the client got wrong failed, and fails without a run."""
+        """Decode the ops to replay. A client's invalid request failed, and fails again without a
+        run.
+        """
         runnable: list[Op] = []
         for op, body in zip(group, bodies, strict=True):
             request = engine_op(op, body, self._weights)
             if not isinstance(request, Failure):
                 runnable.append(request)
-            elif request.category == "server":  # it ran once, so this is no fault of its own
+            elif request.category == "server":  # it ran before, so the request is not the cause
                 raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
         return runnable
 
@@ -210,7 +214,7 @@ class Replay:
         *,
         exact: bool,
     ) -> None:
-        """Hold what came out now against the stored results; raises ReplayDiverged."""
+        """Compare the replayed results with the stored ones; raises ReplayDiverged."""
         for op in group:
             stored = self._execution.logs.stored_result(op)
             output = outputs.get((op.run, op.seq))
@@ -234,19 +238,19 @@ class Replay:
 
 @dataclass(frozen=True)
 class Base:
-    """Where a replay may begin: the state after `seq`, in a file, or nothing at all (-1, no file)."""
+    """Start of a replay: the state after `seq`, in a file, or nothing at all (-1, no file)."""
 
     seq: int
     file: str
     sha256: str
     numerics_id: str
-    """Of the workers that wrote the log from here on."""
+    """Numerics of the workers that wrote the log from here on."""
 
 
 def bases_of(position: LogPosition) -> list[Base]:
-    """List what a run can be restored from, the newest first: two snapshots, or its beginning.
+    """Return the bases of a run, the newest first: two snapshots, or its beginning.
 
-    An older one costs a longer replay, and nothing else: the log reaches back to it. Pure.
+    An older base only costs a longer replay, because the log reaches back to it. Pure.
     """
     newest = Base(
         position.snap, position.snapshot_file, position.snapshot_sha256, position.numerics_id
@@ -262,7 +266,7 @@ def bases_of(position: LogPosition) -> list[Base]:
 
 
 def has_other_numerics(engine: Trainer, position: LogPosition) -> bool:
-    """Tell whether this engine may give other bits than those that wrote this log."""
+    """Return True if this engine may produce other bits than the writers of this log."""
     return _is_foreign(engine, position.numerics_id)
 
 
@@ -271,9 +275,10 @@ def _is_foreign(engine: Trainer, numerics_id: str) -> bool:
 
 
 def _from_last_load(ops: list[QueuedOp]) -> list[QueuedOp]:
-    """Leave out what a load wiped out, but for what made the run and saves that are still unstored.
+    """Return the ops without those that a load replaced. The op that created the run and unstored
+    saves stay.
 
-    A load that failed is none: its commit left only its place in the log.
+    A failed load does not count: its commit left only its place in the log.
     """
     kinds = [op.kind for op in ops]
     unstored = kinds.index(OpKind.SAVE) if OpKind.SAVE in kinds else len(ops)
@@ -282,7 +287,9 @@ def _from_last_load(ops: list[QueuedOp]) -> list[QueuedOp]:
 
 
 def _cycles(ops: Sequence[QueuedOp]) -> Iterator[list[QueuedOp]]:
-    """Cut a log into what one engine cycle may hold: passes, an optimizer step, saves and loads."""
+    """Split a log into groups that fit into one engine cycle: passes, an optimizer step, saves and
+    loads.
+    """
     group: list[QueuedOp] = []
     for op in ops:
         if group and group[-1].kind in _LAST and op.kind not in _TAIL:

@@ -1,4 +1,4 @@
-"""Keep the runs of one worker recoverable: restore them, copy them out, evict them.
+"""Resident runs of one worker, and their recovery copies: restore, copy out, evict.
 
 Copies are taken between cycles (a copy to host memory) and written by a background thread, so that
 training never waits for a disk.
@@ -37,13 +37,13 @@ from cotrain_workers.recovery.snapshot_file import (
 
 log = structlog.get_logger()
 
-#: Copies in host memory that wait for the disk, at most.
+#: Maximum number of copies in host memory that wait for the disk.
 COPIES_AT_ONCE = 4
 _PASSES = (OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
 
 
 class ResidentRuns:
-    """Owns which runs are in the engine's memory, and their recovery copies."""
+    """Owner of the runs in the engine's memory and of their recovery copies."""
 
     def __init__(
         self,
@@ -70,20 +70,23 @@ class ResidentRuns:
         self._backlogs: dict[RunId, ReplayBacklog] = {}
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
         self._uncovered_s: dict[RunId, float] = {}
-        """Training in copies that are taken and not registered yet, whether they can be written or not."""
+        """Training in copies that are taken and not yet registered, whether they can be written or
+        not.
+        """
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._sweep = Sweep(execution, settings)
 
     @property
     def runs(self) -> int:
-        """How many runs are in memory."""
+        """Number of runs in memory."""
         return len(self._backlogs)
 
     @property
     def snapshot_age(self) -> tuple[float, float]:
-        """Return the training, in s, that no recovery copy holds, of the run with the most, and when one is due.
+        """Largest training time of a run without a recovery copy, and the time at which a copy is
+        due, both in s.
 
-        Any thread may ask.
+        Any thread may read it.
         """
         ages = [
             (backlog.compute_s + self._uncovered_s.get(run, 0.0), self._policy.due_s(backlog))
@@ -93,12 +96,12 @@ class ResidentRuns:
         return max(ages, default=(0.0, self._policy.replay_s))
 
     def ensure(self, run: RunId) -> Yielding[Restored | None]:
-        """Have a run in the engine, restored if need be; None: it is there.
+        """Load a run into the engine, restored if necessary. Return None if it was in memory.
 
         Yields after each micro-batch of the replay. A copy of what was replayed is due then (`copy_due`).
 
         Raises:
-            ReplayDiverged, SpoolCorrupt: the run cannot go on.
+            ReplayDiverged, SpoolCorrupt: the run cannot continue.
         """
         if run in self._backlogs:
             return None
@@ -134,21 +137,22 @@ class ResidentRuns:
             self._copy_out(run, free[run])
 
     def roll_back(self, run: RunId) -> bool:
-        """Let a run whose newest state is lost go on from its newest checkpoint; False if it has none.
+        """Roll a run with a lost newest state back to its newest checkpoint. Return False if it
+        has none.
 
-        It is not in memory then: `ensure` brings it back.
+        The run is not in memory then: `ensure` restores it.
         """
         self.forget_state(run)
         self._writing.pop(run, None)  # of the lost state, and late: the log holds an unstored save
         return roll_back(self._engine, self._execution, self._weights, self._snapshots, run)
 
     def done(self, run: RunId) -> int:
-        """Name the last seq whose effect is in memory; -1 for a run that is not there."""
+        """Return the last seq whose effect is in memory; -1 for a run that is not in memory."""
         backlog = self._backlogs.get(run)
         return backlog.seq if backlog else -1
 
     def forget_state(self, run: RunId) -> None:
-        """Drop a run from memory, so that `ensure` brings it back from its log."""
+        """Drop a run from memory, so that `ensure` restores it from its log."""
         self._engine.adapters.drop(run)
         self._backlogs.pop(run, None)
         self._uncovered_s.pop(run, None)
@@ -156,9 +160,9 @@ class ResidentRuns:
     def committed(
         self, step: Step, outputs: Container[OpId], device_s: Mapping[OpId, float]
     ) -> None:
-        """Count a committed step; copy out those of its runs whose log has grown long.
+        """Count a committed step. Copy out runs whose log has grown long.
 
-        An op that is not among its `outputs` is not over; `device_s` is what each took to compute.
+        An op without an output has not finished; `device_s` is the compute time of each op.
         """
         now, total_s = time.monotonic(), sum(device_s.values()) or 1.0
         for op in step.ops:
@@ -176,7 +180,7 @@ class ResidentRuns:
         self.copy_due()
 
     def maintain(self) -> None:
-        """Do what is due now and then: register finished copies, start new ones, evict runs, sweep."""
+        """Run periodic maintenance: register snapshots, start new ones, evict runs, sweep."""
         now = time.monotonic()
         self.copy_due()
         for run, backlog in list(self._backlogs.items()):
@@ -184,7 +188,7 @@ class ResidentRuns:
                 self.forget_state(run)
                 log.info("run_evicted", run=run)
         for name in self._engine.adapters.over_budget():
-            # An open pass would begin anew, cycle after cycle.
+            # An open pass would start anew, cycle after cycle.
             if name not in self._engine.open_passes.runs:
                 self._evict(RunId(name))
         for run in self._execution.runs_to_drop():
@@ -195,7 +199,9 @@ class ResidentRuns:
         self._sweep.maintain(now, self._writing)
 
     def is_copied(self, run: RunId) -> bool:
-        """Tell whether a registered copy holds all that is committed of a run in memory; else one is begun."""
+        """Return True if a registered copy contains all committed ops of a run in memory;
+        otherwise start one.
+        """
         backlog, position = self._backlogs[run], self._execution.logs.position(run)
         if position is not None and position.snap == backlog.seq:
             return True
@@ -203,7 +209,9 @@ class ResidentRuns:
         return False
 
     def hand_over(self) -> None:
-        """Copy out what changed and let go of what a copy holds all of: another worker goes on with these runs."""
+        """Copy out changed runs and release completely copied ones, because another worker
+        continues them.
+        """
         for run, backlog in list(self._backlogs.items()):
             if backlog.ops:
                 self._copy_out(run, backlog)
@@ -212,7 +220,7 @@ class ResidentRuns:
                 log.info("run_handed_over", run=run)
 
     def drain(self, deadline_s: float) -> None:
-        """Copy out every run that changed, so that the next start has nothing to replay."""
+        """Copy out every changed run, so that the next start has nothing to replay."""
         until = time.monotonic() + deadline_s
         for run, backlog in sorted(self._backlogs.items(), key=lambda item: -item[1].replay_s):
             if backlog.ops:
@@ -224,7 +232,7 @@ class ResidentRuns:
         self._writer.shutdown(wait=False, cancel_futures=True)
 
     def await_writes(self, until: float) -> None:
-        """Wait for the copies that are being written, until a time of the monotonic clock."""
+        """Wait for the copies in progress, until a time of the monotonic clock."""
         wait(self._unwritten, max(0.0, until - time.monotonic()))
 
     @property
@@ -233,20 +241,20 @@ class ResidentRuns:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether the disk is behind: each copy that waits for it takes a run's size of memory."""
+        """Return True if the disk is behind: each waiting copy takes a run's size of memory."""
         return len(self._unwritten) >= COPIES_AT_ONCE
 
     def _wait_for_one(self, until: float) -> None:
         wait(self._unwritten, max(0.0, until - time.monotonic()), return_when=FIRST_COMPLETED)
 
     def _await_copy(self, run: RunId) -> None:
-        """Have a run's copy registered that is being written: it may be its newest state."""
+        """Wait until a run's copy in progress is registered, because it may be its newest state."""
         if run in self._writing:
             wait([self._writing[run][1]])
             self._register_finished()
 
     def _evict(self, run: RunId) -> None:
-        """Drop a run for which there is no host memory, as soon as a copy holds all of it."""
+        """Drop a run that does not fit into host memory, as soon as a copy contains all of it."""
         backlog = self._backlogs.get(run)
         if backlog is None or run in self._writing:
             return
@@ -287,7 +295,8 @@ class ResidentRuns:
             registered = self._execution.register_snapshot(
                 run, seq, snapshot.file, snapshot.sha256, snapshot.size
             )
-            # Only now: while Redis is unavailable it stays finished and unregistered.
+            # Clear it only now: while Redis is unavailable the copy stays finished and
+            # unregistered.
             del self._writing[run]
             self._uncovered_s.pop(run, None)
             self._metrics.snapshot_duration.observe(copy_s)
@@ -308,7 +317,7 @@ class ResidentRuns:
 def _write(
     root: Blobs, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopying
 ) -> tuple[Snapshot, float]:
-    """Write a snapshot once its state has arrived; return it and how long that took, in s."""
+    """Write a snapshot once its state has arrived; return it and the writing time in s."""
     began = time.perf_counter()
     snapshot = write_snapshot(root, run, seq, writer, numerics_id, copy.state())
     return snapshot, time.perf_counter() - began

@@ -1,7 +1,7 @@
-"""When a disk was lost with a run's newest state: go on from the newest checkpoint that can be read.
+"""Rollback after a disk was lost with a run's newest state, to the newest readable checkpoint.
 
-Never silent. The run's `weights_epoch` grows, and what its client had sent for the lost state fails and
-says so; what it sends from then on runs.
+A rollback is never silent. The run's `weights_epoch` grows, and requests for the lost state fail
+with that reason; later ones run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ log = structlog.get_logger()
 def roll_back(
     engine: Trainer, execution: Execution, weights: WeightsStore, snapshots: Blobs, run: RunId
 ) -> bool:
-    """Make the state of a run's newest readable checkpoint its state as of `done`; False for none.
+    """Replace the state of a run as of `done` by its newest readable checkpoint; return False if
+    there is none.
 
-    Twice is harmless: the second finds a snapshot that can be read, and is not asked for.
+    Calling it twice is harmless: the second caller finds a readable snapshot.
 
     Raises:
         OSError: the snapshot cannot be written now.
-        Fenced: another worker took this one's place.
+        Fenced: another process took over this worker id.
     """
     position = execution.logs.position(run)
     if position is None or position.state is RunState.FAILED:
@@ -58,7 +59,7 @@ def roll_back(
 
 
 def state_of(weights: WeightsStore, checkpoint: CheckpointRecord) -> AdapterState:
-    """Read a checkpoint as the state it was made of; a gradient that waited then is not in it.
+    """Read the state that a checkpoint was made of, without any gradient pending at that time.
 
     Raises:
         WeightsMissing: a file of it is missing or damaged.

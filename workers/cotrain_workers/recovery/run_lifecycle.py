@@ -1,4 +1,4 @@
-"""Have runs in memory, restored from their logs if need be; stop those that cannot be, alone."""
+"""Restoration of the runs of a step, and failure of those that cannot be restored, one by one."""
 
 from __future__ import annotations
 
@@ -25,39 +25,42 @@ from cotrain_workers.recovery.resident_runs import ResidentRuns
 
 log = structlog.get_logger()
 
-#: A disk that hangs for longer keeps no step waiting.
+#: Maximum wait of a step in s for a disk that hangs.
 WRITES_S = 30.0
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A run is in memory, as of its last committed op."""
+    """State of a run in memory, as of its last committed op."""
 
     done: int
-    """The last seq whose effect is in memory."""
+    """Last seq whose effect is in memory."""
     is_exact: bool
-    """False: restoring it, memory ran out; its state may have other last bits (`Restored.is_exact`)."""
+    """False if memory ran out while restoring it; its last bits may differ (`Restored.is_exact`).
+    """
 
 
 @dataclass(frozen=True)
 class RolledBack:
-    """A run lost its newest state and goes on from a checkpoint: what was sent for that state fails."""
+    """Outcome of a rollback: the run continues from a checkpoint, and requests for the lost state
+    fail.
+    """
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run cannot go on."""
+    """Outcome for a run that cannot continue."""
 
     failure: Failure
-    """The answer to all its requests."""
+    """Failure of all its requests."""
 
 
 @dataclass(frozen=True)
 class StepRuns:
-    """The runs of a step: all in memory, or stopped."""
+    """Runs of a step: all in memory, or stopped."""
 
     ops: tuple[QueuedOp, ...]
-    """Those that are to run."""
+    """Ops to run."""
     stopped: Mapping[RunId, Failure]
     is_exact: bool
 
@@ -67,7 +70,7 @@ class RestoreStopped(Exception):
 
 
 class RunLifecycle:
-    """The runs of one worker, as its loop needs them."""
+    """Lifecycle of the runs of one worker, for its loop."""
 
     def __init__(
         self, execution: Execution, residents: ResidentRuns, weights: WeightsStore
@@ -78,10 +81,10 @@ class RunLifecycle:
         self.replayed_ops = 0
         self.progress = residents.progress
         self.uncounted: Counter[str] = Counter()
-        """For the pool's totals; cleared once a commit has written them."""
+        """Counters for the pool's totals; cleared once a commit has written them."""
 
     def restore(self, step: Step) -> Yielding[StepRuns | RolledBack]:
-        """Have every run of a step in memory; those that cannot be restored fail alone."""
+        """Load every run of a step into memory; those that cannot be restored fail alone."""
         stopped: dict[RunId, Failure] = {}
         done: dict[RunId, int] = {}
         is_exact = True
@@ -110,7 +113,7 @@ class RunLifecycle:
             self._weights.give_up(weights.ref)
 
     def reload_state(self, run: RunId) -> bool:
-        """Bring a run back to its last committed state; False where its bits may be others.
+        """Restore the last committed state of a run; return False if its bits may differ.
 
         Raises ReplayDiverged, SpoolCorrupt.
         """
@@ -118,13 +121,13 @@ class RunLifecycle:
         return self._note_restored(run, run_to_end(self._residents.ensure(run)))
 
     def await_writes(self) -> None:
-        """Wait until no save and no copy is being written, at most WRITES_S."""
+        """Wait until no save and no copy is in progress, at most WRITES_S."""
         until = time.monotonic() + WRITES_S
         self._weights.await_writes(until)
         self._residents.await_writes(until)
 
     def stop(self, run: RunId, tenant: TenantId, broken: ReplayDiverged | SpoolCorrupt) -> Failure:
-        """Stop a run that cannot go on."""
+        """Stop a run that cannot continue."""
         log.error("run_failed", run=run, tenant=tenant, reason=str(broken))
         self.uncounted["diverged_runs"] += isinstance(broken, ReplayDiverged)
         self._execution.fail_run(run, tenant)
@@ -156,7 +159,7 @@ class RunLifecycle:
             if not self._residents.roll_back(run):
                 return Stopped(self.stop(run, tenant, lost))
             for record in self._weights.lost():
-                if record.run == run:  # the log that would have made them again is gone
+                if record.run == run:  # the log that would have recreated them was removed
                     self._weights.give_up(record.ref)
             return RolledBack()
         finally:
@@ -166,7 +169,7 @@ class RunLifecycle:
         return Ready(self._residents.done(run), self._note_restored(run, restored))
 
     def _note_restored(self, run: RunId, restored: Restored | None) -> bool:
-        """Count what was replayed; return whether the state has this engine's bits."""
+        """Count the replayed ops; return True if the state has this engine's bits."""
         failpoint("worker.replayed", run)
         replayed = restored.replayed if restored else 0
         self.replayed_ops += replayed

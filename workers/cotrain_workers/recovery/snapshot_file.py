@@ -1,9 +1,9 @@
-"""Recovery copies of runs: written whole or not at all, and checked when read.
+"""Recovery copies of runs, and the policy of taking them and of evicting runs.
 
-A key is `<run digest>/<seq>-<writer>.safetensors`. The writer is a worker and its epoch: so one
-that was replaced never writes over a file of its successor, or of a worker that its runs were reassigned to.
-
-Decide when a run needs a recovery copy, and when it may leave memory. Pure.
+Copies are written whole or not at all, and checked when read. A key is `<run
+digest>/<seq>-<writer>.safetensors`. The writer is a worker and its epoch. A replaced worker
+therefore never overwrites a file of its successor, or of a worker to which its runs were
+reassigned. The policy is pure.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from cotrain_workers.engine.spec import AdapterSpec
 
 FORMAT = "cotrain-snapshot-1"
 SUFFIX = ".safetensors"
-#: What an older version had half written.
+#: Partial files of an older version.
 TEMPORARY = ".tmp"
 _MOMENTS = Moments("snapshot.half_written", "snapshot.before_rename", "snapshot.renamed")
 ARENAS = ("weights", "grads", "m", "v")
 
 
 class SnapshotUnreadable(Exception):
-    """A snapshot file is missing, torn, or of another run."""
+    """Error: a snapshot file is missing, torn, or of another run."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A complete file: its path below the snapshots folder, and the digest of its bytes."""
+    """Complete file: its path below the snapshots folder, and the digest of its bytes."""
 
     file: str
     sha256: str
@@ -59,7 +59,7 @@ def read_snapshot(root: Blobs, file: str, sha256: str, run: str, seq: int) -> Ad
 
     Raises:
         SnapshotUnreadable: the bytes are not those that were registered for this run and seq.
-        OSError: this process cannot read anything now.
+        OSError: this process cannot read any file now.
     """
     try:
         content = root.get(file)
@@ -76,7 +76,9 @@ def read_snapshot(root: Blobs, file: str, sha256: str, run: str, seq: int) -> Ad
 
 
 def encode_snapshot(run: str, seq: int, numerics_id: str, state: AdapterState) -> bytes:
-    """Write a run's state as of `seq` as safetensors: the four arenas, and what else there is to it."""
+    """Return a run's state as of `seq` as safetensors: the four arenas, and the other fields as
+    metadata.
+    """
     header = {
         "format": FORMAT,
         "run": run,
@@ -91,7 +93,7 @@ def encode_snapshot(run: str, seq: int, numerics_id: str, state: AdapterState) -
 
 
 def decode_snapshot(content: bytes) -> tuple[Mapping[str, str], AdapterState]:
-    """Read `encode_snapshot` back: its header, whose `run` and `seq` say whose state it is."""
+    """Return the header and the state of `encode_snapshot`; the header has `run` and `seq`."""
     header = _header(content)
     return header, AdapterState(
         spec=AdapterSpec(**json.loads(header["spec"])),
@@ -113,11 +115,12 @@ def orphans(
     bases: Callable[[RunId], frozenset[str]],
     is_at_work: Callable[[str, str], bool],
 ) -> dict[str, str]:
-    """Find the files that may go, each with its mark: what a dead process left half written, and what no log
-    goes on from.
+    """Find the removable files, each with its mark: partial files of crashed processes, and files
+    that no log starts from.
 
-    A file is there before it is registered: `is_at_work` tells, of a run's folder and a writer, whether
-    one may be about to be. `bases` names a run's registered files. A damaged file names no run, and stays.
+    A file exists before it is registered. `is_at_work` returns True for a run's folder and a
+    writer that may be about to register one. `bases` returns a run's registered files. A damaged
+    file has no run, and stays.
     """
     return {
         blob.key: blob.mark
@@ -130,7 +133,7 @@ def orphans(
 
 
 def _writer(key: str) -> str:
-    """Name who writes or wrote a file, whatever is behind the name of it."""
+    """Return the writer of a file, with any suffix of its name removed."""
     name = key.rpartition("/")[2].partition("-")[2]
     return name.partition(SUFFIX)[0].removesuffix(TEMPORARY)
 
@@ -154,12 +157,12 @@ def _header(content: bytes) -> dict[str, str]:
 
 
 def run_folder(run: str) -> str:
-    """Name the folder of a run's files."""
+    """Return the folder of a run's files."""
     return hashlib.sha256(run.encode()).hexdigest()[:32]
 
 
-#: A log longer than this is cut however cheap its replay: a run that only evaluates would otherwise
-#: keep a line for every forward it ever asked for.
+#: Maximum length of a log, however cheap its replay. A run that only evaluates would otherwise
+#: keep a line for every forward that it requested.
 LOG_ENTRIES = 4_096
 #: A copy saves at least this many times the seconds that it takes to write.
 LEAST_GAIN = 4.0
@@ -190,10 +193,10 @@ UNMEASURED = ReplayCost()
 
 @dataclass
 class ReplayBacklog:
-    """What would have to be done again for one run if this worker died now."""
+    """Work of a run that would be repeated if this worker crashed now."""
 
     seq: int
-    """The last committed seq: what a copy taken now would cover."""
+    """Last committed seq: a copy taken now would cover it."""
     ops: int = 0
     bytes: int = 0
     compute_s: float = 0.0
@@ -204,9 +207,9 @@ class ReplayBacklog:
     """True: a copy is to be taken at once, whatever a replay takes."""
     used_at: float = 0.0
     entries: int = 0
-    """Places in the log since the last copy, those included that changed nothing."""
+    """Log entries since the last copy, including those without an effect on the state."""
     copy_s: float = 0.0
-    """What the last copy took to write."""
+    """Writing time of the last copy in s."""
 
     def add(self, seq: int, size: int, compute_s: float, replay_s: float, now: float) -> None:
         """Count one committed op."""
@@ -217,32 +220,34 @@ class ReplayBacklog:
         self.replay_s += replay_s
 
     def pass_by(self, seq: int, now: float) -> None:
-        """Count one committed op that changed nothing."""
+        """Count one committed op without an effect on the state."""
         self.seq, self.used_at = seq, now
         self.entries += 1
 
 
 @dataclass(frozen=True)
 class SnapshotPolicy:
-    """When a run is copied out, and when it leaves memory. An operator sets `replay_s`, and no more."""
+    """Conditions of copying a run out and of evicting it. Operators only set `replay_s`."""
 
     replay_s: float = 30.0
     """Copy runs out before replaying all their logs, one after the other, takes this long. Copy out a run that would…"""
     ops: int = 512
-    """… or run so many ops…"""
+    """Number of ops to replay at which a copy is due."""
     bytes: int = 256 * 1024**2
-    """… or read so many bytes of bodies."""
+    """Bytes of bodies to replay at which a copy is due."""
     idle_s: float = 600.0
-    """Copy a run out that changed and then rested this long."""
+    """Idle time in s after which a changed run is copied out."""
     evict_idle_s: float = 1800.0
-    """Drop a run that rested this long from memory; its next request brings it back."""
+    """Idle time in s after which a run is evicted from memory; its next request restores it."""
 
     def due_s(self, backlog: ReplayBacklog) -> float:
         """Return at how long a replay of one run a copy of it is due, in s."""
         return max(self.replay_s, LEAST_GAIN * backlog.copy_s)
 
     def needs_snapshot(self, backlog: ReplayBacklog, now: float) -> bool:
-        """Tell whether replaying would take too long, too much disk, or the run is at rest."""
+        """Return True if a snapshot is due: replay would exceed the time, op or disk limit, or the
+        run is idle.
+        """
         if backlog.entries >= LOG_ENTRIES:
             return True
         if not backlog.ops:
@@ -275,5 +280,7 @@ class SnapshotPolicy:
         return due
 
     def may_evict(self, backlog: ReplayBacklog, now: float) -> bool:
-        """Tell whether a run has rested so long, with nothing to replay, that memory can be freed."""
+        """Return True if a run has been idle long enough, with nothing to replay, to free its
+        memory.
+        """
         return not backlog.ops and now - backlog.used_at >= self.evict_idle_s

@@ -1,4 +1,4 @@
-"""Turn claimed sample requests into what a decoder runs, and its outputs into results."""
+"""Conversion of claimed sample requests to decoder requests, and of decoder outputs to results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cotrain_workers.engine.ops import Failure
 def sample_request(
     claimed: ClaimedSample, body: SampleBody, end_of_sequence: Iterable[int]
 ) -> SampleRequest:
-    """Fill in what the client left to the server.
+    """Return the decoder's request, with defaults for missing fields.
 
-    A request without a seed gets one from its id, so that one that runs again after a crash gives the
-    same tokens.
+    A missing seed is derived from the request's id, so that a repeated request yields the same
+    tokens.
     """
     tokens, strings = _stops(body.stop, end_of_sequence)
     return SampleRequest(
@@ -47,12 +47,12 @@ def sample_request(
 
 
 def seed_of(request: RequestId) -> int:
-    """Derive 63 bits from a request's id."""
+    """Return 63 bits derived from a request's id."""
     return int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], "big") >> 1
 
 
 def sample_result(output: SampleOutput | Failure) -> Result:
-    """Encode what a sample request resolves to."""
+    """Return the encoded result of a sample request."""
     if isinstance(output, Failure):
         return Result.failed(output.message, output.category)
     return Result(ResultKind.SAMPLE, encode_sample_output(output))

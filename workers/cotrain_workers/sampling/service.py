@@ -1,12 +1,15 @@
-"""Between Redis and the decoder: claim sample requests, decode, answer.
+"""Sampling service of a worker: claim sample requests from Redis, decode them, store the results.
 
-No more of a tenant is claimed than the decoder can soon begin: what waits, waits in Redis, where tenants
-alternate and a cancelled request is simply deleted. A claimed request that gets no answer here (this process
-dies, or drains) runs again, here or elsewhere, and gives the same tokens.
+A tenant's claimed requests are limited to those that the decoder can soon begin. The others wait
+in Redis, where tenants alternate and a cancelled request is simply deleted. A claimed request
+without a result (this process crashes, or drains) runs again on some worker, and yields the same
+tokens.
 
-How many tokens a second sample requests get while there is work for them, training in between included. Pure.
+`DecodeRate` measures the tokens per second that sample requests get while there is work, including
+the training in between. It is pure.
 
-A decoder for what cannot generate tokens: it refuses each request, and says what would not.
+`NoDecoder` replaces a decoder for a group without a vLLM server: it rejects each request with a
+reason.
 """
 
 from __future__ import annotations
@@ -41,26 +44,28 @@ from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import sample_request, sample_result
 from cotrain_workers.sampling.token_times import SampleTraces, TokenTimes
 
-#: What was seen so long ago counts for a third of what is seen now.
+#: Time constant of the exponential decay in s.
 MEMORY_S = 10.0
 
 
 class DecodeRate:
-    """What the steps of a decoder came to."""
+    """Recent token rate of a decoder."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
-        """Prompts and continuations; 0 before the first step. Any thread may look."""
+        """Tokens of prompts and continuations per s; 0 before the first step. Any thread may read
+        it.
+        """
         self._tokens = self._seconds = 0.0
         self._since: float | None = None
-        """When the last step ended, if there was always work since then."""
+        """End of the last step, if there was always work since then."""
 
     def rest(self) -> None:
-        """Note that there is no work: the time until the next step is no request's wait."""
+        """Mark the decoder as idle: the time until the next step is not waiting time."""
         self._since = None
 
     def step(self, tokens: int, began: float, ended: float) -> None:
-        """Count a step; where there was work before it, also the time in which it waited for the step."""
+        """Count a step, including the time for which its work waited."""
         seconds = ended - (began if self._since is None else self._since)
         self._since = ended
         kept = math.exp(-seconds / MEMORY_S)
@@ -71,22 +76,24 @@ class DecodeRate:
 
 log = structlog.get_logger()
 
-#: Claimed requests of one tenant that have not begun, at most: enough to fill the batch of the next steps.
+#: Maximum number of pending claimed requests of one tenant: enough to fill the batch of the next
+#: steps.
 MAX_WAITING = 16
-#: Once so many of all tenants have not begun, one of each tenant, so that no tenant waits for others to begin.
+#: Number of pending requests above which each tenant may have only one, so that no tenant waits
+#: for others to begin.
 MANY_WAITING = 256
-#: Claimed at once, at most.
+#: Maximum number of requests per claim.
 MAX_CLAIMED = 256
-#: While what waits here stays the same, Redis is asked for more this often.
+#: Interval in s of claims while the requests here do not change.
 CLAIM_EVERY_S = 0.02
-#: Results that could not be written (a full disk, most likely) are tried again after so long.
+#: Delay in s before results that could not be written (most likely a full disk) are written again.
 RETRY_S = 1.0
 UNREADABLE = Failure("Internal error: this request could not be read back.", "server")
 WEIGHTS_LOST = Failure("The weights of this sampler are lost; save them again.", "server")
 
 
 class SamplingService:
-    """Runs a worker's share of its pool's sample requests. For one thread."""
+    """Executor of a worker's share of its pool's sample requests. For one thread."""
 
     def __init__(
         self,
@@ -98,7 +105,7 @@ class SamplingService:
         end_of_sequence: Iterable[int],
         metrics: WorkerMetrics,
     ) -> None:
-        """`make_decoder` replaces the decoder after a step of it failed."""
+        """`make_decoder` replaces the decoder after a failed step."""
         self._decoder = decoder
         self._make_decoder = make_decoder
         self._sampling = sampling
@@ -120,34 +127,38 @@ class SamplingService:
         self._asked_with: Counter[TenantId] = Counter()
         self._ask_at = 0.0
         self.accepts_requests = True
-        """False while this worker is drained: what it has claimed is answered."""
+        """False while this worker drains: claimed requests still get results."""
         self.waiting = 0
-        """How many of the claimed requests had not begun after the last step."""
+        """Number of claimed requests that had not begun after the last step."""
 
     @property
     def running(self) -> int:
-        """How many claimed requests have no answer yet. Other threads may ask, here and below."""
+        """Number of claimed requests without a result. Other threads may read it, and the
+        properties below.
+        """
         return len(self._running) + len(self._isolated) + len(self._arrived)
 
     @property
     def tokens_per_s(self) -> float:
-        """What requests got lately while there were any, in tokens of prompts and continuations; 0: not known yet."""
+        """Recent token rate of requests, in tokens of prompts and continuations per s; 0 if
+        unknown.
+        """
         return self._rate.tokens_per_s
 
     @property
     def kv_cache_ratio(self) -> float | None:
-        """What part of the pages for keys and values sequences hold; None: another server samples."""
-        decoder = getattr(self, "_decoder", None)  # there is none while the next one is made
+        """Used share of the pages for keys and values; None if another server samples."""
+        decoder = getattr(self, "_decoder", None)  # absent while the next one is made
         return decoder.kv_cache_ratio if decoder else 0.0
 
     def advance(self) -> bool:
-        """Do one decode step and what goes with it; False when there was nothing to decode.
+        """Run one decode step and the work around it. Return False if there was nothing to decode.
 
-        Raises what a lost connection raises. Nothing is lost by it: the next call goes on.
+        Raises connection errors. Nothing is lost: the next call continues.
         """
         self._answer()
         self._cancel()
-        if not self._running:  # then the decoder has nothing
+        if not self._running:  # the decoder is then empty
             self._rate.rest()
         self._take()
         worked = bool(self._running) and self._step()
@@ -156,19 +167,21 @@ class SamplingService:
         return worked
 
     def drain(self) -> None:
-        """Answer what has ended, and give the rest back to the queue: this process is done with it."""
+        """Store the finished results, and return the other requests to the queue: this process
+        stops sampling.
+        """
         self._answer()
         for request in self._running:
             self._decoder.cancel(request)
         self._sampling.give_back()
 
     def forget(self, weights: Iterable[str]) -> None:
-        """Drop device copies of weights that no request can name any more."""
+        """Drop device copies of weights that no request can use any more."""
         for key in weights:
             self._decoder.drop_weights(key)
 
     def _take(self) -> None:
-        """Keep the decoder supplied; requests that may break it run one at a time, alone."""
+        """Keep the decoder supplied. Requests that may break it run one at a time, alone."""
         if not self._isolated:
             self._arrived.extend(self._claim(self._waiting))
         self._admit_arrived()
@@ -178,7 +191,7 @@ class SamplingService:
 
     @property
     def _waiting(self) -> Counter[TenantId]:
-        """How many claimed requests of each tenant have not begun."""
+        """Return the number of claimed requests of each tenant that have not begun."""
         arrived = Counter(one.tenant for one in self._arrived)
         if not self._running:
             return arrived
@@ -186,11 +199,11 @@ class SamplingService:
         return added + arrived
 
     def _claim(self, waiting: Counter[TenantId]) -> list[ClaimedSample]:
-        """Claim requests, leaving out those that are here already; `waiting` have not begun.
+        """Claim requests, except those that are here already; `waiting` have not begun.
 
-        A claim whose answer was lost may have happened, so everything is given back and claimed again.
+        A claim with a lost answer may have happened, so everything is returned and claimed again.
         """
-        if self._finished or not self.accepts_requests:  # the former while answers cannot be stored
+        if self._finished or not self.accepts_requests:  # the former while results cannot be stored
             return []
         if waiting and waiting == self._asked_with and time.monotonic() < self._ask_at:
             return []
@@ -211,7 +224,7 @@ class SamplingService:
         return [one for one in claimed if one.request not in here]
 
     def _admit_arrived(self) -> None:
-        """Begin what was claimed, but for what must wait until a replay has made its weights again."""
+        """Begin claimed requests, except those whose weights a replay must make first."""
         waiting: list[ClaimedSample] = []
         try:
             while self._arrived:
@@ -221,7 +234,7 @@ class SamplingService:
                 else:
                     self._admit(claimed)
                 self._arrived.popleft()
-        finally:  # a lost connection leaves the rest where it is
+        finally:  # a lost connection leaves the rest in place
             self._arrived.extend(waiting)
 
     def _admit(self, claimed: ClaimedSample) -> None:
@@ -258,7 +271,7 @@ class SamplingService:
         began = time.monotonic()
         try:
             progress = self._decoder.step()
-        except Exception:  # the request that broke it is found and fails alone
+        except Exception:  # the request that caused it is isolated and fails alone
             log.exception("decode_failed", requests=sorted(self._running))
         else:
             ended, tokens = time.monotonic(), progress.decoded_tokens + progress.prompt_tokens
@@ -266,17 +279,18 @@ class SamplingService:
             self._times.step(progress.tokens, ended - began)
             self._note(progress)
             return bool(progress.finished or progress.decoded_tokens or progress.prompt_tokens)
-        self._isolate_all()  # only here is the exception released, with what its frames kept
+        # the exception is released only here, with the tensors that its frames hold
+        self._isolate_all()
         return True
 
     def _isolate_all(self) -> None:
-        """Begin anew: the one that was running alone fails, several are run again one by one."""
+        """Restart all requests: one that ran alone fails, several run again one by one."""
         running, self._running = list(self._running.values()), {}
         if len(running) == 1:
             self._finish(running[0].id, CRASHED)
         else:
             self._isolated.extend(running)
-        del self._decoder  # its memory must be free before the next one takes its own
+        del self._decoder  # its memory must be free before the next one allocates its own
         self._decoder = self._make_decoder()
 
     def _note(self, progress: Progress) -> None:
@@ -318,7 +332,7 @@ class SamplingService:
         self._traces.end(request)
 
     def _cancel(self) -> None:
-        """Stop the requests here that their clients no longer want."""
+        """Stop requests that their clients have cancelled."""
         if not self.running:
             return
         for request in self._sampling.cancelled():
@@ -329,7 +343,7 @@ class SamplingService:
             self._finished[request] = CANCELLED
 
     def _answer(self) -> None:
-        """Store the results there are; while Redis is unavailable, or the disk full, they are kept."""
+        """Store the pending results. They are kept while Redis is unavailable or the disk is full."""
         if not self._finished or time.monotonic() < self._answer_at:
             return
         failpoint("sample.before_resolve", self._finished)
@@ -347,7 +361,7 @@ class SamplingService:
 
 
 def usage_of(request: SampleRequest, output: SampleOutput) -> SampleUsage:
-    """Count what a request took."""
+    """Return the usage of a request."""
     return SampleUsage(
         prompt_tokens=len(request.prompt),
         cached_tokens=output.cached_prompt_tokens,
@@ -362,7 +376,7 @@ REFUSED = (
 
 
 class NoDecoder:
-    """Implements `Decoder` for a group without a vLLM server."""
+    """`Decoder` of a group without a vLLM server."""
 
     busy = False
     kv_cache_ratio = None
@@ -372,20 +386,20 @@ class NoDecoder:
         return REFUSED
 
     def add(self, request: SampleRequest) -> None:
-        """Raise AssertionError: `refuse` lets nothing pass."""
+        """Raise AssertionError, because `refuse` rejects every request."""
         raise AssertionError(f"{request.id} was refused.")
 
     def cancel(self, _: str) -> None:
-        """Do nothing: nothing runs."""
+        """Do nothing: no request runs."""
 
     def step(self) -> Progress:
-        """Return that nothing was done."""
+        """Return an empty progress."""
         return Progress(finished=[], tokens=(), decoded_tokens=0, prompt_tokens=0)
 
     @property
     def waiting(self) -> Counter[str]:
-        """Return that nothing waits."""
+        """Return an empty counter."""
         return Counter()
 
     def drop_weights(self, _: str) -> None:
-        """Do nothing: none are held."""
+        """Do nothing: there are no weights."""

@@ -1,11 +1,11 @@
-"""How long sample requests waited, when their tokens came, and whose the device's time was while they did.
+"""Waiting times of sample requests, intervals of their tokens, and device time by tenant.
 
-A step gives hundreds of sequences a token each, most of them as long after the one before: such are counted at once.
+A step yields hundreds of tokens, most of them at equal intervals; equal ones are counted at once.
 
-The spans of sample requests: from acceptance to answer, and in it the wait for the decoder and the decoding.
-
-They are made of times that were noted, once an answer is stored. A worker that dies leaves none, and the process
-that runs a request again reports it as its own.
+`SampleTraces` records the spans of sample requests: from acceptance to result, with the wait for
+the decoder and the decoding inside. The spans are made from recorded times once a result is
+stored. A worker that crashes leaves none, and the process that runs a request again reports it as
+its own.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from cotrain_workers.engine.decoding.requests import NewTokens
 
 @dataclass
 class _Times:
-    """Of one request."""
+    """Times of one request."""
 
     tenant: TenantId
     accepted_at: float
     last: dict[int, float] = field(default_factory=dict)
-    """Sequence → when its last token came."""
+    """Time of the last token by sequence."""
 
 
 class TokenTimes:
-    """Counts what a decoder's steps show. For one thread."""
+    """Metrics of a decoder's steps. For one thread."""
 
     def __init__(
         self,
@@ -49,17 +49,17 @@ class TokenTimes:
         self._requests: dict[str, _Times] = {}
 
     def accept(self, request: str, tenant: TenantId, accepted_at: float) -> None:
-        """Take a request that was claimed."""
+        """Add a claimed request."""
         self._requests[request] = _Times(tenant, accepted_at)
 
     def begin(self, request: str) -> None:
-        """Note that it goes to the decoder."""
+        """Record the start of decoding."""
         self._metrics.sample_queue.observe(self._since(self._requests[request].accepted_at))
 
     def step(self, tokens: Sequence[NewTokens], seconds: float) -> None:
-        """Count a step: the tokens it gave, and its time, which is its tenants' by their tokens.
+        """Count a step: its tokens, and its time, which is shared among tenants by tokens.
 
-        A step without tokens computed prompts: its time is shared among all requests alike.
+        A step without tokens computed prompts: its time is shared equally among all requests.
         """
         now = self._clock()
         gaps: defaultdict[float, int] = defaultdict(int)
@@ -81,7 +81,7 @@ class TokenTimes:
             self._metrics.used_device(tenant, seconds * share / in_all)
 
     def end(self, request: str) -> None:
-        """Forget a request."""
+        """Remove a request."""
         self._requests.pop(request, None)
 
     def _since(self, accepted_at: float) -> float:
@@ -90,7 +90,7 @@ class TokenTimes:
 
 @dataclass
 class _TracedTimes:
-    """Of one traced request, by the wall clock."""
+    """Wall-clock times of one traced request."""
 
     claimed: ClaimedSample
     began: float | None = None
@@ -98,37 +98,37 @@ class _TracedTimes:
 
 
 class SampleTraces:
-    """Notes when traced requests begin and end, and reports them. For one thread."""
+    """Recorder of the start and end of traced requests. For one thread."""
 
     def __init__(self) -> None:
         self._open: dict[str, _TracedTimes] = {}
 
     def claim(self, claimed: ClaimedSample) -> None:
-        """Take a request that was claimed; one that is not traced costs this look."""
+        """Add a claimed request, if it is traced."""
         if claimed.trace and tracer():
             self._open[claimed.request] = _TracedTimes(claimed)
 
     def begin(self, request: str) -> None:
-        """Note that it goes to the decoder; one that runs again has begun before."""
+        """Record the start of decoding, unless a previous run has started."""
         if (times := self._open.get(request)) and times.began is None:
             times.began = time.time()
 
     def end(self, request: str) -> None:
-        """Note that it has its answer, which is not stored yet."""
+        """Record the end of decoding; the result is not stored yet."""
         if times := self._open.get(request):
             times.ended = time.time()
 
     def answered(
         self, results: Mapping[RequestId, Result], usage: Mapping[RequestId, SampleUsage]
     ) -> None:
-        """Report requests whose results are stored now."""
+        """Report requests whose results are now stored."""
         for request, result in results.items():
             if times := self._open.pop(request, None):
                 _report(times, result, usage.get(request))
 
 
 def _report(times: _TracedTimes, result: Result, used: SampleUsage | None) -> None:
-    """Describe a request by names and numbers: nothing that its tenant wrote is in them."""
+    """Report names and numbers of a request. They contain nothing that its tenant wrote."""
     traces, claimed, now = tracer(), times.claimed, time.time()
     if traces is None:
         return

@@ -1,8 +1,7 @@
-"""Put a worker together: an engine, its pool, and all that stands between them.
+"""Construction of a worker: the engine, the pool record and the worker loop.
 
-The measured sizes of micro-batches, written down: a restart on the same hardware uses the same.
-
-A size moves last bits, and a measurement may come out a little differently each time.
+`BatchSizeCache` stores measured micro-batch sizes, so that a restart on the same hardware uses the
+same size. A size changes the last bits of results, and two measurements may differ slightly.
 """
 
 from __future__ import annotations
@@ -64,17 +63,21 @@ log = structlog.get_logger()
 
 
 class BatchSizeCache:
-    """Tokens of a micro-batch by circumstances, in one small file of JSON."""
+    """Cache of micro-batch sizes in tokens, keyed by the conditions of the measurement, in one
+    JSON file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def tokens(self, circumstances: str) -> int | None:
-        """Return what was measured under these circumstances."""
+        """Return the size measured under these conditions, or None."""
         return self._read().get(circumstances)
 
     def remember(self, circumstances: str, tokens: int) -> None:
-        """Write a size down. Two workers that do so at once may lose one; it is measured again."""
+        """Write a size. Of two workers that write at the same time, one may lose its size and
+        measure again.
+        """
         known = {**self._read(), circumstances: tokens}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         written = self._path.with_suffix(f".{os.getpid()}")
@@ -93,7 +96,8 @@ class BatchSizeCache:
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
-#: A CPU is busy with one sequence; a thousand tokens of a model of some size take it a minute.
+#: Tokens of the probe batch. One sequence saturates a CPU; 1,000 tokens of a larger model would
+#: take it a minute.
 _PROBE_TOKENS = {"cpu": 256, "cuda": 1024}
 #: Of the shortest pass; less is padded to it.
 SHORTEST_TOKENS = 16
@@ -103,7 +107,7 @@ _ONCE_SETTINGS = ("auto", "auto", True)
 
 @dataclass(frozen=True)
 class Tuning:
-    """What no operator has reason to change; tests and benchmarks pass other values."""
+    """Parameters without an operator setting. Tests and benchmarks pass other values."""
 
     snapshots: SnapshotPolicy = field(default_factory=SnapshotPolicy)
     weights_memory_bytes: int = MEMORY_BYTES
@@ -111,7 +115,7 @@ class Tuning:
 
 
 def device_of(settings: WorkerSettings) -> str:
-    """Choose a GPU where there is one, unless the settings say otherwise."""
+    """Return the configured device; for "auto", "cuda" if a GPU is available, else "cpu"."""
     if settings.device != "auto":
         return settings.device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,9 +124,10 @@ def device_of(settings: WorkerSettings) -> str:
 def measured_engine(
     settings: WorkerSettings, device: str, links: Links | None = None
 ) -> tuple[Trainer, float]:
-    """Load the engine and train one small batch; with `links`, for the group that this process is the first of.
+    """Load the engine and measure its throughput in tokens/s. With `links`, this process is the
+    first of a group.
 
-    Raises ModelTooLarge where memory is too small for either.
+    Raises ModelTooLarge if memory is insufficient for either.
     """
     with _refusing_what_is_too_large(settings):
         engine: Trainer
@@ -136,7 +141,9 @@ def measured_engine(
 
 
 def follow_first(settings: WorkerSettings, device: str, links: Links) -> None:
-    """Load this member's part of the base model, and do what the first member asks for until that ends."""
+    """Load this member's part of the base model and execute the first member's messages until the
+    group ends.
+    """
     lock_step = GroupLockStep(links)
     with _refusing_what_is_too_large(settings):
         engine = load_part(settings, device, links, lock_step)
@@ -159,7 +166,9 @@ def _refusing_what_is_too_large(settings: WorkerSettings) -> Iterator[None]:
 def load_part(
     settings: WorkerSettings, device: str, links: Links, lock_step: GroupLockStep
 ) -> Engine:
-    """Load a member's engine. On a GPU nothing is measured: memory that ran out would end the group."""
+    """Load the engine of a group member. On a GPU no size is measured, because running out of
+    memory would end the group.
+    """
     is_cuda, asked = device == "cuda", settings.micro_batch_tokens
     return Engine.load(
         settings.model_source,
@@ -179,7 +188,7 @@ def _host_bytes(settings: WorkerSettings) -> int:
 
 
 def load_engine(settings: WorkerSettings, device: str) -> Engine:
-    """Load the engine; a size of micro-batches that is measured is measured once."""
+    """Load the engine. The micro-batch size is measured at most once per set of conditions."""
     asked, known = settings.micro_batch_tokens, BatchSizeCache(settings.batch_sizes_path)
     circumstances = _circumstances(settings, device)
     engine = Engine.load(
@@ -197,7 +206,7 @@ def load_engine(settings: WorkerSettings, device: str) -> Engine:
 
 
 def _circumstances(settings: WorkerSettings, device: str) -> str:
-    """Name all that the measured size of a micro-batch depends on."""
+    """Return the cache key: every condition that the measured micro-batch size depends on."""
     hardware = torch.cuda.get_device_name() if device == "cuda" else device
     return " ".join(
         str(each)
@@ -209,7 +218,9 @@ def _circumstances(settings: WorkerSettings, device: str) -> str:
 
 
 def measure_throughput(engine: Trainer, num_tokens: int) -> float:
-    """Measure training tokens/s on one small batch: the first token budget comes from it."""
+    """Measure training throughput in tokens/s on one small batch. The first token budget is
+    derived from it.
+    """
     length = min(256, engine.facts.context_length)
     count = max(1, num_tokens // length)
     rng = np.random.default_rng(0)
@@ -253,7 +264,7 @@ def measure_replay_cost(engine: Trainer) -> ReplayCost:
 def pool_record(
     settings: WorkerSettings, engine: Trainer, device: str, tokens_per_s: float
 ) -> PoolRecord:
-    """Describe what this pool can do."""
+    """Return the record of this pool: model, limits, device and throughput."""
     facts = engine.facts
     return PoolRecord(
         id=pool_of(settings.model_name),
@@ -281,7 +292,8 @@ def enter_pool(
     tuning: Tuning,
     cost: ReplayCost = UNMEASURED,
 ) -> WorkerLoop:
-    """Take this worker's place in its pool; what a predecessor ran is run again.
+    """Claim the worker id in the pool and return the worker loop. Open steps of a predecessor are
+    re-executed.
 
     `spools` are of bodies and of results; `text` decodes tokens, for stop strings; `cost` is of a replay.
     """
@@ -343,7 +355,9 @@ def enter_pool(
 def decoder_factory(
     engine: Trainer, settings: WorkerSettings, weights: WeightsStore, text: TextOf | None
 ) -> Callable[[], EngineDecoder | VllmDecoder | NoDecoder]:
-    """Return what makes a decoder: the engine's own, one that asks a vLLM server, or for a group without one none."""
+    """Return a factory of decoders: the engine's own, a vLLM client, or none for a group without
+    vLLM.
+    """
 
     def host(key: str) -> HostWeights:
         return weights.host(WeightsRef(key))
@@ -378,7 +392,7 @@ def decoder_factory(
 
 
 def longest_sequence(decoder: EngineDecoder | VllmDecoder | NoDecoder, record: PoolRecord) -> int:
-    """Count the tokens that a prompt and its continuation may have together."""
+    """Return the maximum number of tokens of a prompt and its continuation together."""
     if isinstance(decoder, VllmDecoder | NoDecoder):
-        return record.context_length  # vLLM itself answers who exceeds its limit
+        return record.context_length  # vLLM rejects longer requests
     return decoder.max_sequence_tokens

@@ -1,11 +1,10 @@
-"""What a worker's log and metrics say of a cycle: whose requests were in it, and which of them failed.
+"""Log lines, metrics and trace spans of a cycle: its requests, and the ones that failed.
 
-By the id that a client knows (`RequestFailed.request_id`), in full, so that grep finds it.
+The log has the full id that a client sees (`RequestFailed.request_id`), so that grep finds it.
 
-The spans of a cycle: one with links to its ops, one for each of its parts, and of each op that is over one.
-
-They are made of times that were noted, once the cycle is committed. A worker that dies leaves none, and the
-process that runs the step again reports it as its own.
+A cycle has one span with links to its ops, one for each of its parts, and one for each finished
+op. The spans are made from recorded times after the commit. A worker that crashes leaves none, and
+the process that re-executes the step reports it as its own.
 """
 
 from __future__ import annotations
@@ -39,7 +38,9 @@ def log_cycle(
     record: Mapping[str, Any],
     names: TenantNames,
 ) -> None:
-    """Write down a committed cycle of these `requests`, and its failures with the names of their tenants."""
+    """Write a committed cycle of these `requests` to the log, and its failures with the names of
+    their tenants.
+    """
     log_requests(
         log.info, "cycle_committed", requests, cycle=step.cycle,
         runs=len(record["runs"]), ops=len(outputs), tokens=record["tokens"],
@@ -52,11 +53,11 @@ def log_cycle(
     ]
     if not failed:
         return
-    # At once: one that has no name is asked for each time.
+    # In one call: a tenant without a name is queried each time.
     name_by_tenant = names.of({step.tenant_by_run[op.run] for op, _, _ in failed})
     for op, request, output in failed:
         tenant = step.tenant_by_run[op.run]
-        # Not what is wrong with what a tenant sent: that would quote it.
+        # Omit the reason of a tenant's error, because it would quote the tenant's data.
         reason = output.message if output.category == "server" else None
         log.warning(
             "request_failed", request=request, run=op.run, seq=op.seq, tenant=tenant,
@@ -66,7 +67,7 @@ def log_cycle(
 
 
 def count_cycle(metrics: WorkerMetrics, step: Step, commit: StepCommit) -> None:
-    """Count a committed cycle, each op that it resolved, and whose work took what of the device."""
+    """Count a committed cycle, each op that it resolved, and the device time by tenant."""
     now = time.time()
     metrics.cycle_duration.observe(commit.record["duration_ms"] / 1000)
     for op in step.ops:
@@ -80,7 +81,7 @@ def count_cycle(metrics: WorkerMetrics, step: Step, commit: StepCommit) -> None:
 
 
 def bound_to_cycle(step: Step) -> AbstractContextManager[Any]:
-    """Have every line of the log name this cycle, and its trace if there is one."""
+    """Return a context in which every log line has this cycle, and its trace id if there is one."""
     fields: dict[str, Any] = {"cycle": step.cycle}
     if step.trace:
         fields["trace_id"] = trace_id(step.trace)
@@ -90,7 +91,9 @@ def bound_to_cycle(step: Step) -> AbstractContextManager[Any]:
 def trace_cycle(
     tracer: Tracer, step: Step, ran: StepRun, commit: StepCommit, times: CycleTimes, crashes: int
 ) -> None:
-    """Report a committed cycle. Ops whose request is not traced are left out; without any, all is."""
+    """Record a committed cycle. Ops without a traced request are omitted; without any, so is the
+    cycle.
+    """
     traced = [
         op for op in step.ops if op.trace and tokens_now(op, ran.outputs, ran.cost) is not None
     ]
@@ -118,7 +121,7 @@ def trace_cycle(
 
 
 def _facts(op: QueuedOp, step: Step, output: Output, commit: StepCommit) -> Mapping[str, Any]:
-    """Describe an op by names and numbers: nothing that its tenant wrote is in them."""
+    """Return names and numbers of an op. They contain nothing that its tenant wrote."""
     waits_for_disk = op.kind is OpKind.SAVE and (op.run, op.seq) in commit.saves
     return {
         "request": op.request_id,
@@ -129,6 +132,6 @@ def _facts(op: QueuedOp, step: Step, output: Output, commit: StepCommit) -> Mapp
         "tokens": op.tokens,
         "waited_s": max(0.0, step.planned_at - op.accepted_at),
         "failure": output.category if isinstance(output, Failure) else None,
-        # A name resolves once its weights are on disk, which is later.
+        # A named save resolves once its weights are on disk, which is later.
         "is_stored_later": waits_for_disk or None,
     }

@@ -1,25 +1,25 @@
-"""What the device did with its time: training, the optimizer, sampling, or nothing. All of it adds up to the time there was.
+"""Accounting of device time, throughput estimate, and time sharing of training and sampling.
 
-Time is booked in laps: what passed since the last one is one kind's. What was booked never changes, so that a
-reader (the heartbeat's thread) sees numbers that only grow, late by one lap at most.
+**Device time.** Each lap books the time since the previous lap to one phase: training, optimizer,
+sampling or idle. The phases add up to the elapsed time. Booked time never changes, so the
+heartbeat's thread reads numbers that only grow, at most one lap late.
 
-How many tokens a second a worker trains, from what its cycles took, small ones as well. Pure.
+**Throughput** estimates trained tokens per second from the cycles, small ones included. It is
+pure. A small cycle spends its time on reading the frozen weights, whatever its number of tokens.
+Its tokens per second therefore do not predict a large cycle's. A Kalman filter estimates both
+parts of `seconds = forwards * overhead + tokens * per_token`.
 
-A small cycle takes its time for the frozen weights, which are read whatever the number of tokens: its
-tokens per second say little of a large one's. So both are estimated, in `seconds = forwards * overhead +
-tokens * per_token`, by a Kalman filter: a cycle corrects what it knows about.
+**Time sharing.** The decoder works between micro-batches of training, within its share of the
+processor. The policy (`Share`) is pure. While both have work, a second of training earns the
+decoder `s / (1 - s)` seconds, to use before training continues. A decode step cannot be
+interrupted, so it may overdraw the credit by one step, and training is paid back first. Credit
+that the decoder has no work for is not saved.
 
-Time sharing: the decoder works between micro-batches of training, within its share of the processor.
+Bounds for any interval in which both have work, with T seconds of training and D of decoding. The
+longest decode step is d, and the longest training time between two visits is t:
 
-The policy (`Share`) is pure: seconds in, a yes or no out. While both have work, a second of training
-earns the decoder `s / (1 - s)` seconds, which it may use before training goes on. One decode step cannot be cut short, so it may overdraw by one; that
-belongs to training and is paid back first. What the decoder has no work for is not saved up.
-
-So, of any stretch in which both have work, with T seconds of training and D of decoding, d the longest
-decode step and t the longest stretch of training between two visits:
-
-    T >= (1 - s) * (T + D - d)    training keeps its share, up to one decode step
-    D >= s * (T + D - t)          and so does the decoder, up to one stretch of training
+* `T >= (1 - s) * (T + D - d)`: training keeps its share, up to one decode step.
+* `D >= s * (T + D - t)`: the decoder keeps its share, up to one uninterrupted part of training.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.engine.ops import CycleOutput, CyclePart
 from cotrain_workers.sampling.service import SamplingService
 
-#: Of how long the shares are that a heartbeat shows.
+#: Window in s of the shares that a heartbeat shows.
 WINDOW_S = 60.0
-#: A visit of the decoder that was shorter had nothing to decode.
+#: A shorter visit of the decoder, in s, had nothing to decode.
 _VISIT_S = 0.001
 
 
 class Phase(StrEnum):
-    """What the device does."""
+    """Use of the device."""
 
-    #: Forward and backward passes; replays, too.
+    #: Forward and backward passes, including replays.
     TRAIN = "train"
     #: Optimizer steps, and copies of saves.
     OPTIM = "optim"
     SAMPLE = "sample"
-    #: It waits: for requests, for bodies to be read, for a commit.
+    #: Waiting for requests, for bodies or for a commit.
     IDLE = "idle"
 
 
 class DeviceTime:
-    """Books the time of one device. For the worker's own thread; `seconds` is for any."""
+    """Booked time of one device. Only the worker's own thread may book; any thread may read `seconds`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -79,20 +79,22 @@ class DeviceTime:
         return passed
 
     def optimized(self, seconds: float) -> None:
-        """Say that of the training that is booked next, so much was the optimizer's: it is known at the end."""
+        """Book these seconds of the next training lap as the optimizer's, because they are
+        measured only at the end.
+        """
         self._optim_s += seconds
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return what was booked since the start, by kind."""
+        """Seconds booked since the start, by phase."""
         return {phase.value: seconds for phase, seconds in self._booked.items()}
 
 
 class CycleTimes:
-    """When the parts of one cycle began and ended, by the wall clock; the device's time is booked part by part."""
+    """Wall-clock times of the parts of one cycle. Each part is also booked as device time."""
 
     def __init__(self, device_time: DeviceTime) -> None:
-        """Begin a cycle: the device was idle before."""
+        """Begin a cycle. The device was idle before."""
         self._device_time = device_time
         device_time.lap(Phase.IDLE)
         self.began = self._last = time.time()
@@ -100,14 +102,14 @@ class CycleTimes:
         self._visits: list[tuple[float, float]] = []
 
     def note(self, name: str, phase: Phase = Phase.IDLE) -> None:
-        """End a part of this name, which began where the last one ended, and say what the device did."""
+        """End a part that began where the previous one ended, and book its time to `phase`."""
         self._device_time.lap(phase)
         now = time.time()
         self._noted.append(CyclePart(name, self._last, now))
         self._last = now
 
     def visited(self, act: Callable[[], None]) -> Callable[[], None]:
-        """Note when this worked, too, which runs at yield points."""
+        """Return `act` with its times recorded; it runs at yield points."""
 
         def noted() -> None:
             began = time.time()
@@ -119,9 +121,9 @@ class CycleTimes:
         return noted
 
     def parts(self, cost: CycleOutput | None) -> list[CyclePart]:
-        """Give the parts; in place of the run what it consists of, where that is known.
+        """Return the parts, with the run replaced by its own parts if they are known.
 
-        Sampling lies between its first and its last visit, and works in a part of that time.
+        Sampling extends from its first visit to its last, and works in a part of that time.
         """
         visits = self._visits
         sampling = [CyclePart("sampling", visits[0][0], visits[-1][1])] if visits else []
@@ -132,14 +134,16 @@ class CycleTimes:
 
 
 class Duty:
-    """What part of the last minute each kind took. For one thread."""
+    """Share of each phase in the last minute. For one thread."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._seen: deque[tuple[float, dict[str, float]]] = deque()
 
     def shares(self, seconds: dict[str, float], now: float) -> dict[str, float]:
-        """Note what was booked until now; return shares that add up to 1, or to 0 before anything was booked."""
+        """Add the booked time until now. Return shares that add up to 1, or to 0 before anything
+        was booked.
+        """
         self._seen.append((now, seconds))
         while len(self._seen) > 2 and now - self._seen[1][0] >= self._window_s:
             self._seen.popleft()
@@ -149,29 +153,30 @@ class Duty:
         return {phase: took / total if total else 0.0 for phase, took in taken.items()}
 
 
-#: The overhead is uncertain by the time of so many tokens, the time of a token by all of it: no further.
+#: Upper bounds of the uncertainty: the time of 512 tokens for the overhead, 100 % for the time per
+#: token.
 _OVERHEAD_TOKENS = 512
-#: How far a cycle's time may lie from the line, and how far the line may move from one cycle to the next.
+#: Relative deviation of a cycle from the line, and relative drift of the line from cycle to cycle.
 _NOISE, _DRIFT = 0.2, 0.2
-#: No two cycles are so alike that nothing is learnt of one of both.
+#: Limit of the correlation, so that every cycle corrects both estimates.
 _CORRELATION = 0.8
 _LEAST_PER_TOKEN_S = 1e-9
 
 
 class Throughput:
-    """What is known so far."""
+    """Current estimate of the throughput."""
 
     def __init__(self, tokens_per_s: float) -> None:
-        """Begin with what was measured, or guessed, before any cycle."""
+        """Start from a rate that was measured or guessed before any cycle."""
         self._overhead_s, self._per_token_s = 0.0, 1 / tokens_per_s
         self._variance, self._covariance = self._most, 0.0
 
     def tokens_per_s(self, micro_batch_tokens: int) -> float:
-        """Return the rate of cycles whose micro-batches are full."""
+        """Return the rate of cycles with full micro-batches."""
         return 1 / (self._per_token_s + self._overhead_s / micro_batch_tokens)
 
     def measure(self, forwards: int, tokens: int, seconds: float) -> None:
-        """Learn what one cycle took."""
+        """Update the estimate with one cycle."""
         if not (forwards and tokens and seconds > 0):
             return
         expected = forwards * self._overhead_s + tokens * self._per_token_s
@@ -192,17 +197,17 @@ class Throughput:
 
     @property
     def _most(self) -> tuple[float, float]:
-        """Return the largest variances."""
+        """Upper bounds of the variances."""
         own = max(self._overhead_s, _OVERHEAD_TOKENS * self._per_token_s)
         return own**2, self._per_token_s**2
 
 
-#: A step that begins so soon after another was on its way when that ended: training was not idle.
+#: Training counts as busy between two steps if the second begins within this time in s.
 GAP_S = 0.1
 
 
 class TimeSharing:
-    """Measures what training takes and what the decoder takes, and runs the decoder when it may run."""
+    """Measurement of training and decoding time, and of the decoder's turns."""
 
     def __init__(
         self,
@@ -220,19 +225,19 @@ class TimeSharing:
         self._decoded_idle_s = 0.0
 
     def training_begins(self) -> None:
-        """From here on time is training's."""
+        """Start to count time as training."""
         self._trained_until = time.monotonic()
         if self._trained_until - self._idle_since < GAP_S:
             self._share.decoded(self._decoded_idle_s)
 
     def training_ends(self) -> None:
-        """Training is idle from now on, unless the next step is on its way."""
+        """Mark training as idle, unless the next step begins within GAP_S."""
         self._idle_since = time.monotonic()
         self._share.trained(self._idle_since - self._trained_until)
         self._decoded_idle_s = 0.0
 
     def decode_while_idle(self) -> bool:
-        """Decode a step while no training is open; False when there was nothing to decode."""
+        """Decode a step while no training is open. Return False if there was nothing to decode."""
         began = time.monotonic()
         self._device_time.lap(Phase.IDLE)
         worked = self._advance()
@@ -240,10 +245,10 @@ class TimeSharing:
         return worked
 
     def yield_to_decoder(self) -> None:
-        """Decode while there is credit; a yield point of training, when the model is free.
+        """Decode while there is credit. This is a yield point of training, when the model is free.
 
-        The commit of what is being trained meets an unavailable Redis, or a successor, again; the next
-        decode step, a file that cannot be read now.
+        Errors are suppressed here. The commit of the current step meets an unavailable Redis or a
+        successor again; the next decode step meets an unreadable file again.
         """
         now = time.monotonic()
         self._device_time.lap(Phase.TRAIN)
@@ -265,26 +270,28 @@ class TimeSharing:
 
 @dataclass
 class Share:
-    """What the decoder may use now."""
+    """Credit of the decoder."""
 
     sampling_share: float
-    """The decoder's part `s` of the time, `0 <= s < 1`; with 0 it runs only while training is idle."""
+    """The decoder's share `s` of the time, `0 <= s < 1`. With 0 it runs only while training is
+    idle.
+    """
     credit_s: float = 0.0
-    """Below zero after a decode step that took longer than what was left."""
+    """Remaining credit in s; negative after a decode step that took longer than the credit."""
 
     @property
     def may_decode(self) -> bool:
-        """Tell whether the decoder may take one more step before training goes on."""
+        """True if the decoder may run one more step before training continues."""
         return self.credit_s > 0
 
     def trained(self, seconds: float) -> None:
-        """Count what training took."""
+        """Add the credit for this training time."""
         self.credit_s += seconds * self.sampling_share / (1 - self.sampling_share)
 
     def decoded(self, seconds: float) -> None:
-        """Count what the decoder took while training had to wait."""
+        """Subtract decoding time for which training waited."""
         self.credit_s -= seconds
 
     def forfeit(self) -> None:
-        """Forget what the decoder could still use: it has nothing to do. What it overdrew stays."""
+        """Drop unused credit, because the decoder has nothing to do. An overdraft stays."""
         self.credit_s = min(0.0, self.credit_s)

@@ -1,8 +1,8 @@
-"""Whether this worker is being drained, or leaves: its runs go to another one, and it takes nothing more.
+"""Drain state of a worker: its runs move to another worker, and it accepts no new work.
 
-Looked at with every heartbeat, from its thread. The loop asks what is to be done; the heartbeat says how far it is.
-
-Hand runs over to other workers, one by one, while this one goes on: copied out at their last op first.
+The heartbeat's thread updates the state. The worker loop reads it to decide its next action; the
+heartbeat reports the progress. A worker hands over one run at a time while it continues, after the
+run's last op is in a snapshot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ log = structlog.get_logger()
 
 
 class Drain:
-    """One worker's drain, from the operator's request until that is taken back; or until its process ends."""
+    """Drain of one worker, from the operator's request until its withdrawal or the end of the
+    process.
+    """
 
     def __init__(
         self,
@@ -35,13 +37,15 @@ class Drain:
         self._sampler = sampler
         self.is_asked = False
         self.leaves = False
-        """This process is to end: nothing more is planned for it, whether another worker is there or not."""
+        """True if this process is shutting down. Nothing is planned for it, with or without
+        another worker.
+        """
         self.is_handing_over = False
-        """Another worker is there: what this one has goes to it. Any thread may look."""
+        """True if another worker exists to take over the runs. Any thread may read it."""
 
     @property
     def state(self) -> str:
-        """Name it as the heartbeat does."""
+        """State as the heartbeat reports it."""
         if self.leaves:
             return "draining"
         if not self.is_asked:
@@ -50,7 +54,7 @@ class Drain:
         return "drained" if self.is_handing_over and not has_work else "draining"
 
     def look(self) -> None:
-        """See what the operator wants now, and whether another worker could go on."""
+        """Read the operator's request, and check for another worker."""
         if self.leaves:
             return
         is_asked = self._own.is_asked()
@@ -62,20 +66,22 @@ class Drain:
         self.is_asked, self.is_handing_over = is_asked, is_handing_over
 
     def go_on(self) -> None:
-        """Between steps: hand runs over as long as that is asked for, and claim no samples then."""
+        """Hand over runs between steps during a handover, and claim no samples then."""
         self._sampler.accepts_requests = not self.is_handing_over
         if self.is_handing_over:
             self._residents.hand_over()
 
     @property
     def could_end(self) -> bool:
-        """Tell whether another worker can go on with what is here."""
+        """True if another worker can take over this one's work."""
         return self._own.has_successor()
 
     def end(self, epoch: int) -> bool:
-        """Stand on the pool's list no more where another worker can go on: at once, its runs can go anywhere.
+        """Deregister the worker if another worker can take its runs, so that they can move
+        anywhere at once.
 
-        False where none can, or something is left here: the next process of this worker id finds all of it.
+        Return False if no worker can, or if work is left here: the next process with this worker
+        id continues it.
         """
         is_over = self._own.deregister(epoch)
         log.info("worker_left", runs_go_elsewhere=is_over)
@@ -83,17 +89,17 @@ class Drain:
 
 
 class RunMoves:
-    """What is to be moved from here, looked at between steps."""
+    """Runs to move away from this worker, checked between steps."""
 
     def __init__(self, execution: Execution, residents: ResidentRuns) -> None:
         self._execution = execution
         self._residents = residents
 
     def go_on(self) -> None:
-        """Copy out the runs that are to go, and hand over those of which a copy holds everything.
+        """Copy out the runs that must move, and hand over those with a complete copy.
 
         Raises:
-            Fenced: another process took this worker's place.
+            Fenced: another process took over this worker id.
         """
         for move in self._execution.moves.wanted():
             in_memory = self._residents.done(move.run) >= 0

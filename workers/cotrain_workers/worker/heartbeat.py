@@ -1,11 +1,12 @@
-"""A worker's heartbeat, from a thread of its own; it notices when another process took the worker's id.
+"""Heartbeat of a worker, and exclusive use of its worker id.
 
-What a worker says about itself in every heartbeat. Only looks at what others count, from the heartbeat's thread.
+A thread sends the heartbeat, and stops the worker when another process has taken over its id.
+`WorkerReport` collects the contents; it runs on the heartbeat's thread and only reads.
 
-A worker id belongs to one process: by a lock on this host, by the heartbeat on any other.
-
-Epochs keep two processes with one worker id from harming each other, but the older one would be fenced
-off. That a second one was started is an operator's mistake, and is reported as one; where none is given, each takes one that is free.
+A worker id belongs to one process, enforced by a lock on this host and by heartbeats across hosts.
+Epochs keep two processes with one id from harming each other, but the older one would be fenced. A
+second process is an operator's mistake and is reported as one. Without a configured id, each
+process claims a free one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ HEARTBEAT_S = 2.0
 
 
 class Heartbeat:
-    """Sends heartbeats until `end`, also while the worker drains; sets `stopping` once this worker was replaced."""
+    """Thread that sends heartbeats until `end`, also during a drain. It sets `stopping` once this
+    worker was replaced.
+    """
 
     def __init__(
         self,
@@ -61,16 +64,16 @@ class Heartbeat:
         self.was_replaced = False
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start the thread."""
         self._thread.start()
 
     def end(self) -> None:
-        """Send no more, and wait for the last one."""
+        """Stop sending, and wait for the last heartbeat."""
         self._ended.set()
         self._thread.join()
 
     def send(self) -> None:
-        """Send one now; a later one never holds older facts.
+        """Send a heartbeat now. A later one never contains older facts.
 
         Raises:
             Fenced: this worker was replaced.
@@ -86,19 +89,20 @@ class Heartbeat:
                 except Fenced:
                     self.was_replaced = True
                     return
-                except (OSError, *CONNECTION_LOST):  # the former where nothing can be opened now
+                except (OSError, *CONNECTION_LOST):  # OSError if no file descriptor is free
                     log.warning("heartbeat_failed")
                 if self._ended.wait(HEARTBEAT_S):
                     return
-        finally:  # no step is planned for a worker without a heartbeat: it ends, whatever the reason
+        # no step is planned for a worker without a heartbeat, so it ends, whatever the reason
+        finally:
             self._stopping.set()
 
 
 class WorkerReport:
-    """Gathers a heartbeat."""
+    """Collector of the contents of a heartbeat."""
 
     backpressure: SaveBackpressure
-    """To be set before the first heartbeat: it sends some."""
+    """Save backpressure; set before the first heartbeat, because it sends heartbeats itself."""
 
     def __init__(
         self,
@@ -126,7 +130,7 @@ class WorkerReport:
         self._duty = Duty()
 
     def describe(self) -> WorkerHeartbeat:
-        """Say how this worker is now; raises what a lost connection raises."""
+        """Return the current heartbeat. Raises connection errors."""
         self._drain.look()
         engine = self._engine
         seconds = self._device_time.seconds
@@ -171,23 +175,24 @@ class WorkerReport:
         )
 
 
-#: A process that was just killed needs a moment to end, and its last heartbeat is seen for a while.
+#: Wait in s for a killed process to end and for its last heartbeat to expire.
 PATIENCE_S = 15.0
 POLL_S = 0.1
-#: A heartbeat from another host is watched for this long: a living process sends five of them, and that of
-#: a dead one has run out.
+#: Observation time in s of a heartbeat from another host. A running process sends five in this
+#: time, and the heartbeat of a crashed one expires.
 WATCHED_S = 12.0
 
 
 class WorkerIdInUse(Exception):
-    """Another living process has this worker id."""
+    """Error: another running process has this worker id."""
 
 
 def lock_worker_id(folder: Path, pool: str, worker: str, patience_s: float = PATIENCE_S) -> int:
-    """Lock a worker id on this host; the file descriptor holds it, until the process ends.
+    """Lock a worker id on this host. The returned file descriptor holds the lock until the process
+    ends.
 
     Raises:
-        WorkerIdInUse: another process holds it, and did for `patience_s`.
+        WorkerIdInUse: another process has held it for `patience_s`.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / f"worker-{pool}-{worker}.lock"
@@ -214,7 +219,7 @@ def await_absence(
     """Wait until no process on another host sends heartbeats under this worker id.
 
     Raises:
-        WorkerIdInUse: one did for `patience_s`, which is longer than a last heartbeat is seen.
+        WorkerIdInUse: one did for `patience_s`, which is longer than the expiry of a heartbeat.
     """
     until = time.monotonic() + patience_s
     while True:
@@ -232,9 +237,10 @@ def await_absence(
 def claim_free_worker_id(
     folder: Path, pool: str, heartbeat_of: Callable[[WorkerId], WorkerHeartbeat | None], host: str
 ) -> WorkerId:
-    """Lock the first id of w0, w1, … that no process has, on this host or another; until the process ends.
+    """Lock the first of the ids w0, w1, … that no process uses on any host, until this process
+    ends.
 
-    The successor of a process that ended gets its id, and with it the runs that it had.
+    The successor of a process that ended gets its id, and with it its runs.
     """
     for number in count():
         worker = WorkerId(f"w{number}")
@@ -249,7 +255,9 @@ def claim_free_worker_id(
 
 
 def _lives_elsewhere(holder: Callable[[], WorkerHeartbeat | None], host: str) -> bool:
-    """Watch whether the heartbeats of another host go on; False once the last one has run out."""
+    """Return True if another host's process renews the heartbeat, False once its last one has
+    expired.
+    """
     first, until = holder(), time.monotonic() + WATCHED_S
     heartbeat = first
     while heartbeat is not None and heartbeat.host not in ("", host):

@@ -1,7 +1,7 @@
-"""The worker's loop: take a step, run it in the engine, commit it. Everything may run twice.
+"""Main loop of a worker: fetch a step, execute it, commit it.
 
-plan → execute → commit: the plan is the scheduler's and is fixed; what this process computed before
-it died is computed again from the log.
+The scheduler writes the plan, and the worker never changes it. Every operation is idempotent:
+after a crash, the next process re-executes the open step from the log.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from cotrain_workers.worker.step_runner import StepRunner
 log = structlog.get_logger()
 
 IDLE_S = 1.0
-#: How long to wait for a decoder that works elsewhere.
+#: Wait in s while a remote decoder is busy.
 SOON_S = 0.02
-#: While there is always something to decode, what is due besides is looked for this often.
+#: Maintenance interval in s while the decoder is busy.
 MAINTAIN_S = 0.5
 _RETRY_S = 0.2
-#: Of the time between SIGTERM and SIGKILL, what a drain leaves unused.
+#: Part in s of the termination grace period that a drain leaves unused.
 MARGIN_S = 10.0
-#: What passes: an unavailable Redis, a disk that is full. Nothing is lost by waiting.
+#: Transient errors: Redis is unavailable or the disk is full. The worker waits and retries.
 PAUSES = (*CONNECTION_LOST, OSError)
 
 
 class WorkerLoop:
-    """Runs one worker's steps until it is stopped, or replaced by another process (Fenced).
+    """Execution of one worker's steps until it is stopped, or fenced by a newer process.
 
-    Sample requests are run when no step is open, and between the micro-batches of one.
+    Sample requests are decoded while no step is open and between the micro-batches of a step.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class WorkerLoop:
         self._backpressure = report.backpressure = SaveBackpressure(weights, self._heartbeat.send)
 
     def stop(self) -> None:
-        """Finish the step in work, then leave."""
+        """Finish the current step, then drain and exit."""
         self._drain_until = min(self._drain_until, time.monotonic() + self._grace_s - MARGIN_S)
         self._stopping.set()
 
@@ -124,8 +124,8 @@ class WorkerLoop:
         """Serve until stopped.
 
         Raises:
-            Fenced: another process took this worker's place.
-            DeviceLost: this one cannot compute any more.
+            Fenced: a newer process has taken over this worker id.
+            DeviceLost: the device has failed, and the process must restart.
         """
         self._heartbeat.start()
         try:
@@ -142,7 +142,8 @@ class WorkerLoop:
             except PAUSES as pause:
                 log.warning("worker_paused", reason=str(pause))
                 self._stopping.wait(_RETRY_S)
-            except RuntimeError:  # in a decoder, most likely: the ops of a step are looked after
+            # most likely raised by the decoder: errors of a step are handled in the runner
+            except RuntimeError:
                 self._engine.check_device()
                 raise
         if self._heartbeat.was_replaced:
@@ -150,7 +151,8 @@ class WorkerLoop:
         try:
             self._drain()
         except PAUSES as pause:
-            log.warning("drain_timed_out", reason=str(pause))  # what is left is replayed
+            # remaining runs are replayed by the next process
+            log.warning("drain_timed_out", reason=str(pause))
         self._device_time.lap(Phase.IDLE)
 
     def _drain(self) -> None:
@@ -163,7 +165,7 @@ class WorkerLoop:
         except RestoreStopped as stopped:
             log.info("restore_stopped", progress=str(stopped))
         self._sampler.drain()
-        # First: no recovery copy counts before the saves it covers.
+        # Before snapshots: a snapshot is valid only after the saves that it covers.
         self._weights.drain(self._left_s())
         self._residents.drain(self._left_s())
         self._heartbeat.end()
@@ -175,7 +177,7 @@ class WorkerLoop:
         return max(0.0, self._drain_until - time.monotonic())
 
     def _tick(self) -> None:
-        for weights in self._weights.lost()[:1]:  # more of them in the next ticks
+        for weights in self._weights.lost()[:1]:  # the others in later ticks
             self._time_sharing.training_begins()
             self._device_time.lap(Phase.IDLE)
             self._restored(
@@ -185,7 +187,7 @@ class WorkerLoop:
             self._time_sharing.training_ends()
         steps = self._execution.open_steps()
         if steps and self._backpressure.admits(steps[0]):
-            # While its bodies are read, its adapters come to the device.
+            # Copy the adapters to the device while the bodies are read.
             self._prefetch([op.run for op in steps[0].ops])
             with bound_to_cycle(steps[0]):
                 self.execute(steps[0])
@@ -204,7 +206,7 @@ class WorkerLoop:
         self._maintained_at = time.monotonic()
 
     def execute(self, step: Step) -> None:
-        """Run one step and commit it. It may be another worker's, which died with it open."""
+        """Execute and commit one step. It may be an open step of a crashed predecessor."""
         times, began, traces = CycleTimes(self._device_time), time.monotonic(), tracer()
         self._time_sharing.training_begins()
         # Nothing runs at the yield points of a step that a dead predecessor left open: a request of
@@ -214,14 +216,16 @@ class WorkerLoop:
         runs = self._restored(self._runs.restore(step), at_yield)
         times.note("restore", Phase.TRAIN)
         if isinstance(runs, RolledBack):
-            return  # some of its ops are given up: it is to be read anew
+            # the run was rolled back and its planned ops are void; the step is fetched again
+            return
         step = replace(step, ops=runs.ops, worker=self._execution.worker)
         requests = [op.request_id for op in step.ops]
         try:
             bodies, runs = self._runner.read(step, runs)
             self._recorder.begin(step, bodies)
             times.note("read_bodies")
-            # Nothing is prefetched during a step that killed: what is decoded could be blamed on it.
+            # Do not prefetch while re-running a step that crashed a worker, so that bisection
+            # stays unambiguous.
             with nullcontext() if has_crashed else self._prefetcher.during(step):
                 work = self._runner.run(
                     step, bodies, runs, partial(self._deadline_passed, began + step.limit_s)
@@ -235,13 +239,14 @@ class WorkerLoop:
             self._commit(step, commit, requests)
             times.note("commit")
         except PAUSES:
-            # Memory is ahead of the log, or not: the commit whose answer was lost may have happened.
+            # The commit may or may not have reached Redis, so the state in memory may be ahead of
+            # the log. Reload it.
             for run in {op.run for op in step.ops}:
                 self._residents.forget_state(run)
             raise
         self._recorder.finish(step, ran.outputs)
         if ran.cost:
-            # The time of sampling counts: a cycle shall not last longer for that.
+            # Include sampling time, because it counts towards the duration of the cycle.
             seconds = ran.cost.wave_s + ran.cost.optim_s + sampling_s
             self._throughput.measure(ran.cost.forwards, ran.cost.tokens, seconds)
         count_cycle(self._metrics, step, commit)
@@ -264,7 +269,9 @@ class WorkerLoop:
         return drive(work, at_micro_batch)[0]
 
     def _commit(self, step: Step, commit: StepCommit, requests: Sequence[RequestId]) -> None:
-        """Commit a step. While Redis is unavailable, or the disk full, it waits: the work is done."""
+        """Commit a step. Retry while Redis is unavailable or the disk is full: the results are
+        already computed.
+        """
         counted = {**commit.counted, **self._runs.uncounted}
         records = {at: save.records for at, save in commit.saves.items()}
         failpoint("worker.before_commit", requests)
@@ -292,15 +299,17 @@ class WorkerLoop:
             self._weights.put(save.records.weights, save.saved, accepted_at)
 
     def _deadline_passed(self, ends_at: float) -> bool:
-        """Tell whether passes that may stay open stop: when the step's time is over, or to leave soon."""
+        """Return True if open passes must stop: the step is out of time or the worker is stopping."""
         return time.monotonic() > ends_at or self._stopping.is_set()
 
     def _at_yield_point(self) -> None:
-        """Use the time between two micro-batches: for adapters of runs that wait, then for samples."""
+        """Use a yield point between two micro-batches: prefetch adapters of ready runs, then
+        decode samples.
+        """
         waiting = self._prefetcher.ready_runs()
         if waiting:
             self._prefetch(waiting)
-        # What is decoded here is not the cycle's: the log must not say so.
+        # Log lines of the decoder must not carry the cycle's context.
         self._outside.run(self._time_sharing.yield_to_decoder)
 
     def _prefetch(self, runs: list[RunId]) -> None:

@@ -1,8 +1,8 @@
-"""Prefetch what is queued after a step while the engine computes that step: bodies are read and decoded,
-and the runs whose adapters are likely to be needed next are noted.
+"""Prefetch of the ops queued behind a step while the engine computes it.
 
-Decides nothing: which ops run next, and in what order, is the plan's. An op whose body is the same, byte
-for byte, when it is planned is not decoded again; of any other, nothing here is used.
+A thread reads and decodes their bodies, and collects the runs whose adapters are likely to be
+needed next. It decides nothing: the plan selects the next ops and their order. A decoded op is
+used only if its planned body is identical, byte for byte.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from cotrain_workers.op_codec import decode_op_pass
 
 log = structlog.get_logger()
 
-#: How often to look for queued ops during a step; a shorter step is left alone.
+#: Interval in s of looking for queued ops during a step. Shorter steps have no prefetch.
 LOOK_S = 0.1
-#: Of each run, how many ops to look at, and how large the bodies of all may be.
+#: Maximum number of ops per run, and of bytes of all bodies.
 MAX_OPS, MAX_BYTES = 8, 256 * 1024**2
-#: How many runs to tell the engine of: more adapters than a device holds.
+#: Maximum number of runs passed to the engine: more adapters than fit on a device.
 MAX_RUNS = 256
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 
 
 class Prefetcher:
-    """Decodes in a thread of its own; one step at a time."""
+    """Decoder of queued ops in a thread of its own, for one step at a time."""
 
     def __init__(self, execution: Execution) -> None:
         self._execution = execution
@@ -41,7 +41,9 @@ class Prefetcher:
 
     @contextmanager
     def during(self, step: Step) -> Iterator[None]:
-        """Prefetch for as long as a step runs. What fails here will fail again where it counts."""
+        """Prefetch while a step runs. An error is ignored here, because it repeats when the op
+        itself runs.
+        """
         is_over = threading.Event()
         thread = threading.Thread(target=self._look, args=(step, is_over), name="prefetch")
         thread.start()
@@ -52,29 +54,30 @@ class Prefetcher:
             thread.join()
 
     def ready_runs(self) -> list[RunId]:
-        """Return the runs that were last seen to wait for a plan, once."""
+        """Return the runs that were last seen ready for a plan, once."""
         found, self._ready = self._ready, []
         return found
 
     def take(self, op: QueuedOp, body: bytes) -> Pass | Failure | None:
-        """Return what this very body was decoded to, once; None if it was not."""
+        """Return the decoded request of exactly this body, once; None if there is none."""
         known = self._decoded.pop(op, None)
         return known[1] if known and known[0] == body else None
 
     def _look(self, step: Step, is_over: threading.Event) -> None:
-        structlog.contextvars.bind_contextvars(cycle=step.cycle)  # a thread begins without
+        # a new thread has an empty context
+        structlog.contextvars.bind_contextvars(cycle=step.cycle)
         try:
             while not is_over.wait(LOOK_S):
                 self._ready = self._execution.logs.ready_runs(MAX_RUNS)
                 self._decode(step, is_over)
         except CONNECTION_LOST as lost:
             log.info("prefetch_stopped", reason=str(lost))
-        except Exception:  # the step shall not suffer from what is only a convenience
+        except Exception:  # prefetching is best effort
             log.exception("prefetch_failed")
 
     def _decode(self, step: Step, is_over: threading.Event) -> None:
         queued = [op for op in self._execution.logs.behind(step, MAX_OPS) if op.kind in PASSES]
-        # What was given up, or belongs to a run of an earlier step, is not waited for.
+        # Drop decoded ops that were abandoned, or that belong to a run of an earlier step.
         self._decoded = {op: self._decoded[op] for op in queued if op in self._decoded}
         taken = sum(op.size for op in queued if op in self._decoded)
         for op in queued:

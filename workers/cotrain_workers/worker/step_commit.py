@@ -1,4 +1,4 @@
-"""What a step that ran writes: results, saves, its record, and what it adds to totals and to usage."""
+"""Contents of a step's commit: results, saves, the cycle record, counters and usage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cotrain_workers.worker.step_runner import StepRun
 
 @dataclass(frozen=True)
 class StepCommit:
-    """All that the commit of a step takes, and the saves that follow it."""
+    """Arguments of a step's commit, and the saves that follow it."""
 
     results: Mapping[OpId, Result]
     record: Mapping[str, Any]
@@ -29,29 +29,29 @@ class StepCommit:
     saves: Mapping[OpId, DoneSave]
     usage: Mapping[RunId, RunUsage]
     opened: Mapping[OpId, int]
-    """Passes that stay open, and how many of their tokens have run."""
+    """Open passes, each with the number of its tokens that have run."""
     device_s: Mapping[OpId, float]
-    """What each op took of computing time, open ones so far."""
+    """Compute time of each op in s; for open passes, so far."""
     found: Mapping[OpId, HistoryEntry]
-    """What ops add to the histories of their runs."""
+    """Entries that ops add to the histories of their runs."""
     ended: tuple[RunId, ...]
     """Runs whose last save failed."""
     is_exact: bool
-    """As `StepRun` has it."""
+    """Same as `StepRun.is_exact`."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """When a step ran, in seconds of the wall clock."""
+    """Times of a step, in seconds of the wall clock."""
 
     started: float
     finished: float
     sampling_s: float
-    """What the decoder and others took of it, at yield points."""
+    """Time at yield points, used by the decoder and others."""
 
     @property
     def duration_s(self) -> float:
-        """How long it took."""
+        """Duration of the step in s."""
         return self.finished - self.started
 
 
@@ -62,10 +62,10 @@ def commit_of(
     times: StepTimes,
     record: PoolRecord,
 ) -> StepCommit:
-    """Sum up a step that ran.
+    """Return the commit of an executed step.
 
-    Ops that it did not resolve are in its record, as far as they ran, and nowhere else: what is counted
-    for a tenant or a pool is counted once, when an op is resolved.
+    Unresolved ops appear only in the cycle record, with their tokens of this step. Counters of a
+    tenant or a pool count an op once, when it is resolved.
     """
     outputs, cost = ran.outputs, ran.cost
     done, saves = resolved(step, outputs), {}
@@ -101,7 +101,8 @@ def commit_of(
 
 
 def runs_once(op: QueuedOp, outputs: Mapping[tuple[str, int], Output]) -> bool:
-    """Tell whether a failed op must never run again: it might not fail next time, or kill.
+    """Return True if a failed op must never run again, because it might succeed or crash the next
+    time.
 
     What is the request's own fault (category user) fails in a replay, too, unless it kills; a load is left out of one
     without a look at what became of it (`recovery/replay.py`).
@@ -113,19 +114,21 @@ def runs_once(op: QueuedOp, outputs: Mapping[tuple[str, int], Output]) -> bool:
 
 
 def is_last(op: QueuedOp, body: bytes) -> bool:
-    """Tell whether an op is a save after which its run ends; no body: the run has ended already."""
+    """Return True for a save after which the run ends. An empty body means that the run has
+    already ended.
+    """
     return op.kind is OpKind.SAVE and body != b"" and SaveRequest.parse(body).last
 
 
 def resolved(step: Step, outputs: Mapping[tuple[str, int], Output]) -> Step:
-    """Return a step with the ops alone that are over: others stay open, or wait behind those."""
+    """Return the step with its finished ops only. The others stay open, or wait behind open ones."""
     return replace(step, ops=tuple(op for op in step.ops if (op.run, op.seq) in outputs))
 
 
 def tokens_now(
     op: QueuedOp, outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None
 ) -> int | None:
-    """Return how many tokens of an op ran in this step; None: it waited."""
+    """Return the number of an op's tokens that ran in this step; None if the op waited."""
     if cost and (op.run, op.seq) in cost.divided:
         return cost.divided[op.run, op.seq].now
     return op.tokens if (op.run, op.seq) in outputs else None
@@ -138,9 +141,10 @@ def computing_time(
     compute_s: float,
     before: Mapping[OpId, float],
 ) -> dict[OpId, float]:
-    """Share a step's computing time among its ops by tokens, and add what they took `before`.
+    """Return the computing time of each op: its share of the step by tokens, plus the time in
+    `before`.
 
-    An op without tokens counts as one.
+    An op without tokens counts as one token.
     """
     parts = {
         (op.run, op.seq): tokens or 1
@@ -156,7 +160,7 @@ def computing_time(
 def usage_of(
     step: Step, outputs: Mapping[tuple[str, int], Output], device_s: Mapping[OpId, float]
 ) -> dict[RunId, RunUsage]:
-    """Add up what the ops of each run took that are over; tokens of failed ones are not counted as used."""
+    """Return the usage of the finished ops by run. Tokens of failed ops are not counted as used."""
     usage: dict[RunId, RunUsage] = {}
     for op in resolved(step, outputs).ops:
         has_failed = isinstance(outputs[op.run, op.seq], Failure)
@@ -174,11 +178,11 @@ def cycle_record(
     cost: CycleOutput | None,
     times: StepTimes,
 ) -> dict[str, Any]:
-    """Sum a cycle up for its history: who was in it, how much, how long each wave took.
+    """Return the history record of a cycle: its runs, tokens, and the durations of its parts.
 
-    A digest stands for what came of each op, whichever cycle it ran in: `cotrain replay` shows it, too.
-    Saves have none: their weights are stored under the digest of all their content. Of a pass that stays
-    open there are the tokens that ran, and no op.
+    Each op has a digest of its output that does not depend on the cycle; `cotrain replay` shows
+    it, too. Saves have none, because their weights are stored under the digest of their content.
+    An open pass has only its tokens in the record, and no op.
     """
     runs: dict[RunId, dict[str, Any]] = {}
     for op in step.ops:
@@ -218,7 +222,7 @@ def counted_cycle(
     cost: CycleOutput | None,
     record: Mapping[str, Any],
 ) -> dict[str, float]:
-    """Count what this cycle adds to the pool's totals (`definitions.POOL_COUNTERS`)."""
+    """Return the increments of the pool's totals (`definitions.POOL_COUNTERS`)."""
     ops = resolved(step, outputs).ops
     failed = [output for output in outputs.values() if isinstance(output, Failure)]
     return {

@@ -1,9 +1,10 @@
-"""Give a step's ops to the engine; whatever they do to it, each gets its answer, and only what broke it fails.
+"""Execution of a step's ops on the engine, with an output for every op; only failing ops fail.
 
-Three ways, from the fastest to the surest: all at once; after an exception, each run alone; and a step
-during which processes died, in ever smaller groups.
+There are three ways, from the fastest to the safest. All ops run in one cycle; after an exception,
+each run executes alone. A step during which processes crashed runs in ever smaller groups
+(bisection).
 
-What the ops of a step add to the histories of their runs.
+`history_by` computes the history entries that the ops of a step add to their runs.
 """
 
 from __future__ import annotations
@@ -55,17 +56,19 @@ from cotrain_workers.worker.prefetch import Prefetcher
 def history_by(
     requests: Iterable[Op], outputs: Mapping[tuple[str, int], Output]
 ) -> dict[OpId, HistoryEntry]:
-    """Sum up the passes and the optimizer steps that are done; one that failed adds nothing."""
+    """Return the history entries of completed passes and optimizer steps. Failed ops have none."""
     found: dict[OpId, HistoryEntry] = {}
     for request in requests:
         entry = _entry(request, outputs.get((request.run, request.seq)))
-        if entry and all(map(isfinite, vars(entry).values())):  # JSON holds no other numbers
+        if entry and all(map(isfinite, vars(entry).values())):  # JSON has no other numbers
             found[RunId(request.run), request.seq] = entry
     return found
 
 
 def weight_of(request: Pass | ReverseKl) -> float:
-    """Sum the weights of a pass up; of a loss without any, count the advantages that are not 0."""
+    """Return the sum of the weights, or the number of non-zero advantages if the loss has no
+    weights.
+    """
     if isinstance(request, ReverseKl):
         weights = [datum.weights for datum in request.datums]
     elif all("weights" in datum.inputs for datum in request.datums):
@@ -89,54 +92,57 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class OpenOp:
-    """What a worker keeps of a pass that takes several steps, next to what its engine keeps of it."""
+    """Worker's state of a pass that takes several steps; the engine has its own."""
 
     body: bytes
     request: Op
-    """So that no body is read and decoded again."""
+    """Decoded request, so that the body is read and decoded once."""
     device_s: float = 0.0
-    """What its steps took of computing time so far, which is its tenant's in the commit that resolves it, once:
-    what a crash makes run again was never counted."""
+    """Compute time of its steps so far in s. It is charged to the tenant once, in the commit that
+    resolves the pass; work that a crash repeats is never charged.
+    """
 
 
 @dataclass(frozen=True)
 class StepRun:
-    """A step that ran: an answer to each op that is over, and what it took."""
+    """Outcome of an executed step: the outputs of its finished ops, and its cost."""
 
     outputs: Mapping[tuple[str, int], Output]
     cost: CycleOutput | None
-    """None: it did not run as a whole."""
+    """Cost of the cycle; None if the step did not run as a whole."""
     is_exact: bool
-    """False: memory ran out so that some op has other last bits than this worker's numerics stand for."""
+    """False if memory ran out, so that the last bits of some op differ from this worker's
+    numerics.
+    """
     found: Mapping[OpId, HistoryEntry] = field(default_factory=dict)
-    """What ops that are over add to the histories of their runs."""
+    """History entries of the finished ops."""
     earlier_s: Mapping[OpId, float] = field(default_factory=dict)
-    """What passes took of computing time in steps before that it went on with."""
+    """Compute time in s of earlier steps, for passes that this step continued."""
 
 
 @dataclass
 class CrashHistory:
-    """What is known of a step's crashes, for as long as this process tries to commit it."""
+    """Crash history of a step, until this process commits it."""
 
     cycle: int
     count: int
-    """How many processes died with it open."""
+    """Number of processes that crashed with this step open."""
     _execution: Execution
     _runs: RunLifecycle
 
     @cached_property
     def risks(self) -> Risks:
-        """What may kill, noted in the store."""
+        """Return the crash risks recorded in the store."""
         return Risks(self._execution, self._runs.await_writes)
 
     @property
     def is_deadly(self) -> bool:
-        """Tell whether so many died that it cannot be chance any more."""
+        """Return True if the step crashed at least MAX_CRASHES times, which excludes chance."""
         return self.count >= MAX_CRASHES
 
 
 class StepRunner:
-    """Runs steps of runs that are in memory. Knows no results and no commits."""
+    """Executor of steps whose runs are in memory. It handles neither results nor commits."""
 
     def __init__(
         self,
@@ -170,8 +176,8 @@ class StepRunner:
         return self.crashes(step).count > 0 or self._large_passes.concern(requests)
 
     def read(self, step: Step, runs: StepRuns) -> tuple[dict[tuple[str, int], bytes], StepRuns]:
-        """Read the step's bodies; a run of which one is missing is stopped as well."""
-        # What is not open in the engine any more begins anew, or never runs again.
+        """Return the bodies of a step's ops. A run with a missing body is stopped."""
+        # A pass that is no longer open in the engine starts anew, or never runs again.
         still_open = self._engine.open_passes
         self._open_ops = {at: kept for at, kept in self._open_ops.items() if at in still_open}
         unread = [op for op in step.ops if (op.run, op.seq) not in self._open_ops]
@@ -194,7 +200,7 @@ class StepRunner:
         runs: StepRuns,
         is_over: Callable[[], bool],
     ) -> Yielding[StepRun]:
-        """Run a step's ops; yields where the engine does, as long as the step runs as a whole.
+        """Execute a step's ops. Yields where the engine does, while the step runs as a whole.
 
         If a process ended over a large pass of it, only some of them run: the others have no output.
         Passes with an allowance may stay open, and stop where the step's time `is_over`. In a step that
@@ -251,7 +257,7 @@ class StepRunner:
         try:
             allowances = allowances_of(step) if may_divide else {}
             cost = yield from self._engine.cycle(runnable, allowances, is_over)
-        except Exception:  # the request that broke it is found and fails alone
+        except Exception:  # the request that caused it is isolated below and fails alone
             log.exception("cycle_failed", cycle=step.cycle)
         else:
             earlier_s = {op_id: kept.device_s for op_id, kept in self._open_ops.items()}
@@ -262,7 +268,7 @@ class StepRunner:
             found = history_by(runnable, cost.outputs)
             return StepRun(outputs | dict(cost.outputs), cost, is_exact, found, earlier_s)
         self._engine.check_device()
-        # Only here is the exception released, with what its frames kept.
+        # The exception is released only here, with the tensors that its frames hold.
         answers = Answers(outputs, runs.is_exact)
         for run in dict.fromkeys(op.run for op in runnable):
             answers.add(self._alone(runnable, step, None, run))
@@ -270,7 +276,7 @@ class StepRunner:
         return StepRun(answers.outputs, None, answers.is_exact, found)
 
     def committed(self, device_s: Mapping[OpId, float]) -> None:
-        """Note the computing time of each open pass after a step."""
+        """Update the computing time of each open pass after a step."""
         for op_id, kept in self._open_ops.items():
             self._open_ops[op_id] = replace(kept, device_s=device_s.get(op_id, kept.device_s))
 
@@ -286,7 +292,9 @@ class StepRunner:
         return answers
 
     def _alone(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Answers:
-        """Run one run's ops one by one, from its last committed state; what still fails breaks it."""
+        """Execute one run's ops one by one, from its last committed state. An op that still fails
+        is the failing op.
+        """
         run, of_run = RunId(name), [op for op in ops if op.run == name]
         try:
             with structlog.contextvars.bound_contextvars(run=run, tenant=step.tenant_by_run[run]):
@@ -297,5 +305,5 @@ class StepRunner:
 
 
 def allowances_of(step: Step) -> dict[tuple[str, int], int]:
-    """Return the tokens that passes of a step may run in it, as the engine names them."""
+    """Return the token allowances of a step's passes, keyed by (run, seq) as in the engine."""
     return {(run_of(op), seq_of(op)): tokens for op, tokens in step.allowances.items()}

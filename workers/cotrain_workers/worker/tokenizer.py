@@ -1,6 +1,7 @@
-"""The base model's tokenizer: for stop strings here, and for the API's chat endpoints, which have no model.
+"""Tokenizer of the base model, for stop strings here and for the API's chat endpoints.
 
-Its folder is named after its content and never changes, so that a new worker disturbs no reader.
+It is published for the API, which has no model. The folder is named after its content and never
+changes, so a new worker does not disturb readers.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from cotrain_workers.engine.decoding.requests import TextOf
 
 log = structlog.get_logger()
 
-#: What the API reads of it, and its sign that the folder is whole.
+#: File that the API reads. Its presence marks a complete folder.
 READ_BY_API = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
 class PublishedTokenizer:
-    """A tokenizer that the API can read."""
+    """Tokenizer that the API can read."""
 
     folder: str
-    """Its name among the published ones; empty for a kind that only Python can run."""
+    """Name of the published folder; empty for a kind that only Python can run."""
     text: TextOf
 
 
 def publish_tokenizer(
     source: str, name: str, published: Blobs, *, local_files_only: bool
 ) -> PublishedTokenizer | None:
-    """Write a base model's tokenizer where the API finds it; None for a model without one."""
+    """Publish a base model's tokenizer for the API. Return None for a model without one."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             source, local_files_only=local_files_only, trust_remote_code=False
@@ -46,7 +47,8 @@ def publish_tokenizer(
         log.warning("no_tokenizer", source=source, reason=str(missing))
         return None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # What the library makes of a folder without one: it reads every text as no tokens at all.
+        # The library returns such a tokenizer for a folder without one: it encodes every text as
+        # no tokens.
         log.warning("no_tokenizer", source=source, reason="it has no vocabulary")
         return None
 
@@ -68,7 +70,7 @@ def _publish(tokenizer: Any, name: str, published: Blobs) -> str:
     contents[_CONFIG] = _named_for_every_version(contents[_CONFIG])
     digest = _digest(contents)
     folder = f"{name}-{digest}"
-    if _digest(_published(published, folder)) != digest:  # not there, or torn by a power cut
+    if _digest(_published(published, folder)) != digest:  # missing, or torn by a power cut
         for file in sorted(
             contents, key=lambda file: file == READ_BY_API
         ):  # last: then it is whole
@@ -82,7 +84,7 @@ def _published(published: Blobs, folder: str) -> dict[str, bytes]:
 
 
 def _named_for_every_version(config: bytes) -> bytes:
-    # Clients may have transformers 4, which does not know version 5's new name of the class.
+    # Clients may have transformers 4, which lacks version 5's name of the class.
     return config.replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')
 
 

@@ -1,6 +1,4 @@
-"""One run's adapter: its arenas, on the device or offloaded to the host, the copy that the base model computes with, and
-where gradients are added up.
-"""
+"""Adapter of one run: its arenas on the device or the host, its compute copy, and its gradient."""
 
 from __future__ import annotations
 
@@ -14,23 +12,24 @@ from typing_extensions import override
 from cotrain_workers.engine.adapters.copy_streams import Arrival, HostArenas
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Sums
 
-#: The arena of what a pass that may stay open has found of its gradient: it moves with the others, and is no
-#: part of the run's state.
+#: Arena of the gradient of a pass that may stay open. It moves with the others, but is not part of
+#: the run's state.
 OPEN_GRADIENT = "open"
-#: No two states of weights in this process have the same number, whatever is dropped and restored.
+#: Version numbers of weights, unique in this process across drops and restores.
 _VERSIONS = count()
 
 
 def arena_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    """Return what weights, gradients and moments are kept in under a base model of `compute_dtype`."""
+    """Return the dtype of weights, gradients and moments for a base model of `compute_dtype`."""
     return torch.float64 if compute_dtype == torch.float64 else torch.float32
 
 
 class Gradient:
-    """A gradient arena and every module's matrices in it.
+    """Gradient arena, and every module's matrices in it.
 
-    To zero an arena is to write all of it. On a CPU, where that is dear, it becomes stale instead: products are
-    written over it, and only what has none is zeroed, when the whole is asked for.
+    Zeroing an arena writes all of it, which is expensive on a CPU. There the arena becomes stale
+    instead. Products overwrite it, and only matrices without a product are zeroed when the whole
+    arena is read.
     """
 
     def __init__(self, arena: torch.Tensor, layout: Layout) -> None:
@@ -41,27 +40,29 @@ class Gradient:
 
     @property
     def flat(self) -> torch.Tensor:
-        """Return the arena `[layout.size]`, to read or to write."""
+        """The arena `[layout.size]`, to read or to write."""
         self._norm = None
         return self._settled()
 
     @property
     def views(self) -> dict[str, Sums]:
-        """Return the matrices by module, to add to. Who does not ask for `kept_share` settles them before."""
+        """Matrices by module, to add to. Callers that do not use `kept_share` must call `settle`
+        before.
+        """
         self._norm = None
         return self._views
 
     def settle(self) -> None:
-        """Write zeros over what is stale."""
+        """Write zeros over stale matrices."""
         self._settled()
 
     @property
     def is_cuda(self) -> bool:
-        """Return whether it is on a GPU: there it is never stale."""
+        """True if it is on a GPU, where it is never stale."""
         return self._arena.is_cuda
 
     def discard(self) -> None:
-        """Have it count as zeros."""
+        """Make the gradient count as zeros."""
         if self.is_cuda:
             self._arena.zero_()
             return
@@ -71,25 +72,29 @@ class Gradient:
             sums.is_stale = True
 
     def discard_unless(self, keep: torch.Tensor) -> None:
-        """Have it count as zeros if the boolean `keep` is false; on CUDA without asking the host."""
+        """Make the gradient count as zeros if the boolean `keep` is false; on CUDA without waiting
+        for the host.
+        """
         if self.is_cuda:
             self._arena.masked_fill_(~keep, 0.0)
         elif not keep:
             self.discard()
 
     def norm(self) -> torch.Tensor:
-        """Return its L2 norm, added up in fp64, a scalar on the device.
+        """Return the L2 norm, added up in fp64, a scalar on the device.
 
-        It is kept until someone asks for the arena, who may write to it.
+        It is cached until the next access to the arena, which may write to it.
         """
         if self._norm is None:
             self._norm = torch.linalg.vector_norm(self._settled(), dtype=torch.float64)
         return self._norm
 
     def is_finite(self) -> torch.Tensor:
-        """Return whether there is no NaN and no infinity, by the norm. Waits for the device."""
+        """Return a boolean that is true if the gradient has no NaN and no infinity, by the norm.
+        Waits for the device.
+        """
         found = self.norm().isfinite()
-        # Squares of fp64 may be too large where their roots are not.
+        # A sum of squares may overflow fp64 although all values are finite.
         return found if found else self._settled().isfinite().all()
 
     def _settled(self) -> torch.Tensor:
@@ -105,14 +110,14 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Steepest:
-    """The target of a pass with the steepest loss, for the message of a step that its gradient makes fail."""
+    """Target of a pass with the steepest loss, for the error message of a failed step."""
 
     seq: int  # of the pass
     datum: int
     target: str  # its index, or indices
     slope: float  # of the loss, by the target's log-probability
     logprob: float
-    recorded: float | None  # the log-probability that the request brought, if the loss has one
+    recorded: float | None  # the log-probability in the request, if the loss has one
 
     @override
     def __str__(self) -> str:
@@ -126,7 +131,7 @@ class Steepest:
 
 @dataclass
 class ComputeCopy:
-    """The weights in the base model's dtype, as of a version."""
+    """Weights in the base model's dtype, with their version."""
 
     flat: torch.Tensor
     views: Mapping[str, Pair]
@@ -137,7 +142,7 @@ class ComputeCopy:
 class Adapter:
     """One run's adapter. All arenas are fp32 (fp64 under an fp64 base).
 
-    They are on the device, or offloaded: then only the bank may touch them.
+    They are on the device or offloaded; offloaded ones are accessed only by the bank.
     """
 
     spec: AdapterSpec
@@ -151,11 +156,13 @@ class Adapter:
     gradient_in_use: bool = field(
         init=False, default=False
     )  # ops that run now have added to it, or do
-    has_open_gradient: bool = False  # or will have one in the cycle that begins
-    scale: float = field(init=False)  # of what it adds
-    version: int = field(init=False)  # of `weights`: holders of a copy compare it
+    has_open_gradient: bool = False  # or will have one in the current cycle
+    scale: float = field(init=False)  # factor on `B @ A`
+    version: int = field(init=False)  # of `weights`; compared by holders of a copy
     steepest: Steepest | None = field(init=False, default=None)
-    """The target with the steepest loss among the passes of the pending gradient, if one is suspiciously steep."""
+    """Steepest target among the passes of the pending gradient, if its slope is suspiciously
+    large.
+    """
     _compute: ComputeCopy | None = field(init=False, default=None)
     _gradient: Gradient | None = field(init=False, default=None)
 
@@ -165,22 +172,22 @@ class Adapter:
 
     @property
     def weights(self) -> torch.Tensor:
-        """Return the arena of the weights, `[layout.size]`."""
+        """Arena of the weights, `[layout.size]`."""
         return self.arenas["weights"]
 
     @property
     def m(self) -> torch.Tensor:
-        """Return the arena of Adam's first moments."""
+        """Arena of Adam's first moments."""
         return self.arenas["m"]
 
     @property
     def v(self) -> torch.Tensor:
-        """Return the arena of Adam's second moments."""
+        """Arena of Adam's second moments."""
         return self.arenas["v"]
 
     @property
     def gradient(self) -> Gradient:
-        """Return the gradient; there is none of a run at rest, so that zeros are made on first use."""
+        """Gradient buffer; zeros are allocated on first use."""
         if self._gradient is None:
             if "grads" not in self.arenas:
                 self.arenas["grads"] = torch.zeros_like(self.weights)
@@ -189,9 +196,9 @@ class Adapter:
 
     @property
     def compute(self) -> Mapping[str, Pair]:
-        """Return the matrices in the base model's dtype, copied on first use of a version."""
+        """Matrices in the base model's dtype, copied on first use of a version."""
         if self._compute is None:
-            # The same tensor if of that dtype.
+            # The same tensor if it has that dtype.
             flat = self.weights.to(self.compute_dtype)
             self._compute = ComputeCopy(flat, self.layout.views(flat), self.version)
         elif self._compute.version != self.version:
@@ -201,22 +208,24 @@ class Adapter:
         return self._compute.views
 
     def hold_compute(self) -> None:
-        """Let what is computed from here on begin after copies of the arenas that are under way."""
+        """Make later computation wait for pending copies of the arenas."""
         if self.arrival is not None:
             self.arrival.hold_compute()
             self.arrival = None
 
     def weights_changed(self) -> None:
-        """Make every copy of the weights stale; call after every write to `weights`."""
+        """Invalidate every copy of the weights. Call it after every write to `weights`."""
         self.version = next(_VERSIONS)
 
     def claim_gradient(self, *, may_stay_open: bool) -> Gradient:
-        """Return where a pass may add its gradient: the adapter's own arena while no other does, else scratch.
+        """Return the destination of a pass's gradient: the adapter's own arena while no other pass
+        uses it, else scratch.
 
-        A pass that fails is then undone by discarding the sums or dropping the scratch. Both start from zeros,
-        so the bits of the sum do not depend on which it was. One that may stay open leaves the arena alone:
-        the adapter is then, between cycles, as its last complete op left it. One behind an open pass does, too:
-        that pass, which ends first, is added to the arena whole.
+        A failed pass is undone by discarding the sums or dropping the scratch. Both start from
+        zeros, so the bits of the sum do not depend on the choice. A pass that may stay open does
+        not use the own arena: between cycles the adapter is then as its last complete op left it.
+        A pass behind an open one does not use it either. The open pass ends first and is added to
+        the arena as a whole.
         """
         if may_stay_open:
             self.has_open_gradient = True
@@ -228,24 +237,25 @@ class Adapter:
         return self.gradient
 
     def is_finite(self, claimed: Gradient) -> torch.Tensor:
-        """Return, on the device, whether a gradient is finite.
+        """Return, on the device, a boolean that is true if a gradient is finite.
 
-        On a CPU it is read once for this and the norm of a step that follows, if it is the adapter's own.
+        On a CPU the adapter's own gradient is read once for this and for the norm of the next
+        step.
         """
         if claimed.is_cuda or claimed is not self.gradient:
             return is_all_finite(claimed.flat)
         return claimed.is_finite()
 
     def add(self, claimed: Gradient, is_finite: torch.Tensor) -> None:
-        """Add what a complete pass has claimed and filled, if the boolean is true; else leave no trace of it."""
+        """Add the gradient of a complete pass if the boolean is true; otherwise discard it."""
         claimed.discard_unless(is_finite)
         if claimed is not self.gradient:
             self.gradient.flat.add_(claimed.flat)
-            self.gradient_in_use = True  # until the host knows whether anything was added
+            self.gradient_in_use = True  # until the host has read the verdict
             self._let_go(claimed)
 
     def take_back(self, claimed: Gradient) -> None:
-        """Leave no trace of what an incomplete pass has claimed and filled."""
+        """Discard the gradient of an incomplete pass."""
         if claimed is self.gradient:
             claimed.discard()
             self.gradient_in_use = False
@@ -258,28 +268,30 @@ class Adapter:
 
     @property
     def open_gradient(self) -> Gradient:
-        """Return the arena of the pass that is open; raises KeyError where none has begun to add to it."""
+        """Arena of the open pass; raises KeyError if none has started to add to it."""
         return Gradient(self.arenas[OPEN_GRADIENT], self.layout)
 
     def drop_open_gradient(self) -> None:
-        """Let go of it; twice is harmless. What is on the host of it does not come back."""
+        """Drop the gradient of the open pass, if any. A copy on the host is not restored."""
         self.has_open_gradient = False
         self.arenas.pop(OPEN_GRADIENT, None)
 
     def worth_copying(self) -> dict[str, torch.Tensor]:
-        """Return the arenas of an adapter on the device; a gradient that is not pending counts as zeros."""
+        """Return the arenas of an adapter on the device; a gradient that is not pending counts as
+        zeros.
+        """
         assert self.on_host is None
         zeros = set() if self.grads_pending else {"grads"}
         return {name: arena for name, arena in self.arenas.items() if name not in zeros}
 
     def forget_arenas(self) -> None:
-        """Let go of all device memory."""
+        """Release all device memory."""
         self.arenas = {}
         self._compute = self._gradient = None
 
 
 def discard_gradients(adapters: Sequence[Adapter]) -> None:
-    """Have the gradients count as zeros."""
+    """Make the adapters' gradients count as zeros."""
     discard_all([adapter.gradient for adapter in adapters])
     for adapter in adapters:
         adapter.grads_pending = False
@@ -287,7 +299,7 @@ def discard_gradients(adapters: Sequence[Adapter]) -> None:
 
 
 def discard_all(gradients: Sequence[Gradient]) -> None:
-    """Have gradients count as zeros; on CUDA in one launch."""
+    """Make gradients count as zeros; on CUDA in one launch."""
     on_cuda = [gradient for gradient in gradients if gradient.is_cuda]
     if on_cuda:
         torch._foreach_zero_([gradient.flat for gradient in on_cuda])
@@ -297,9 +309,12 @@ def discard_all(gradients: Sequence[Gradient]) -> None:
 
 
 def is_all_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return, on the device, whether there is no NaN and no infinity; there is at least one value."""
+    """Return, on the device, a boolean that is true if no value is NaN or infinite. At least one
+    value is required.
+    """
     if not values.is_cuda:
-        # A third of the time for an arena. Finite values may have a sum that is not: then it says nothing.
+        # This takes a third of the time for an arena. An infinite sum of finite values is
+        # inconclusive.
         has_finite_sum = torch.isfinite(values.sum())
         if has_finite_sum:
             return has_finite_sum

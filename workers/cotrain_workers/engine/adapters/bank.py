@@ -1,6 +1,7 @@
-"""The adapters in memory: one flat arena each for weights, gradient and both Adam moments.
+"""Adapters in memory, with one flat arena each for weights, gradient and both Adam moments.
 
-Zeroing, clipping, Adam, hashing and copying are one operation on a 1-D tensor; every matrix is a view.
+Zeroing, clipping, Adam, hashing and copying are one operation on a 1-D tensor; every matrix is a
+view.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ from cotrain_workers.engine.adapters.residency import (
 from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 
-ARENAS_AT_REST = ("weights", "m", "v")  # and "grads", while a gradient is pending
+ARENAS_AT_REST = ("weights", "m", "v")  # and "grads" if a gradient is pending
 DRAWN_AT_ONCE = 1_000_000  # some 20 ms
 
 
 @dataclass(frozen=True)
 class AdapterState:
-    """A run's adapter, copied to the host. The four tensors are 1-D, of one length, in arena layout."""
+    """A run's adapter, copied to the host. The four tensors are 1-D, of one length, in arena
+    layout.
+    """
 
     spec: AdapterSpec
     weights: torch.Tensor
@@ -50,7 +53,7 @@ class AdapterState:
     grads_pending: bool  # a gradient waits for the next optimizer step
 
     def digest(self) -> str:
-        """Return the SHA-256 (hex) of everything in it; equal digests mean equal bits."""
+        """Return the SHA-256 (hex) of the whole state; equal digests mean equal bits."""
         hasher = hashlib.sha256(repr((self.spec, self.step, self.grads_pending)).encode())
         for arena in (self.weights, self.grads, self.m, self.v):
             hasher.update(arena.contiguous().numpy().data)
@@ -59,7 +62,7 @@ class AdapterState:
 
 @dataclass(frozen=True)
 class StateCopy:
-    """A run's state on its way to the host."""
+    """Copy of a run's state on its way to the host."""
 
     spec: AdapterSpec
     step: int
@@ -81,9 +84,9 @@ class StateCopy:
 
 
 class AdapterBank:
-    """The adapters of every run this engine holds: on the device, or offloaded to the host's memory.
+    """Adapters of every run of this engine, on the device or offloaded to host memory.
 
-    `adapter_bytes` is for those on the device, `host_bytes` for those on the host; None sets no limit.
+    `adapter_bytes` limits those on the device, `host_bytes` those on the host; None sets no limit.
     """
 
     def __init__(
@@ -105,15 +108,16 @@ class AdapterBank:
         self._copy_stream = copy_stream or (
             SideStream(device) if device.type == "cuda" else InLine()
         )
-        self._adapter_by_run: OrderedDict[str, Adapter] = OrderedDict()  # the least used first
+        # the least recently used first
+        self._adapter_by_run: OrderedDict[str, Adapter] = OrderedDict()
         self._in_use: frozenset[str] = frozenset()
         self.offloaded = 0
-        """How many adapters are on the host, nothing of theirs on the device. Any thread may look."""
+        """Number of adapters on the host alone. Any thread may read it."""
         self._layout_by_shape: dict[tuple[int, bool, bool, bool], Layout] = {}
         self.base_weights: Mapping[str, torch.Tensor] = {}
         """By module; an upload may hold copies of them."""
         self.on_drop: Callable[[str], None] = lambda run: None
-        """What else goes with a run's adapter."""
+        """Called with the run of each dropped adapter."""
 
     def __contains__(self, run: object) -> bool:
         return run in self._adapter_by_run
@@ -123,11 +127,11 @@ class AdapterBank:
 
     @property
     def runs(self) -> frozenset[str]:
-        """Return the runs whose adapters are here."""
+        """Runs with an adapter in memory."""
         return frozenset(self._adapter_by_run)
 
     def create(self, run: str, spec: AdapterSpec, weights: torch.Tensor | None = None) -> Adapter:
-        """Add an adapter that has taken no step: with a copy of `weights` `[layout.size]`, or with fresh ones.
+        """Add an adapter at step 0, with a copy of `weights` `[layout.size]` or with fresh ones.
 
         Raises ValueError if the weights were made for other modules than this base model has.
         """
@@ -139,7 +143,7 @@ class AdapterBank:
         )
 
     def drop(self, run: str) -> None:
-        """Forget a run's adapter; twice is harmless."""
+        """Remove a run's adapter, if any."""
         self.on_drop(run)
         dropped = self._adapter_by_run.pop(run, None)
         self.offloaded -= dropped is not None and dropped.on_host is not None
@@ -149,9 +153,10 @@ class AdapterBank:
         return self.copy_out(run).state()
 
     def copy_out(self, run: str) -> StateCopy:
-        """Begin to copy a run's adapter to the host; the copy says when it is there.
+        """Start a copy of a run's adapter to the host; its arrival is in the result.
 
-        Between cycles only, as no computation is held back. Raises KeyError for an unknown run.
+        Call it only between cycles, because it does not hold back computation. Raises KeyError for
+        an unknown run.
         """
         adapter = self._adapter_by_run[run]
         copied = adapter.on_host
@@ -163,14 +168,16 @@ class AdapterBank:
         return StateCopy(adapter.spec, adapter.step, adapter.grads_pending, copied)
 
     def carry_out(self, run: str, *arenas: str) -> HostArenas:
-        """Begin to copy some arenas of a run to the host, within a cycle that has it on the device."""
+        """Start a copy of some arenas of a run to the host, within a cycle that has it on the
+        device.
+        """
         adapter = self[run]
         copied = carry_out(self._copy_stream, {name: adapter.arenas[name] for name in arenas})
         adapter.arrival = copied.arrival  # behind that of any earlier copies
         return copied
 
     def restore(self, run: str, state: AdapterState) -> Adapter:
-        """Put a state, copied, in place of whatever this run held.
+        """Replace any adapter of this run by a copy of a state.
 
         Raises ValueError if the state was made for other modules than this base model has.
         """
@@ -182,7 +189,7 @@ class AdapterBank:
         return self._insert(run, adapter, {name: getattr(state, name) for name in names})
 
     def _insert(self, run: str, adapter: Adapter, arenas: Mapping[str, torch.Tensor]) -> Adapter:
-        """Put an adapter in place of whatever this run held, with copies of `arenas`; moments not among them are zero."""
+        """Replace any adapter of this run, with copies of `arenas`; missing moments are zero."""
         size = adapter.layout.size
         if arenas["weights"].shape != (size,):
             raise ValueError(f"The state holds {arenas['weights'].numel()} values, not {size}.")
@@ -190,7 +197,7 @@ class AdapterBank:
         sizes = [*self._sizes(), self._size_of(run, adapter)]
         self._make(moves_for(sizes, {run, *self._in_use}, self._adapter_bytes))
         for name in dict.fromkeys((*ARENAS_AT_REST, *arenas)):
-            # Zeros are made on the device: to copy them there costs as long as the weights.
+            # Zeros are made on the device: copying them there would take as long as the weights.
             adapter.arenas[name] = (
                 arenas[name].to(self._device, self._arena_dtype, copy=True)
                 if name in arenas
@@ -200,14 +207,15 @@ class AdapterBank:
         return adapter
 
     def device_groups(self, runs: Sequence[str]) -> list[list[str]]:
-        """Cut the runs of a cycle into groups that fit on the device one at a time: mostly one."""
+        """Split the runs of a cycle into groups that fit on the device one at a time: mostly one."""
         sizes = {run: self.device_bytes(self[run]) for run in runs if run in self}
         return device_groups(runs, sizes, self._adapter_bytes)
 
     def bring_in(self, runs: Sequence[str]) -> dict[str, Adapter]:
-        """Have these runs on the device for what is computed next; others are offloaded if need be.
+        """Bring these runs to the device for the next computation, and offload others if
+        necessary.
 
-        Return their adapters; of a run that is not here there is none.
+        Return the adapters of the known runs.
         """
         known = {run: self[run] for run in runs if run in self}
         self._make(moves_for(self._sizes(), known, self._adapter_bytes))
@@ -218,9 +226,9 @@ class AdapterBank:
         return known
 
     def prefetch(self, runs: Sequence[str]) -> None:
-        """Begin to bring in what the next cycle needs, as far as it fits with what this one uses.
+        """Start to bring in the adapters of the next cycle that fit next to those in use.
 
-        Runs that are not here are passed over. Good between cycles and at their yield points.
+        Unknown runs are skipped. Call it between cycles or at their yield points.
         """
         self._make(prefetch_moves(self._sizes(), runs, self._in_use, self._adapter_bytes))
         for run in runs:
@@ -228,13 +236,14 @@ class AdapterBank:
                 self._adapter_by_run.move_to_end(run)  # so that another is offloaded first
 
     def release(self) -> None:
-        """Say that the cycle is over: all may be offloaded."""
+        """Mark the end of the cycle: all adapters may be offloaded."""
         self._in_use = frozenset()
 
     def over_budget(self) -> list[str]:
-        """Return the runs, the least used first, whose leaving frees the host memory that is too much.
+        """Return the runs to evict, the least recently used first, so that host memory is within
+        its limit.
 
-        Have a copy of each before it is dropped.
+        Copy each of them before dropping it.
         """
         sizes = {run: self._host_bytes_of(adapter) for run, adapter in self._adapter_by_run.items()}
         on_host = {run: size for run, size in sizes.items() if size and run not in self._in_use}
@@ -242,12 +251,14 @@ class AdapterBank:
 
     @property
     def device_limit_bytes(self) -> int | None:
-        """Return what adapters may take of the device; None: no limit."""
+        """Limit of the adapters on the device in bytes; None: no limit."""
         return self._adapter_bytes
 
     @property
     def by_tier(self) -> dict[str, tuple[int, int]]:
-        """Count adapters and their bytes, by where they are: `device` or `host`. Any thread may ask."""
+        """Number of adapters and their bytes, by location: `device` or `host`. Any thread may read
+        it.
+        """
         adapters = list(self._adapter_by_run.values())
         on_host = [copied.bytes for each in adapters if (copied := each.on_host) is not None]
         on_device = [self.device_bytes(each) for each in adapters if each.on_host is None]
@@ -268,7 +279,9 @@ class AdapterBank:
         return AdapterSize(run, self.device_bytes(adapter), is_on_device=adapter.on_host is None)
 
     def device_bytes(self, adapter: Adapter) -> int:
-        """Return what it takes on the device while it trains: four arenas, five with an open pass, and the compute copy."""
+        """Return the device bytes of a training adapter: four arenas, five with an open pass, and
+        the compute copy.
+        """
         wide, narrow = self._arena_dtype, self._compute_dtype
         copy = 0 if narrow == wide else narrow.itemsize
         return adapter.layout.size * ((4 + adapter.has_open_gradient) * wide.itemsize + copy)
@@ -291,7 +304,7 @@ class AdapterBank:
             self.offloaded -= 1
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return where the matrices of such an adapter lie in its arenas."""
+        """Return the positions of the matrices of such an adapter in its arenas."""
         shape = (spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
         if shape not in self._layout_by_shape:
             self._layout_by_shape[shape] = plan_layout(spec, self._targets)
@@ -301,8 +314,9 @@ class AdapterBank:
 def initial_weights(spec: AdapterSpec, layout: Layout) -> torch.Tensor:
     """Return a fresh weight arena, fp32 `[layout.size]` on the host.
 
-    A is Kaiming-uniform with `a = sqrt(5)`, as PEFT has it: uniform in +-1/sqrt(inputs). Each module draws
-    from its own generator, so its A depends on the seed, its name and the rank, and on no other module.
+    A is Kaiming-uniform with `a = sqrt(5)`, as in PEFT: uniform in +-1/sqrt(inputs). Each module
+    draws from its own generator. Its A therefore depends on the seed, its name and the rank, and
+    on no other module.
     """
     return run_to_end(draw_weights(spec, layout))
 
@@ -324,6 +338,6 @@ def draw_weights(spec: AdapterSpec, layout: Layout) -> Yielding[torch.Tensor]:
 
 
 def module_seed(seed: int, module: str) -> int:
-    """Mix a run's seed with a module's name into 63 bits."""
+    """Hash a run's seed and a module's name into 63 bits."""
     digest = hashlib.sha256(f"{seed}:{module}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

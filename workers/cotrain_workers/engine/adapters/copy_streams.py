@@ -1,5 +1,6 @@
-"""Copies of arenas between the device and the host's memory, concurrent with the computation where there is
-a second stream for them.
+"""Copies of arenas between the device and the host's memory.
+
+On CUDA they run concurrently with the computation, in a second stream.
 """
 
 from __future__ import annotations
@@ -11,42 +12,42 @@ from typing import Any, Protocol
 
 import torch
 
-#: Host memory is taken in such blocks and a rest: torch rounds each pinned block up to a power of two,
-#: which in one block would cost a 174 MB arena (Qwen3-8B, rank 16) 256 MB.
+#: Size of a block of host memory. PyTorch rounds each pinned block up to a power of two, which in
+#: one block would cost a 174 MB arena (Qwen3-8B, rank 16) 256 MB.
 BLOCK_BYTES = 1 << 26
 
 
 class Arrival(Protocol):
-    """When some copies are made."""
+    """Completion of some copies."""
 
     def hold_compute(self) -> None:
-        """Let what is computed from here on begin after them; the host goes on."""
+        """Make later computation wait for the copies; the host continues."""
 
     def wait(self) -> None:
-        """Block the host until they are made."""
+        """Block the host until the copies are complete."""
 
 
 class CopyStream(Protocol):
-    """Where copies run."""
+    """Stream of copies."""
 
     pins: bool
-    """Whether host memory must be pinned for them."""
+    """True if host memory must be pinned for the copies."""
 
     def copies(self) -> AbstractContextManager[Arrival]:
-        """Order what is copied inside after all that is computed so far."""
+        """Order the copies inside after all computation so far."""
 
     def lend(self, arena: torch.Tensor) -> None:
-        """Keep the memory of an arena that is let go of until its copies are made."""
+        """Keep the memory of a released arena until its copies are complete."""
 
 
 class Made:
-    """The arrival of copies that were made when they returned."""
+    """Arrival of copies that were complete when they returned."""
 
     def hold_compute(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once."""
 
     def wait(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once."""
 
 
 class InLine:
@@ -56,15 +57,15 @@ class InLine:
 
     @contextmanager
     def copies(self) -> Iterator[Arrival]:
-        """Yield at once: what is inside is copied in its order."""
+        """Yield at once: the copies inside run in order."""
         yield Made()
 
     def lend(self, arena: torch.Tensor) -> None:
-        """Keep nothing: it is copied at once."""
+        """Do nothing: the arena is copied at once."""
 
 
 class Recorded:
-    """A CUDA event behind some copies."""
+    """CUDA event after some copies."""
 
     def __init__(self, cuda: Any, device: torch.device) -> None:
         self._cuda = cuda
@@ -72,11 +73,11 @@ class Recorded:
         self._event = cuda.Event()
 
     def record(self, stream: Any) -> None:
-        """Stand behind everything in the stream so far."""
+        """Record the event after everything in the stream so far."""
         self._event.record(stream)
 
     def hold_compute(self) -> None:
-        """Let the stream of the computation wait for the event."""
+        """Make the stream of the computation wait for the event."""
         self._cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
@@ -97,16 +98,16 @@ class SideStream:
 
     @contextmanager
     def copies(self) -> Iterator[Arrival]:
-        """Order them after all computed so far, in the side stream."""
+        """Order the copies after all computation so far, in the side stream."""
         arrival = Recorded(self._cuda, self._device)
-        # Of memory just let go of, kernels that are still waiting may be the last users.
+        # Pending kernels may still use memory that was just released.
         self._stream.wait_stream(self._cuda.current_stream(self._device))
         with self._cuda.stream(self._stream):
             yield arrival
             arrival.record(self._stream)
 
     def lend(self, arena: torch.Tensor) -> None:
-        """Keep its memory until the side stream is done with it."""
+        """Keep its memory until the side stream has finished with it."""
         if arena.is_cuda:
             arena.record_stream(self._stream)
 
@@ -120,12 +121,12 @@ class HostArenas:
 
     @property
     def bytes(self) -> int:
-        """Return the size of all arenas."""
+        """Size of all arenas."""
         blocks = (block for each in self.blocks_by_arena.values() for block in each)
         return sum(block.nbytes for block in blocks)
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """Return the arenas in one block each, not to be written to. Blocks until they have arrived."""
+        """Return the arenas in one read-only block each. Blocks until they have arrived."""
         self.arrival.wait()
         return {
             name: blocks[0] if len(blocks) == 1 else torch.cat(blocks)
@@ -134,7 +135,7 @@ class HostArenas:
 
 
 def carry_out(stream: CopyStream, arenas: Mapping[str, torch.Tensor]) -> HostArenas:
-    """Begin to copy arenas to the host; they may be let go of at once, but not written to."""
+    """Start a copy of arenas to the host. They may be released at once, but not written to."""
     blocks_by_arena = {}
     with stream.copies() as arrival:
         for name, arena in arenas.items():
@@ -152,9 +153,10 @@ def carry_out(stream: CopyStream, arenas: Mapping[str, torch.Tensor]) -> HostAre
 def carry_in(
     stream: CopyStream, on_host: HostArenas, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], Arrival]:
-    """Begin to copy arenas to the device; they may be used after the arrival."""
+    """Start a copy of arenas to the device; they may be used after the arrival."""
     arenas = {
-        # Of the computation's memory: that of another stream could not be used for anything else.
+        # Allocate in the computation's stream: memory of another stream could not be reused for
+        # anything else.
         name: torch.empty(sum(map(len, blocks)), dtype=blocks[0].dtype, device=device)
         for name, blocks in on_host.blocks_by_arena.items()
     }

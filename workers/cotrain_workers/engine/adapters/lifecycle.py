@@ -1,17 +1,16 @@
-"""Ops on a whole adapter: begin a run with one, copy it to the host, put another in its place.
+"""Ops on a whole adapter: begin a run with one, copy it to the host, replace it.
 
-What a save gives: weights on their way to the host, which any thread may wait for.
+`SavedWeights` is the result of a save: weights on their way to the host. Any thread may wait for
+them.
 
-Linear combinations of adapters, exactly: by rank concatenation, without a product of matrices.
+`mix` computes linear combinations of adapters exactly, by rank concatenation and without a product
+of matrices. Formula: `sum_i c_i s_i B_i A_i = s B A` with `A` the rows of all `A_i` and `B` the
+columns of all `(c_i s_i / s) B_i`. `s_i` is the scale of a source and `s` that of the result.
 
-`sum_i c_i s_i B_i A_i = s B A` with `A` the rows of all `A_i` and `B` the columns of all
-`(c_i s_i / s) B_i`, where `s_i` is the scale of a source and `s` that of the result.
-
-Turn an adapter that was made elsewhere into one of ours: the same function, in our layout and scale.
-
-Every module gets the run's one rank, and `alpha` 32: B takes what its own scale differs by. Rows that a
-smaller matrix lacks, and modules it leaves out, begin as those of a fresh adapter: A random, B zero. So
-they add nothing now and can be trained later.
+`read_import` converts an adapter of PEFT: the same function, in this server's layout and scale.
+Every module gets the run's one rank, and `alpha` 32; B absorbs the ratio of the scales. Missing
+rows and modules start as in a fresh adapter: A random, B zero. So they add nothing now and can be
+trained later.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target
 
 
 class SavedWeights(HostWeights):
-    """The weights of an adapter as they are now."""
+    """Weights of an adapter at the time of the save."""
 
     _arriving: HostArenas | None
     _adapter: weakref.ref[Adapter]
@@ -74,14 +73,14 @@ class SavedWeights(HostWeights):
         self.__dict__.update(values)  # it is frozen
 
     def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[explicit-override]
-        """Be plain weights in another process, which waits until they have arrived."""
+        """Pickle as plain weights, once they have arrived."""
         return HostWeights, (self.spec, self.flat)
 
     @cached_property
     def flat(self) -> torch.Tensor:  # type: ignore[explicit-override]
         """The weights, once they have arrived."""
         arriving = self._arriving
-        if arriving is None:  # another thread asked in between
+        if arriving is None:  # another thread was faster
             return self.flat
         flat = arriving.whole()["weights"].float()
         self.__dict__["flat"] = flat
@@ -90,7 +89,7 @@ class SavedWeights(HostWeights):
 
     @property
     def bytes(self) -> int:  # type: ignore[explicit-override]
-        """Return the size of the weights."""
+        """Size of the weights."""
         return self._bytes
 
     def on_device(self) -> torch.Tensor | None:  # type: ignore[explicit-override]
@@ -115,7 +114,7 @@ _BASE_WEIGHT = re.compile(
 
 
 class ImportRefused(Exception):
-    """This adapter cannot be taken; the message is a sentence for its tenant."""
+    """Error: this adapter cannot be imported. The message is a sentence for its tenant."""
 
 
 def read_import(
@@ -129,7 +128,7 @@ def read_import(
     `base_weights`, by module, are those that an adapter may hold a copy of.
 
     Raises:
-        ImportRefused: it does not fit this base model, or holds what is not a number.
+        ImportRefused: it does not fit this base model, or has values that are not finite.
     """
     try:
         tensors = load_tensors(adapter.tensors)
@@ -211,7 +210,7 @@ def _fill(
     `pair.a` is `[rank, inputs]`, `pair.b` `[outputs, rank]`; `a` and `b` have `r <= rank`.
     """
     factor = module.scale / run_scale
-    if factor != 1.0:  # of our own exports it is: they come back to the bit
+    if factor != 1.0:  # 1.0 for own exports, which are restored to the bit
         b = (b.double() * factor).float()
     for name, matrix in ((module.a, a), (module.b, b)):
         if not torch.isfinite(matrix).all():
@@ -222,19 +221,19 @@ def _fill(
 
 Beginning = Create | Import | Load
 
-#: Of a first moment: a mean of gradients, each of which a step admitted (`adamw.largest_norm`).
+#: Limit of a first moment: a mean of gradients, each admitted by a step (`adamw.largest_norm`).
 LARGEST_MOMENT = 1e19
 
 
 def begins_run(op: Op) -> TypeGuard[Beginning]:
-    """Tell whether an op makes the run it belongs to."""
+    """Return True if an op creates its run."""
     return isinstance(op, Create | Import) or (isinstance(op, Load) and op.creates)
 
 
 def begin(
     bank: AdapterBank, op: Beginning, max_rank: int
 ) -> Yielding[CreateOutput | LoadOutput | Failure]:
-    """Make a run's adapter: fresh, from a checkpoint, or from an upload."""
+    """Create a run's adapter: fresh, from a checkpoint, or from an upload."""
     if op.run in bank:
         return Failure("The run exists already.", "server")
     if isinstance(op, Import):
@@ -253,7 +252,7 @@ def begin(
 
 
 def save(bank: AdapterBank, op: Save) -> SaveOutput | Failure:
-    """Begin to copy a run's adapter to the host; with its optimizer state, if asked for."""
+    """Start a copy of a run's adapter to the host, with its optimizer state if requested."""
     if op.run not in bank:
         return unknown_run()
     adapter = bank[op.run]
@@ -266,9 +265,10 @@ def save(bank: AdapterBank, op: Save) -> SaveOutput | Failure:
 
 
 def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
-    """Write a checkpoint over a run's adapter, which keeps its spec and its place in memory.
+    """Write a checkpoint over a run's adapter, which keeps its spec and its arenas.
 
-    Where alpha differs, B takes the ratio, so that the adapter adds what the checkpoint added.
+    If alpha differs, B is multiplied by the ratio, so that the adapter adds the same as the
+    checkpoint.
     """
     if op.run not in bank:
         return unknown_run()
@@ -301,7 +301,7 @@ def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
 
 
 def refuse_state(op: Load) -> Failure | None:
-    """Return the failure of a load whose weights or moments no step could go on from, or None."""
+    """Return the failure of a load whose weights or moments no step could continue from, or None."""
     if not is_all_finite(op.weights.flat):
         return Failure(
             f"Checkpoint {op.path} holds weights that are not finite. Load an earlier one.", "user"
@@ -328,12 +328,12 @@ def refuse_spec(spec: AdapterSpec, max_rank: int) -> str | None:
 
 
 def shape_of(spec: AdapterSpec) -> tuple[object, ...]:
-    """Return what two adapters share if their matrices have the same places and shapes."""
+    """Return a key that is equal for adapters whose matrices have the same positions and shapes."""
     return spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed
 
 
 def describe(spec: AdapterSpec) -> str:
-    """Name what `shape_of` compares."""
+    """Return the description of the values in `shape_of`."""
     return (
         f"rank {spec.rank}, train_attn={spec.train_attn}, train_mlp={spec.train_mlp}, "
         f"train_unembed={spec.train_unembed}"
@@ -380,8 +380,9 @@ def mix(
 ) -> HostWeights:
     """Return the adapter whose change of every module is the sum of `coefficient * change`.
 
-    Its rank is the sum of the ranks; it trains what any of its sources does. One source with
-    coefficient 1 gives the same bits. `sources` holds at least one, all of one base model.
+    Its rank is the sum of the ranks, and it trains the union of the sources' modules. One source
+    with coefficient 1 yields the same bits. `sources` has at least one entry, all of one base
+    model.
     """
     spec = mixed_spec([weights.spec for _, weights in sources])
     layout = layout_of(spec)
@@ -399,9 +400,10 @@ def mix(
 
 
 def mixed_spec(specs: Sequence[AdapterSpec]) -> AdapterSpec:
-    """Return what a combination of adapters is; its seed, never used again, is that of the first.
+    """Return the spec of a combination of adapters; its seed, never used again, is that of the
+    first.
 
-    It keeps an alpha that all have; of several it gets the default.
+    A common alpha is kept; otherwise it is the default.
     """
     alphas = {spec.alpha for spec in specs}
     return AdapterSpec(

@@ -1,19 +1,21 @@
-"""Decide which adapters are on the device: those a cycle needs, and of the others the last used. Pure."""
+"""Selection of the adapters on the device: those of the cycle first, then the most recently used.
+Pure.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-#: Of the device memory that the base model leaves, what adapters may take. Micro-batches take up to 0.54
-#: of it (`memory_model.py`), key-value memory 0.25 (`kv_cache.py`).
+#: Share of adapters in the device memory next to the base model. Micro-batches take up to 0.54 of
+#: it (`memory_model.py`), key-value memory 0.25 (`kv_cache.py`).
 ADAPTER_SHARE = 0.2
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class AdapterSize:
-    """An adapter as the decision sees it."""
+    """Size and location of an adapter."""
 
     run: str
     bytes: int  # on the device
@@ -22,16 +24,18 @@ class AdapterSize:
 
 @dataclass(frozen=True)
 class Moves:
-    """What to copy, in order: first out, then in."""
+    """Copies to make, in order: first out, then in."""
 
     offload: Sequence[str]
     bring: Sequence[str]
 
 
 def moves_for(sizes: Sequence[AdapterSize], needed: Collection[str], budget: int | None) -> Moves:
-    """Bring in all that a cycle needs, and offload as few others as must be, the least used first.
+    """Bring in all adapters of a cycle, and offload the fewest others, the least recently used
+    first.
 
-    `sizes` are in order of use, the least used first. What is needed comes in even if it does not fit.
+    `sizes` are in order of use, the least used first. Needed adapters come in even if they do not
+    fit.
     """
     bring = [adapter for adapter in sizes if adapter.run in needed and not adapter.is_on_device]
     if budget is None:
@@ -53,7 +57,9 @@ def prefetch_moves(
     in_use: Collection[str],
     budget: int | None,
 ) -> Moves:
-    """Bring in what the next cycle needs as far as it fits with what this one uses, in its order."""
+    """Bring in the adapters of the next cycle, in its order, while they fit next to the adapters
+    in use.
+    """
     adapter_by_run = {adapter.run: adapter for adapter in sizes}
     needed = set(in_use)
     taken = sum(adapter.bytes for adapter in sizes if adapter.run in needed)
@@ -77,10 +83,11 @@ def on_device(sizes: Sequence[AdapterSize]) -> int:
 def device_groups(
     runs: Sequence[str], bytes_by_run: Mapping[str, int], budget: int | None
 ) -> list[list[str]]:
-    """Cut the runs of a cycle into as few groups, in their order, as fit on the device one at a time.
+    """Split the runs of a cycle into the fewest groups, in order, that fit on the device one at a
+    time.
 
-    Almost always one. What depends on the budget here is who computes together, and nothing else.
-    An adapter larger than the budget is a group of its own.
+    There is almost always one group. The budget only affects which runs compute together. An
+    adapter larger than the budget is a group of its own.
     """
     groups: list[list[str]] = [[]]
     left = budget
@@ -95,7 +102,9 @@ def device_groups(
 
 
 def over_budget(bytes_by_run: Mapping[str, int], budget: int | None) -> list[str]:
-    """Return the runs whose leaving frees enough host memory; `bytes_by_run` has the least used first."""
+    """Return the runs to evict to free enough host memory; `bytes_by_run` has the least used
+    first.
+    """
     if budget is None:
         return []
     over, leaving = sum(bytes_by_run.values()) - budget, []
@@ -108,9 +117,9 @@ def over_budget(bytes_by_run: Mapping[str, int], budget: int | None) -> list[str
 
 
 def adapter_budget(device_bytes: int, taken_bytes: int) -> int:
-    """Return the device bytes for adapters by default: a share of the rest, in whole GiB.
+    """Return the default device bytes for adapters: a share of the rest, in whole GiB.
 
-    Whole GiB, and of all memory instead of the free: who computes together may depend on it, so that it
-    must be the same after a restart.
+    It is based on all memory instead of the free memory, in whole GiB. The runs that compute
+    together may depend on it, so it must be the same after a restart.
     """
     return max(GIB, int((device_bytes - taken_bytes) * ADAPTER_SHARE) // GIB * GIB)

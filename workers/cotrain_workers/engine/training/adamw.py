@@ -1,6 +1,7 @@
-"""AdamW over flat arenas, the adapters of a cycle together, with the semantics of `torch.optim.AdamW`.
+"""AdamW over flat arenas, the adapters of a cycle together, with the semantics of
+`torch.optim.AdamW`.
 
-What an adapter gets does not depend on who steps with it: the launches work on lists of arenas, each
+The result of an adapter does not depend on the others: the launches work on lists of arenas, each
 with its own norm, step count and elements.
 """
 
@@ -18,14 +19,14 @@ from cotrain_workers.engine.adapters.adapter import Adapter, discard_gradients
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.ops import Failure, OptimStep, Output, StepOutput, unknown_run
 
-CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
-#: An Adam step moves a weight by about its learning rate. Above this one the weights are checked after the step, which
-#: costs a copy of the adapter.
+CLIP_EPS = 1e-6  # same as torch.nn.utils.clip_grad_norm_
+#: An Adam step moves a weight by about its learning rate. Above this rate the weights are checked
+#: after the step, which costs a copy of the adapter.
 SAFE_LEARNING_RATE = 1e3
 
 
 class Parameters(NamedTuple):
-    """What one launch of AdamW takes once for all its adapters."""
+    """Parameters that one launch of AdamW shares among its adapters."""
 
     learning_rate: float
     beta1: float
@@ -52,7 +53,7 @@ def refuse_step(op: OptimStep) -> str | None:
 
 @dataclass(frozen=True)
 class Due:
-    """A step that can be taken: its parameters are in range, and Adam can hold its gradient."""
+    """Valid step: its parameters are in range, and Adam can hold its gradient."""
 
     adapter: Adapter
     op: OptimStep
@@ -60,13 +61,13 @@ class Due:
 
     @property
     def clipped_norm(self) -> float:
-        """Return the L2 norm of the gradient after clipping."""
+        """L2 norm of the gradient after clipping."""
         limit = self.op.grad_clip_norm
         return min(self.norm, limit) if limit > 0 else self.norm
 
     @property
     def is_risky(self) -> bool:
-        """Return True if one step with these parameters may make weights too large."""
+        """True if one step with these parameters may make weights too large."""
         op = self.op
         return op.learning_rate > SAFE_LEARNING_RATE or op.learning_rate * op.weight_decay > 2
 
@@ -81,7 +82,9 @@ def largest_norm(adapter: Adapter) -> float:
 
 
 def gradient_norms(adapters: Sequence[Adapter]) -> list[float]:
-    """Return each one's L2 norm over the whole gradient, added up in fp64. Waits for the device, once."""
+    """Return the L2 norm of each adapter's whole gradient, added up in fp64. Waits for the device,
+    once.
+    """
     if not adapters:
         return []
     if adapters[0].gradient.is_cuda:
@@ -94,10 +97,11 @@ def gradient_norms(adapters: Sequence[Adapter]) -> list[float]:
 
 
 def adamw_steps(steps: Sequence[Due]) -> None:
-    """Clip each gradient by its own global norm, update weights, moments and step counts, and discard the
-    gradients; one launch for all steps of equal parameters. No adapter may be there twice.
+    """Clip each gradient by its global norm, update weights, moments and step counts, and discard
+    the gradients.
 
-    Without a gradient it is a step with zero gradients: moments and weights decay, nothing fails.
+    Steps of equal parameters share one launch. Each adapter may occur only once. Without a
+    gradient the step has zero gradients: moments and weights decay, and nothing fails.
     """
     clip([due for due in steps if due.op.grad_clip_norm > 0 and due.norm > 0])
     for parameters, group in by_parameters(steps).items():
@@ -109,14 +113,14 @@ def adamw_steps(steps: Sequence[Due]) -> None:
 
 
 def clip(steps: Sequence[Due]) -> None:
-    """Shrink the gradients that are longer than their steps allow."""
+    """Scale down the gradients that exceed their steps' limits."""
     factors = [min(1.0, due.op.grad_clip_norm / (due.norm + CLIP_EPS)) for due in steps]
     if factors:
         torch._foreach_mul_([due.adapter.gradient.flat for due in steps], factors)
 
 
 def by_parameters(steps: Sequence[Due]) -> dict[Parameters, list[Due]]:
-    """Group steps that differ in nothing that a launch takes once for all; clipping is done before."""
+    """Group the steps by the parameters that a launch shares; clipping is done before."""
     groups: dict[Parameters, list[Due]] = {}
     for due in steps:
         op = due.op
@@ -126,7 +130,7 @@ def by_parameters(steps: Sequence[Due]) -> dict[Parameters, list[Due]]:
 
 
 def launch(parameters: Parameters, adapters: Sequence[Adapter]) -> None:
-    """Update weights and moments of adapters that take the same step, each at its own step count."""
+    """Update weights and moments of adapters with the same parameters, each at its own step count."""
     counts = torch.tensor([float(adapter.step) for adapter in adapters])
     adamw(
         [adapter.weights for adapter in adapters],
@@ -151,10 +155,12 @@ def take_steps(
     ops: Sequence[OptimStep],
     outputs: dict[tuple[str, int], Output],
 ) -> None:
-    """Take optimizer steps, at most one of each run, and write an answer to each; `adapters` are by run.
+    """Run optimizer steps, at most one per run, and write an output for each; `adapters` are by
+    run.
 
-    A gradient that is not finite, or too large for Adam, is discarded, and its step fails alone. The same
-    holds for a step that would make weights too large for products: it leaves the adapter as it was.
+    A gradient that is not finite, or too large for Adam, is discarded, and its step fails alone. A
+    step that would make weights too large for products fails, too, and leaves the adapter
+    unchanged.
     """
     asked = []
     for op in ops:
@@ -213,7 +219,7 @@ def refuse_gradient(step: Due) -> Failure | None:
 
 
 def too_long(op: OptimStep) -> Failure:
-    """Return the failure of a step after which products of weights would not be finite."""
+    """Return the failure of a step that would make products of weights infinite."""
     return Failure(
         f"Step would make weights infinite or nearly so (seq {op.seq}, learning_rate={op.learning_rate:g}, "
         f"weight_decay={op.weight_decay:g}, eps={op.eps:g}). It was discarded with its gradient; the weights "

@@ -50,7 +50,9 @@ from cotrain_workers.engine.training.reverse_kl import (
 
 
 class ForwardBackward:
-    """Runs passes over one base model. Knows micro-batches and sums, not cycles or optimizers."""
+    """Executor of passes over one base model. It handles micro-batches and sums, not cycles or
+    optimizers.
+    """
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class ForwardBackward:
         keep_tokens: int = sys.maxsize,
         new_softmax: NewSoftmax = PlainSoftmax,
     ) -> None:
-        """Under "auto", micro-batches of more than `keep_tokens` compute their decoder layers twice."""
+        """Under "auto", micro-batches of more than `keep_tokens` recompute their decoder layers."""
         self._base = base
         self._lora = lora
         self._device = base.head_weight.device
@@ -77,8 +79,9 @@ class ForwardBackward:
         self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = _unwatched
         """The context of each micro-batch: the kernel may kill this process during one."""
         self.safe_tokens = micro_batch_tokens
-        """Tokens of a micro-batch that ought to fit: what did not has lowered it. No run's bits depend on
-        it, as it says only which ops go together."""
+        """Tokens of a micro-batch that should fit; lowered when memory runs out. No run's bits
+        depend on it, because it only affects which ops run together.
+        """
 
     def run(
         self,
@@ -86,11 +89,12 @@ class ForwardBackward:
         cost: PassesCost,
         is_over: Callable[[], bool] = lambda: False,
     ) -> Yielding[None]:
-        """Run passes and set the output of each that is complete; yield after each micro-batch.
+        """Run passes and set the output of each complete one; yield after each micro-batch.
 
-        Of one run, earlier passes come first. Passes with an allowance come after the others, and stay open
-        where it is used up, or once time `is_over`. One micro-batch of theirs runs all the same, of that which
-        has waited longest, then the first slices of the others, then more of each.
+        Passes of one run are in their order. Passes with an allowance run after the others. They
+        stay open once it is used up, or once `is_over` returns True. Even then one micro-batch
+        runs, of the pass that has waited longest. Then follow the first slices of the others, then
+        more of each.
         """
         for at, state in enumerate(passes):
             state.cut(at, self._micro_batch_tokens)
@@ -114,7 +118,9 @@ class ForwardBackward:
         at_first = iter([False])
 
         def stops() -> bool:
-            """Say at first that time is not over, whether it is or not: each cycle brings some pass forward."""
+            """Return False the first time, so that each cycle advances some pass; then
+            `is_over()`.
+            """
             return next(at_first, True) and is_over()
 
         for of_kind in of_one_kind([state.slices[0] for state in divided]):
@@ -130,7 +136,9 @@ class ForwardBackward:
         cost: PassesCost,
         is_over: Callable[[], bool] = lambda: False,
     ) -> Yielding[None]:
-        """Run slices, those of one pass in their order; stop between two micro-batches if time `is_over`."""
+        """Run slices, those of one pass in their order; stop between two micro-batches once
+        `is_over` returns True.
+        """
         order = [self._lora.order(state.adapter) for state in passes]
         waiting = deque(fill(op_slices, self.safe_tokens, self._lora.align, order))
         while waiting and not is_over():
@@ -152,7 +160,7 @@ class ForwardBackward:
             yield
 
     def _is_long(self, batch: MicroBatch, passes: Sequence[PassState]) -> bool:
-        """Return True for one datum that is longer than a micro-batch, which would block all other work."""
+        """Return True for one datum longer than a micro-batch, which would block all other work."""
         if len(batch.op_slices) > 1 or self._base.lock_step.sharding:
             return False
         op = passes[batch.op_slices[0].owner].op
@@ -166,9 +174,11 @@ class ForwardBackward:
         cost: PassesCost,
         is_over: Callable[[], bool],
     ) -> Yielding[None]:
-        """Run a long datum, or continue with it; suspend it after a layer if time `is_over`."""
+        """Run a long datum, or continue with it; suspend it after a layer once `is_over` returns
+        True.
+        """
         owner = passes[batch.op_slices[0].owner]
-        # On CUDA layers take milliseconds, and inputs that stay would not be in the memory model.
+        # On CUDA layers take milliseconds, and kept inputs would not be in the memory model.
         may_suspend = owner.allowance is not None and self._device.type == "cpu"
         cost.forwards += 1
         upcoming = _upcoming(batch, passes)
@@ -196,7 +206,8 @@ class ForwardBackward:
             else:
                 ran_out = False
             cost.tokens += long.done_tokens - before
-            if ran_out:  # here the exception is gone, and with it the tensors that its frames held
+            # here the exception is released, and with it the tensors that its frames held
+            if ran_out:
                 cost.tokens -= long.done_tokens
                 self._undo_long(owner)
                 self._requeue(batch, passes, waiting, cost)
@@ -230,7 +241,7 @@ class ForwardBackward:
         return LongSlice(self._base, row, kind, batch.tokens, route, head)
 
     def _undo_long(self, owner: PassState) -> None:
-        """Leave no trace of a long datum that ran out of memory."""
+        """Undo a long datum that ran out of memory."""
         owner.long = None
         if owner.gradient is not None:
             owner.gradient.discard()
@@ -239,7 +250,7 @@ class ForwardBackward:
         release_memory(self._device)
 
     def _try(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch] | None:
-        """Run a micro-batch and return it, after those that its references took.
+        """Run a micro-batch and return it, after the micro-batches of its references.
 
         If memory runs out, undo it and return None.
         """
@@ -251,10 +262,10 @@ class ForwardBackward:
             with self.watch(_upcoming(batch, passes)):
                 return self._run_micro_batch(batch, passes)
         except (RuntimeError, MemoryError) as error:
-            # The other processes that hold this base model are in the middle of the same pass of it.
+            # The other processes of this base model are in the middle of the same pass.
             if not is_out_of_memory(error) or self._base.lock_step.sharding:
                 raise
-        # Here the exception is gone, and with it the tensors that its frames held.
+        # Here the exception is released, and with it the tensors that its frames held.
         for owner in owners:
             if owner.gradient is not None:
                 owner.gradient.discard()
@@ -270,7 +281,7 @@ class ForwardBackward:
         waiting: deque[MicroBatch],
         cost: PassesCost,
     ) -> None:
-        """Put what becomes of a batch that ran out of memory in front of those that wait."""
+        """Put the parts of a batch that ran out of memory at the front of the queue."""
         op_slice = batch.op_slices[0]
         owner = passes[op_slice.owner]
         lengths = [len(datum.tokens) for datum in owner.op.datums[op_slice.first : op_slice.last]]
@@ -304,7 +315,7 @@ class ForwardBackward:
             self._keep_tokens = min(self._keep_tokens, tokens - 1)
 
     def recomputes(self, padded_tokens: int) -> bool:
-        """Return whether layers are computed a second time at this size; no bit depends on it."""
+        """Return True if layers are recomputed at this size; no bit depends on it."""
         return padded_tokens > self._keep_tokens
 
     def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
@@ -334,7 +345,7 @@ class ForwardBackward:
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
         if not any(spec.train_attn or spec.train_mlp for spec in specs):
-            return Forward.PLAIN  # what trains the unembedding is formed in the head
+            return Forward.PLAIN  # gradients of the unembedding are computed in the head
         if self.recomputes(batch.padded_tokens):
             return Forward.RECOMPUTED
         return Forward.BACKWARD
@@ -342,7 +353,7 @@ class ForwardBackward:
     def _ask_references(
         self, batch: MicroBatch, passes: Sequence[PassState]
     ) -> tuple[dict[OpSlice, Referred], list[MicroBatch]]:
-        """Run the references of a micro-batch's reverse KLs; return what they say of each slice."""
+        """Run the references of a micro-batch's reverse KLs; return their results by slice."""
         asked = {
             op_slice: Question(op.datums[op_slice.first : op_slice.last], op.reference)
             for op_slice in batch.op_slices

@@ -1,9 +1,11 @@
-"""Log-probabilities of the targets and the gradient of the hidden states, in one visit of each row.
+"""Log-probabilities of the targets and the gradient of the hidden states, in one visit of each
+row.
 
-No `[T, vocabulary]` tensor exists. Slices are cut into chunks, whose boundaries depend on the slice alone:
-losses, log-probabilities and LoRA are computed chunk by chunk. The products with the frozen weight take many
-chunks at once, as a row of theirs has the same bits in any product of `FEWEST_ROWS` or more. So neither
-log-probabilities nor the head's LoRA gradients depend on a neighbour.
+No `[T, vocabulary]` tensor exists. Slices are cut into chunks, whose boundaries depend on the
+slice alone. Losses, log-probabilities and LoRA are computed chunk by chunk. The products with the
+frozen weight cover many chunks at once, because each row has the same bits in any product of at
+least `FEWEST_ROWS` rows. So neither log-probabilities nor the head's LoRA gradients depend on a
+neighbour.
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ from cotrain_workers.engine.routing import Part
 from cotrain_workers.engine.training.losses import LOSSES, TARGETS, LossSpec, value, value_and_slope
 from cotrain_workers.engine.training.micro_batches import OpSlice
 
-# As `sequence_table.FINE_STEP`; measured for products of up to 50,257 columns, on one and two threads.
+# Same as `routing.FINE_STEP`; measured for products of up to 50,257 columns, on one and two
+# threads.
 FEWEST_ROWS = 32
-NEAR = 8  # neighbours in the packed row lie less apart: a slice may begin at a multiple of 8
+NEAR = 8  # maximum gap of neighbours in the packed row: a slice may begin at a multiple of 8
 
 
 @dataclass(frozen=True)
 class HeadInput:
-    """One slice of an op as the head sees it: `n` rows, `K` targets per row."""
+    """Input of the head for one slice of an op: `n` rows, `K` targets per row."""
 
     start: int  # its first row in the packed row
     needs_grad: bool
@@ -48,7 +51,7 @@ class HeadInput:
 
 @dataclass(frozen=True)
 class HeadResult:
-    """What the head found for one slice."""
+    """Result of the head for one slice."""
 
     found: torch.Tensor  # [n, K]: log-probabilities; or [n]: divergences
     loss: torch.Tensor  # float64 scalar
@@ -56,7 +59,7 @@ class HeadResult:
 
 @dataclass
 class HeadChunk:
-    """Rows of one slice that are visited at once, and what was found."""
+    """Rows of one slice that are visited at once, and their results."""
 
     given: HeadInput
     rows: slice  # of the slice
@@ -67,27 +70,27 @@ class HeadChunk:
 
     @property
     def targets(self) -> torch.Tensor:
-        """Return the targets of its rows, `[c, K]`."""
+        """Targets of its rows, `[c, K]`."""
         return self.given.targets[self.rows]
 
     @property
     def row_span(self) -> slice:
-        """Return its rows in the packed row."""
+        """Position in the packed row."""
         return slice(self.given.start + self.rows.start, self.given.start + self.rows.stop)
 
     @property
     def is_ready(self) -> bool:
-        """Return whether its loss needs no log-probability of another chunk."""
+        """True if its loss needs no log-probability of another chunk."""
         return self.is_whole or self.given.loss.per_token
 
     @property
     def goes_back(self) -> bool:
-        """Return whether a visit can go on to the gradient."""
+        """True if a visit can continue to the gradient."""
         return self.given.needs_grad and (self.is_ready or self.slope is not None)
 
 
 class Head:
-    """The frozen unembedding `weight` `[vocabulary, d]`, which may be tied to the input embedding."""
+    """Frozen unembedding `weight` `[vocabulary, d]`, which may be tied to the input embedding."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class Head:
         self._loss_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
 
     def input(self, op: Pass, op_slice: OpSlice, part: Part | None, start: int) -> HeadInput:
-        """Return a slice of a pass, whose first row is `start`, as `run` takes it."""
+        """Return the head's input for a slice of a pass that starts at row `start`."""
         loss, datums = LOSSES[op.loss_fn], op.datums[op_slice.first : op_slice.last]
         return HeadInput(
             start=start,
@@ -133,8 +136,8 @@ class Head:
     ) -> Yielding[list[HeadResult]]:
         """Evaluate the losses of some slices, in the order of their rows in `hidden` `[T, d]`.
 
-        Where they need a gradient, fill their rows of `hidden_grad` `[T, d]` and add the LoRA's. Yields after each
-        chunk of rows.
+        For slices that need a gradient, fill their rows of `hidden_grad` `[T, d]` and add the
+        LoRA's. Yields after each chunk of rows.
         """
         by_slice = [list(self._chunks(each)) for each in given]
         chunks = [chunk for of_slice in by_slice for chunk in of_slice]
@@ -157,7 +160,7 @@ class Head:
             yield HeadChunk(given, slice(start, stop), is_whole=stop - start == rows)
 
     def _visits(self, chunks: Sequence[HeadChunk]) -> Iterator[list[HeadChunk]]:
-        """Put neighbours together, up to the rows of a chunk."""
+        """Group neighbours, up to the rows of a chunk."""
         together: list[HeadChunk] = []
         for chunk in chunks:
             if together and not (
@@ -199,13 +202,13 @@ class Head:
 
 
 def enough_rows(start: int, stop: int, limit: int) -> slice:
-    """Return rows around `start` to `stop`, `FEWEST_ROWS` at least if there are as many."""
+    """Return rows around `start` to `stop`: at least `FEWEST_ROWS`, if that many exist."""
     stop = min(max(stop, start + FEWEST_ROWS), limit)
     return slice(max(0, min(start, stop - FEWEST_ROWS)), stop)
 
 
 def judge(chunk: HeadChunk) -> None:
-    """Compute the loss of a chunk that needs no other."""
+    """Compute the loss of a chunk that needs no other chunk."""
     if not chunk.given.loss.per_token:
         judge_by_datum([chunk])
         return
@@ -232,7 +235,7 @@ def judge_by_datum(chunks: Sequence[HeadChunk]) -> None:
 
 
 def result_of(chunks: Sequence[HeadChunk]) -> HeadResult:
-    """Put together what was found of a slice."""
+    """Combine the results of a slice."""
     totals = [chunk.total for chunk in chunks if chunk.total is not None]
     return HeadResult(torch.cat([chunk.logprobs for chunk in chunks]), torch.stack(totals).sum())
 

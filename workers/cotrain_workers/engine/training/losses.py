@@ -1,13 +1,13 @@
-"""The losses: pure functions of per-token log-probabilities, summed, never averaged.
+"""Losses, and validation of passes on the host.
 
-`lp` is the current log-probability of a target, `q` the one recorded at sampling, `A` the advantage.
-Tokens left out of a policy loss carry `A = 0`; there the ratio `exp(lp - q)` may be anything, so it is
-never computed: `0 * inf` would be NaN. Nor is it where only its bound counts. Where a ratio counts as it
-is and float32 does not hold it, the loss is infinite, and its request fails.
+Losses are pure functions of per-token log-probabilities, summed, never averaged. `lp` is the
+current log-probability of a target, `q` the one recorded at sampling, `A` the advantage. Tokens
+excluded from a policy loss have `A = 0`. Their ratio `exp(lp - q)` may be anything, so it is never
+computed: `0 * inf` would be NaN. It is not computed either where only its bound counts. An
+unbounded ratio that exceeds float32 makes the loss infinite, and its request fails.
 
-What the engine checks on the host before a pass may touch the device.
-
-The server has checked all of it before; a wrong index on a GPU would kill the process of every tenant.
+The engine validates a pass on the host before it uses the device. The server has already checked
+all of it, but a wrong index on a GPU would crash the process for every tenant.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ RATIO_BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A loss and what it reads. `compute(logprobs, inputs, config)` returns one loss per token."""
+    """A loss and its inputs. `compute(logprobs, inputs, config)` returns one loss per token."""
 
     compute: LossFn
-    inputs: tuple[str, ...]  # required in addition to target_tokens, of its shape
-    defaults: Mapping[str, float] = field(default_factory=dict)  # every config key it knows
+    inputs: tuple[str, ...]  # next to target_tokens, of its shape
+    defaults: Mapping[str, float] = field(default_factory=dict)  # All valid config keys.
     per_token: bool = True  # False: a token's loss depends on the whole datum
-    # Signs of an advantage with which the loss grows with the ratio.
+    # Signs of an advantage for which the loss grows with the ratio.
     unbounded_for: tuple[int, ...] = ()
 
 
@@ -68,8 +68,8 @@ def cispo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tenso
 def dro(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """Return `-(lp * A - beta / 2 * (lp - q)^2)`, and 0 where `A` and `q` are both zero.
 
-    That is how a prompt looks: it was not sampled, so there is nothing to stay near to. A token that was
-    sampled and whose advantage happens to be zero keeps the quadratic term.
+    Prompt tokens have both zero: they were not sampled, so there is no value to stay near to. A
+    sampled token whose advantage happens to be zero keeps the quadratic term.
     """
     q, advantages = inputs["logprobs"], inputs["advantages"]
     logprobs = torch.where((advantages != 0) | (q != 0), logprobs, 0.0)
@@ -79,8 +79,8 @@ def dro(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
 def gspo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """Return `-min(s * A, clip(s) * A)` of one datum, `s` its length-normalised sequence ratio.
 
-    `s = exp(mean(lp - q))` over the tokens with `sequence_ratio_mask != 0` (1 if there are none); its
-    value is the sequence's, its gradient reaches each token through that token's own `lp`.
+    `s = exp(mean(lp - q))` over the tokens with `sequence_ratio_mask != 0` (1 if there are none).
+    Its value is the sequence's; its gradient reaches each token through that token's own `lp`.
     """
     masked = inputs["sequence_ratio_mask"] != 0
     frozen = logprobs.detach()
@@ -96,7 +96,7 @@ def ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def clipped(ratios: torch.Tensor, config: Config) -> torch.Tensor:
-    """Return the ratios held between the absolute bounds of `config`."""
+    """Return the ratios clamped to the absolute bounds of `config`."""
     return ratios.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
 
 
@@ -118,12 +118,12 @@ LOSSES: Mapping[str, LossSpec] = {
     "cross_entropy": LossSpec(cross_entropy, ("weights",)),
     "importance_sampling": LossSpec(importance_sampling, POLICY_INPUTS, unbounded_for=(-1, 1)),
     "ppo": LossSpec(ppo, POLICY_INPUTS, RATIO_BOUNDS, unbounded_for=(-1,)),
-    # One-sided, as the public documentation has it now; earlier pages said 0.8 and 1.2.
+    # One-sided, as in the current public documentation; earlier pages said 0.8 and 1.2.
     "cispo": LossSpec(
         cispo, POLICY_INPUTS, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
     ),
     "dro": LossSpec(dro, POLICY_INPUTS, {"beta": 0.05}),
-    # The defaults of gspo are documented nowhere; it takes those of ppo, whose keys it shares.
+    # The defaults of gspo are undocumented. It uses those of ppo, whose keys it shares.
     "gspo": LossSpec(gspo, (*POLICY_INPUTS, "sequence_ratio_mask"), RATIO_BOUNDS, per_token=False),
 }
 
@@ -142,9 +142,10 @@ def value_and_slope(
 def steepest_target(
     loss: LossSpec, logprobs: torch.Tensor, inputs: Inputs, config: Config
 ) -> tuple[float, int]:
-    """Return the largest absolute slope of the loss by a log-probability of one datum, and its flat index.
+    """Return the largest absolute slope of the loss by a log-probability of one datum, and its
+    flat index.
 
-    In float64, so that a slope is found that float32 cannot hold.
+    Computed in float64, to find slopes that exceed float32.
     """
     wide = {name: tensor.double() for name, tensor in inputs.items()}
     _, slope = value_and_slope(loss, logprobs.double(), wide, config)
@@ -200,7 +201,7 @@ def refuse_reverse_kl(
 
 
 def refuse_kl_shapes(datum: KlDatum, context_length: int) -> str | None:
-    """Return what is wrong with the lengths of a reverse KL's datum, or None."""
+    """Return the error in the lengths of a reverse KL's datum, or None."""
     for tokens in (datum.tokens, datum.reference):
         if not 0 < len(tokens) <= context_length:
             return f"A datum has 1 to {context_length} tokens, not {len(tokens)}"
@@ -213,7 +214,7 @@ def refuse_kl_shapes(datum: KlDatum, context_length: int) -> str | None:
 
 
 def refuse_shapes(name: str, loss: LossSpec, datum: Datum, context_length: int) -> str | None:
-    """Return what is wrong with the lengths and shapes of a datum, or None."""
+    """Return the error in the lengths and shapes of a datum, or None."""
     length = len(datum.tokens)
     if not 0 < length <= context_length:
         return f"A datum has 1 to {context_length} tokens, not {length}"
@@ -231,13 +232,13 @@ def refuse_shapes(name: str, loss: LossSpec, datum: Datum, context_length: int) 
 
 
 def refuse_tokens(datum: Datum, vocab_size: int) -> str | None:
-    """Return which token id lies outside the vocabulary, or None."""
+    """Return an error for the first token id outside the vocabulary, or None."""
     reason = refuse_outside("Token", datum.tokens, vocab_size)
     return reason or refuse_outside("Target token", datum.inputs[TARGETS], vocab_size)
 
 
 def refuse_outside(name: str, tokens: np.ndarray, vocab_size: int) -> str | None:
-    """Return which of these token ids lies outside the vocabulary, or None."""
+    """Return an error for the first of these token ids outside the vocabulary, or None."""
     outside = (tokens < 0) | (tokens >= vocab_size)
     if not outside.any():
         return None

@@ -1,8 +1,7 @@
-"""How many tokens one micro-batch may hold: a measured line of bytes over tokens, and pure arithmetic.
+"""Size of micro-batches: a linear model of bytes over tokens, and the handling of running out of
+memory. Pure.
 
-Knows no device. `memory_probe.py` measures, `Engine.load` asks.
-
-What becomes of a micro-batch that did not fit into memory. Pure.
+It does not depend on a device: `memory_probe.py` measures, and `Engine.load` applies the model.
 """
 
 from __future__ import annotations
@@ -13,58 +12,66 @@ from dataclasses import dataclass, replace
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.training.micro_batches import MicroBatch
 
-#: Larger micro-batches make a GPU no faster (Qwen3-8B: the weights are read in 1 % of the time already).
+#: Larger micro-batches make a GPU no faster (Qwen3-8B: the weights are read in 1 % of the time
+#: already).
 MAX_TOKENS = 32_768
-#: So many without recomputing are enough. By calculation for Qwen3-8B on an H200 (S = 2,048): to read the
-#: weights for each 4,096 tokens takes 5 % of their time, and less while products run; a second forward 31 %.
+#: Sufficient number of tokens without recomputing. By calculation for Qwen3-8B on an H200 (S =
+#: 2,048): reading the weights for each 4,096 tokens takes 5 % of their time, and less while
+#: products run. A second forward takes 31 %.
 ENOUGH_TOKENS = 4096
 LEAST_TOKENS = 256
-#: Of what the base model leaves: key-value memory takes a quarter (`kv_cache.py`), CUDA 2 GB for itself.
+#: Shares of the memory next to the base model: key-value memory takes a quarter (`kv_cache.py`),
+#: CUDA 2 GB.
 KV_SHARE, OWN_BYTES = 0.25, 2 * 10**9
-#: A micro-batch stacks its adapters' weights in 16 bits (`lora/grouped.py`): of the 16 bytes that each parameter has on
-#: the device (weights, gradient, m, v) two more, if all that are there are in it, and more where ranks are padded.
+#: A micro-batch stacks its adapters' weights in 16 bits (`lora/grouped.py`). Each parameter has 16
+#: bytes on the device (weights, gradient, m, v). Stacking adds two more if all adapters are in the
+#: batch, and more where ranks are padded.
 STACKED_SHARE = 1 / 8
-#: A line through two points says nothing of fragments, of workspaces and of ragged lengths.
+#: Margin for fragments, workspaces and ragged lengths, which a line through two points does not
+#: cover.
 MARGIN = 0.95
 
 
 class TooLittleMemory(ValueError):
-    """The device has no room for a micro-batch of the base model; the message says how much it takes."""
+    """Error: the device has no memory for a micro-batch of the base model. The message states the
+    size.
+    """
 
 
 @dataclass(frozen=True)
 class ActivationModel:
-    """Bytes above what an idle engine holds, at the peak of a micro-batch of `T` tokens."""
+    """Peak bytes of a micro-batch of `T` tokens, above an idle engine."""
 
     fixed_bytes: float
     bytes_per_token: float
 
     def tokens_in(self, free_bytes: float) -> int:
-        """Return how many tokens fit, below zero if not even what is fixed does."""
+        """Return how many tokens fit; negative if not even the fixed part fits."""
         return int((free_bytes - self.fixed_bytes) // self.bytes_per_token)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """The two ways to run a decoder layer."""
+    """Models of the two ways to run a decoder layer."""
 
-    kept: ActivationModel | None  # None: not even the probe fitted
+    kept: ActivationModel | None  # None: the probe itself did not fit
     recomputed: ActivationModel | None
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a micro-batch may hold."""
+    """Limits of a micro-batch."""
 
     tokens: int
     keep_tokens: int
-    """Beyond so many, its decoder layers are recomputed; 0: always."""
+    """Number of tokens above which decoder layers are recomputed; 0: always."""
 
 
 def fit(measured: Sequence[tuple[int, int]]) -> ActivationModel:
-    """Put a line through two points (tokens, bytes).
+    """Fit a line through two points (tokens, bytes).
 
-    Raises ValueError if they do not grow: something else has used the device in between.
+    Raises ValueError if the bytes do not grow, because something else has used the device in
+    between.
     """
     (tokens, few), (more_tokens, many) = measured
     if not (more_tokens > tokens and many > few):
@@ -74,16 +81,17 @@ def fit(measured: Sequence[tuple[int, int]]) -> ActivationModel:
 
 
 def micro_batch_bytes(device_bytes: int, taken_bytes: int, adapter_bytes: int) -> int:
-    """Return what micro-batches may plan with on a device of which the base model takes `taken_bytes`.
+    """Return the bytes for micro-batches on a device of which the base model takes `taken_bytes`.
 
-    By all memory instead of the free: sizes move bits, so that a restart has to find the same.
+    It is based on all memory instead of the free memory: sizes move bits, so a restart must find
+    the same size.
     """
     left = device_bytes - taken_bytes - OWN_BYTES
     return int((left * (1 - KV_SHARE) - adapter_bytes * (1 + STACKED_SHARE)) * MARGIN)
 
 
 def budget(activations: Activations, free_bytes: int, choice: Choice) -> Budget:
-    """Choose the size of a micro-batch that is to take `free_bytes` at most.
+    """Choose the size of a micro-batch that takes at most `free_bytes`.
 
     Recomputing is chosen only where fewer than ENOUGH_TOKENS fit without. Raises TooLittleMemory.
     """
@@ -92,20 +100,22 @@ def budget(activations: Activations, free_bytes: int, choice: Choice) -> Budget:
         return Budget(enough(kept, activations.kept, free_bytes), kept)
     recomputed = activations.recomputed
     fitting = recomputed.tokens_in(free_bytes) if recomputed else 0
-    # Recomputed, a micro-batch gains nothing by being larger than what would do without.
+    # With recomputing, a larger size gains nothing over one that would do without.
     tokens = min(rounded(fitting), ENOUGH_TOKENS)
     return Budget(enough(tokens, recomputed, free_bytes), kept)
 
 
 def kept_tokens(activations: Activations, free_bytes: int, choice: Choice) -> int:
-    """Return how many tokens fit without recomputing; 0 where all is to be recomputed."""
+    """Return how many tokens fit without recomputing; 0 with "always"."""
     if choice == "always" or activations.kept is None:
         return 0
     return max(0, activations.kept.tokens_in(free_bytes))
 
 
 def rounded(tokens: int) -> int:
-    """Round down to few sizes, far apart: another measurement on the same hardware shall give the same."""
+    """Round down to one of few distant sizes, so that another measurement on the same hardware
+    yields the same size.
+    """
     steps = [LEAST_TOKENS, 512, 768]
     step = 1024
     while step <= MAX_TOKENS:
@@ -131,33 +141,33 @@ def enough(tokens: int, model: ActivationModel | None, free_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Recompute:
-    """It runs again, its decoder layers computed a second time in backward."""
+    """Run the micro-batch again, with decoder layers recomputed in backward."""
 
 
 @dataclass(frozen=True)
 class Fail:
-    """The op of its only datum fails; the datum has so many tokens."""
+    """Fail the op of the only datum, which has `tokens` tokens."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
 class Split:
-    """Both halves run, one after the other."""
+    """Run both halves, one after the other."""
 
     first: MicroBatch
     second: MicroBatch
     cuts_slice: bool
-    """Whether one slice of an op became two, which moves the last bits of the op's sums."""
+    """True if a slice of an op was cut, which moves the last bits of the op's sums."""
 
 
 def after_oom(
     batch: MicroBatch, lengths: Sequence[int], *, can_recompute: bool
 ) -> Recompute | Fail | Split:
-    """Choose what loses least; `lengths` are of the datums of the batch's first slice.
+    """Choose the remedy that loses least; `lengths` are of the datums of the batch's first slice.
 
-    While slices stay as they are, the sums are the same to the bit. A slice that does not fit alone is
-    recomputed in backward, if it can be, and only then cut at a datum.
+    While slices stay whole, the sums are the same to the bit. A slice that does not fit alone is
+    recomputed in backward if possible, and only then cut at a datum.
     """
     op_slice, *others = batch.op_slices
     if others:

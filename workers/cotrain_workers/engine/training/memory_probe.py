@@ -1,4 +1,4 @@
-"""Measure on the device what a micro-batch takes, and size micro-batches by it."""
+"""Measurement of a micro-batch's memory on the device, and the choice of its size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cotrain_workers.engine.training.pass_state import PassState
 
 
 class NewForwardBackward(Protocol):
-    """How to make what runs passes over the base model."""
+    """Factory of `ForwardBackward`."""
 
     def __call__(self, *, micro_batch_tokens: int, recompute: Choice) -> ForwardBackward:
         """Return a new one."""
@@ -39,8 +39,8 @@ class NewForwardBackward(Protocol):
 
 Peak = Callable[[Callable[[], bool]], int | None]
 
-#: What "auto" is on a CPU, whose memory is set aside for no one purpose. Samples wait for the micro-batch in
-#: work, and larger ones train hardly faster there, smaller ones slower: ADR 15 has the figures.
+#: Value of "auto" on a CPU, whose memory has no fixed shares. Samples wait for the running
+#: micro-batch. Larger ones train hardly faster there, smaller ones slower (figures in ADR 15).
 CPU_TOKENS = 2048
 PROBE_RANK, PROBE_LENGTH = 16, 512
 
@@ -53,7 +53,8 @@ def size_micro_batches(
     *,
     adapter_bytes: int,
 ) -> Budget:
-    """Return what a micro-batch may hold; on CUDA measured, unless nothing is left to choose.
+    """Return the limits of a micro-batch; on CUDA they are measured, unless nothing is left to
+    choose.
 
     Raises TooLittleMemory.
     """
@@ -64,7 +65,7 @@ def size_micro_batches(
         return Budget(CPU_TOKENS if asked == "auto" else asked, unmeasured)
     taken = torch.cuda.memory_allocated(device)
     bank = AdapterBank(base.targets, device, weight.dtype)
-    # What is checked when first used is so here, and not within a checkpoint, which would record it.
+    # Run first-use checks here and not within a checkpoint, which would record them.
     probe(
         new_forward_backward,
         bank,
@@ -87,14 +88,14 @@ def size_micro_batches(
 def measure(
     base: BaseModel, new_forward_backward: NewForwardBackward, bank: AdapterBank, peak: Peak
 ) -> Activations:
-    """Measure both ways to run a layer. From one head chunk on, the head's share is a constant."""
+    """Measure both ways to run a layer. From one head chunk on, the head's share is constant."""
     length = min(PROBE_LENGTH, base.context_length)
     chunk = new_forward_backward(micro_batch_tokens=length, recompute="never").head_chunk_rows
     points = [-(-chunk // length) * length * times for times in (1, 2)]
 
     def line(choice: Choice) -> ActivationModel | None:
         run = partial(probe, new_forward_backward, bank, choice, length=length)
-        run(tokens=points[0])  # libraries take their workspaces with the first call
+        run(tokens=points[0])  # libraries allocate their workspaces in the first call
         measured = [(tokens, peak(partial(run, tokens=tokens))) for tokens in points]
         fitting = [(tokens, size) for tokens, size in measured if size is not None]
         return fit(fitting) if len(fitting) == len(points) else None
@@ -111,7 +112,7 @@ def probe(
     tokens: int,
     needs_grad: bool = True,
 ) -> bool:
-    """Run one pass of `tokens` with an adapter on every module; return whether it fitted at once."""
+    """Run one pass of `tokens` with an adapter on every module; return True if it fitted at once."""
     ids = np.zeros(length, dtype=np.int64)
     datum = Datum(ids, {"target_tokens": ids, "weights": np.ones(length, np.float32)})
     datums = [datum] * (tokens // length)
@@ -127,7 +128,7 @@ def probe(
 
 
 def cuda_peak(device: torch.device, run: Callable[[], bool]) -> int | None:
-    """Return how many bytes `run` takes at its peak, on top of what was there; None if it did not fit."""
+    """Return the peak bytes of `run` above the current use; None if it did not fit."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -1,6 +1,7 @@
-"""Ops into micro-batches: cut into slices, put the slices into bins, pad each bin to a bucket.
+"""Packing of ops into micro-batches: cut into slices, fill bins with slices, pad each bin to a
+bucket.
 
-Where an op is cut depends on the op alone, so its sums do not depend on its neighbours.
+The cuts of an op depend on the op alone, so its sums do not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from cotrain_workers.engine.routing import bucket, up_to
 
 @dataclass(frozen=True)
 class OpSlice:
-    """A range of one op's datums; it becomes one segment of the packed row.
+    """Range of one op's datums; it becomes one segment of the packed row.
 
-    It is cut again only where memory cannot hold it.
+    It is cut again only if memory cannot hold it.
     """
 
     owner: int  # index of its pass among those that run
@@ -44,17 +45,17 @@ class MicroBatch:
     op_slices: tuple[OpSlice, ...]
     align: int = 1
     tokens: int = field(init=False)
-    """Rows that carry a tenant's token."""
+    """Rows with a tenant's token."""
     padded_tokens: int = field(init=False)
-    """Rows with the filler sequences."""
+    """Rows including the filler sequences."""
     spans: Sequence[tuple[int, int]] = field(init=False)
-    """The first row of each slice, and the one past its last token."""
+    """First row of each slice, and the row after its last token."""
     needs_grad: bool = field(init=False)
-    """Whether anything is to be differentiated."""
+    """True if a slice needs a gradient."""
 
     def __post_init__(self) -> None:
         *starts, rows = accumulate((up_to(p.tokens, self.align) for p in self.op_slices), initial=0)
-        vars(self).update(  # it is frozen; asked for often, and never otherwise
+        vars(self).update(  # the class is frozen; these are read often
             tokens=sum(p.tokens for p in self.op_slices),
             padded_tokens=bucket(rows),
             spans=[(at, at + p.tokens) for at, p in zip(starts, self.op_slices, strict=True)],
@@ -77,14 +78,14 @@ class MicroBatch:
 
 @dataclass
 class PassesCost:
-    """What the passes of a cycle took."""
+    """Cost of the passes of a cycle."""
 
     forwards: int = 0
     tokens: int = 0
     padded_tokens: int = 0
-    seconds: float = 0.0  # without those at the yield points
+    seconds: float = 0.0  # without the time at yield points
     halvings: int = 0  # of micro-batches that did not fit into memory
-    cut_slices: int = 0  # of ops, among those; such an op has other last bits than with more memory
+    cut_slices: int = 0  # among those; such an op has other last bits than with more memory
 
 
 def cut(
@@ -105,7 +106,7 @@ def cut(
 
 
 def of_one_kind(op_slices: Sequence[OpSlice]) -> list[list[OpSlice]]:
-    """Split slices into those that are differentiated and those that are not, as the first one first."""
+    """Split slices by the need of a gradient; the kind of the first slice is first."""
     kinds = dict.fromkeys(op_slice.needs_grad for op_slice in op_slices)
     return [[each for each in op_slices if each.needs_grad == kind] for kind in kinds]
 
@@ -116,9 +117,10 @@ def fill(
     align: int = 1,
     order_by_owner: Sequence[Any] | None = None,
 ) -> list[MicroBatch]:
-    """Put slices, in order, into micro-batches of at most `limit` rows; forward-only slices go last.
+    """Put slices, in order, into micro-batches of at most `limit` rows; forward-only slices go
+    last.
 
-    Within each they are sorted by what their owners have in `order_by_owner`; equals keep their order.
+    Each micro-batch is sorted by the owners' keys in `order_by_owner`; equals keep their order.
     """
     in_order = [p for p in op_slices if p.needs_grad] + [p for p in op_slices if not p.needs_grad]
     bins: list[list[OpSlice]] = []

@@ -1,9 +1,8 @@
-"""One op while its slices run: what it has found so far, and where its gradient goes.
+"""State of an op while its slices run: its results so far, and its gradient.
 
-Passes that take several cycles: what they have found so far is kept here between two of them.
-
-Nothing of it is part of a run's state: an adapter that is dropped or restored takes its open pass along,
-which then begins anew, to the same bits.
+`OpenPasses` keeps the passes that take several cycles between two of them. They are not part of a
+run's state. An adapter that is dropped or restored drops its open pass, which then starts anew and
+produces the same bits.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from cotrain_workers.engine.training.long_slices import LongSlice
 from cotrain_workers.engine.training.losses import LOSSES, steepest_target
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut
 
-#: exp of more is infinite in float32, or leaves a gradient no range.
+#: Limit of an exponent: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0
-#: A pass with a larger loss has its steepest target looked up, in case its gradient is too large for a step.
+#: Loss above which the steepest target of a pass is recorded, in case its gradient is too large
+#: for a step.
 STEEP_LOSS = 1e9
-#: Weights above this lie behind a loss that is not finite, rather than the data.
+#: Weights above this explain a loss that is not finite better than the data.
 LARGE_WEIGHT = 1e6
 _TIMES = count()
 
@@ -42,13 +42,14 @@ class PassState:
     allowance: int | None = None
     """Tokens that may run in this cycle; the pass may stay open. None: all of it runs."""
     waits_since: int = field(default_factory=lambda: next(_TIMES))
-    """Which of several that may stay open began, or ran last, the longest ago."""
-    slices: deque[OpSlice] = field(default_factory=deque)  # that have not run, in their order
-    shapes: Sequence[tuple[int, ...]] = ()  # of what is found of each datum; set by `cut`
+    """Order by start or last execution, for passes that may stay open; the lowest waited longest.
+    """
+    slices: deque[OpSlice] = field(default_factory=deque)  # Pending, in order.
+    shapes: Sequence[tuple[int, ...]] = ()  # Of the results.
     rows: int = 0  # tokens that have run
     rows_before: int = 0  # of those, in earlier cycles
     long: LongSlice | None = None  # the first of `slices`, part of which ran
-    gradient: Gradient | None = None  # where its weight gradients go, once a slice has run
+    gradient: Gradient | None = None  # destination of its weight gradients, once a slice has run
     gradient_before: torch.Tensor | None = (
         None  # a copy, before the long datum in work, behind other slices
     )
@@ -58,14 +59,16 @@ class PassState:
     output: PassOutput | ReverseKlOutput | Failure | None = None
 
     def rows_of(self, op_slice: OpSlice) -> int:
-        """Return how many tokens the base model reads for one of this pass's slices: those for a reference, too."""
+        """Return the number of tokens that the base model reads for one of this pass's slices,
+        including the reference's.
+        """
         if not isinstance(self.op, ReverseKl):
             return op_slice.tokens
         asked = self.op.datums[op_slice.first : op_slice.last]
         return op_slice.tokens + sum(len(datum.reference) for datum in asked)
 
     def resume(self, allowance: int | None) -> None:
-        """Go on in another cycle."""
+        """Continue in another cycle."""
         if self.rows_now:
             self.waits_since = next(_TIMES)
         self.allowance, self.rows_before = allowance, self.done_rows
@@ -73,7 +76,7 @@ class PassState:
             self.gradient = self.adapter.open_gradient
 
     def allowed(self) -> Iterator[OpSlice]:
-        """Yield the next slices, behind the first, that the allowance has room for."""
+        """Yield the slices after the first that fit into the allowance."""
         left = (self.allowance or 0) - self.rows_now
         for op_slice in self.slices:
             left -= self.rows_of(op_slice)
@@ -83,17 +86,19 @@ class PassState:
 
     @property
     def done_rows(self) -> int:
-        """Return how many tokens have run, with the part of a long datum that is in work."""
+        """Number of tokens that have run, including the finished part of a long datum."""
         return self.rows + (self.long.done_tokens if self.long else 0)
 
     @property
     def rows_now(self) -> int:
-        """Return how many tokens have run in this cycle."""
+        """Number of tokens that have run in this cycle."""
         return self.done_rows - self.rows_before
 
     def cut(self, at: int, limit: int) -> None:
-        """Have the slices of at most `limit` tokens, of a pass that is the `at`-th of those that run."""
-        if self.rows or self.long:  # what an open pass has left was cut when it began
+        """Cut the pass, with index `at` among the running ones, into slices of at most `limit`
+        tokens.
+        """
+        if self.rows or self.long:  # the rest of an open pass was cut when it started
             self.slices = deque(replace(each, owner=at) for each in self.slices)
             return
         self.shapes = [datum.shape for datum in self.op.datums]
@@ -109,7 +114,7 @@ class PassState:
 def collect(
     batch: MicroBatch, passes: Sequence[PassState], result_by_slice: Mapping[OpSlice, HeadResult]
 ) -> None:
-    """Note what was found of each slice, and close the passes that are complete."""
+    """Store the result of each slice, and close the complete passes."""
     for op_slice in batch.op_slices:
         state = passes[op_slice.owner]
         ran = state.slices.popleft()
@@ -122,7 +127,7 @@ def collect(
 
 
 def close(done: PassState) -> None:
-    """Keep the gradient of a complete pass if all that it found is finite; else leave no trace of it.
+    """Keep the gradient of a complete pass if all of its results are finite; otherwise discard it.
 
     The device decides, and the host does not wait for it: it reads the verdict in `finish`.
     """
@@ -138,7 +143,7 @@ def close(done: PassState) -> None:
 
 
 def finish(passes: Sequence[PassState]) -> None:
-    """Set the outputs of passes that are complete, those aside that failed. Waits for the device, once."""
+    """Set the outputs of complete passes without one. Waits for the device, once."""
     left = [each for each in passes if each.output is None and not each.slices]
     for done, values in zip(left, values_on_host(left), strict=True):
         loss_sum, is_finite = float(values[0]), bool(values[1])
@@ -156,7 +161,7 @@ def finish(passes: Sequence[PassState]) -> None:
 
 
 def values_on_host(passes: Sequence[PassState]) -> list[np.ndarray]:
-    """Return of each pass its loss, 1 if all is finite, then all that was found; float64, in one copy."""
+    """Return the loss of each pass, 1 if all is finite, then all results; float64, in one copy."""
     if not passes:
         return []
     parts = [
@@ -171,13 +176,13 @@ def values_on_host(passes: Sequence[PassState]) -> list[np.ndarray]:
 
 
 def per_datum(done: PassState, found: np.ndarray) -> list[np.ndarray]:
-    """Split what a pass found, one value per target, into its datums."""
+    """Split the results of a pass, one value per target, into its datums."""
     values = np.split(found, np.cumsum([math.prod(shape) for shape in done.shapes])[:-1])
     return [each.reshape(shape) for each, shape in zip(values, done.shapes, strict=True)]
 
 
 def total_loss(done: PassState) -> torch.Tensor:
-    """Return the loss of all slices, a float64 scalar on the device; slices add up in their order."""
+    """Return the loss of all slices, a float64 scalar on the device, added in the order of slices."""
     total = done.results[0].loss
     for result in done.results[1:]:
         total = total + result.loss
@@ -185,7 +190,7 @@ def total_loss(done: PassState) -> torch.Tensor:
 
 
 def give_up(failed: PassState, failure: Failure) -> None:
-    """Fail an incomplete pass and leave no trace of it."""
+    """Fail an incomplete pass and undo it."""
     if failed.gradient is not None:
         failed.adapter.take_back(failed.gradient)
         failed.gradient = None
@@ -198,7 +203,9 @@ def give_up(failed: PassState, failure: Failure) -> None:
 def output_of(
     op: Pass | ReverseKl, found: Sequence[np.ndarray], loss_sum: float
 ) -> PassOutput | ReverseKlOutput:
-    """Return what a complete pass found; `found` are log-probabilities or divergences, per datum."""
+    """Return the output of a complete pass; `found` are log-probabilities or divergences, per
+    datum.
+    """
     if not isinstance(op, ReverseKl):
         return PassOutput(found, loss_sum)
     weights = [datum.weights for datum in op.datums]
@@ -211,12 +218,14 @@ def output_of(
 
 
 def needs_memory(tokens: int) -> Failure:
-    """Return the answer to a pass with a datum of so many tokens that memory cannot hold it."""
+    """Return the failure of a pass with a datum of `tokens` tokens that does not fit into memory."""
     return Failure(f"Request needs more memory than the worker has ({tokens} tokens).", "server")
 
 
 def record_steepest(adapter: Adapter, op: Pass, found: Sequence[np.ndarray]) -> None:
-    """Keep the steepest target of a pass with the adapter, unless an earlier pass has a steeper one."""
+    """Store the steepest target of a pass with the adapter, unless an earlier pass has a steeper
+    one.
+    """
     loss = LOSSES[op.loss_fn]
     config = {**loss.defaults, **op.loss_config}
     for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
@@ -229,7 +238,7 @@ def record_steepest(adapter: Adapter, op: Pass, found: Sequence[np.ndarray]) -> 
 
 
 def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray], adapter: Adapter) -> Failure:
-    """Return the answer to a pass whose loss, log-probabilities or gradient are not finite."""
+    """Return the failure of a pass whose loss, log-probabilities or gradient are not finite."""
     kept = "; the gradient was discarded" if op.needs_grad else ""
     why = broken_weights(adapter)
     if not why and isinstance(op, Pass):
@@ -238,7 +247,9 @@ def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray], adapter: Adapt
 
 
 def broken_weights(adapter: Adapter) -> str:
-    """Return a sentence on weights that are not finite or far too large, and the remedy; "" for others."""
+    """Return a sentence on weights that are not finite or far too large, with the remedy; "" for
+    others.
+    """
     low, high = adapter.weights.aminmax()
     largest = max(-float(low), float(high))
     if largest <= LARGE_WEIGHT:
@@ -251,7 +262,9 @@ def broken_weights(adapter: Adapter) -> str:
 
 
 def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
-    """Name the first target whose ratio float32 cannot hold, and what to do; "" if there is none."""
+    """Return a sentence on the first target whose ratio exceeds float32, with the remedy; "" if
+    there is none.
+    """
     signs = LOSSES[op.loss_fn].unbounded_for
     for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
         if not signs:
@@ -270,7 +283,7 @@ def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
 
 
 class OpenPasses:
-    """The open pass of each run that has one."""
+    """Open pass of each run that has one."""
 
     def __init__(self) -> None:
         self._state_by_run: dict[str, PassState] = {}
@@ -280,22 +293,24 @@ class OpenPasses:
 
     @property
     def ids(self) -> frozenset[tuple[str, int]]:
-        """Return them, by (run, seq)."""
+        """Open passes, by (run, seq)."""
         return frozenset((run, state.op.seq) for run, state in list(self._state_by_run.items()))
 
     @property
     def runs(self) -> Collection[str]:
-        """Return the runs that have one."""
+        """Runs with an open pass."""
         return self._state_by_run.keys()
 
     def drop(self, run: str) -> None:
-        """Forget what a run has open; twice is harmless."""
+        """Drop the open pass of a run, if any."""
         state = self._state_by_run.pop(run, None)
         if state is not None:
             state.adapter.drop_open_gradient()
 
     def take(self, first_by_run: Mapping[str, int]) -> dict[tuple[str, int], PassState]:
-        """Take out the passes that come next in their runs, by (run, seq), and forget others of these runs."""
+        """Remove and return the open passes that come next in their runs, by (run, seq); drop
+        other open passes of these runs.
+        """
         taken = {}
         for run, seq in first_by_run.items():
             state = self._state_by_run.get(run)
@@ -306,6 +321,6 @@ class OpenPasses:
         return taken
 
     def keep(self, state: PassState) -> None:
-        """Keep a pass of which slices are left; its gradient stays with its adapter, wherever that goes."""
+        """Keep an unfinished pass. Its gradient stays with its adapter and moves with it."""
         state.gradient = None
         self._state_by_run[state.op.run] = state

@@ -1,9 +1,10 @@
-"""Reverse KL to a frozen reference, over whole distributions: the reference's forward, and the head.
+"""Reverse KL to a frozen reference, over whole distributions: the reference's forward, and the
+head.
 
-With `p` the run's and `q` the reference's softmax of logits / T, per target: `KL = sum_v p_v (log p_v -
-log q_v)` and `d KL / d logit_v = p_v (log p_v - log q_v - KL) / T`. Value and gradient are formed in one
-visit of a chunk of rows, as in `logprob_head.py`: no `[tokens, vocabulary]` tensor exists. Like there, what is
-computed for a slice depends on that slice alone.
+With `p` the run's and `q` the reference's softmax of logits / T, per target: `KL = sum_v p_v (log
+p_v - log q_v)` and `d KL / d logit_v = p_v (log p_v - log q_v - KL) / T`. Value and gradient are
+computed in one visit of a chunk of rows, as in `logprob_head.py`: no `[tokens, vocabulary]` tensor
+exists. The result of a slice depends on that slice alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from cotrain_workers.engine.training.micro_batches import MicroBatch, cut, fill
 
 @dataclass(frozen=True)
 class KlInput:
-    """The `m` weighted targets of one slice, as the head sees them."""
+    """Input of the head: the `m` weighted targets of one slice."""
 
     hidden: torch.Tensor  # [m, d], the run's
     part: Part | None  # the run's LoRA on the head
@@ -41,7 +42,7 @@ class KlInput:
 
 @dataclass(frozen=True)
 class Referred:
-    """What the reference makes of the weighted targets of one slice."""
+    """Reference's hidden states of the weighted targets of one slice."""
 
     hidden: torch.Tensor  # [m, d]
     part: Part | None  # its LoRA on the head
@@ -49,14 +50,14 @@ class Referred:
 
 @dataclass(frozen=True)
 class Question:
-    """The datums of one slice, and the reference to ask about them."""
+    """Datums of one slice, and their reference."""
 
     datums: Sequence[KlDatum]
     reference: HostWeights | None
 
 
 class KlHead:
-    """The frozen unembedding under two adapters at once."""
+    """Frozen unembedding under two adapters at once."""
 
     def __init__(self, weight: torch.Tensor, softcap: float | None, chunk_rows: int) -> None:
         self._weight = weight
@@ -83,9 +84,9 @@ class KlHead:
         hidden: torch.Tensor,
         hidden_grad: torch.Tensor,
     ) -> HeadResult:
-        """Evaluate the divergences of a slice of a reverse KL; those of weight 0 are left out as 0.
+        """Compute the divergences of a slice of a reverse KL; targets of weight 0 get 0.
 
-        `hidden` and `hidden_grad` `[n, d]` are of the slice's rows; the latter is filled.
+        `hidden` and `hidden_grad` `[n, d]` are the slice's rows; the latter is filled.
         """
         device = hidden.device
         rows = to_device(weighted_rows([datum.tokens for datum in datums], datums), device)
@@ -120,7 +121,9 @@ class KlHead:
 
 
 class References:
-    """Runs references over one base model: many tenants' in one packed row, nothing differentiated."""
+    """Executor of references over one base model: many tenants' in one packed row, without
+    gradients.
+    """
 
     def __init__(self, base: BaseModel, lora: LoraBackend, micro_batch_tokens: int) -> None:
         self._base = base
@@ -130,7 +133,7 @@ class References:
 
     @torch.no_grad()
     def ask(self, questions: Sequence[Question]) -> tuple[list[Referred], list[MicroBatch]]:
-        """Return an answer to each question, and the micro-batches that were run for them."""
+        """Return the result of each question, and the micro-batches that were run for them."""
         limit = self._micro_batch_tokens
         op_slices = [
             op_slice
@@ -208,7 +211,7 @@ class References:
 
 @dataclass(frozen=True)
 class FrozenAdapter:
-    """A reference's matrices on the device; none for the base model alone."""
+    """Matrices of a reference on the device; none for the base model alone."""
 
     layout: Layout
     weights: torch.Tensor  # in the base model's type
@@ -222,7 +225,7 @@ class FrozenAdapter:
 
 
 def weighted_rows(sequences: Sequence[np.ndarray], datums: Sequence[KlDatum]) -> np.ndarray:
-    """Return which rows of packed `sequences` predict a target whose weight is not 0: int64 `[m]`.
+    """Return the rows of packed `sequences` that predict a target of non-zero weight: int64 `[m]`.
 
     `sequences` are those of `datums`, the run's or the reference's.
     """
