@@ -328,7 +328,7 @@ async def test_passes_of_a_neighbour_run_between_the_layers_of_one_long_datum(
 LONG_KILLS = [
     Failpoint(method, call, after=after)
     for call in (2, 4, 6)
-    for method, after in (("starts", False), ("commit", True))
+    for method, after in (("begin", False), ("commit", True))
 ]
 
 

@@ -1,3 +1,1 @@
-"""Changes by the operator, validated, applied and recorded in the audit log. Independent of routes
-and pages.
-"""
+"""Validated and audited changes by the operator, independent of routes and pages."""

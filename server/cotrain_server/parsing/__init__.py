@@ -1,3 +1,1 @@
-"""Parsing of large requests without delaying others: one per tenant at a time, in a thread or a
-child process.
-"""
+"""Parsing of large requests, one per tenant at a time, in a thread or a child process."""

@@ -1,3 +1,1 @@
-"""Web pages for operators and tenants under `/ui`. They show the content of the store, without a
-build step.
-"""
+"""Web pages for operators and tenants under `/ui`, without a build step."""

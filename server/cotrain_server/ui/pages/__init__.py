@@ -1,3 +1,1 @@
-"""Pages, one per file. A pure function creates the data from stored records, and a route reads and
-shows it.
-"""
+"""Pages, one per file: a function reads the data, a route shows it."""
