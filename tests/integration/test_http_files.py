@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 from cotrain.transport.http import Transport
 from cotrain_server.limits.tenant_slots import TenantSlots
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link, Signer
-from cotrain_store.disk.result_storage import SUMS, sums_of
+from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.messages.ids import TenantId, WeightsRef
 from cotrain_store.messages.saves import external_folder
 from tests.support.http_api import ALICE, BOB, Api, running_api

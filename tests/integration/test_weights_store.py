@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.result_storage import REMEDY, SUMS
+from cotrain_store.disk.checksums import REMEDY, SUMS
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_workers.checkpoints.files import CheckpointFiles

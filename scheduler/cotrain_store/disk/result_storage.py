@@ -1,16 +1,8 @@
-"""Results as Redis values (small ones whole, large ones as a spool reference), and checksums of
-adapter files.
-
-The SHA-256 of an adapter's files is in a file next to them, written with them and checked before
-they are read. It has the format of `sha256sum`, so that `sha256sum -c SHA256SUMS` checks a folder
-as well. Files without it are not used, because a damaged one could not be detected.
-"""
+"""Results as Redis values: small ones whole, large ones as a reference into the spool."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool
@@ -86,33 +78,3 @@ def is_spooled(result: Result) -> bool:
 def whole_result(result: Result, spool: Spool) -> Result:
     """Return a spooled result with its payload; raises SpoolCorrupt if it is missing."""
     return Result(_WHOLE[result.kind], spool.read(result.payload.decode()))
-
-
-SUMS = "SHA256SUMS"
-REMEDY = (
-    f"Save the checkpoint again, or have the operator restore {SUMS} from a backup (of files that are known to be "
-    f"right, `sha256sum * > {SUMS}` writes it anew)."
-)
-#: Format of `sha256sum`, with or without `--binary`.
-_ROW = re.compile(r"([0-9a-f]{64}) [ *](.+)")
-
-
-def sums_of(contents: Mapping[str, bytes]) -> str:
-    """Return the content of SUMS for files of these names and contents."""
-    rows = ((hashlib.sha256(content).hexdigest(), name) for name, content in contents.items())
-    return "".join(f"{digest}  {name}\n" for digest, name in rows)
-
-
-def read_sums(content: bytes) -> dict[str, str]:
-    """Return the content of SUMS: name → SHA-256 (hex)."""
-    rows = map(_ROW.fullmatch, content.decode(errors="replace").splitlines())
-    return {row[2]: row[1] for row in rows if row}
-
-
-def fault_of(sums: Mapping[str, str] | None, names: Iterable[str]) -> str | None:
-    """Return the reason why these files cannot be checked, or None. `sums` is None without a file
-    SUMS.
-    """
-    if sums is None:
-        return f"{SUMS} is missing"
-    return next((f"{SUMS} has no line for {name}" for name in names if name not in sums), None)

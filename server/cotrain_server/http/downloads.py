@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable
-from cotrain_store.disk.result_storage import REMEDY, SUMS, fault_of, read_sums
+from cotrain_store.disk.checksums import REMEDY, SUMS, fault_of, read_sums
 from cotrain_store.errors import CheckpointDamaged, CheckpointNotFound, StoreUnavailable
 from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord, external_folder
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import pyrage
 
 from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
-from cotrain_store.disk.result_storage import SUMS, sums_of
+from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.saves import external_folder

@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 
 from cotrain_store.blobs.folder import passes
 from cotrain_store.blobs.protocol import Blobs
-from cotrain_store.disk.result_storage import REMEDY, SUMS, fault_of, read_sums, sums_of
+from cotrain_store.disk.checksums import REMEDY, SUMS, fault_of, read_sums, sums_of
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout

@@ -21,7 +21,7 @@ from cotrain_server.http.downloads import (
     tar_size,
 )
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.result_storage import SUMS, sums_of
+from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.errors import CheckpointNotFound, StoreUnavailable
 
 PATH = "tinker://s:train:0/weights/a"

@@ -22,8 +22,8 @@ from cotrain_store.blobs.folder import passes
 from cotrain_store.blobs.objects import FAILURES
 from cotrain_store.blobs.opening import MARK, check_url, claim_blobs, open_blobs
 from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
+from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.disk.object_spool import ObjectSpool
-from cotrain_store.disk.result_storage import SUMS, sums_of
 from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.errors import (
     CheckpointDamaged,

@@ -9,7 +9,7 @@ import pyrage
 import pytest
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.result_storage import SUMS, sums_of
+from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.saves import external_folder
 from cotrain_workers.checkpoints.encrypted_export import (

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.result_storage import SUMS, read_sums, sums_of
+from cotrain_store.disk.checksums import SUMS, read_sums, sums_of
 from cotrain_workers.checkpoints import peft_folder
 from cotrain_workers.checkpoints.peft_folder import (
     CONFIG,
