@@ -78,12 +78,14 @@ class FakeEngine:
         free = SimpleNamespace(num_parameters=lambda: 0)
         return {
             base_model: {
+                "refuse_not_finite": lambda _: None,
+                "refuse_failing": lambda _: None,
                 "read_config": lambda *_, **__: self._config,
                 "make_skeleton": lambda _: free,
                 "read_weights": build,
             },
             backend: {"disagreement": lambda *_, **__: None, "missing_kernels": lambda _: None},
-            tables: {"parse_run_and_seq": lambda *_: 0},
+            tables: {"address_of": lambda *_: 0},
             attention: {"varlen_is_right": lambda *_: True},
             fused_layers: {
                 "first_equal": lambda candidates, *_: candidates[0],

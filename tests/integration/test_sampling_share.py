@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,7 +77,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
     monkeypatch.setattr(ForwardBackward, "_run_micro_batch", trained)
     monkeypatch.setattr(EngineDecoder, "step", decoded)
     monkeypatch.setattr(Engine, "cycle", ran)
-    fake = SimpleNamespace(monotonic=clock.monotonic)
+    fake = SimpleNamespace(monotonic=clock.monotonic, time=time.time)
     monkeypatch.setattr("cotrain_workers.worker.device_time.time", fake)
     return clock
 

@@ -121,8 +121,8 @@ def find_entries(segments: Sequence[Segment], groups: tuple[ModuleGroup, ...]) -
     for row, segment in zip(entries, segments, strict=False):
         layout = segment.source.layout
         row[:] = offsets_of(layout.rank, layout.targets, groups)
-        row[starts + WEIGHTS] = parse_run_and_seq(segment.source.compute, layout)
-        row[starts + GRADIENT] = parse_run_and_seq(segment.grads or {}, layout)
+        row[starts + WEIGHTS] = address_of(segment.source.compute, layout)
+        row[starts + GRADIENT] = address_of(segment.grads or {}, layout)
     return entries
 
 
@@ -141,7 +141,7 @@ def offsets_of(
     return row
 
 
-def parse_run_and_seq(views: Mapping[str, Pair], layout: Layout) -> int:
+def address_of(views: Mapping[str, Pair], layout: Layout) -> int:
     """Return where an arena begins, of which `views` are the matrices; 0 of none."""
     for name, pair in views.items():
         first: int = pair.a.data_ptr() - layout.offset_by_name[name][0] * pair.a.element_size()
