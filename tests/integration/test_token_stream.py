@@ -73,7 +73,7 @@ async def test_every_feed_ends_with_its_process(samples: Samples) -> None:
 async def test_one_who_reads_slowly_loses_tokens_and_nobody_waits_for_it(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.sampling.token_stream.MOST_UNREAD", 2)
+    monkeypatch.setattr("cotrain_store.sampling.token_stream.MAX_UNREAD", 2)
     publisher = TokenPublisher(samples.log.redis)
     async with TokenStream(samples.log.connection) as stream:
         await listened_to(samples)
