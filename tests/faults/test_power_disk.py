@@ -152,7 +152,7 @@ def test_all_our_writers_call_durable_comes_through_a_power_cut(
     disk, folder, promised = written
     disk.leave(folder, tmp_path / "left")
     assert digests(tmp_path / "left") == promised
-    assert len(promised) == 11
+    assert len(promised) == 12
 
 
 @pytest.mark.parametrize("what", SYNCS)
