@@ -95,6 +95,8 @@ async def _wait(transport: Transport, request_id: str, reads: Callable[[httpx.Re
             return await transport.post_once(
                 "retrieve_future", request, checked, accept=f"{PROTOBUF}, {JSON}"
             )
+        except RequestFailed:  # the result itself; CheckpointNotFound is an APIStatusError as well
+            raise
         except APIStatusError as error:
             if not isinstance(error.body, dict) and transport.is_known:
                 # Not a rejection by the server, which sends JSON. Repeating the poll is harmless.
