@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, zip_longest
+from weakref import WeakSet
 
 import torch
 
@@ -25,7 +26,7 @@ from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
-from cotrain_workers.engine.training.long_slices import LongSlice
+from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
 from cotrain_workers.engine.training.memory_model import Fail, Recompute, Split, after_oom
 from cotrain_workers.engine.training.micro_batches import (
     MicroBatch,
@@ -74,6 +75,7 @@ class ForwardBackward:
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
         self._references = References(base, lora, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
+        self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
         self._may_recompute = recompute != "never"
         self._keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
         self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = _unwatched
@@ -141,7 +143,14 @@ class ForwardBackward:
         """
         order = [self._lora.order(state.adapter) for state in passes]
         waiting = deque(fill(op_slices, self.safe_tokens, self._lora.align, order))
-        while waiting and not is_over():
+        while waiting:
+            if self._waits_for_a_place(waiting[0], passes):
+                owner = waiting[0].op_slices[0].owner
+                left = [batch.without(owner) for batch in waiting]
+                waiting = deque(batch for batch in left if batch.op_slices)
+                continue
+            if is_over():
+                return
             began = time.perf_counter()
             batch = waiting.popleft()
             if self._is_long(batch, passes):
@@ -166,6 +175,17 @@ class ForwardBackward:
         op = passes[batch.op_slices[0].owner].op
         return batch.tokens > self._micro_batch_tokens and not isinstance(op, ReverseKl)
 
+    def _waits_for_a_place(self, batch: MicroBatch, passes: Sequence[PassState]) -> bool:
+        """Return True for a long datum that cannot be suspended, as enough others are, and would block all work.
+
+        If those have not run for RECENT_S, for instance because their tenants are paused, it runs to its end.
+        """
+        owner = passes[batch.op_slices[0].owner]
+        if owner.allowance is None or owner.long or not self._is_long(batch, passes):
+            return False
+        recent = time.monotonic() - RECENT_S
+        return len(self._long) >= MAX_SUSPENDED and any(each.ran_at > recent for each in self._long)
+
     def _run_long(
         self,
         batch: MicroBatch,
@@ -182,18 +202,23 @@ class ForwardBackward:
         may_suspend = owner.allowance is not None and self._device.type == "cpu"
         cost.forwards += 1
         upcoming = _upcoming(batch, passes)
-        long = owner.long
-        if long is None:
+        long, work = owner.long, owner.long_work
+        if long is None or work is None:
+            may_suspend &= len(self._long) < MAX_SUSPENDED
             long = owner.long = self._begin_long(batch, passes)
+            work = owner.long_work = long.run()
+            if may_suspend:
+                self._long.add(long)
         else:
             long.route, _ = self._route(batch, passes)
         while True:
             began, before = time.perf_counter(), long.done_tokens
             try:
                 with self.watch(upcoming):
-                    next(long.work)
+                    next(work)
             except StopIteration as end:
-                owner.long = None
+                owner.long = owner.long_work = owner.gradient_before = None
+                self._long.discard(long)
                 cost.tokens += batch.tokens - before
                 cost.padded_tokens += batch.padded_tokens
                 collect(batch, passes, {batch.op_slices[0]: end.value})
@@ -209,6 +234,8 @@ class ForwardBackward:
             # here the exception is released, and with it the tensors that its frames held
             if ran_out:
                 cost.tokens -= long.done_tokens
+                self._long.discard(long)
+                del long, work
                 self._undo_long(owner)
                 self._requeue(batch, passes, waiting, cost)
                 cost.seconds += time.perf_counter() - began
@@ -224,12 +251,12 @@ class ForwardBackward:
     def _begin_long(self, batch: MicroBatch, passes: Sequence[PassState]) -> LongSlice:
         route, row = self._route(batch, passes)
         owner, op_slice = passes[batch.op_slices[0].owner], batch.op_slices[0]
+        op = owner.op
+        assert isinstance(op, Pass)
 
-        def head(hidden: torch.Tensor) -> Yielding[tuple[HeadResult, torch.Tensor]]:
-            assert owner.long is not None
-            part = next(iter(owner.long.route.lora.parts(UNEMBED)), None)
-            assert isinstance(owner.op, Pass)
-            given = self._head.input(owner.op, op_slice, part, 0)
+        def head(route: Route, hidden: torch.Tensor) -> Yielding[tuple[HeadResult, torch.Tensor]]:
+            part = next(iter(route.lora.parts(UNEMBED)), None)
+            given = self._head.input(op, op_slice, part, 0)
             grad = torch.zeros_like(hidden) if op_slice.needs_grad else hidden.new_empty(0)
             (result,) = yield from self._head.visits([given], hidden, grad)
             return result, grad
@@ -242,7 +269,7 @@ class ForwardBackward:
 
     def _undo_long(self, owner: PassState) -> None:
         """Undo a long datum that ran out of memory."""
-        owner.long = None
+        owner.long = owner.long_work = None
         if owner.gradient is not None:
             owner.gradient.discard()
             if owner.gradient_before is not None:

@@ -7,6 +7,7 @@ whole model: each gradient of a hidden state has the same two summands.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,13 +20,20 @@ from cotrain_workers.engine.model.forward import TokenRow, hidden_states
 from cotrain_workers.engine.routing import Route
 from cotrain_workers.engine.training.logprob_head import HeadResult
 
-#: Return the result of the head, and the gradient `[T, d]` of the hidden states `[T, d]` that it is given.
-HeadWork = Callable[[torch.Tensor], Yielding[tuple[HeadResult, torch.Tensor]]]
+#: Return the result of the head on a route, and the gradient `[T, d]` of the hidden states `[T, d]` that it is given.
+HeadWork = Callable[[Route, torch.Tensor], Yielding[tuple[HeadResult, torch.Tensor]]]
+#: Suspended long data of a worker. Each holds the inputs of all its layers, which no memory model counts.
+MAX_SUSPENDED = 2
+#: A suspended datum that ran within this time is expected to end, and others wait for its place.
+RECENT_S = 60.0
 
 
-@dataclass
+@dataclass(eq=False)
 class LongSlice:
-    """The computation of one long datum, which may be suspended between two layers."""
+    """The computation of one long datum, which may be suspended between two layers.
+
+    It does not refer to the generator of `run`, so both are freed as soon as their pass is dropped.
+    """
 
     base: BaseModel
     row: TokenRow
@@ -35,14 +43,13 @@ class LongSlice:
     head: HeadWork
     done: int = 0  # layers that ran, forward or backward, and the head
     may_stop: bool = True  # False inside the head, which holds matrices of the current route
+    ran_at: float = field(default_factory=time.monotonic)
     keeps_graphs: bool = field(init=False)
-    work: Yielding[HeadResult] = field(init=False)
     _inputs: list[torch.Tensor] = field(default_factory=list)
     _outputs: list[torch.Tensor | None] = field(default_factory=list)  # None: to be recomputed
 
     def __post_init__(self) -> None:
         self.keeps_graphs = self.kind is Forward.BACKWARD
-        self.work = self._run()
 
     @property
     def done_tokens(self) -> int:
@@ -54,9 +61,11 @@ class LongSlice:
     def suspend(self) -> None:
         """Drop what belongs to the current route: kept layers are computed again in their backward."""
         self.keeps_graphs = False
+        self.ran_at = time.monotonic()
         self._outputs = [None] * len(self._outputs)
 
-    def _run(self) -> Yielding[HeadResult]:
+    def run(self) -> Yielding[HeadResult]:
+        """Compute the datum and add its gradient to that of the route; yield after each layer and part of the head."""
         with torch.no_grad(), self.base.router.use(self.route):
             calls = self.base.recompute.record(lambda: hidden_states(self.base, self.row))
         hidden = calls[0].hidden
@@ -78,7 +87,7 @@ class LongSlice:
         with torch.set_grad_enabled(self.kind.goes_back), self.base.router.use(self.route):
             last = self.base.recompute.bypass(top, lambda: hidden_states(self.base, self.row))
         self.may_stop = False
-        result, hidden_grad = yield from self.head(last.detach()[0])
+        result, hidden_grad = yield from self.head(self.route, last.detach()[0])
         self.may_stop = True
         self.done += 1
         if not self.kind.goes_back:

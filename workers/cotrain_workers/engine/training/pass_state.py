@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, Steepest, is_all_finite
+from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
 from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
@@ -49,6 +50,7 @@ class PassState:
     rows: int = 0  # tokens that have run
     rows_before: int = 0  # of those, in earlier cycles
     long: LongSlice | None = None  # the first of `slices`, part of which ran
+    long_work: Yielding[HeadResult] | None = None  # the rest of its computation
     gradient: Gradient | None = None  # destination of its weight gradients, once a slice has run
     gradient_before: torch.Tensor | None = (
         None  # a copy, before the long datum in work, behind other slices
@@ -194,7 +196,7 @@ def give_up(failed: PassState, failure: Failure) -> None:
     if failed.gradient is not None:
         failed.adapter.take_back(failed.gradient)
         failed.gradient = None
-    failed.long = None
+    failed.long = failed.long_work = None
     failed.slices.clear()
     failed.results.clear()
     failed.output = failure

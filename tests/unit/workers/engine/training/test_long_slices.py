@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Op, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
+from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED
 from tests.support.training import MIX, random_datum, same_bits
 
 NewEngine = Callable[..., Engine]
@@ -174,3 +177,64 @@ def test_a_run_that_is_dropped_takes_its_long_datum_along(new_engine: NewEngine)
     for each in (engine, alone):
         each.run([long_pass(), STEP])
     assert same_bits(engine.adapters.state("long"), alone.adapters.state("long"))
+
+
+def four(engine: Engine) -> list[Pass]:
+    """Make four runs, and return a long pass of each."""
+    engine.run([Create(f"run-{number}", 0, replace(SPEC, seed=number)) for number in range(4)])
+    return [replace(long_pass(), run=f"run-{number}") for number in range(4)]
+
+
+def suspended(engine: Engine) -> int:
+    return sum(state.long is not None for state in engine.open_passes._state_by_run.values())
+
+
+def test_few_long_data_are_suspended_at_once_and_all_end(new_engine: NewEngine) -> None:
+    engine, alone = begun(new_engine), begun(new_engine)
+    ops: list[Op] = [*four(engine)]
+    four(alone)
+    most = 0
+    for turn in range(400):
+        if not ops:
+            break
+        chosen = ops[
+            turn % len(ops)
+        ]  # one pass in each cycle, as with many runs and a small budget
+        output = _cycle(engine, [chosen])
+        most = max(most, suspended(engine))
+        if (chosen.run, chosen.seq) in output.outputs:
+            ops.remove(chosen)
+    assert ops == []
+    assert most == MAX_SUSPENDED
+    alone.run([replace(long_pass(), run=f"run-{number}") for number in range(4)])
+    for number in range(4):
+        run = f"run-{number}"
+        assert same_bits(engine.adapters.state(run), alone.adapters.state(run))
+
+
+def test_a_long_datum_runs_to_its_end_if_the_suspended_ones_stay_away(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = begun(new_engine)
+    first, second, third, _ = four(engine)
+    for op in (first, second):
+        _cycle(engine, [op])
+    assert not _cycle(engine, [third]).outputs
+    monkeypatch.setattr("cotrain_workers.engine.training.forward_backward.RECENT_S", -1.0)
+    assert ("run-2", 1) in _cycle(engine, [third]).outputs
+
+
+def test_a_dropped_run_frees_its_long_datum_without_the_garbage_collector(
+    new_engine: NewEngine,
+) -> None:
+    engine = begun(new_engine)
+    _cycle(engine, [long_pass()])
+    (kept,) = engine._forward_backward._long
+    held = weakref.ref(kept)
+    del kept
+    gc.disable()
+    try:
+        engine.adapters.drop("long")
+        assert held() is None
+    finally:
+        gc.enable()
