@@ -9,17 +9,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
-from playwright.sync_api import Browser, Page
 
 import cotrain
 from cotrain import types
 from cotrain_server.supervisor.data_folder import found_socket
 from tests.support.serving import Serving
 from tests.warm.popen import Popen
+
+if TYPE_CHECKING:
+    # Playwright is there for `make test-browser` alone.
+    from playwright.sync_api import Browser, Page
 
 BASE_MODEL = "tiny"
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser
 
 from tests.browser.browsing import Site, train
 from tests.support.serving import Serving
+
+if TYPE_CHECKING:
+    # Playwright is there for `make test-browser` alone.
+    from playwright.sync_api import Browser
 
 ALICE, BOB = "tml-alice_0123456789abcdef0123", "tml-bob_0123456789abcdef0123456"
 #: A name that a page must show as text.

@@ -26,7 +26,7 @@ DIALECT = re.compile(
 CODE_SPAN = re.compile(r"``?[^`\n]+``?|https?://\S+")
 FENCE = re.compile(r"^```.*?^```|<!--.*?-->", re.MULTILINE | re.DOTALL)
 #: Behind code, or alone on its line; a `#` in a string has no two blanks in front.
-COMMENT = re.compile(r"(?:^\s*|\s{2})#:? (.*)$")
+COMMENT = re.compile(r"(?:^\s*|(?<=\S)\s{2})#:? (.*)$")
 SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z*`\"(])|\n\s*\n|\n\s*[*\-#|\d>]")
 
 
@@ -104,11 +104,11 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _of_comments(text: str) -> Iterator[tuple[int, str]]:
-    """Yield faults of comments, of which consecutive lines are one text."""
+    """Yield faults of comments. Consecutive lines without code are one text."""
     start, lines = 0, list[str]()
     for number, line in enumerate([*text.splitlines(), ""], 1):
         found = COMMENT.search(line)
-        if lines and not found:
+        if lines and (not found or found.start() > 0):
             for fault in faults_of_prose(" ".join(lines)):
                 yield start, fault
             lines = []

@@ -144,7 +144,7 @@ class ForwardBackward:
         order = [self._lora.order(state.adapter) for state in passes]
         waiting = deque(fill(op_slices, self.safe_tokens, self._lora.align, order))
         while waiting:
-            if self._waits_for_a_place(waiting[0], passes):
+            if self._must_wait(waiting[0], passes):
                 owner = waiting[0].op_slices[0].owner
                 left = [batch.without(owner) for batch in waiting]
                 waiting = deque(batch for batch in left if batch.op_slices)
@@ -175,7 +175,7 @@ class ForwardBackward:
         op = passes[batch.op_slices[0].owner].op
         return batch.tokens > self._micro_batch_tokens and not isinstance(op, ReverseKl)
 
-    def _waits_for_a_place(self, batch: MicroBatch, passes: Sequence[PassState]) -> bool:
+    def _must_wait(self, batch: MicroBatch, passes: Sequence[PassState]) -> bool:
         """Return True for a long datum that cannot be suspended, as enough others are, and would block all work.
 
         If those have not run for RECENT_S, for instance because their tenants are paused, it runs to its end.

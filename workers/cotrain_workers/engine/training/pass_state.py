@@ -45,16 +45,15 @@ class PassState:
     waits_since: int = field(default_factory=lambda: next(_TIMES))
     """Order by start or last execution, for passes that may stay open; the lowest waited longest.
     """
-    slices: deque[OpSlice] = field(default_factory=deque)  # Pending, in order.
-    shapes: Sequence[tuple[int, ...]] = ()  # Of the results.
+    slices: deque[OpSlice] = field(default_factory=deque)  # pending, in order
+    shapes: Sequence[tuple[int, ...]] = ()  # of the results
     rows: int = 0  # tokens that have run
     rows_before: int = 0  # of those, in earlier cycles
     long: LongSlice | None = None  # the first of `slices`, part of which ran
     long_work: Yielding[HeadResult] | None = None  # the rest of its computation
     gradient: Gradient | None = None  # destination of its weight gradients, once a slice has run
-    gradient_before: torch.Tensor | None = (
-        None  # a copy, before the long datum in work, behind other slices
-    )
+    gradient_before: torch.Tensor | None = None
+    """A copy from before the long datum in work, which other slices precede."""
     results: list[HeadResult] = field(default_factory=list)  # of its slices, on the device
     is_exact: bool = True  # False: a slice was cut, which moves the last bits of the sums
     is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
