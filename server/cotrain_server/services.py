@@ -154,9 +154,6 @@ async def open_services(
         await check_store(connection, accept_data_loss=settings.accept_data_loss)
         tenants = Tenants(connection)
         await _take_keys(tenants, settings)
-        await tenants.name_all()
-        run_list = RunList(connection)
-        await run_list.list_earlier_runs()
         reserve_bytes = settings.disk_reserve_bytes
         policies = Policies(connection)
         quotas = OwnQuotas(policies, settings.quotas)
@@ -184,7 +181,7 @@ async def open_services(
                 completions=completions,
                 token_stream=token_stream,
                 signer=Signer(await signing_keys(connection)),
-                run_list=run_list,
+                run_list=RunList(connection),
                 catalog=Catalog(connection, records, checkpoints),
                 session_search=SessionSearch(connection, checkpoints),
                 usage=Usage(connection),

@@ -126,17 +126,6 @@ async def test_room_on_the_disk_is_claimed_until_both_copies_are_there(log: Log)
     assert (await weight(log), claimed(log)) == (0, 0)
 
 
-async def test_a_run_of_an_older_version_counts_from_its_next_copy_on(log: Log) -> None:
-    run = await log.new_run()
-    await log.run_all()
-    log.redis.hdel(run_keys.log(POOL, run.id), "weight", "unwritten")
-    log.redis.delete(tenant_keys.run_bytes(), tenant_keys.unwritten_run_bytes())
-    assert log.execution.register_snapshot(run.id, 0, "f", "sha", STATE)
-    assert (await weight(log), claimed(log)) == (3 * STATE, 0)
-    await drop(log, run)
-    assert await weight(log) == 0
-
-
 async def test_one_tenant_takes_no_more_than_three_quarters_of_what_is_free(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,6 @@ async def test_a_request_makes_its_sampler_live_on(samples: Samples) -> None:
     for ephemeral, idle_ms in ((True, 6 * 3600e3), (False, 30 * 24 * 3600e3)):
         record = replace(sampler_record(number=int(ephemeral)), ephemeral=ephemeral)
         sampler = await samples.records.create_sampler(record)
-        samples.log.redis.pexpire(run_keys.sampler(sampler.id), 5_000)  # an older version's
         await samples.submit(sampler, 0)
         assert life_ms(samples.log.redis, run_keys.sampler(sampler.id)) == pytest.approx(
             idle_ms, abs=60e3

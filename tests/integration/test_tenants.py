@@ -176,46 +176,6 @@ async def test_of_a_chosen_key_nothing_is_shown_that_leads_back_to_it(log: Log) 
     assert LAB not in str(log.everything())
 
 
-async def write_as_earlier_versions_did(log: Log, api_key: str, key_id: str) -> TenantId:
-    digest = hashlib.sha256(api_key.encode()).hexdigest()
-    tenant = TenantId(f"t-{digest[:16]}")
-    row = {
-        "digest": digest, "tenant": tenant, "name": "operator's key", "created_at": "1.0",
-        "not_after": "",
-    }  # fmt: skip
-    await log.connection.hset(tenant_keys.api_key(key_id), mapping=row)
-    await log.connection.sadd(tenant_keys.api_keys(), key_id)
-    return tenant
-
-
-@pytest.mark.parametrize("key", [LAB, DEV])
-async def test_a_key_that_an_earlier_version_kept_is_good_no_more_and_keeps_its_tenant(
-    log: Log, key: str
-) -> None:
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    key_id = "lab" if key == LAB else f"d{digest[:32]}"
-    tenant = await write_as_earlier_versions_did(log, key, key_id)
-    tenants = Tenants(log.connection)
-    await tenants.take(())
-    with pytest.raises(InvalidKey):
-        await tenants.key(key)
-    assert not await tenants.live_key(key_id)
-    assert await tenants.list_keys() == []
-    assert not await tenants.revoke(key_id)
-    await tenants.take(chosen(key))
-    assert (await tenants.key(key)).tenant == tenant
-    assert [record.tenant for record in await tenants.list_keys()] == [tenant]
-
-
-async def test_what_a_key_had_that_was_revoked_under_an_earlier_version_is_found(log: Log) -> None:
-    digest = hashlib.sha256(LAB.encode()).hexdigest()
-    tenant = TenantId(f"t-{digest[:16]}")
-    await Records(log.connection).create_session(tenant)
-    tenants = Tenants(log.connection)
-    await tenants.take(chosen(LAB))
-    assert (await tenants.key(LAB)).tenant == tenant
-
-
 async def test_a_key_may_start_with_sk(log: Log) -> None:
     tenants = Tenants(log.connection)
     key = await tenants.issue("alice", prefix="sk")

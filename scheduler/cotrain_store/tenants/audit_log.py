@@ -71,7 +71,7 @@ class AuditEntry:
     tenant: str = ""
     """Tenant that the event concerns; empty if there is none."""
     key_id: str = ""
-    """Key that was used; empty for events recorded by an earlier version."""
+    """Key that was used; empty for none."""
     key_name: str = ""
     id: str = ""
     """Cursor for the request of earlier events."""

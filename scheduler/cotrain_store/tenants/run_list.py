@@ -132,16 +132,6 @@ class RunList:
             )
         return found
 
-    async def list_earlier_runs(self) -> None:
-        """List the runs that earlier versions made, once. Twice is harmless."""
-        if await self._redis.exists(tenant_keys.all_runs_listed()):
-            return
-        everything = tenant_keys.all_training_runs()
-        for tenant in await self._redis.hkeys(tenant_keys.tenant_names()):
-            own = tenant_keys.training_runs(TenantId(tenant.decode()))
-            await self._redis.zunionstore(everything, [everything, own], aggregate="MAX")
-        await self._redis.set(tenant_keys.all_runs_listed(), "1")
-
     async def _start(self, key: str, cursor: str) -> int:
         """Find the position behind a cursor; the first one for none, or for one that is unreadable."""
         created_at, _, run = cursor.partition("/")

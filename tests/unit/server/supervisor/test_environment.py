@@ -9,7 +9,6 @@ from pathlib import Path
 
 from cotrain_server.supervisor import environment as variables
 from cotrain_server.supervisor.environment import NewLines, doing_in
-from cotrain_store.settings.store import REPLACED_BY
 
 
 def test_a_process_gets_its_own_variables_and_no_others() -> None:
@@ -33,19 +32,6 @@ def test_a_flag_wins_over_the_environment_but_not_where_it_does_not_belong() -> 
 def test_a_misspelt_variable_is_found_and_a_clients_is_not() -> None:
     environ = {"COTRAIN_CLOCK_MOD": "x", "COTRAIN_BASE_URL": "x", "COTRAIN_PROGRESS": "0", "A": "b"}
     assert variables.refused_variables(environ) == ["Unknown settings: COTRAIN_CLOCK_MOD."]
-
-
-def test_a_removed_variable_is_named_with_what_replaces_it() -> None:
-    environ = {"COTRAIN_CLOCK_MOD": "x", "COTRAIN_LISTEN_FD": "3"}
-    assert variables.refused_variables(environ) == [
-        "Unknown settings: COTRAIN_CLOCK_MOD.",
-        "COTRAIN_LISTEN_FD is no setting any more: start `python -m cotrain_server --listen-fd FD`.",
-    ]
-
-
-def test_no_removed_name_is_a_setting_again() -> None:
-    names = variables.API | variables.SCHEDULER | variables.WORKER
-    assert names.isdisjoint(REPLACED_BY)
 
 
 def test_every_process_gets_its_failpoints() -> None:

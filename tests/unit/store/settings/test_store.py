@@ -1,7 +1,4 @@
-"""
-
-A setting of an earlier version is not ignored in silence.
-"""
+"""The settings that all processes share."""
 
 from __future__ import annotations
 
@@ -9,10 +6,8 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from structlog.testing import capture_logs
 
-from cotrain_store.refusal import EXIT_CODE, read_settings
-from cotrain_store.settings.store import PREFIX, REPLACED_BY, StoreSettings, removed_variables
+from cotrain_store.settings.store import StoreSettings
 
 
 def test_every_setting_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,21 +70,3 @@ def test_no_file_is_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COTRAIN_REDIS_PASSWORD_FILE", "")
     settings = StoreSettings(redis_url="redis://redis", data_dir=Path("/data"))
     assert (settings.redis_url, settings.redis_password_file) == ("redis://redis", None)
-
-
-def test_each_removed_variable_is_named_with_what_to_do_instead() -> None:
-    environ = dict.fromkeys((f"{PREFIX}{name}" for name in REPLACED_BY), "1")
-    sentences = removed_variables(environ | {"COTRAIN_LOG_LEVEL": "info"})
-    assert len(sentences) == len(REPLACED_BY)
-    assert (
-        "COTRAIN_QUOTA_OPS is no setting any more: write ops=NUMBER into COTRAIN_QUOTAS."
-        in sentences
-    )
-
-
-def test_a_process_does_not_start_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COTRAIN_QUOTA_OPS", "5")
-    with capture_logs() as lines, pytest.raises(SystemExit) as left:
-        read_settings(StoreSettings)
-    assert left.value.code == EXIT_CODE
-    assert "COTRAIN_QUOTAS" in lines[0]["reason"]

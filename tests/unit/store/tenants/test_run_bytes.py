@@ -39,5 +39,5 @@ def test_a_run_weighs_its_state_in_memory_and_two_copies() -> None:
 
 
 def test_a_pool_that_does_not_say_how_large_its_runs_are_weighs_none() -> None:
-    old = replace(POOL, lora_widths={})
-    assert weigh_run(LoraSpec(rank=1, seed=0), old, [old], 1, 0) is None
+    silent = replace(POOL, lora_widths={})
+    assert weigh_run(LoraSpec(rank=1, seed=0), silent, [silent], 1, 0) is None

@@ -21,23 +21,20 @@ def test_a_run_without_a_copy_begins_at_its_beginning() -> None:
 
 
 def test_behind_the_first_copy_there_is_its_beginning() -> None:
-    assert bases(**NEWEST, cut="-1", oldsnap="-1") == [(8, "new", "n"), (-1, "", "")]
+    assert bases(**NEWEST, oldsnap="-1") == [(8, "new", "n"), (-1, "", "")]
 
 
 def test_the_newest_copy_comes_before_its_predecessor() -> None:
-    assert bases(**NEWEST, **OLDER, cut="4") == [(8, "new", "n"), (4, "old", "o")]
+    assert bases(**NEWEST, **OLDER) == [(8, "new", "n"), (4, "old", "o")]
 
 
-def test_a_copy_from_which_the_log_does_not_go_on_is_none() -> None:
-    assert bases(**NEWEST, **OLDER) == [(8, "new", "n")]
-    assert bases(**NEWEST) == [(8, "new", "n")]
-    assert bases(**NEWEST, **OLDER, cut="6") == [(8, "new", "n")]
-    assert bases(**NEWEST, oldsnap="4", cut="4") == [(8, "new", "n")]  # it has no file
+def test_a_predecessor_without_a_file_is_no_base() -> None:
+    assert bases(**NEWEST, oldsnap="4") == [(8, "new", "n")]
 
 
 def test_a_replay_knows_whose_numbers_the_log_holds_from_each_copy_on() -> None:
     def numerics(**row: str) -> list[str]:
-        position = log_position(MADE | NEWEST | OLDER | {"cut": "4"} | row)
+        position = log_position(MADE | NEWEST | OLDER | row)
         return [base.numerics_id for base in bases_of(position)]
 
     assert numerics(numerics="x", oldnumerics="x") == ["x", "x"]

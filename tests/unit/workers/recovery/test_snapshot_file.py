@@ -108,7 +108,7 @@ def test_a_write_that_breaks_off_leaves_no_file_under_the_final_name(
 def test_removal_spares_what_is_kept_and_other_runs(tmp_path: Path) -> None:
     old, new = written(tmp_path, a_state(), seq=1), written(tmp_path, a_state(), seq=2)
     other = write_snapshot(Folder(tmp_path), "other", 1, "w0-1", "numerics", a_state())
-    (tmp_path / new.file).with_suffix(".tmp").write_bytes(b"half")
+    (tmp_path / new.file).with_name(".2-w0-1.safetensors.0f").write_bytes(b"half")
     remove_snapshots(Folder(tmp_path), RUN, frozenset({new.file}))
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
     assert left == sorted([new.file, other.file])
@@ -135,7 +135,9 @@ def test_equal_digests_mean_equal_everything() -> None:
 
 def test_only_files_that_no_log_goes_on_from_are_orphans(tmp_path: Path) -> None:
     kept, orphan = (written(tmp_path, a_state(), seq=seq).file for seq in (1, 2))
-    damaged, half = ((tmp_path / orphan).with_name(name) for name in ("3-x-1.x", "4-x-1.tmp"))
+    damaged, half = (
+        (tmp_path / orphan).with_name(name) for name in ("3-x-1.x", ".4-x-1.safetensors.0f")
+    )
     for path in (damaged, half):
         path.write_bytes(b"torn")
 
@@ -148,7 +150,7 @@ def test_only_files_that_no_log_goes_on_from_are_orphans(tmp_path: Path) -> None
 
 def test_what_a_worker_may_be_about_to_register_is_no_orphan(tmp_path: Path) -> None:
     path = tmp_path / written(tmp_path, a_state(), seq=1).file
-    half = path.with_name("2-gpu-1.example.com-7.tmp")
+    half = path.with_name(".2-gpu-1.example.com-7.safetensors.0f")
     half.write_bytes(b"torn")
     asked = []
 
