@@ -9,7 +9,7 @@ import pytest
 
 from cotrain_store.disk.result_storage import RUN_STOPPED, encoded_results
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
-from cotrain_store.errors import PlanOutdated, RunFailed, SpoolCorrupt
+from cotrain_store.errors import PlanOutdated, Reason, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import encode, request_id
@@ -18,6 +18,7 @@ from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord, RunState
 from tests.support.lives import life_ms
 from tests.support.log import WORKER, Log
+from tests.support.refusals import refused
 from tests.support.stack import POOL, pool_record_for_tests
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
@@ -253,7 +254,7 @@ async def test_a_failed_run_stops_alone(log: Log) -> None:
     assert log.result(broken, 2) == log.result(broken, 4) == RUN_STOPPED
     log.commit(step)
     assert (log.references(), log.queued("a")) == ({}, (0, 0, 0))
-    with pytest.raises(RunFailed):
+    with refused(Reason.RUN_FAILED):
         await log.submit(broken, 5)
     await log.submit(neighbour, 1)
     assert {op.run for op in (await log.plan()).ops} == {neighbour.id}

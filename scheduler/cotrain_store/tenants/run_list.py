@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cotrain_store.errors import RecordQuotaReached, RunNotFound
+from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.keys import run_keys, tenant_keys
 from cotrain_store.keys.tenant_keys import usage_field, usage_hour
 from cotrain_store.messages.ids import RunId, TenantId
@@ -205,7 +205,7 @@ class RunLabels:
 
         Raises:
             RunNotFound: it is not made yet.
-            RecordQuotaReached: the tenant's records have as many bytes as are kept.
+            RECORD_QUOTA_REACHED: the tenant's records have as many bytes as are kept.
         """
         args: dict[str, str | int | float] = {
             "run": run.id, "tenant": run.tenant, "created_at": run.created_at,
@@ -220,7 +220,7 @@ class RunLabels:
         if answer == b"GONE":
             raise RunNotFound
         if answer == b"RECORDS":
-            raise RecordQuotaReached
+            raise Refused(Reason.RECORD_QUOTA_REACHED)
 
     async def matching(self, tenant: TenantId, query: LabelQuery) -> frozenset[str]:
         """Find a tenant's runs by their labels; those without any are never found."""
