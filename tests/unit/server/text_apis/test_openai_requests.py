@@ -76,7 +76,7 @@ def test_prompts_come_in_five_forms(prompt: Any, prompts: list[Any]) -> None:
 
 @pytest.mark.parametrize("prompt", [[], ["x"] * 257])
 def test_no_prompt_and_too_many_are_refused(prompt: list[str]) -> None:
-    with pytest.raises(Invalid, match="prompt: 1 to 256"):
+    with pytest.raises(Invalid, match="prompt must have 1 to 256"):
         _ = completion(prompt=prompt).prompts
 
 
