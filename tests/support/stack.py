@@ -10,8 +10,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
+
 from cotrain_scheduler.clock import Clock
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
+from cotrain_store.messages.fleet import PlanPolicy
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
@@ -32,6 +35,7 @@ from cotrain_workers.worker.bootstrap import Tuning, enter_pool
 from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.bodies import optim_body, pass_body
 from tests.support.limits import always
+from tests.support.waiting import until
 
 MODEL = "tiny"
 #: As a worker is that nothing was passed to.
@@ -198,3 +202,16 @@ def pool_record_for_tests() -> PoolRecord:
         numerics_id="",
         tokens_per_s=1e5,
     )
+
+
+async def policy_was_read(server: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait until the scheduler has read weights and pauses again. A read in progress does not count."""
+    passed: list[PlanPolicy] = []
+    read = server.dispatch.policy
+
+    async def recorded() -> PlanPolicy:
+        passed.append(await read())
+        return passed[-1]
+
+    monkeypatch.setattr(server.dispatch, "policy", recorded)
+    await until(lambda: len(passed) > 1)
