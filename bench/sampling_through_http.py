@@ -2,8 +2,9 @@
 
     python -m bench.sampling_through_http [--requests 200] [--adapters 8] [--room 16] [--out bench/results]
 
-It starts `cotrain serve` on a small random model with a KV cache for `--room` of the sequences. Then
-it sends all requests at once, each tenant from a client of its own. This is repeated next to a tenant that trains without a pause.
+It starts `cotrain serve` on a small random model with a KV cache for `--room` of the sequences. Then it sends all
+requests at once, each tenant from a client of its own. This is repeated next to a tenant that trains without a
+pause.
 
 * latency: of a request, from its call to its result (s, p50 and p95)
 * share of time: training's share of the worker's time, by the server's records, from the first to the last cycle

@@ -106,7 +106,7 @@ class NullWorker:
 
 
 def publish_pool(redis_url: str, spool: Spool) -> None:
-    """Publish the pool before its worker starts, like a worker that has crashed."""
+    """Publish the pool before its worker starts, as if an earlier worker had crashed."""
     connection = open_sync_connection(redis_url)
     execution = Execution(connection, spool, spool, POOL.id, WORKER)
     execution.claim()

@@ -72,7 +72,7 @@ async def _start_api(server: LocalServer, keys: Sequence[str], name: str, listen
     server.start_api(keys, name, long_poll_s=LONG_POLL_S)
     with server.connected() as redis:
         channel = result_keys.notify_results()
-        while redis.pubsub_numsub(channel)[0][1] < listening:  # noqa: ASYNC110  # nothing tells
+        while redis.pubsub_numsub(channel)[0][1] < listening:  # noqa: ASYNC110  # there is no notification
             await asyncio.sleep(0.05)
 
 

@@ -131,7 +131,7 @@ async def until_held(server: LocalServer, count: int) -> None:
         TimeoutError: polls expire as fast as new ones arrive.
     """
     async with asyncio.timeout(PATIENCE_S):
-        while await asyncio.to_thread(held, server) < count:  # noqa: ASYNC110  # it has to be asked
+        while await asyncio.to_thread(held, server) < count:  # noqa: ASYNC110  # there is no notification
             await asyncio.sleep(0.2)
 
 

@@ -100,7 +100,7 @@ async def empty_fields(address: str, key: str) -> None:
 
 
 async def tiny_datums(address: str, key: str) -> None:
-    """Send passes with the maximum number of datums of a run, four at once."""
+    """Send passes of one run with the maximum number of datums, four at once."""
     body, path = tiny_datums_body(await _run_of(address, key)), "/api/v1/forward_backward"
     await _at_once(AT_ONCE, lambda: _post(address, key, path, body, PROTOBUF | ZSTD))
 

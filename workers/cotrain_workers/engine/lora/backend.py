@@ -25,7 +25,7 @@ from cotrain_workers.engine.spec import Target
 Choice = Literal["auto", "seg", "grouped", "fused"]
 
 FEW_SEGMENTS, LONG_SEGMENT = 2, 4096
-# Compute capabilities with a torch kernel; on others torch loops and synchronizes to read the group sizes.
+# Major compute capabilities with a torch kernel; on others torch loops and synchronizes to read the group sizes.
 GROUPED_KERNEL = (9, 10)
 
 log = logging.getLogger(__name__)

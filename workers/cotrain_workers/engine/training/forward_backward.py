@@ -178,7 +178,7 @@ class ForwardBackward:
     def _must_wait(self, batch: MicroBatch, passes: Sequence[PassState]) -> bool:
         """Return True for a long datum that would block all work, because it cannot be suspended.
 
-        At most MAX_SUSPENDED data are suspended. If none of those has run for RECENT_S, for instance because their
+        At most MAX_SUSPENDED data are suspended at once. If none of those has run for RECENT_S, for instance because their
         tenants are paused, the datum runs to its end.
         """
         owner = passes[batch.op_slices[0].owner]

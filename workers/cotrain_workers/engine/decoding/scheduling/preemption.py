@@ -2,7 +2,7 @@
 
 A waiting sequence may preempt only a tenant that afterwards has at least as much as the waiting tenant. Two
 tenants therefore never preempt each other in turn. A tenant without running sequences may also preempt a
-sequence whose lease has expired: it has generated `LEASE_TOKENS` since its last admission.
+sequence whose lease has expired: it has generated at least `LEASE_TOKENS` since its last admission.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from cotrain_workers.engine.decoding.scheduling.pages import Pages
 from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
 from cotrain_workers.engine.decoding.sequence import SequenceState
 
-#: Tokens that an admitted sequence may generate before a tenant without running sequences can preempt it. The
-#: second number is the divisor for long sequences, which are recomputed as a whole.
+#: Tokens that an admitted sequence may generate before a tenant without running sequences can preempt it. A
+#: long one may generate 1 / LEASE_SHARE of its length, because all its tokens are recomputed.
 LEASE_TOKENS, LEASE_SHARE = 256, 8
 
 

@@ -2,7 +2,8 @@
 
 Admission. The tenant with the fewest pages is admitted first, and the tenant with the most is preempted
 first. Within a tenant the oldest sequence is admitted first and the youngest is preempted first. Each step
-advances some sequence, and a sequence keeps its pages for a minimum lease, so none starves.
+advances some sequence. A tenant without running sequences may also preempt a sequence that has generated for a
+minimum lease (`preemption.py`). No sequence starves.
 
 Fairness. A step gives each tenant the same number of tokens per weight, if it has work for them. The
 tenant with the smallest weighted token count, including its next part, is served next. A tenant that generates
