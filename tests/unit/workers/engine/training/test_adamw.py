@@ -212,7 +212,7 @@ def test_ordinary_parameters_are_accepted() -> None:
 
 
 def stepped(adapter_bank: AdapterBank, *ops: OptimStep) -> dict[tuple[str, int], Output]:
-    """Take steps of runs whose gradients are set. Return the outputs."""
+    """Return the outputs of steps of runs whose gradients are set."""
     outputs: dict[tuple[str, int], Output] = {}
     take_steps({op.run: adapter_bank[op.run] for op in ops}, ops, outputs)
     return outputs

@@ -70,7 +70,7 @@ def two_engines(new_engine: NewEngine, **settings: object) -> tuple[Engine, Engi
 def test_passes_slice_by_slice_have_the_bits_of_whole_ones(
     new_engine: NewEngine, lora: str
 ) -> None:
-    """All kinds of ranks, targets, losses and lengths, and two gradients that add up, with a
+    """The mix has every kind of rank, target, loss and length, and two gradients that add up, with a
     forward between.
     """
     settings = {"micro_batch_tokens": SLICE, "lora_backend": lora}

@@ -349,7 +349,7 @@ def test_a_newcomer_next_to_long_sequences_needs_one_step_more_than_alone() -> N
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_generating_tenant_gets_a_row_per_step_next_to_long_prompts(count: int) -> None:
-    """As on a CPU, a page is more than a shared step holds. A row per step is less than the
+    """A page is, as on a CPU, more than a shared step holds. A row per step is less than the
     tenant's share.
     """
     pretender = Pretender(1_000, StepSizes(PAGE, alone=BUDGET, shared=PAGE - 1, sequences=LIMITS))
