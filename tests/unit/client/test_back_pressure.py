@@ -66,7 +66,7 @@ def service(api: SlowApi, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceCl
         yield service
 
 
-def test_a_loop_faster_than_its_server_blocks_until_the_server_has_accepted_something(
+def test_a_loop_faster_than_its_server_blocks_until_requests_are_accepted(
     api: SlowApi, service: ServiceClient
 ) -> None:
     loop = Loop(service.create_lora_training_client("m"))
@@ -93,7 +93,7 @@ def test_closing_the_client_raises_in_a_call_that_blocks(
             losses.result(PATIENCE_S)
 
 
-def test_a_full_server_gets_a_runs_requests_in_their_order_all_the_same(
+def test_a_full_server_gets_the_requests_of_a_run_in_order(
     api: SlowApi, service: ServiceClient
 ) -> None:
     api.may_take.set()

@@ -36,7 +36,7 @@ def passes(api: FakeApi) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("trouble", [httpx.ConnectError("gone"), refusal(503)])
-def test_a_number_that_may_not_have_arrived_is_filled_before_the_next_is_sent(
+def test_a_number_that_may_be_lost_is_filled_before_the_next_is_sent(
     api: FakeApi, run: TrainingClient, trouble: httpx.Response | Exception
 ) -> None:
     api.answers["optim_step"] = [trouble]
@@ -47,7 +47,7 @@ def test_a_number_that_may_not_have_arrived_is_filled_before_the_next_is_sent(
     assert passes(api) == [(1, 0), (2, 1), (3, 1)]
 
 
-def test_a_number_that_did_arrive_stays_what_it_is(api: FakeApi, run: TrainingClient) -> None:
+def test_a_number_that_arrived_is_not_changed(api: FakeApi, run: TrainingClient) -> None:
     api.answers["optim_step"] = [httpx.ReadError("the answer is lost")]
     api.answers["forward_backward"] = [refusal(400, "seq 1 was already used")]
     with pytest.raises(APIError):
@@ -56,7 +56,7 @@ def test_a_number_that_did_arrive_stays_what_it_is(api: FakeApi, run: TrainingCl
     assert passes(api) == [(1, 0), (2, 1)]
 
 
-def test_while_the_server_is_unreachable_no_number_is_forgotten(
+def test_no_number_is_lost_while_the_server_is_unreachable(
     api: FakeApi, run: TrainingClient
 ) -> None:
     api.answers["optim_step"] = [httpx.ConnectError("gone")]

@@ -32,9 +32,7 @@ def trained(hand: ByHand, tenant: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("token_limit", [24, 1000])
-def test_the_mixed_batch_trains_every_tenant_as_the_loop_does(
-    model: Path, token_limit: int
-) -> None:
+def test_the_mixed_batch_trains_every_tenant_like_the_loop(model: Path, token_limit: int) -> None:
     loop, mixed = by_hand(model), by_hand(model)
     batches = LOAD.batches(3, 128, "cpu")
 

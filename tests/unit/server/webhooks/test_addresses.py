@@ -34,12 +34,12 @@ def test_no_webhook_goes_to_a_private_address(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", PUBLIC)
-def test_a_webhook_goes_to_a_public_address_with_encryption_alone(address: str) -> None:
+def test_a_webhook_to_a_public_address_must_use_https(address: str) -> None:
     assert is_allowed(ip_address(address), [], encrypted=True)
     assert not is_allowed(ip_address(address), [], encrypted=False)
 
 
-def test_the_operator_allows_networks_and_no_more() -> None:
+def test_only_networks_allowed_by_the_operator_are_private_targets() -> None:
     networks = [ip_network("10.0.0.0/8"), ip_network("::1/128")]
     for address in ("10.1.2.3", "::1", "::ffff:10.1.2.3"):
         assert is_allowed(ip_address(address), networks, encrypted=False)
