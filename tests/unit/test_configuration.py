@@ -55,7 +55,7 @@ def written(default: Any) -> str:
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_setting_is_told_with_its_default(section: str) -> None:
+def test_every_setting_is_documented_with_its_default(section: str) -> None:
     shared = {} if section == "Every process" else StoreSettings.model_fields
     fields = {
         f"{PREFIX}{name}".upper(): "" if field.is_required() else written(field.default)
@@ -65,7 +65,7 @@ def test_every_setting_is_told_with_its_default(section: str) -> None:
     assert {name: read(default) for name, default in told(section).items()} == fields
 
 
-def test_every_quota_is_told_with_its_default() -> None:
+def test_every_quota_is_documented_with_its_default() -> None:
     page = told("API", "`[a-z]")
     fields = {name: written(field.default) for name, field in Quotas.model_fields.items()}
     assert {name: read(default) for name, default in page.items()} == fields

@@ -74,7 +74,7 @@ def test_the_page_has_every_metric_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
-def test_names_have_base_units_and_counters_their_ending(metric: Metric) -> None:
+def test_names_have_base_units_and_counters_end_in_total(metric: Metric) -> None:
     assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
     assert not re.search(r"_(ms|millis|minutes|kb|mib|percent)(_|$)", metric.name)
     assert set(metric.labels) <= {
@@ -85,7 +85,7 @@ def test_names_have_base_units_and_counters_their_ending(metric: Metric) -> None
 
 
 @pytest.mark.parametrize("source", REGISTRIES)
-def test_a_process_has_all_that_is_defined_for_it(source: Source) -> None:
+def test_a_process_has_every_metric_defined_for_it(source: Source) -> None:
     families = {family.name: family for family in _described(REGISTRIES[source])}
     defined = {metric.name.removesuffix("_total"): metric for metric in of(source)}
     assert families.keys() == defined.keys()
@@ -93,7 +93,7 @@ def test_a_process_has_all_that_is_defined_for_it(source: Source) -> None:
         assert (family.type, family.documentation) == (defined[name].kind, defined[name].help)
 
 
-async def test_the_fleet_shows_all_that_is_defined_for_it(
+async def test_the_fleet_page_has_every_metric_defined_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = await scraped(tmp_path, monkeypatch)

@@ -9,6 +9,6 @@ from tests.warm.sources import ROOT
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_lines_that_a_mutant_spoils_are_in_the_sources(name: str) -> None:
+def test_the_lines_that_a_mutant_changes_are_in_the_sources(name: str) -> None:
     for edit in MUTANTS[name].edits:
         assert edit.old in (ROOT / edit.file).read_text(), edit.file

@@ -48,7 +48,7 @@ def assert_same_answers(run: str, mixed: CycleOutput, alone: CycleOutput) -> Non
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
-def test_a_run_among_others_equals_the_run_alone_to_the_bit(
+def test_a_run_among_others_equals_the_run_alone_exactly(
     new_engine: NewEngine, family: str, micro_batch_tokens: int
 ) -> None:
     rng = np.random.default_rng(7)
@@ -68,7 +68,7 @@ def test_a_run_among_others_equals_the_run_alone_to_the_bit(
         )
 
 
-def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path) -> None:
+def test_widths_that_split_cache_lines_change_no_bit(tmp_path: Path) -> None:
     """Segments then start anywhere in memory, and a GEMM may care how its operands are aligned."""
     folder = build_tiny("qwen3", tmp_path, hidden=72, vocab=131)
     together, alone = Engine.load(str(folder)), Engine.load(str(folder))
@@ -82,7 +82,7 @@ def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path) -> None:
         )
 
 
-def test_two_threads_keep_the_promise(new_engine: NewEngine) -> None:
+def test_two_threads_change_no_bit(new_engine: NewEngine) -> None:
     torch.set_num_threads(2)
     try:
         rng = np.random.default_rng(3)
@@ -100,7 +100,7 @@ def test_two_threads_keep_the_promise(new_engine: NewEngine) -> None:
 
 
 @pytest.mark.parametrize("lora", ["seg", "grouped"])
-def test_how_ops_fall_into_cycles_changes_no_bit(new_engine: NewEngine, lora: str) -> None:
+def test_the_division_of_ops_into_cycles_changes_no_bit(new_engine: NewEngine, lora: str) -> None:
     one_cycle, op_by_op = new_engine(lora_backend=lora), new_engine(lora_backend=lora)
 
     for cycle in range(2):

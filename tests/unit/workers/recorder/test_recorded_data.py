@@ -24,7 +24,7 @@ def test_there_are_recorded_cycles() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_recorded_cycle_gives_the_same_numbers(path: Path) -> None:
+def test_a_recorded_cycle_has_the_same_results(path: Path) -> None:
     """To the bit with the numerics that recorded it; else within the tolerance of a recovery."""
     cycle = read_cycle(path)
     engine = engine_for(cycle.facts, str(FOLDER / "model"), device="cpu")

@@ -146,16 +146,16 @@ def test_every_alert_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("alert", CASES)
-def test_it_fires_in_its_case_and_not_next_to_it(firing: dict[str, bool], alert: str) -> None:
+def test_an_alert_fires_in_its_case_only(firing: dict[str, bool], alert: str) -> None:
     assert firing[f"{alert} in its case"]
     assert not firing[f"{alert} next to it"]
 
 
 @pytest.mark.parametrize("alert", SHOWS_ALL)
-def test_what_shows_nothing_at_all_fires_as_well(firing: dict[str, bool], alert: str) -> None:
+def test_an_alert_fires_without_any_data_too(firing: dict[str, bool], alert: str) -> None:
     assert firing[f"{alert} of nothing"]
 
 
 @pytest.mark.parametrize("alert", AT_REST)
-def test_a_server_at_rest_alerts_of_nothing(firing: dict[str, bool], alert: str) -> None:
+def test_an_idle_server_raises_no_alert(firing: dict[str, bool], alert: str) -> None:
     assert not firing[f"{alert} at rest"]

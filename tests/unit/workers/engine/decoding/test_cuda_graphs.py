@@ -19,7 +19,7 @@ def row(position: int, pages: Sequence[int], token: int) -> Any:
     return SimpleNamespace(work=SimpleNamespace(sequence=sequence), span=span, slot=None)
 
 
-def test_inputs_that_stay_hold_nothing_of_an_earlier_step() -> None:
+def test_fixed_inputs_keep_nothing_of_an_earlier_step() -> None:
     cache: Any = SimpleNamespace(page_tokens=PAGE, dump=DUMP)
     used, fresh = (HostInputs(ROWS, PAGES, [], cache, CPU) for _ in range(2))
     shared = [4, 5]

@@ -104,7 +104,7 @@ def test_the_chunked_head_equals_the_dense_one(
     assert torch.equal(forward_only.loss, result.loss)
 
 
-def test_no_tensor_of_all_rows_times_the_vocabulary_exists() -> None:
+def test_no_tensor_has_all_rows_times_the_vocabulary() -> None:
     rows, vocab, chunk_rows = 512, 2048, 32
     weight, hidden = torch.randn(vocab, 8), torch.randn(rows, 8)
     given = HeadInput(
@@ -146,7 +146,7 @@ def slice_of_op(start: int, length: int, name: str, *, needs_grad: bool) -> tupl
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk_rows", [32, 64, 1024])
-def test_slices_that_share_a_product_get_the_bits_they_get_alone(
+def test_slices_that_share_a_product_have_the_bits_they_have_alone(
     chunk_rows: int, softcap: float | None
 ) -> None:
     g = torch.Generator().manual_seed(3)

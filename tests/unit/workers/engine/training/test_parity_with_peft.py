@@ -92,7 +92,7 @@ def test_ten_steps_equal_ten_steps_of_torch_adamw_in_fp64(
     assert error(state.weights.double(), oracle.arena(layout, grads=False)) < tolerance
 
 
-def test_untargeted_modules_and_the_gaps_of_an_arena_stay_zero(new_engine: NewEngine) -> None:
+def test_untargeted_modules_and_gaps_of_an_arena_stay_zero(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([op for tenant in MIX for op in tenant.ops(0)])
 

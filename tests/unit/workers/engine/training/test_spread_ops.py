@@ -42,7 +42,7 @@ def two_begun(new_engine: NewEngine) -> tuple[Engine, Engine]:
 
 
 @pytest.mark.numerics
-def test_an_open_pass_that_ends_in_one_cycle_with_the_next_adds_up_as_ever(
+def test_an_open_pass_that_ends_together_with_the_next_has_the_same_sum(
     new_engine: NewEngine,
 ) -> None:
     divided, whole = two_begun(new_engine)
@@ -53,7 +53,7 @@ def test_an_open_pass_that_ends_in_one_cycle_with_the_next_adds_up_as_ever(
 
 
 @pytest.mark.numerics
-def test_the_pass_behind_an_open_one_fails_and_leaves_it_its_gradient(
+def test_a_failed_pass_after_an_open_one_leaves_its_gradient(
     new_engine: NewEngine,
 ) -> None:
     divided, whole = two_begun(new_engine)
@@ -74,7 +74,7 @@ def test_the_pass_behind_an_open_one_fails_and_leaves_it_its_gradient(
         *range(SEEDS_AGAIN, SEEDS),
     ],
 )
-def test_however_ops_are_spread_over_cycles_every_bit_is_that_of_one_by_one(
+def test_ops_spread_over_cycles_have_the_bits_of_ops_one_by_one(
     new_engine: NewEngine, seed: int
 ) -> None:
     """Any ops of a run that may share a cycle, any passes divided, at any border, with or without time."""

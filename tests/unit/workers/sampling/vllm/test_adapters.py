@@ -33,7 +33,7 @@ from tests.support.vllm_requests import Trained, finish, request, run, steps, to
 NewDecoder = Callable[..., VllmDecoder]
 
 
-def test_many_requests_over_many_adapters_all_finish_with_two_at_once(
+def test_requests_over_many_adapters_finish_with_two_at_once(
     new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
 ) -> None:
     requests = [
@@ -70,7 +70,7 @@ def test_an_adapter_in_use_stays_until_its_last_sequence_ends(
     assert vllm.most_loaded == 1
 
 
-def test_an_adapter_that_the_server_lost_is_loaded_again(
+def test_an_adapter_lost_by_the_server_is_loaded_again(
     new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
 ) -> None:
     decoder = new_decoder()
@@ -79,14 +79,14 @@ def test_an_adapter_that_the_server_lost_is_loaded_again(
     assert tokens(run(decoder, request(weights="run-1"))["q"]) == tokens(before)
 
 
-def test_an_adapter_that_somebody_else_loaded_is_used(
+def test_an_adapter_loaded_by_another_client_is_used(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     first = run(new_decoder(), request(weights="run-1"))["q"]
     assert tokens(run(new_decoder(), request(weights="run-1"))["q"]) == tokens(first)
 
 
-def test_weights_that_the_server_cannot_load_fail_without_naming_a_path(
+def test_weights_that_the_server_cannot_load_fail_without_a_path(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     decoder = new_decoder()
@@ -112,7 +112,7 @@ def test_a_request_waits_until_the_folder_of_its_weights_is_written(
     assert tokens(finish(decoder)["waits"])
 
 
-def test_weights_that_are_missing_fail_their_request_alone(new_decoder: NewDecoder) -> None:
+def test_missing_weights_fail_their_request_alone(new_decoder: NewDecoder) -> None:
     def folder(key: str) -> Path:
         raise WeightsMissing(key)
 
@@ -122,7 +122,7 @@ def test_weights_that_are_missing_fail_their_request_alone(new_decoder: NewDecod
     assert tokens(outputs["base"])
 
 
-def test_dropped_weights_are_unloaded_once_nobody_uses_them(
+def test_dropped_weights_are_unloaded_once_they_are_unused(
     new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
 ) -> None:
     name = trained.folders["run-1"].name
@@ -143,7 +143,7 @@ def test_dropped_weights_are_unloaded_once_nobody_uses_them(
     assert vllm.pulled == []
 
 
-def test_folders_are_named_so_that_the_server_finds_them_from_anywhere(
+def test_the_paths_of_folders_are_absolute(
     new_decoder: NewDecoder,
     vllm: FakeVllm,
     trained: Trained,
@@ -187,12 +187,12 @@ def held(tmp_path: Path) -> set[str]:
     return {config.parent.name for config in (tmp_path / "copies").glob(f"??/*/{CONFIG}")}
 
 
-def test_a_copy_holds_what_was_saved(tmp_path: Path, stored: list[str]) -> None:
+def test_a_copy_has_the_saved_weights(tmp_path: Path, stored: list[str]) -> None:
     copies_in(tmp_path, 10**9).fetch(stored[3])
     assert read_folder(Folder(tmp_path / "copies"), stored[3], layout_of).flat.eq(3.0).all()
 
 
-def test_the_longest_unused_makes_room(tmp_path: Path, stored: list[str]) -> None:
+def test_the_least_recently_used_copy_is_removed(tmp_path: Path, stored: list[str]) -> None:
     copies = copies_in(tmp_path, 3 * size_of(tmp_path, stored[0]))
     for digest in (*stored[:3], stored[0], stored[3]):
         copies.fetch(digest)
@@ -201,14 +201,14 @@ def test_the_longest_unused_makes_room(tmp_path: Path, stored: list[str]) -> Non
     assert held(tmp_path) == {stored[0], stored[3], stored[1]}
 
 
-def test_what_the_server_has_loaded_stays(tmp_path: Path, stored: list[str]) -> None:
+def test_a_copy_loaded_by_the_server_is_kept(tmp_path: Path, stored: list[str]) -> None:
     copies = copies_in(tmp_path, 2 * size_of(tmp_path, stored[0]))
     for number, digest in enumerate(stored):
         copies.fetch(digest, loaded=stored[: min(number, 3)])
     assert held(tmp_path) == {*stored[:3], stored[4]}
 
 
-def test_a_process_begins_with_none(tmp_path: Path, stored: list[str]) -> None:
+def test_a_new_process_starts_without_copies(tmp_path: Path, stored: list[str]) -> None:
     copies_in(tmp_path, 10**9).fetch(stored[0])
     copies = copies_in(tmp_path, 10**9)
     assert held(tmp_path) == set()
@@ -217,7 +217,7 @@ def test_a_process_begins_with_none(tmp_path: Path, stored: list[str]) -> None:
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_what_is_gone_or_damaged_is_not_copied(
+def test_missing_or_damaged_weights_are_not_copied(
     tmp_path: Path, stored: list[str], is_there: bool
 ) -> None:
     tensors = tmp_path / "store" / key_of(stored[0]) / TENSORS

@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return build_tiny("qwen3", tmp_path, layers=1)
 
 
-def test_passes_and_a_step_are_those_of_seg(folder: Path) -> None:
+def test_passes_and_a_step_equal_those_of_seg(folder: Path) -> None:
     seg, fused = engine(folder, "seg"), engine(folder, "fused")
     assert fused.facts.numerics.lora == "fused"
     seg.run([op for tenant in TENANTS for op in tenant.ops(0)])  # after it no B is zero
@@ -68,7 +68,7 @@ def test_passes_and_a_step_are_those_of_seg(folder: Path) -> None:
         assert relative_error(*weights) < 1e-3
 
 
-def test_a_run_among_others_equals_the_run_alone_to_the_bit(folder: Path) -> None:
+def test_a_run_among_others_equals_the_run_alone_exactly(folder: Path) -> None:
     together, alone = engine(folder, "fused"), engine(folder, "fused")
     together.run([op for tenant in TENANTS for op in tenant.ops(0)])
 
