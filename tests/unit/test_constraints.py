@@ -1,4 +1,4 @@
-"""The pinned versions: complete, the ones the tests run with, and used by every command."""
+"""Pinned versions: complete, equal to the tested ones, and used by every command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pins() -> dict[str, Requirement]:
 
 
 def asked_for() -> list[Requirement]:
-    """Everything pyproject.toml names for this Python, except our own extras."""
+    """Return every requirement in pyproject.toml for this Python, except our own extras."""
     extras = PROJECT["project"]["optional-dependencies"].values()
     lines = [line for extra in extras for line in extra] + PROJECT["dependency-groups"]["dev"]
     found = [Requirement(line) for line in PROJECT["project"]["dependencies"] + lines]
@@ -80,7 +80,7 @@ def test_every_pin_except_torch_has_hashes() -> None:
     versions = {name: str(pin.specifier).removeprefix("==") for name, pin in pins().items()}
     del versions["torch"]
     known = hashed("hashes.txt")
-    assert {name: known[name][0] for name in versions} == versions  # else: make hashes
+    assert {name: known[name][0] for name in versions} == versions  # otherwise: make hashes
     assert all(hashes for _, hashes in known.values())
     assert hashed("pip.txt") == {"pip": known["pip"]}
 

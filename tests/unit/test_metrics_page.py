@@ -1,4 +1,6 @@
-"""docs/metrics.md, what processes show, and the list of definitions are the same."""
+"""Metrics in docs/metrics.md, in the processes, and in the list of definitions, which must be
+equal.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ async def found(*_: object) -> Any:
 
 
 async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Scrape the fleet of one pool with one worker, another one away, and one tenant."""
+    """Return the fleet metrics of one pool with one worker, a missing one, and one tenant."""
 
     async def redis_found(*_: object) -> RedisStatus:
         return RedisStatus("8", True, "always", 0, True, 0)

@@ -1,4 +1,6 @@
-"""A mutant whose line has moved on would test nothing: found here, long before `make mutants`."""
+"""Lines of mutants. A mutant whose line has changed would test nothing, and fails here long before
+`make mutants`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order test files run."""
+"""Order in which test files run."""
 
 from __future__ import annotations
 

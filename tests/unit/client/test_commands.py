@@ -52,7 +52,7 @@ def test_a_list_shows_whole_paths_and_no_emoji(api: FakeCheckpoints) -> None:
     assert "\x1b" not in done.stdout
 
 
-#: Names a terminal's window, clears it, colours it and turns the direction of its text.
+#: Control codes: set a terminal's title, clear it, colour it and reverse the direction of its text.
 SPELL = "\x1b]0;mine\x07\x1b[2J\x9b31m\N{RIGHT-TO-LEFT OVERRIDE}"
 
 

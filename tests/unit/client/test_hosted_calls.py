@@ -1,4 +1,4 @@
-"""Calls as programs for the hosted SDK make them: they work, or say in a sentence why not."""
+"""Calls of programs for the hosted SDK: each works, or raises one sentence with the reason."""
 
 from __future__ import annotations
 

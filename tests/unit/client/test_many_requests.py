@@ -21,9 +21,9 @@ MANY = 1_000
 THREADS = 8
 OF_EACH = 40
 WITHIN_S = 120.0
-"""For a deadlock, not for speed."""
+"""Time limit in seconds for a deadlock, not for speed."""
 BYTES_PER_FUTURE = 20_000
-"""Twice what two tasks, their frames and their futures take; generous."""
+"""Bytes of two tasks, their frames and their futures, doubled as a margin."""
 
 
 @pytest.fixture
@@ -77,8 +77,8 @@ def test_an_accepted_request_keeps_nothing_of_its_body(api: FakeApi, run: Traini
 
 
 def messages() -> list[object]:
-    """List the requests that are still referenced; their bytes are not Python's to count."""
-    gc.collect()  # an earlier test's garbage is unreferenced, and listed until a full collection
+    """Return the requests that are still referenced. Their bytes are not counted by Python."""
+    gc.collect()  # garbage of an earlier test is unreferenced, and listed until a full collection
     return [each for each in gc.get_objects() if type(each) is wire.ForwardBackwardRequest]
 
 

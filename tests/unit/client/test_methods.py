@@ -1,4 +1,6 @@
-"""Whatever a program calls on the hosted SDK works here by the same name and arguments, or says why not."""
+"""Methods and arguments of the hosted SDK: each works here under the same name, or raises the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +153,7 @@ def positional_arguments(method: Function) -> list[str]:
 
 
 def defaults_of(method: Function) -> dict[str, Any]:
-    """Read which value an argument has where nothing is taken, of those that need not be given."""
+    """Return the defaults of the optional arguments."""
     positional = reversed(positional_arguments(method))
     given = zip(positional, reversed(method.args.defaults), strict=False)
     named = zip((each.arg for each in method.args.kwonlyargs), method.args.kw_defaults, strict=True)
@@ -160,7 +162,7 @@ def defaults_of(method: Function) -> dict[str, Any]:
 
 @cache
 def official_methods(ours: type) -> dict[str, Function]:
-    """Read, without importing it, which methods the hosted SDK's class of this name has."""
+    """Return the methods of the hosted SDK's class of this name, without importing it."""
     methods = {
         each.name: each
         for each in _body_of(CLIENTS[ours])

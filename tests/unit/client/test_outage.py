@@ -1,4 +1,4 @@
-"""A server that stays away longer than a request is tried: what comes after it keeps its order."""
+"""Server that is unreachable for longer than a request is retried: later requests keep their order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(api: FakeApi) -> Iterator[TrainingClient]:
 
 
 def passes(api: FakeApi) -> list[tuple[int, int]]:
-    """Place and number of datums of every pass that was sent."""
+    """Return the number and the datum count of every pass that was sent."""
     sent = [call for call in api.calls if call.url.path.endswith("/forward_backward")]
     messages = [wire.ForwardBackwardRequest.FromString(call.content) for call in sent]
     return [(message.seq_id, len(message.data)) for message in messages]

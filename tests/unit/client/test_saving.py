@@ -87,7 +87,7 @@ def test_a_refused_save_leaves_no_gap_in_the_order(api: FakeSampling, run: Train
 def test_a_cancelled_training_result_leaves_no_gap(api: FakeSampling, run: TrainingClient) -> None:
     api.answers["optim_step"] = [refusal(429, **{"Retry-After": "0.05"})]
     future = run.optim_step()
-    asyncio.run(until(lambda: "optim_step" in api.paths()))  # and refused for the moment
+    asyncio.run(until(lambda: "optim_step" in api.paths()))  # and temporarily refused
     assert future.cancel()
     with pytest.raises(CancelledError):
         future.result()

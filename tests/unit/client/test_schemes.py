@@ -1,4 +1,4 @@
-"""An address of the wrong scheme: which one to try is message, at once where it is certain."""
+"""Addresses with the wrong scheme: the error suggests the other one, at once if it is certain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAIN = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[str]:
-    """Answer whatever comes with these bytes, and hang up; gives host and port."""
+    """Answer every request with these bytes and close the connection. Yield host and port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:

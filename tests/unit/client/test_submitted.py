@@ -183,7 +183,7 @@ def test_an_unretrieved_failure_is_logged_once(
     api: FakeApi, run: TrainingClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     api.answers["forward_backward"] = [refusal(400, "too odd")]
-    send(run)  # collected before it fails
+    send(run)  # garbage-collected before it fails
     asyncio.run(until(lambda: bool(caplog.records)))
     run.optim_step().result()
     assert [record.message for record in caplog.records] == [
@@ -203,7 +203,7 @@ def test_a_retrieved_failure_is_not_logged(caplog: pytest.LogCaptureFixture) -> 
         met.result()
     del met
     assert not caplog.records
-    del unmet  # it was waited for, and left, before it failed
+    del unmet  # a caller waited for it and left before it failed
     assert [record.message for record in caplog.records] == [
         "b failed, and its result was never asked for: no"
     ]

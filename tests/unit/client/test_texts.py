@@ -1,4 +1,4 @@
-"""Text as it streams from a server: whole, failing in the middle, ended by the user."""
+"""Text streamed from a server: complete, failing in the middle, interrupted by the user."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_control_characters_of_a_model_are_not_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sample._show("\x1b[2Ja\tb\n")
-    assert capsys.readouterr().out == "\x1b[2Ja\tb\n"  # a file gets it as it is
+    assert capsys.readouterr().out == "\x1b[2Ja\tb\n"  # a file gets it unchanged
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     sample._show("\x1b[2Ja\tb\n")
     assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}[2Ja\tb\n"

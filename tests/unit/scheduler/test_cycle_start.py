@@ -16,7 +16,7 @@ from cotrain_store.messages.ids import RunId
 
 A, B = RunId("a"), RunId("b")
 SLOW = ReturnTimes(latest_s=10.0)
-"""As if those that came back had taken longer than any gather window."""
+"""Recent return time longer than any gather window."""
 
 
 def test_a_cycle_starts_at_once_when_every_run_has_returned() -> None:
@@ -60,7 +60,9 @@ def test_periods_start_at_multiples_of_their_length() -> None:
 def test_a_request_after_the_start_of_a_cycle_is_answered_in_a_period(
     period_s: float,
 ) -> None:
-    """Behind the rest of that cycle, the gather window and all of the next: with a tenth of a period to spare."""
+    """The wait is the rest of that cycle, the gather window and the whole next cycle, with a tenth
+    of a period to spare.
+    """
     limit_s = cycle_limit_s(period_s, begins_at_once=True)
     next_begins = eager_start(
         LastCycle(frozenset({A}), limit_s, ended_at=limit_s), limit_s, 0.005, SLOW, are_back=False

@@ -1,6 +1,6 @@
-"""One pool's clock, on a store in memory and a time of its own: nothing here sleeps.
+"""Clock of one pool, on a store in memory and a simulated time: nothing here sleeps.
 
-A time of day that is set while a scheduler runs: its clocks go on.
+A change of the host's time of day while a scheduler runs does not affect its clocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ async def test_a_single_tenant_never_waits_for_the_gather_window(store: InMemory
     for _ in range(5):
         store.submit("alone")
         await clock.tick(now)
-        assert len(store.open) == 1  # planned in the very tick that saw it
+        assert len(store.open) == 1  # planned in the same tick
         now += 5.0
         store.finish()
         assert await clock.tick(now) == now + IDLE_SWEEP_S
@@ -61,12 +61,14 @@ async def test_runs_that_missed_a_cycle_are_waited_for_until_they_stay_away(
     store: InMemory,
 ) -> None:
     clock = pool_on(store, gather_s=0.005)
-    for run in ("a", "b", "c"):  # c waits at every moment
+    for run in ("a", "b", "c"):  # c is always waiting
         store.submit(run)
     await clock.tick(NOW)
 
     async def ends(at: float, *returns: tuple[str, float]) -> set[str]:
-        """End the open step; c waits, and others come back later. Say whose ops the next one takes."""
+        """End the open step, with c waiting and others returning later. Return the runs in the next
+        step.
+        """
         store.finish()
         store.submit("c", at=at - 1)
         again = await clock.tick(at)
@@ -79,12 +81,12 @@ async def test_runs_that_missed_a_cycle_are_waited_for_until_they_stay_away(
         return {str(op.run) for op in store.steps[-1].ops}
 
     came = [("a", 0.1), ("b", 0.2)]
-    assert await ends(NOW + 10.0, *came) == {"c"}  # nothing is known of how soon they come
-    assert await ends(NOW + 20.0) == {"a", "b", "c"}  # both came while that ran
+    assert await ends(NOW + 10.0, *came) == {"c"}  # their return times are unknown
+    assert await ends(NOW + 20.0) == {"a", "b", "c"}  # both returned while that ran
     assert await ends(NOW + 30.0, *came) == {"a", "b", "c"}
     assert await ends(NOW + 40.0, *came) == {"a", "b", "c"}
     assert clock._clocks[WORKER].returns.latest_s == pytest.approx(0.2)
-    for cycle in range(8):  # both have ended
+    for cycle in range(8):  # both have left
         assert await ends(NOW + 50.0 + 10 * cycle) == {"c"}
     assert clock._clocks[WORKER].returns.latest_s < 0.001
 
@@ -286,7 +288,7 @@ async def test_the_whole_queue_is_read_again_after_a_missed_change(
 
 
 async def test_a_queue_cleared_during_a_read_is_read_again(store: InMemory) -> None:
-    """A lost connection of the listener, while a tick waits for what changed."""
+    """The listener loses its connection while a tick waits for the changes."""
     clock = pool_on(store)
     read = store.changes
 
@@ -322,7 +324,7 @@ async def test_a_run_that_differs_from_the_read_state_is_read_again_alone(store:
     store.finish()
     store.submit("a")
     store.outdated = 1
-    await clock.tick(NOW + 2)  # sees the end of the cycle, and waits for "b" for a moment
+    await clock.tick(NOW + 2)  # reads the end of the cycle, and waits for "b" for a moment
     again = await clock.tick(NOW + 3)
     await clock.tick(again)
     assert {op.run for op in store.steps[-1].ops} == {"a"}
@@ -349,7 +351,7 @@ async def test_a_returning_worker_gets_its_runs_again(store: InMemory) -> None:
     await clock.tick(NOW + 1)
     store.workers = [WORKER]
     await clock.tick(NOW + 2)
-    assert len(store.read_all) == 2  # for a worker more, not for one less
+    assert len(store.read_all) == 2  # for one worker more, not for one less
     store.workers = [WORKER, WorkerId("w1")]
     await clock.tick(NOW + 3)
     assert len(store.read_all) == 3
@@ -357,7 +359,7 @@ async def test_a_returning_worker_gets_its_runs_again(store: InMemory) -> None:
 
 @dataclass
 class HostTime:
-    """A host's two clocks: the operator sets the one, and the other only ever goes on."""
+    """Two clocks of a host: the operator sets one, and the other only advances."""
 
     wall_s: float = NOW
     steady_s: float = 5_000.0
@@ -389,9 +391,9 @@ async def test_no_run_waits_for_a_clock_that_was_set_back(
     await clock.look()
     host_time.pass_by(0.5)
     store.finish()
-    await clock.look()  # sees the end of the cycle
+    await clock.look()  # reads the end of the cycle
     host_time.pass_by(0.01, set_by=set_by)
-    store.submit("b")  # and nothing of those just answered
+    store.submit("b")  # and nothing of the runs just answered
     await clock.look()
     assert {op.run for op in store.steps[-1].ops} == {"b"}
 

@@ -1,4 +1,4 @@
-"""One table gives every error its status, and every message is fit for a tenant."""
+"""Status and message of every error, from one table, and safe to show to a tenant."""
 
 from __future__ import annotations
 

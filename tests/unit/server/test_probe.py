@@ -1,4 +1,4 @@
-"""The health probe, against real answers and none."""
+"""Health probe, with real answers and with none."""
 
 from __future__ import annotations
 

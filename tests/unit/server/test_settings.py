@@ -1,4 +1,4 @@
-"""The API's settings, as they come from variables."""
+"""Settings of the API, read from variables."""
 
 from __future__ import annotations
 

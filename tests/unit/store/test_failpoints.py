@@ -1,4 +1,4 @@
-"""Failpoints: what may be asked for, when it strikes, and that every name has its place."""
+"""Failpoints: valid faults, their timing, and the use of every registered name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cotrain_store.failpoints import FAILPOINTS, Faults, failpoint, parse_faults
 
 ROOT = Path(__file__).parents[3]
 PLACED = re.compile(r'(?:failpoint|write_past)\(\s*"([^"]*)"')
-#: Those that a put of a blob passes.
+#: Failpoints that a put of a blob passes.
 MOMENTS = re.compile(r'Moments\("([^"]*)", "([^"]*)", "([^"]*)"\)')
 
 

@@ -39,7 +39,9 @@ def test_all_keys_of_a_pool_share_its_hash_tag() -> None:
 
 
 def pattern(key: str) -> str:
-    """Write a key with `*` for each part that is filled in; a part may hold several, as `<run>:<seq>`."""
+    """Write a key with `*` for each filled-in part. A part may have several values, such as
+    `<run>:<seq>`.
+    """
     return re.sub(r"\*([:/]\*)+", "*", key)
 
 
@@ -61,7 +63,8 @@ def made_here() -> set[str]:
     return keys
 
 
-#: A string of Lua that is put together from quoted and other parts, beginning with a key or its prefix.
+#: A string in Lua that is concatenated from literals and other parts, starting with a key or its
+#: prefix.
 _BUILT = re.compile(
     r"(?P<start>prefix \.\. '|'\^?cotrain:)(?P<literal>[^']*)'(?P<rest>(?:\s*\.\.\s*(?:'[^']*'|[\w.]+(?:\[\w+\])?))*)"
 )

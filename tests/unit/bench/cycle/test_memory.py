@@ -15,8 +15,8 @@ def test_tensors_saved_for_backward_are_counted_once_until_it_has_run() -> None:
     counter, x = SavedBytes(), torch.ones(1000, requires_grad=True)
 
     with saved_tensors_hooks(counter.keep, lambda kept: kept.tensor):
-        y = torch.exp(x)  # keeps its result
-        z = (y * y).sum()  # keeps the same, twice
+        y = torch.exp(x)  # its backward keeps its result
+        z = (y * y).sum()  # keeps the same tensor, twice
     assert counter.now == 4000
 
     z.backward()

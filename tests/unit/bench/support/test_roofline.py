@@ -16,7 +16,7 @@ RANK = 16
 H200 = 788e12  # dense bf16 FLOP/s
 
 
-# Worked out apart, by hand, without LoRA on the head: 0.2 to 0.6 % of a token.
+# Calculated separately by hand, without LoRA on the head, which is 0.2 to 0.6 % of a token.
 @pytest.mark.parametrize(
     ("size", "length", "plain", "recomputed"),
     [
@@ -57,6 +57,6 @@ def test_the_ceiling_includes_a_step_of_every_adapter() -> None:
     parameters = adapter_parameters(shape, RANK)
 
     for adapters in (1, 64):
-        # Computing costs nothing here, and one parameter is stepped per second.
+        # Computation costs nothing here, and one parameter is stepped per second.
         possible = ceiling(shape, 64, RANK, rates, adapters=adapters, tokens=4096)
         assert possible == pytest.approx(4096 / (adapters * parameters))

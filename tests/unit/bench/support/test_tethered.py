@@ -1,4 +1,4 @@
-"""A benchmark that is killed leaves no process behind."""
+"""Killed benchmarks, which leave no process behind."""
 
 from __future__ import annotations
 

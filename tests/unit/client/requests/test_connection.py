@@ -1,4 +1,4 @@
-""""""
+"""Connection of a client: capabilities of the server, sharing, cancellation and closing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-""""""
+"""Polling of results: retries, failures, and limits of a busy server."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_an_answer_that_is_not_a_result_is_an_error(content: bytes) -> None:
 def test_the_reason_of_a_pending_result_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From the wire to the logger; when it is message is for `test_patience.py`."""
+    """Test the path from the wire to the logger. Its timing is tested in `test_retries.py`."""
     monkeypatch.setattr(patience, "WARN_AFTER_S", 0.0)
     reason = {"queue_state_reason": "the server's store is restarting"}
     pending_answer = httpx.Response(
@@ -154,7 +154,7 @@ def through(
     work: Callable[[SampleRequests], Awaitable[Any]],
     policy: RetryPolicy | None = None,
 ) -> Any:
-    """Do `work` with the requests of a server; a pause lasts one turn of the loop."""
+    """Do `work` with the requests of a server. A pause lasts one turn of the loop."""
 
     async def run() -> Any:
         transport = Transport(

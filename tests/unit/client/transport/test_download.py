@@ -19,12 +19,12 @@ URL = "https://files.example/secret/weights"
 
 @dataclass
 class Files:
-    """Serves one file with ranges, and breaks off where a test says."""
+    """Server of one file with ranges, which breaks off where a test says."""
 
     content: bytes = CONTENT
     etag: str = '"v1"'
     breaks: list[int] = field(default_factory=list)
-    """After how many bytes the next answers break off."""
+    """Number of bytes after which the next answers break off."""
     answers: list[Answer] = field(default_factory=list)
     asked: list[httpx.Request] = field(default_factory=list)
 

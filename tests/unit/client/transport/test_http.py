@@ -1,4 +1,4 @@
-""""""
+"""HTTP transport: retries, errors, compression, trace spans, and connection pools."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ REFUSED = APIConnectionError("cannot reach http://server:8000: refused")
 
 
 class Time:
-    """A clock that moves only in sleeps."""
+    """Clock that advances only in sleeps."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
@@ -119,7 +119,7 @@ def test_delays_double_up_to_the_longest() -> None:
     assert policy.delay_s(10_000, REFUSED, jitter=1.0) == 7.5
 
 
-# ---- a word while waiting -------------------------------------------------------------------------
+# ---- Log messages during a wait -------------------------------------------------------------------
 
 FULL = "512 requests wait: ops of COTRAIN_QUOTAS is 512."
 
@@ -131,7 +131,7 @@ async def test_the_reason_of_a_long_wait_is_logged_once_for_all_calls(
     contact = Contact(URL)
     waiting = [patience_with(time, contact) for _ in range(5)]
     while time.now < waiting[0]._since + 4 * WARN_AFTER_S:
-        for number, patience in enumerate(waiting):  # each is refused with numbers of its own
+        for number, patience in enumerate(waiting):  # each is refused with its own numbers
             await patience.wait_out(status_error(status, f"{number}: {FULL}", None))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert FULL in caplog.messages[0]

@@ -1,4 +1,4 @@
-"""The results of sampling, against the official SDK's own decoder."""
+"""Results of sampling, compared with the official SDK's own decoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ scores = st.lists(st.floats(-100, 0, width=32), min_size=1, max_size=5)
 
 
 def topk(rows: int, k: int, empty: int = 0) -> wire.TopkLogprobs:
-    """Make matrices of which the first `empty` rows are filled with nothing."""
+    """Return matrices whose first `empty` rows are empty."""
     ids = np.arange(1, rows * k + 1, dtype=np.int32).reshape(rows, k)
     logprobs = -ids.astype(np.float32)
     ids[:empty], logprobs[:empty] = 0, -99999.0

@@ -26,7 +26,7 @@ def test_integers_stay_integers(array: np.ndarray) -> None:
     np.testing.assert_array_equal(tensor.to_numpy(), array)
 
 
-# torch says so once in a process, for the first one made.
+# torch warns of it once per process, for the first matrix.
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @given(
     st.lists(st.lists(st.sampled_from([0.0, 0.0, 1.5, -2.0]), min_size=5, max_size=5), min_size=1)

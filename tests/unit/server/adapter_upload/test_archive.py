@@ -49,7 +49,7 @@ def test_extended_headers_and_folders_of_usual_tools_are_accepted(form: int) -> 
     members = [(folder, b"")]
     for name, content in GOOD.items():
         info = tarfile.TarInfo(f"./{name}")
-        info.mtime = 1.5  # not a whole number: an extended header, where there are such
+        info.mtime = 1.5  # not an integer: an extended header, if the format has them
         members.append((info, content))
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=form) as archive:
@@ -146,7 +146,7 @@ def test_endless_headers_are_refused() -> None:
 
 
 class Counted(io.BytesIO):
-    """A file that counts how often it is read."""
+    """File that counts its reads."""
 
     reads = 0
 

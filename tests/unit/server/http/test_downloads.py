@@ -1,4 +1,4 @@
-"""Files on their way out: opened safely, sent whole, in ranges, or as one tar."""
+"""Downloads of files: opened safely, sent whole, in ranges, or as one tar."""
 
 from __future__ import annotations
 

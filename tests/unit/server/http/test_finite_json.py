@@ -1,4 +1,4 @@
-"""JSON of whatever tenants sent: numbers that JSON does not have become null."""
+"""JSON of any values from tenants: numbers that JSON does not have become null."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINITE = {"a": [1.5, None, {"b": None}], "c": None, "d": "NaN"}
 
 
 def strict(text: str | bytes) -> Any:
-    """Read JSON as other languages read it."""
+    """Parse JSON as strictly as other languages."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(constant)

@@ -1,6 +1,6 @@
-"""A poll's answer is waited for, and refused like any other.
+"""Long polls: the answer is awaited, and an error is answered like any other.
 
-Work whose client has disconnected is not done.
+Work is cancelled when its client disconnects.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def test_an_unavailable_store_is_reported_as_a_pending_result(
 
 
 class Client:
-    """Hangs up on demand."""
+    """Client that disconnects on demand."""
 
     def __init__(self) -> None:
         self.hangs_up = asyncio.Event()

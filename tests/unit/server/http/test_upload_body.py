@@ -1,7 +1,4 @@
-"""
-
-A file in a form is found where it lies, and read like a file of its own.
-"""
+"""Upload bodies: stored in a temporary file within limits, or read from a file in a form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the fields of a save or a load to an op of the log."""
+"""Conversion of the fields of a save or a load to an op of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the bytes of a training request to an op of the log."""
+"""Conversion of the bytes of a training request to an op of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data folder: one server at a time, and readable by its owner only."""
+"""Data folder: used by one server at a time, and readable by its owner only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under `cotrain serve` each process has a metrics port of its own, and a file says which."""
+"""Metrics ports under `cotrain serve`: one per process, listed in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat is rendered and cut into tokens as `transformers` does it, and never runs wild."""
+"""Chat templates: rendered and tokenized as in `transformers`, within limits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CHATS: list[list[Message]] = [
 
 
 def folder_of(path: Path, template: str) -> Any:
-    """Write a tokenizer as a worker does; the `transformers` tokenizer itself."""
+    """Write a tokenizer as a worker does. Return the tokenizer of `transformers`."""
     import transformers
 
     tokenizer = transformers.PreTrainedTokenizerFast(

@@ -20,7 +20,7 @@ from tests.support.tiny_models import sentencepiece_tokenizer, trained_tokenizer
 
 EOS = 2
 BYTE = 3
-"""The id of byte 0 in a fallback vocabulary."""
+"""Token id of byte 0 in a fallback vocabulary."""
 tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained_tokenizer(512)))
 llama2 = Tokenizer(tokenizers.Tokenizer.from_str(sentencepiece_tokenizer(512, strips=True)))
 (A,), (B,) = (tokenizer.encode(letter, special=False) for letter in "ab")

@@ -1,4 +1,4 @@
-"""Text is refused by its length before anything cuts it into tokens."""
+"""Limits of text length, checked before any tokenization."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def target(tmp_path: Path) -> Target:
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the texts that were cut into tokens."""
+    """Return a list that gets the length of each tokenized text."""
     lengths: list[int] = []
 
     def encode(_: Tokenizer, text: str, *, special: bool) -> list[int]:
@@ -71,7 +71,7 @@ def test_the_maximum_text_length_grows_with_the_context() -> None:
 def test_a_text_of_ten_million_characters_is_never_tokenized(
     target: Target, cut: list[int]
 ) -> None:
-    """It took 34 s and 2 GB."""
+    """Measured: it took 34 s and 2 GB."""
     vast = "x" * 10_000_000
     sentence = (
         "10000000 characters; tiny/model .* up to 64 tokens, .* no more than 65536 characters"

@@ -1,4 +1,4 @@
-"""The timeline of a session, as a trace viewer reads it."""
+"""Timeline of a session in the format of a trace viewer."""
 
 from __future__ import annotations
 

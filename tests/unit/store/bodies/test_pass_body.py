@@ -1,4 +1,4 @@
-"""Bodies: read as they were meant, or refused in words. No bytes may raise anything else."""
+"""Bodies of passes: decoded correctly, or refused with the documented error, whatever the bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BIG = 2**63 - 1
 
 
 def request_with(**tensor: Any) -> wire_pb2.ForwardBackwardRequest:
-    """Make a request of one good datum and one whose input `x` is this tensor."""
+    """Return a request with one valid datum and one whose input `x` is this tensor."""
     request = wire_pb2.ForwardBackwardRequest(model_id="r", seq_id=1, loss_fn="cross_entropy")
     request.data.add()
     request.data.add().loss_fn_inputs["x"].CopyFrom(

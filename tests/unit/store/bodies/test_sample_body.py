@@ -1,4 +1,6 @@
-"""Bodies and results of sample requests: read back as written, and nothing hostile gets through."""
+"""Bodies and results of sample requests: unchanged by encoding and decoding, and safe with
+malicious bytes.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ def test_a_result_has_only_the_requested_fields() -> None:
     assert np.frombuffer(response.sequences[1].tokens, "<i4").tolist() == [5, 6]
     assert np.frombuffer(response.sequences[1].logprobs, "<f4").tolist() == [-0.5, -1.5]
     assert response.sequences[0].tokens == b""
-    assert response.sequences[0].HasField("logprobs")  # none is not the same as not known
+    assert response.sequences[0].HasField("logprobs")  # none is not the same as unknown
     asked = ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs")
     assert not any(response.HasField(name) for name in asked)
 

@@ -24,7 +24,7 @@ from cotrain_store.disk.spool import (
 from cotrain_store.errors import SpoolCorrupt
 from tests.support.processes import environment_of
 
-#: Nothing in here takes a second; a hang fails instead of hanging.
+#: Time limit in seconds: no step here takes a second, so a deadlock fails the test.
 PATIENCE_S = 120
 
 
@@ -36,7 +36,7 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
 
 
 class HeldDisk:
-    """Stands in for `os.fdatasync`: counts the calls, and lets them through when released."""
+    """Stand-in for `os.fdatasync` that counts the calls, and lets them return when released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
@@ -263,7 +263,7 @@ def test_a_segment_is_locked_until_its_references_are_settled(
     spool.settle([second])
     assert free(tmp_path) == ["w-0"]
     spool.settle([full])
-    assert free(tmp_path) == ["w-0"]  # the other one is still written to
+    assert free(tmp_path) == ["w-0"]  # the other one is still being written
     spool.close()
     assert free(tmp_path) == ["w-0", "w-1"]
 

@@ -1,4 +1,4 @@
-""""""
+"""Request ids, and records of earlier versions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_missing_field_has_its_default() -> None:
 
 
 def test_records_of_the_previous_version_are_read() -> None:
-    """A pool that an older worker wrote: it cannot sample, and says so."""
+    """An older worker wrote a pool that cannot sample, and its record says so."""
     fields = {
         "id": "p", "base_model": "m", "architecture": "Q", "vocab_size": 5, "context_length": 9,
         "max_rank": 8, "num_parameters": 1, "device": "cpu", "dtype": "float32",

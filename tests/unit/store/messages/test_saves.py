@@ -1,4 +1,4 @@
-""""""
+"""Requests of saves and loads in the log."""
 
 from __future__ import annotations
 

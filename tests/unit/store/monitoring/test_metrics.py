@@ -1,6 +1,6 @@
-"""It shows what prometheus_client's own histogram shows, for many observations at once.
+"""Counted histograms, with the output of prometheus_client's own for many observations at once.
 
-A hundred tenants have a label, and keep it.
+Labels of tenants: the first hundred have their own, and keep it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A port with metrics: off by default, threads of its own, and no start where it cannot be had."""
+"""Metrics port: off by default, with its own threads. A process does not start if its port is in
+use.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from cotrain_store.redis_client.embedded_server import (
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH with nothing on it, and no wheel."""
+    """Set a PATH without binaries, and hide the wheel."""
     monkeypatch.setenv("PATH", f"{tmp_path}")
     monkeypatch.setattr("cotrain_store.redis_client.embedded_server.find_spec", lambda _: None)
     return tmp_path

@@ -13,7 +13,7 @@ PASSING = ["BUSY", "UNKILLABLE", "MISCONF", "NOREPLICAS", "READONLY", "LOADING",
 
 
 def reply(code: str) -> Any:
-    """Read an error reply as redis-py does."""
+    """Parse an error reply as redis-py does."""
     name_refusals()
     return DefaultParser.parse_error(f"{code} for now")  # type: ignore[no-untyped-call]  # it has no types
 

@@ -1,4 +1,4 @@
-"""Tasks that live as long as their process, whatever Redis says meanwhile."""
+"""Background tasks that continue after any error of Redis, until their process ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""
-
-A setting of an earlier version is not ignored in silence.
-"""
+"""Settings of the store, and the refusal of variables of earlier versions."""
 
 from __future__ import annotations
 

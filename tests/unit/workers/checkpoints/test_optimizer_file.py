@@ -1,4 +1,4 @@
-"""Optimizer states on disk: equal to the bit, whole or not there, and named after their content."""
+"""Files of optimizer states: identical bits, complete or missing, and named after their content."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def layout_of(spec: AdapterSpec) -> Layout:
 def a_state(*, step: int = 12) -> HostOptimizer:
     generator = torch.Generator().manual_seed(0)
     m, v = (torch.randn(layout_of(SPEC).size, generator=generator) for _ in range(2))
-    m[0], v[0] = float("-inf"), float("nan")  # bits are bits
+    m[0], v[0] = float("-inf"), float("nan")  # special bit patterns
     return HostOptimizer(SPEC, m, v, step)
 
 

@@ -93,7 +93,7 @@ def test_plain_peft_loads_the_folder_with_equal_results(
 
     network: Any = AutoModelForCausalLM.from_pretrained(base)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tied embeddings, and names that transformers retired
+        warnings.simplefilter("ignore")  # tied embeddings, and deprecated names of transformers
         plain: Any = PeftModel.from_pretrained(network, tmp_path / folder.key)
     with torch.no_grad():
         logits = plain(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0]
@@ -219,7 +219,7 @@ def test_a_changed_byte_is_detected(tmp_path: Path, at: int) -> None:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Change the tensors of a folder and leave its metadata as it is."""
+    """Change the tensors of a folder without its metadata."""
     tensors: dict[str, torch.Tensor] = load_file(path / TENSORS)
     metadata = peft_folder._metadata((path / TENSORS).read_bytes())
     change(tensors)

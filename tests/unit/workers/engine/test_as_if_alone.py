@@ -1,4 +1,6 @@
-"""The promise of the project: a run among others equals the run alone, to the bit on CPU fp32."""
+"""Guarantee of the project: a run among others equals the run alone, with identical bits on CPU in
+fp32.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ CYCLES = 3
 
 
 def interleaved(tenants: Sequence[Tenant], cycle: int, rng: np.random.Generator) -> list[Op]:
-    """Mix the ops of several runs; each run's own order stays."""
+    """Mix the ops of several runs. The ops of each run stay in order."""
     queues = [tenant.ops(cycle) for tenant in tenants]
     ops = []
     while queues:
@@ -69,7 +71,9 @@ def test_a_run_among_others_equals_the_run_alone_exactly(
 
 
 def test_widths_that_split_cache_lines_change_no_bit(tmp_path: Path) -> None:
-    """Segments then start anywhere in memory, and a GEMM may care how its operands are aligned."""
+    """Segments then start anywhere in memory, and a GEMM may depend on the alignment of its
+    operands.
+    """
     folder = build_tiny("qwen3", tmp_path, hidden=72, vocab=131)
     together, alone = Engine.load(str(folder)), Engine.load(str(folder))
 
@@ -124,7 +128,7 @@ def test_the_same_ops_twice_give_the_same_bits(new_engine: NewEngine) -> None:
 
 
 def poisoned(op: Op) -> Op:
-    """Fill a pass with NaN weights."""
+    """Return a pass with NaN weights."""
     assert isinstance(op, Pass)
     datums = [
         replace(d, inputs={**d.inputs, "weights": np.full(len(d.tokens), np.nan, np.float32)})

@@ -50,7 +50,7 @@ print(os.environ["CUBLAS_WORKSPACE_CONFIG"])
 
 
 def test_products_on_cuda_may_precede_an_engine() -> None:
-    """torch looks for this once, at the first product, and would refuse all later ones."""
+    """torch checks this once, at the first product, and would refuse all later ones."""
     path = os.pathsep.join(each for each in sys.path if each)
     ran = subprocess.run(
         [sys.executable, "-c", IN_A_FRESH_PROCESS],
@@ -104,7 +104,7 @@ def test_values_are_copied_through_pinned_memory_without_a_wait(
     assert calls[:2] == ["pin", ((torch.device("cuda", 0),), {"non_blocking": True})]
 
 
-# Ten tensors of 6 MB, made and freed again and again; prints the page faults of the last round.
+# Ten tensors of 6 MB, allocated and freed repeatedly. Prints the page faults of the last round.
 CHURN = """
 import resource, sys, torch
 from cotrain_workers.engine.device import keep_freed_memory

@@ -62,7 +62,7 @@ def test_several_micro_batches_equal_one(new_engine: NewEngine) -> None:
             several.adapters.state(tenant.run).grads,
             one.adapters.state(tenant.run).grads,
         )
-        assert relative_error(ours, theirs) < 1e-6  # other pieces, another order of summation
+        assert relative_error(ours, theirs) < 1e-6  # other slices, another order of summation
 
 
 def test_an_op_of_several_slices_equals_itself_alone(new_engine: NewEngine) -> None:
@@ -120,7 +120,7 @@ def test_a_forward_runs_without_building_a_graph(new_engine: NewEngine) -> None:
 
 
 def test_the_base_model_is_called_without_a_cache(new_engine: NewEngine) -> None:
-    """With one, transformers does not see the packing, and says nothing."""
+    """With a cache, transformers silently ignores the packing."""
     engine = new_engine()
     seen = []
     engine._base.backbone.register_forward_pre_hook(

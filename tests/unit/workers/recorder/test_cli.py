@@ -43,7 +43,7 @@ def cotrain(*arguments: object) -> Result:
 
 @pytest.fixture
 def flight(new_engine: NewEngine, tmp_path: Path) -> Flight:
-    """Two cycles of two runs, where a server keeps them."""
+    """Record two cycles of two runs in a server's folder."""
     flight = Flight(new_engine(), tmp_path / "recorder" / "pool" / "w0")
     flight.cycle(create(A, rank=4), create(B, rank=2), a_pass(B, 1))
     flight.cycle(a_pass(A, 1), a_step(A, 2), a_pass(B, 2))
@@ -69,7 +69,7 @@ def test_a_replay_that_diverges_names_run_and_seq_and_exits_with_1(
     assert result.exit_code == 1
     (row,) = [line for line in result.stdout.splitlines() if "log-probs" in line]
     assert row.split()[:3] == [B, "2", "forward_backward"]
-    assert result.stdout.endswith("2 of 5 diverged.\n")  # the result, and the gradient it left
+    assert result.stdout.endswith("2 of 5 diverged.\n")  # the result, and the gradient that it left
 
 
 def test_a_replay_as_json_has_the_same_verdicts_and_exit_code(

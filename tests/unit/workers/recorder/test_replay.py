@@ -1,4 +1,4 @@
-"""A recorded cycle runs again to the same bits; what does not is named."""
+"""Replay of a recorded cycle: the same bits, and a report of every difference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def flight(new_engine: NewEngine, tmp_path: Path) -> Flight:
 
 @pytest.fixture
 def second_cycle(flight: Flight) -> RecordedCycle:
-    """Two runs that go on, after a cycle that made them."""
+    """Return a cycle of two existing runs."""
     flight.cycle(create(A, rank=4), create(B, rank=2), a_pass(A, 1), a_step(A, 2), a_pass(B, 1))
     flight.cycle(a_pass(A, 3), a_step(A, 4), a_pass(B, 2), a_step(B, 3))
     return read_cycle(flight.files[1])
@@ -73,7 +73,7 @@ def test_every_recorded_cycle_is_replayed_with_the_same_bits(flight: Flight) -> 
     rows = [row for cycle in cycles for row in replayed(cycle)]
     assert {row.verdict for row in rows} == {"equal", "left out"}
     left_out = [(row.run, row.seq) for row in rows if row.verdict == "left out"]
-    assert left_out == [(C, 5), (B, 7)]  # a checkpoint that was gone; a crash
+    assert left_out == [(C, 5), (B, 7)]  # a missing checkpoint; a crash
     assert len(rows) == sum(len(c.facts.step.ops) + len(c.found.by_run) for c in cycles if c.found)
 
 
@@ -181,7 +181,7 @@ def test_a_replay_shows_the_digests_of_the_cycle_record(
 def test_a_pass_over_several_cycles_is_replayed_in_its_last_one(
     new_engine: NewEngine, tmp_path: Path
 ) -> None:
-    """And with it what waited; in the cycles before it has changed nothing, whatever is asked for."""
+    """Ops that waited for it are replayed too. In earlier cycles it has changed no state."""
     flight = Flight(new_engine(micro_batch_tokens=8), tmp_path)
     flight.cycle(create(A, rank=4), create(B, rank=2))
     ops = a_pass(A, 1), a_step(A, 2)

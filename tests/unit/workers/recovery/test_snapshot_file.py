@@ -1,4 +1,4 @@
-""""""
+"""Snapshot files, and the policy for snapshots and evictions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN = "session:train:0"
 def a_state(*, dtype: torch.dtype = torch.float32, grads_pending: bool = True) -> AdapterState:
     generator = torch.Generator().manual_seed(0)
     weights, grads, m, v = (torch.randn(48, generator=generator, dtype=dtype) for _ in range(4))
-    weights[0], grads[0] = float("-inf"), float("nan")  # bits are bits
+    weights[0], grads[0] = float("-inf"), float("nan")  # special bit patterns
     spec = AdapterSpec(rank=3, seed=5, train_mlp=False)
     return AdapterState(spec, weights, grads, m, v, step=12, grads_pending=grads_pending)
 
@@ -59,7 +59,7 @@ def test_a_snapshot_has_the_stated_size_and_place(tmp_path: Path) -> None:
     snapshot = written(tmp_path, a_state())
     assert (tmp_path / snapshot.file).stat().st_size == snapshot.size
     assert (tmp_path / snapshot.file).parent.stat().st_mode & 0o777 == 0o700
-    assert RUN not in snapshot.file  # a run's name is a client's, a path is ours
+    assert RUN not in snapshot.file  # the name of a run comes from a client, and a path must not
 
 
 def test_a_replaced_worker_never_overwrites_a_file_of_its_successor(
@@ -112,7 +112,7 @@ def test_removal_keeps_the_given_files_and_those_of_other_runs(tmp_path: Path) -
     assert left == sorted([new.file, other.file])
     assert old.file not in left
     remove_snapshots(Folder(tmp_path), RUN)
-    remove_snapshots(Folder(tmp_path), RUN)  # twice is harmless
+    remove_snapshots(Folder(tmp_path), RUN)  # repeating it has no effect
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == [other.file]
 
 

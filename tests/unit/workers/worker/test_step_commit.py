@@ -114,7 +114,7 @@ HALF = CycleOutput(
 
 
 def test_each_record_of_a_divided_pass_has_the_tokens_of_its_cycle() -> None:
-    """Here one ends and another stays open; the step behind waits, and is in no cycle yet."""
+    """One pass ends here and another stays open. The step after it waits, and is in no cycle yet."""
     step = replace(STEP, ops=(STEP.ops[0], *STEP.ops[2:], replace(STEP.ops[1], run=B, seq=2)))
     record = cycle_record(step, HALF.outputs, HALF, TIMES)
     assert record["tokens"] == 20

@@ -1,4 +1,4 @@
-"""A base model's tokenizer, published for processes that have no model."""
+"""Tokenizer of a base model, published for processes without the model."""
 
 from __future__ import annotations
 

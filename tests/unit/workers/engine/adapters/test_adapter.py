@@ -41,7 +41,7 @@ def test_products_overwrite_a_discarded_gradient(dtype: torch.dtype) -> None:
             assert kept_share(sums) == 1
 
     assert fresh.views["q_proj"].b.any()
-    assert torch.equal(gradient.flat, fresh.flat)  # of the other module nothing was written
+    assert torch.equal(gradient.flat, fresh.flat)  # the other module got no product
 
 
 def test_a_discarded_gradient_counts_as_zeros() -> None:

@@ -1,4 +1,4 @@
-"""Adapters that PEFT saved, through the reading of uploads and into the engine: the same function."""
+"""Adapters saved by PEFT, read as uploads and imported into the engine, with equal results."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def foreign(model_folder: ModelFolder, tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that has PEFT itself save an adapter with random B."""
+    """Return a function with which PEFT itself saves an adapter with random B."""
 
     def saved(
         settings: dict[str, Any],
@@ -107,7 +107,7 @@ def foreign(model_folder: ModelFolder, tmp_path: Path) -> Callable[..., Path]:
 
 
 def imported(upload: Upload) -> PeftAdapter:
-    """Pass an upload through the body of its op."""
+    """Return an upload encoded to the body of its op and decoded again."""
     return peft_adapter(encode_import(upload))
 
 
@@ -122,7 +122,9 @@ def every_logprob(network: Any) -> np.ndarray:
 
 
 def every_logprob_of(engine: Engine, run: str) -> np.ndarray:
-    """Ask for every token of the vocabulary at every position: the logits, but for their level."""
+    """Return the log-probs of every token of the vocabulary at every position: the logits up to a
+    constant.
+    """
     columns = np.tile(np.arange(128), (len(TOKENS), 1))
     weights = np.zeros(columns.shape, np.float32)
     datum = Datum(TOKENS, {"target_tokens": columns, "weights": weights})

@@ -15,7 +15,7 @@ from cotrain_workers.engine.adapters.residency import (
 
 
 def sizes(on_device: str, on_host: str = "") -> list[AdapterSize]:
-    """Return adapters of one byte each, the least used first."""
+    """Return adapters of one byte each, the least recently used first."""
     return [AdapterSize(run, 1, is_on_device=run in on_device) for run in (*on_host, *on_device)]
 
 

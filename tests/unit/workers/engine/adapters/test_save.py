@@ -14,14 +14,14 @@ NewEngine = Callable[..., Engine]
 
 
 class Named:
-    """Stand in for settings that name end-of-sequence tokens."""
+    """Stand-in for settings with end-of-sequence tokens."""
 
     def __init__(self, eos_token_id: int | list[int] | None) -> None:
         self.eos_token_id = eos_token_id
 
 
 class Network:
-    """Stand in for a model."""
+    """Stand-in for a model."""
 
     def __init__(self, generation: int | list[int] | None, config: int | list[int] | None) -> None:
         self.generation_config = Named(generation)

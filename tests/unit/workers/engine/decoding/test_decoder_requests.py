@@ -1,4 +1,4 @@
-"""Every field of a sample request, and every way a generation ends."""
+"""Every field of a sample request, and every possible end of a generation."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ RUN = MIX[0].run
 
 
 def text(tokens: Sequence[int]) -> str:
-    """Stand in for a tokenizer: tokens 0..127 are bytes; each is a byte of UTF-8."""
+    """Decode tokens 0..127 as the bytes of UTF-8."""
     return bytes((token + 128) % 256 for token in tokens).decode(errors="replace")
 
 
 def no_weights(key: str) -> HostWeights:
-    """Stand in for an empty store."""
+    """Raise, as a store without weights does."""
     raise WeightsMissing(key)
 
 
@@ -51,7 +51,7 @@ def decoder(engine: Engine) -> EngineDecoder:
 
 
 def greedy(decoder: EngineDecoder, **changes: Any) -> np.ndarray:
-    """Return what follows PROMPT, token by token the most probable."""
+    """Return the tokens after PROMPT, each the most probable."""
     mine = request("greedy", PROMPT, RUN, temperature=0.0, **changes)
     return output(decoder, mine).sequences[0].tokens
 
@@ -205,7 +205,7 @@ def test_prompt_logprobs_may_be_limited_to_the_last_positions(
 
     assert with_targets.target_prompt_logprobs is not None
     skipped = np.isnan(with_targets.target_prompt_logprobs)
-    np.testing.assert_array_equal(skipped, targets == -1)  # everywhere, whatever the last N
+    np.testing.assert_array_equal(skipped, targets == -1)  # everywhere, for any last N
     assert with_targets.prompt_logprobs is not None
     np.testing.assert_array_equal(with_targets.prompt_logprobs, found.prompt_logprobs)
     assert with_targets.topk_prompt is not None

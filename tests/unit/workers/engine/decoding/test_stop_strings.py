@@ -21,17 +21,17 @@ SPECIAL = 256  # a token without text
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """Decode a byte per token."""
+    """Decode one byte per token."""
     return bytes(token for token in tokens if token != SPECIAL).decode(errors="replace")
 
 
 def text_without_first_space(tokens: Sequence[int]) -> str:
-    """Decode as SentencePiece does: a space before the first token is lost."""
+    """Decode as SentencePiece does, without a space before the first token."""
     return text_of(tokens).removeprefix(" ")
 
 
 def stops_after(tokens: Iterable[int], *stops: str, text_of: TextOf = text_of) -> int | None:
-    """Return after how many tokens a generation stops."""
+    """Return the number of tokens after which a generation stops."""
     automaton, read = StopStrings(stops), ReadText()
     for count, token in enumerate(tokens, 1):
         if has_stop_string(token, automaton, read, text_of):
@@ -40,7 +40,7 @@ def stops_after(tokens: Iterable[int], *stops: str, text_of: TextOf = text_of) -
 
 
 def stops_at(text: str | bytes, *stops: str) -> int | None:
-    """Return after how many bytes a generation stops."""
+    """Return the number of bytes after which a generation stops."""
     return stops_after(text.encode() if isinstance(text, str) else text, *stops)
 
 
@@ -84,7 +84,7 @@ def test_a_stop_string_is_found_after_many_invalid_bytes() -> None:
 
 
 def byte_fallback(tokens: Sequence[int]) -> str:
-    """Decode a byte per token as SentencePiece's decoder does: all bytes of a row, or none."""
+    """Decode one byte per token as SentencePiece's decoder does: all bytes of a row, or none."""
     try:
         return bytes(tokens).decode()
     except UnicodeDecodeError:

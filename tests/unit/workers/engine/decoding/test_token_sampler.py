@@ -16,7 +16,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 def drawn(
     row: torch.Tensor, *, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0
 ) -> np.ndarray:
-    """Return how often each token is drawn for 20,000 evenly spread numbers, as frequencies."""
+    """Return the frequencies of the tokens drawn with 20,000 evenly spread numbers."""
     count = 20_000
     choices = [Choice(temperature, top_k, top_p, (at + 0.5) / count) for at in range(count)]
     tokens = choose(row.expand(count, -1), choices)
@@ -57,7 +57,7 @@ def test_top_p_applies_after_top_k() -> None:
     row = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     row = torch.cat([row, torch.full((VOCAB - 4,), -50.0)])
 
-    # of (0.4, 0.3) the first is 57 %
+    # within (0.4, 0.3) the first has 57 %
     assert set(np.flatnonzero(drawn(row, top_k=2, top_p=0.5))) == {0}
     assert set(np.flatnonzero(drawn(row, top_p=0.5))) == {0, 1}
 

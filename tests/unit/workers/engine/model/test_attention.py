@@ -1,4 +1,6 @@
-"""Packed against unpacked, for every family: positions restart and no sequence sees another."""
+"""Packed sequences compared with separate ones, for every family: positions restart, and no
+sequence attends to another.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_the_comparison_detects_wrong_positions_and_leaks(
 
     def positions_run_on(*args: Any) -> TokenRow:
         row = right(*args)
-        # rotary embeddings see distances only
+        # rotary embeddings depend on distances only
         return replace(row, positions=5 * np.arange(len(row.ids)))
 
     def one_long_sequence(*args: Any) -> TokenRow:
@@ -106,7 +108,7 @@ def plain_attention(
     back: int,
     scale: float,
 ) -> torch.Tensor:
-    """Attend sequence by sequence, with the scores written out; `[T, heads, d]`."""
+    """Return the attention of each sequence, with explicit scores; `[T, heads, d]`."""
     assert query.shape[1] == key.shape[1]
     outs = []
     for start, stop in itertools.pairwise(offsets.tolist()):
@@ -118,7 +120,7 @@ def plain_attention(
     return torch.cat(outs)
 
 
-def kernel_of_torch_2_10(  # the signatures that varlen_attn has had
+def kernel_of_torch_2_10(  # all signatures of varlen_attn so far
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

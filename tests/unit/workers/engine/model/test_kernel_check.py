@@ -1,4 +1,6 @@
-"""A kernel is believed after a comparison with its function, and its gradients are."""
+"""Kernels, which are used only after a comparison of their results and gradients with those of a
+plain function.
+"""
 
 from __future__ import annotations
 

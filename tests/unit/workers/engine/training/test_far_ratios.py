@@ -1,4 +1,4 @@
-"""A pass whose log-probabilities lie so far apart that float32 has no ratio of theirs."""
+"""Passes with log-probabilities so different that float32 cannot represent their ratio."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC = AdapterSpec(4, seed=0)
 
 
 def policy_pass(loss_fn: str, then: float, advantage: float) -> Pass:
-    """Return a pass of two datums; one token of the second has another log-probability at sampling."""
+    """Return a pass of two datums. One token of the second has another log-probability at sampling."""
     rng = np.random.default_rng(4)
     datums = [random_datum(rng, loss_fn, length) for length in (3, 5)]
     datums[1].inputs["logprobs"][2], datums[1].inputs["advantages"][2] = then, advantage
@@ -50,7 +50,7 @@ def test_a_ratio_too_large_for_float32_is_named(
 def test_a_rewarded_impossible_sample_trains_like_one_at_the_bound(
     new_engine: NewEngine, loss_fn: str
 ) -> None:
-    """Beyond the upper bound it does not count how far, for any loss that has one."""
+    """Beyond the upper bound of a loss, the distance has no effect."""
     grads = []
     for then in (-60.0, -1e4):
         engine = new_engine()
@@ -91,7 +91,7 @@ def test_after_a_huge_ratio_every_weight_still_trains(
     engine.run([replace(good, seq=7), replace(adam, seq=8)])
     after = engine.adapters.state("a")
     moved = (after.weights != before.weights).float().mean()
-    assert float(moved) > 0.99  # rows of A that have no gradient yet stay
+    assert float(moved) > 0.99  # rows of A without a gradient so far stay
 
 
 def test_a_huge_weight_of_cross_entropy_is_named_by_the_step_too(new_engine: NewEngine) -> None:

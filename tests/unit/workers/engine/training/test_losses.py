@@ -1,4 +1,4 @@
-""""""
+"""Losses and their gradients, compared with formulas, and the validation of passes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_loss_and_gradient_equal_the_formula(
     config: Mapping[str, float],
     rows: list[tuple[float, float, float, bool]],
 ) -> None:
-    # A kink has no derivative: stay off the clip bounds.
+    # A kink has no derivative, so the values are not at the clip bounds.
     ratios = [math.exp(lp - q) for lp, q, *_ in rows]
     assume(all(abs(r - bound) > 1e-6 for r in ratios for bound in BOUNDS.values()))
     lp, q, a, _ = (torch.tensor(list(column), dtype=FP64) for column in zip(*rows, strict=True))
@@ -115,7 +115,7 @@ def test_gspo_has_one_ratio_per_datum_and_a_gradient_per_token(
             assert got == pytest.approx(0.0 if is_clipped else -s * row[2], rel=1e-9, abs=1e-9)
 
 
-# (log-ratio, A, slope): where the ratio counts only as its bound, and where it counts as it is.
+# (log-ratio, A, slope): ratios that count as their bound, and unclipped ones.
 FAR = [
     *((apart, 2.0, 0.0) for apart in (1.0, 60.0, 88.0, 89.0, 104.0, 1e4, 3e38)),
     *((apart, -2.0, 0.0) for apart in (-1.0, -89.0, -104.0, -1e4, -3e38)),
@@ -193,7 +193,7 @@ def test_an_unclipped_infinite_ratio_stays_infinite(name: str, advantage: float)
 def test_the_float32_gradient_of_ppo_equals_a_finite_difference(
     rows: list[tuple[float, float, float, bool]],
 ) -> None:
-    """Taken in float64; `lp - q` goes up to 800, where float32 has no ratio."""
+    """Computed in float64. `lp - q` reaches 800, for which float32 has no ratio."""
     lp, q, a, m = (torch.tensor(list(column), dtype=FP64) for column in zip(*rows, strict=True))
     q = torch.where(a > 0, 100 * q, q)  # unlikely when sampled, and rewarded
     inputs = {"logprobs": q, "advantages": a, "sequence_ratio_mask": m}

@@ -1,4 +1,6 @@
-""""""
+"""Memory model of micro-batches: measured lines, token budgets, and the handling of running out of
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Measuring micro-batches, with a meter that counts what autograd saves instead of CUDA's."""
+"""Measurements of micro-batches, with a meter that counts the tensors saved by autograd instead of
+CUDA memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reverse KL in the engine: against a dense oracle, among others, and when things go wrong."""
+"""Reverse KL in the engine: compared with a dense oracle, among other runs, and after errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_reverse_kl_equals_a_dense_fp64_oracle(
     *,
     tied: bool,
 ) -> None:
-    """1e-5 is what fp32 leaves of sums over a vocabulary, here and in every other parity test."""
+    """1e-5 is the fp32 precision of sums over a vocabulary, here and in every other parity test."""
     engine = started(new_engine(family, tied=tied, head_chunk_rows=7))
     weights = random_weights(reference, engine.adapters.layout_of) if reference else None
 
@@ -250,7 +250,7 @@ def test_long_reference_contexts_fill_at_most_a_micro_batch(new_engine: NewEngin
 
     engine.run([ReverseKl("a", 1, short, None, 1.0)])
 
-    assert rows == [*[64] * 6, 32]  # of references two at a time, of the run all at once
+    assert rows == [*[64] * 6, 32]  # references two at a time, the run all at once
 
 
 def test_running_out_of_memory_in_a_reference_changes_no_bit(

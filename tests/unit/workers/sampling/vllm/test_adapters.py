@@ -1,6 +1,6 @@
-"""Adapters come to a vLLM server when they are asked for, and go when there is no room.
+"""Adapters on a vLLM server: loaded on request, and unloaded at the limit.
 
-Copies of adapters for vLLM: as many as there is room for, those in use in any case.
+Copies of adapters for vLLM: up to a limit, apart from those in use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def test_requests_over_many_adapters_finish_with_two_at_once(
     assert vllm.pulled == []
     assert vllm.max_generating <= 8
     names = {body["lora_name"] for body in vllm.bodies("/v1/load_lora_adapter")}
-    assert {path.name for path in trained.folders.values()} < names  # and those of the check
+    assert {
+        path.name for path in trained.folders.values()
+    } < names  # and those of the startup check
 
 
 def test_an_adapter_in_use_stays_until_its_last_sequence_ends(
@@ -60,7 +62,7 @@ def test_an_adapter_in_use_stays_until_its_last_sequence_ends(
     decoder.add(request("one", "run-1"))
     vllm.wait_until(generating=1)
     decoder.add(request("two", "run-2"))
-    decoder.add(request("three", "run-1"))  # not earlier: else "two" might wait forever
+    decoder.add(request("three", "run-1"))  # not earlier: otherwise "two" might wait forever
     for _, step in zip(range(100), steps(decoder), strict=False):
         assert not step.finished
     assert vllm.generating == 1
@@ -133,7 +135,7 @@ def test_dropped_weights_are_unloaded_once_they_are_unused(
     decoder.add(request("one", "run-1"))
     decoder.add(request("two", "same"))
     vllm.wait_until(generating=2)
-    decoder.drop_weights("run-1")  # "same" still has them
+    decoder.drop_weights("run-1")  # "same" still uses them
     decoder.drop_weights("same")
     decoder.drop_weights("unknown")
     assert name in vllm.loaded
@@ -166,7 +168,7 @@ LAYOUT = layout_of(SPEC)
 
 @pytest.fixture
 def stored(tmp_path: Path) -> list[str]:
-    """Store five adapters; give their digests."""
+    """Store five adapters. Return their digests."""
     root, weights = (
         Folder(tmp_path / "store"),
         [torch.full((LAYOUT.size,), float(n)) for n in range(5)],
@@ -197,7 +199,7 @@ def test_the_least_recently_used_copy_is_removed(tmp_path: Path, stored: list[st
     for digest in (*stored[:3], stored[0], stored[3]):
         copies.fetch(digest)
     assert held(tmp_path) == {stored[0], stored[2], stored[3]}
-    copies.fetch(stored[1])  # it comes back
+    copies.fetch(stored[1])  # fetched again
     assert held(tmp_path) == {stored[0], stored[3], stored[1]}
 
 

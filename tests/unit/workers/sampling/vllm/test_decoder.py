@@ -1,4 +1,4 @@
-"""The vLLM decoder over real HTTP, against a small server that computes with a tiny real model."""
+"""vLLM decoder over real HTTP, with a small server that computes with a tiny real model."""
 
 from __future__ import annotations
 

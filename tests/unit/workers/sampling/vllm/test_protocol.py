@@ -80,7 +80,7 @@ def test_a_request_body_uses_no_default_of_the_server() -> None:
         "return_tokens_as_token_ids": True,
         "stream": False,
     }
-    json.dumps(body(top_k=5, prompt_logprobs=True))  # plain Python numbers all through
+    json.dumps(body(top_k=5, prompt_logprobs=True))  # plain Python numbers throughout
 
 
 @pytest.mark.parametrize(("wish", "sent"), [(None, 7), (4, 4), (99, 7), (0, 1)])
