@@ -70,8 +70,8 @@ def two_engines(new_engine: NewEngine, **settings: object) -> tuple[Engine, Engi
 def test_passes_slice_by_slice_have_the_bits_of_whole_ones(
     new_engine: NewEngine, lora: str
 ) -> None:
-    """The mix has every kind of rank, target, loss and length, and two gradients that add up, with a
-    forward between.
+    """The mix has every kind of rank, target, loss and length, and two gradients that add up, with
+    a forward between.
     """
     settings = {"micro_batch_tokens": SLICE, "lora_backend": lora}
     divided, whole = new_engine(**settings), new_engine(**settings)
