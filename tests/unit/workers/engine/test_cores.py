@@ -60,8 +60,8 @@ def test_the_first_thread_computes_on_all_its_cores_and_later_ones_on_one(
 def chosen(*phases: tuple[int, float, float, float]) -> list[list[bool]]:
     """Return per phase, for each step, True if it ran on one core.
 
-    A phase is a number of steps, and three values of each step: its seconds on all cores, the
-    computing fraction of its thread, and its seconds on one core.
+    A phase has a number of steps, and three values of each step. These are seconds on all cores,
+    the computing fraction of its thread, and seconds on one core.
     """
     choice, seen = CoreChoice(), []
     for count, all_s, computed, alone_s in phases:
