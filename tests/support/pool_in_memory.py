@@ -1,4 +1,4 @@
-"""A pool's clock on a store in memory: queues of whole ops, workers, and the steps that were planned."""
+"""Store in memory for a pool's clock: queues of whole ops, workers, and planned steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS_PER_S = 1e4
 
 
 class InMemory:
-    """What a clock sees of the store: queues of whole ops, one worker, and the steps it was given."""
+    """Store as a clock sees it: queues of whole ops, one worker, and the steps planned for it."""
 
     def __init__(self) -> None:
         self.leads = True
@@ -139,7 +139,7 @@ class InMemory:
         return self.number
 
     async def changes(self, _: PoolId, since: int) -> QueueChanges:
-        """Give two at once, so that a clock that wants all asks again."""
+        """Return two changes at a time, so that a clock must call again for all of them."""
         found = [run for run, number in self.changed.items() if number > since][:2]
         are_all = len(found) < 2
         number = self.number if are_all else self.changed[found[-1]]

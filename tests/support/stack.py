@@ -1,4 +1,4 @@
-"""Scheduler and worker in this process, on a real Redis and a tiny real model: HTTP left out."""
+"""Scheduler and worker in this process, on a real Redis and a tiny real model, without HTTP."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from tests.support.limits import always
 from tests.support.waiting import until
 
 MODEL = "tiny"
-#: As a worker is that nothing was passed to.
+#: Tuning of a worker without arguments.
 TUNING = Tuning()
 POOL = pool_of(MODEL)
 
 
 @dataclass
 class Stack:
-    """Accepts requests and reads results; the processes behind it run beside it."""
+    """API's part of a stack: it accepts requests and reads results. Other processes execute them."""
 
     intake: Intake
     futures: Futures
@@ -99,7 +99,7 @@ async def stack(
     limits: TenantLimits | None = None,
     **scheduling: float,
 ) -> AsyncIterator[Stack]:
-    """Run the API's store objects and a scheduler; a worker is started apart (`worker`)."""
+    """Run the API's store objects and a scheduler. A worker is started separately (`worker`)."""
     connection = open_connection(redis_url)
     spool = Spool(data_dir / "spool", new_writer("api"))
     settings = SchedulerSettings.model_validate(
@@ -136,10 +136,12 @@ def worker(
     cost: ReplayCost = UNMEASURED,
     **overrides: float | str,
 ) -> Iterator[WorkerLoop]:
-    """Run a worker's loop in a thread; leaving the block ends it. `drains` leaves recovery copies."""
+    """Run a worker's loop in a thread until the end of the block. With `drains`, it writes
+    snapshots at its end.
+    """
     loop, opened = make_worker(redis_url, data_dir, engine, tuning, cost, **overrides)
     if not drains:
-        loop._residents.drain = lambda deadline_s: None  # type: ignore[method-assign]  # as a kill would
+        loop._residents.drain = lambda deadline_s: None  # type: ignore[method-assign]  # like a kill
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
@@ -158,7 +160,9 @@ def make_worker(
     cost: ReplayCost = UNMEASURED,
     **overrides: float | str,
 ) -> tuple[WorkerLoop, contextlib.ExitStack]:
-    """Build a worker's loop without running it, and what it opened: the caller closes that."""
+    """Build a worker's loop without running it. Return it with its open resources, which the caller
+    must close.
+    """
     settings = WorkerSettings.model_validate(
         {
             "redis_url": redis_url,
@@ -183,12 +187,12 @@ def make_worker(
 
 
 def snapshots(**policy: float) -> Tuning:
-    """Tune when a worker copies its runs out (`SnapshotPolicy`)."""
+    """Return a tuning with this snapshot policy (`SnapshotPolicy`)."""
     return replace(TUNING, snapshots=SnapshotPolicy(**policy))  # type: ignore[arg-type]  # one is an int
 
 
 def pool_record_for_tests() -> PoolRecord:
-    """Describe a pool of a tiny model."""
+    """Return the record of a pool with a tiny model."""
     return PoolRecord(
         id=POOL,
         base_model=MODEL,

@@ -1,4 +1,6 @@
-"""docs/metrics.md, what processes show, and the list of definitions are the same."""
+"""Metrics in docs/metrics.md, in the processes, and in the list of definitions, which must be
+equal.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ async def found(*_: object) -> Any:
 
 
 async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Scrape the fleet of one pool with one worker, another one away, and one tenant."""
+    """Return the fleet metrics of one pool with one worker, a missing one, and one tenant."""
 
     async def redis_found(*_: object) -> RedisStatus:
         return RedisStatus("8", True, "always", 0, True, 0)
@@ -74,7 +76,7 @@ def test_the_page_has_every_metric_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
-def test_names_have_base_units_and_counters_their_ending(metric: Metric) -> None:
+def test_names_have_base_units_and_counters_end_in_total(metric: Metric) -> None:
     assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
     assert not re.search(r"_(ms|millis|minutes|kb|mib|percent)(_|$)", metric.name)
     assert set(metric.labels) <= {
@@ -85,7 +87,7 @@ def test_names_have_base_units_and_counters_their_ending(metric: Metric) -> None
 
 
 @pytest.mark.parametrize("source", REGISTRIES)
-def test_a_process_has_all_that_is_defined_for_it(source: Source) -> None:
+def test_a_process_has_every_metric_defined_for_it(source: Source) -> None:
     families = {family.name: family for family in _described(REGISTRIES[source])}
     defined = {metric.name.removesuffix("_total"): metric for metric in of(source)}
     assert families.keys() == defined.keys()
@@ -93,7 +95,7 @@ def test_a_process_has_all_that_is_defined_for_it(source: Source) -> None:
         assert (family.type, family.documentation) == (defined[name].kind, defined[name].help)
 
 
-async def test_the_fleet_shows_all_that_is_defined_for_it(
+async def test_the_fleet_page_has_every_metric_defined_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = await scraped(tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""One table gives every error its status, and every message is fit for a tenant."""
+"""Status and message of every error, from one table, and safe to show to a tenant."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from cotrain_store import errors as store
         (errors.OperatorsOnly(), 404),
     ],
 )
-def test_an_error_has_the_status_that_sdks_treat_rightly(error: Exception, status: int) -> None:
+def test_an_error_has_the_status_that_sdks_handle_correctly(error: Exception, status: int) -> None:
     assert status_of(error) == status
 
 
-def test_no_refusal_has_a_status_that_sdks_repeat_in_silence_or_pause_on() -> None:
+def test_no_refusal_has_a_status_that_sdks_retry_silently() -> None:
     refusals = [status_of(error()) for error in store.Refused.__subclasses__()]
     assert not {402, 408, 409} & set(refusals)
 
 
-def test_a_code_is_the_errors_name_in_lower_case() -> None:
+def test_a_code_is_the_name_of_the_error_in_lower_case() -> None:
     assert code_of(store.BaseModelNotServed()) == "base_model_not_served"
 
 
-def test_a_schema_error_names_the_field_and_how_many_more_there_are() -> None:
+def test_a_schema_error_has_its_field_and_the_number_of_further_ones() -> None:
     found: list[dict[str, Any]] = [
         {"loc": ("body", "data", 3, "tokens"), "msg": "Input should be a list", "input": "secret"},
         {"loc": ("body", "x"), "msg": "Field required"},

@@ -1,4 +1,6 @@
-"""An autoscaler that follows what is wanted, in simulated time: workers take minutes to start, and what waits meanwhile grows."""
+"""Autoscaler that follows the requested workers, in simulated time. Workers take minutes to start,
+and the backlog grows in the meantime.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,14 @@ from cotrain_store.monitoring.backlog import Demand, Growth, workers_needed
 RATE = 1_000.0
 EVERY_S = 2.0
 STARTS_S = 180.0
-"""Between the wish for a worker and its first step: a node, a pod, the base model."""
+"""Time from the request of a worker to its first step: a node, a pod, the base model."""
 MINUTE = int(60 / EVERY_S)
 
 
 def followed(load: list[tuple[float, float]], runs: int = 20) -> list[int]:
-    """Offer so many workers' worth of tokens for so long each; how many workers were wanted, look by look."""
+    """Simulate phases of (seconds, offered load in workers). Return the requested workers every 2
+    s.
+    """
     now, tokens, there = 0.0, 0.0, 0
     coming: list[float] = []
     scaling = first_scaling(0, now, Bounds(least=0))
@@ -57,24 +61,24 @@ def changes(found: list[int]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7, 1.5, 2.5, 4.2])
-def test_a_steady_load_ends_with_a_steady_number_that_carries_it(load: float) -> None:
+def test_a_steady_load_ends_with_a_steady_sufficient_number(load: float) -> None:
     found = followed([(4 * 3600.0, load)])
     turns = [after > before for before, after in changes(found)]
-    # Up while workers start, once down to what the load needs: never up again.
+    # Up while workers start, then once down to the needed number, never up again.
     assert turns == sorted(turns, reverse=True)
     assert len(set(found[-int(3600 / EVERY_S) :])) == 1
     assert load <= found[-1] <= load / 0.8 + 1
     assert max(found) <= 2 * load + 2
 
 
-def test_a_load_that_comes_and_goes_every_minute_moves_nothing_for_hours() -> None:
+def test_a_load_alternating_every_minute_changes_nothing_for_hours() -> None:
     found = followed([(60.0, 1.6), (60.0, 0.0)] * 120)
     settled = found[-int(3600 / EVERY_S) :]
     assert len(set(settled)) == 1
     assert settled[0] <= 2
 
 
-def test_a_day_begins_at_nothing_and_ends_there() -> None:
+def test_a_day_with_one_busy_period_starts_and_ends_without_workers() -> None:
     found = followed([(600.0, 0.0), (7200.0, 3.0), (3600.0, 0.0)])
     assert (found[0], found[-1]) == (0, 0)
     assert max(found) <= 8

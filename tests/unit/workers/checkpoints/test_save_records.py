@@ -1,4 +1,4 @@
-"""What a save leaves in the store, and what it answers."""
+"""Records and result of a save."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def saved(request: SaveRequest, optimizer: HostOptimizer | None = None) -> DoneS
     return saves[at]
 
 
-def test_a_save_without_a_name_makes_the_sampler_it_was_asked_for() -> None:
+def test_a_save_without_a_name_makes_the_requested_sampler() -> None:
     done = saved(SaveRequest(sampler=SamplerId("s:sample:4")))
     sampler, weights = done.records.user, done.records.weights
     assert isinstance(sampler, SamplerRecord)
@@ -56,7 +56,7 @@ def test_a_save_with_a_name_makes_a_checkpoint_that_may_expire() -> None:
     assert forever.expires_at is None
 
 
-def test_a_save_to_train_on_from_keeps_the_optimizer_and_says_so() -> None:
+def test_a_training_checkpoint_stores_the_optimizer_state() -> None:
     request = SaveRequest(name="best", kind="weights", overwrite=True, last=True)
     done = saved(request, OPTIMIZER)
     assert done.saved == Saved(WEIGHTS, OPTIMIZER)
@@ -66,7 +66,7 @@ def test_a_save_to_train_on_from_keeps_the_optimizer_and_says_so() -> None:
     assert done.result.json() == {"path": path, "type": "save_weights"}
 
 
-def test_an_export_knows_whom_it_is_encrypted_to_and_answers_what_it_was_asked_to() -> None:
+def test_an_export_records_its_recipients_and_returns_the_requested_type() -> None:
     request = SaveRequest(
         name="out", kind="external_weights", age_recipients=("age1x",), answer={"type": "other"}
     )
@@ -80,7 +80,7 @@ def test_an_export_knows_whom_it_is_encrypted_to_and_answers_what_it_was_asked_t
     assert plain.result.json() == {"path": path, "type": "save_weights_external"}
 
 
-def test_a_save_that_failed_leaves_nothing() -> None:
+def test_a_failed_save_leaves_no_records() -> None:
     op = QueuedOp(RUN, 3, OpKind.SAVE, 0, "inline", 0, 0.0)
     step = Step(1, WorkerId("w0"), (op,), 0.0, {RUN: TenantId("t")})
     at = ("s:train:0", 3)

@@ -46,7 +46,7 @@ COST = CycleOutput(OUTPUTS, forwards=2, tokens=42, padded_tokens=64, wave_s=0.5,
 TIMES = StepTimes(started=101.0, finished=101.8, sampling_s=0.125)
 
 
-def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:
+def test_a_record_has_the_runs_and_the_cost_of_its_cycle() -> None:
     record = cycle_record(STEP, OUTPUTS, COST, TIMES)
     assert (record["cycle"], record["worker"], record["planned_at"]) == (4, "w0", 100.0)
     assert (record["tokens"], record["padded_tokens"], record["forwards"]) == (42, 64, 2)
@@ -78,14 +78,14 @@ def test_equal_outputs_have_equal_digests_and_others_do_not() -> None:
     assert digest(1.0, cycle=4) == digest(1.0, cycle=5) != digest(1.5, cycle=4)
 
 
-def test_a_cycle_that_broke_has_no_cost_and_says_so() -> None:
+def test_a_crashed_cycle_is_recorded_without_a_cost() -> None:
     record = cycle_record(STEP, OUTPUTS, None, TIMES)
     assert (record["outcome"], record["wave_ms"], record["forwards"]) == ("isolated", None, None)
     counted = counted_cycle(STEP, OUTPUTS, None, record)
     assert (counted["forwards"], counted["padding_tokens"], counted["tokens"]) == (0, 0, 42)
 
 
-def test_what_is_counted_is_shown() -> None:
+def test_every_counted_value_is_shown() -> None:
     record = cycle_record(STEP, OUTPUTS, COST, TIMES)
     counted = counted_cycle(STEP, OUTPUTS, COST, record)
     assert counted == {
@@ -113,8 +113,8 @@ HALF = CycleOutput(
 )
 
 
-def test_of_a_pass_of_several_cycles_each_record_has_the_tokens_that_ran_in_it() -> None:
-    """Here one ends and another stays open; the step behind waits, and is in no cycle yet."""
+def test_each_record_of_a_divided_pass_has_the_tokens_of_its_cycle() -> None:
+    """One pass ends here and another stays open. The step after it waits, and is in no cycle yet."""
     step = replace(STEP, ops=(STEP.ops[0], *STEP.ops[2:], replace(STEP.ops[1], run=B, seq=2)))
     record = cycle_record(step, HALF.outputs, HALF, TIMES)
     assert record["tokens"] == 20
@@ -126,7 +126,7 @@ def test_of_a_pass_of_several_cycles_each_record_has_the_tokens_that_ran_in_it()
     assert (counted["tokens"], counted["resolved_ops"], counted["optim_steps"]) == (30, 1, 0)
 
 
-def test_a_tenant_is_counted_a_pass_once_with_the_time_of_all_its_cycles() -> None:
+def test_a_divided_pass_is_counted_once_with_the_time_of_all_its_cycles() -> None:
     before = {(A, 1): 2.0, (B, 1): 4.0}
     taken = computing_time(STEP, HALF.outputs, HALF, 1.0, before)
     assert taken == {(A, 1): 2.5, (B, 1): 4.5}

@@ -27,7 +27,7 @@ def a_pass(needs_grad: bool, **inputs: list[float]) -> Pass:
     return Pass("a", 1, [datum, datum], "any", {}, needs_grad=needs_grad)
 
 
-def test_passes_and_steps_are_found_and_nothing_else() -> None:
+def test_only_passes_and_steps_have_history_entries() -> None:
     outputs: dict[tuple[str, int], Output] = {
         ("a", 1): PassOutput([], 0.1),
         ("a", 2): StepOutput(0.3),
@@ -42,20 +42,20 @@ def test_passes_and_steps_are_found_and_nothing_else() -> None:
     assert history_by([evaluation], outputs) == {("a", 1): PassEntry(0.1, 6.0, is_forward=True)}
 
 
-def test_without_weights_it_is_targets_that_have_an_advantage_that_count() -> None:
+def test_without_weights_targets_with_an_advantage_are_counted() -> None:
     policy = a_pass(needs_grad=True, logprobs=[0.0, 0.0, 0.0], advantages=[-0.5, 0.0, 2.0])
     [entry] = history_by([policy], {("a", 1): PassOutput([], 0.1)}).values()
     assert entry == PassEntry(0.1, 4.0, is_forward=False)
 
 
-def test_a_reverse_kl_counts_its_weights() -> None:
+def test_the_weights_of_a_reverse_kl_are_counted() -> None:
     datum = KlDatum(np.arange(3), np.arange(3), np.array([0.5, 0.0], np.float32))
     request = ReverseKl("a", 1, [datum], None, 1.0)
     found = history_by([request], {("a", 1): ReverseKlOutput([], 0.25, 0.5, 1)})
     assert found == {("a", 1): PassEntry(0.25, 0.5, is_forward=False)}
 
 
-def test_what_failed_or_is_open_or_is_no_number_for_json_is_left_out() -> None:
+def test_failed_open_and_infinite_results_have_no_history_entry() -> None:
     training = a_pass(needs_grad=True, weights=[1.0])
     failed: dict[tuple[str, int], Output] = {("a", 1): Failure("no", "user")}
     assert history_by([training, STEP], failed) == {}

@@ -1,4 +1,4 @@
-"""The boards and rules in docker/observe are what the lists say, of metrics that there are."""
+"""Files in docker/observe compared with the lists of boards and rules, all of existing metrics."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ EXPRESSIONS = [
 
 
 def base(name: str) -> str:
-    """Name the metric that a series is of."""
+    """Return the metric that a series belongs to."""
     stem = re.sub(r"_(bucket|sum|count)$", "", name)
     return stem if stem in METRICS and METRICS[stem].kind is Kind.HISTOGRAM else name
 
 
 @pytest.mark.parametrize("place", files(), ids=str)
-def test_the_files_are_what_the_lists_say(place: Path) -> None:
+def test_the_files_equal_the_lists(place: Path) -> None:
     assert (FOLDER / place).read_text() == files()[place], "run `make boards`, and commit them"
 
 
-def test_no_other_board_is_there() -> None:
+def test_there_is_no_other_board() -> None:
     boards = (FOLDER / "grafana" / "boards").iterdir()
     assert {path.relative_to(FOLDER) for path in boards} == files().keys() - {Path("rules.yml")}
 
 
-def test_what_is_asked_for_is_defined_and_what_is_defined_is_asked_for() -> None:
+def test_every_metric_is_queried_and_every_queried_metric_exists() -> None:
     asked = {base(name) for expr in EXPRESSIONS for name in re.findall(r"\bcotrain_\w+", expr)}
     assert asked == METRICS.keys()
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_no_panel_lies_over_another(board: object) -> None:
+def test_no_panel_overlaps_another(board: object) -> None:
     written = json.loads(files()[Path("grafana/boards") / f"{board.uid}.json"])  # type: ignore[attr-defined]
     taken: set[tuple[int, int]] = set()
     for panel in written["panels"]:
@@ -52,6 +52,6 @@ def test_no_panel_lies_over_another(board: object) -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
-def test_the_page_says_what_to_do(alert: object) -> None:
+def test_every_alert_has_a_section_with_its_remedy(alert: object) -> None:
     headings = re.findall(r"^#+ (.+)$", (ROOT / PAGE).read_text(), re.MULTILINE)
     assert alert.name in headings  # type: ignore[attr-defined]
