@@ -13,7 +13,7 @@ from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import HistoryPoint, LoraSpec, RunRecord
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.op_codec import CYCLE_METRIC
+from cotrain_workers.results import CYCLE_METRIC
 from tests.support.bodies import sequences
 from tests.support.stack import POOL, Stack, make_worker, worker
 
