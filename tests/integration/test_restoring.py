@@ -17,7 +17,7 @@ from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.monitoring.status import pool_status
+from cotrain_store.monitoring.fleet import pool_status
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
 from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.tenants.policies import PauseRecords

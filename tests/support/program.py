@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.wire.proto import wire_pb2
+from cotrain.wire.rest import HistoryPoint
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import RequestId, RunId, request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import HistoryPoint, LoraSpec, RunRecord
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.op_codec import CYCLE_METRIC
+from cotrain_workers.results import CYCLE_METRIC
 from tests.support.bodies import sequences
 from tests.support.stack import POOL, Stack, make_worker, worker
 

@@ -17,30 +17,36 @@ from cotrain_server.views import fleet_metrics as collector
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.monitoring.definitions import METRICS, Kind, Metric, Source, of
+from cotrain_store.monitoring.fleet import (
+    Fleet,
+    PoolStatus,
+    QueueStatus,
+    RedisStatus,
+    WorkerStatus,
+)
 from cotrain_store.monitoring.metrics import REGISTRIES
-from cotrain_store.monitoring.status import PoolStatus, QueueStatus, RedisStatus
-from tests.support.stack import POOL, pool_record_for_tests
+from tests.support.stack import pool_record_for_tests
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 NUMBERS = {"train": 1.0, "idle": 2.0}
 
 
-async def found(*_: object) -> Any:
+async def fleet_found(*_: object) -> Fleet:
     worker = WorkerHeartbeat(
         WorkerId("w0"), 1, "", "cpu", 1.0, 0, 0, 0.0, device_seconds=NUMBERS,
         kv_cache_ratio=0.5, adapters={"device": 1}, adapter_bytes={"device": 1},
     )  # fmt: skip
-    return PoolStatus(
-        POOL, (worker,), 2, (WorkerId("w1"),), 0, 0,
-        (QueueStatus(TenantId("t"), 0, 0, 0),), 0.0, 0.0, {},
-    )  # fmt: skip
+    ids = (
+        WorkerStatus(WorkerId("w0"), worker, 0, None, is_known=True),
+        WorkerStatus(WorkerId("w1"), None, 0, None, is_known=True),
+    )
+    queues = (QueueStatus(TenantId("t"), 0, 0, 0),)
+    pool = PoolStatus(pool_record_for_tests(), ids, queues=queues)
+    return Fleet((pool,), RedisStatus("8", True, "always", 0, True, 0), True, 1)
 
 
 async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the fleet metrics of one pool with one worker, a missing one, and one tenant."""
-
-    async def redis_found(*_: object) -> RedisStatus:
-        return RedisStatus("8", True, "always", 0, True, 0)
 
     async def bytes_found(*_: object) -> dict[TenantId, int]:
         return {TenantId("t"): 0}
@@ -48,18 +54,13 @@ async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     async def nothing_wrong(*_: object) -> list[str]:
         return []
 
-    async def pools() -> list[Any]:
-        return [pool_record_for_tests()]
-
-    monkeypatch.setattr(collector, "pool_status", found)
-    monkeypatch.setattr(collector, "redis_status", redis_found)
+    monkeypatch.setattr(collector, "read_fleet", fleet_found)
     monkeypatch.setattr(collector, "largest_run_bytes", bytes_found)
     monkeypatch.setattr(collector, "largest_checkpoint_bytes", bytes_found)
     monkeypatch.setattr(collector, "reasons_not_ready", nothing_wrong)
     services = SimpleNamespace(
-        settings=SimpleNamespace(data_dir=tmp_path, disk_reserve_bytes=1),
+        settings=SimpleNamespace(data_dir=tmp_path, disk_reserve_bytes=1, base_models=()),
         connection=None,
-        records=SimpleNamespace(pools=pools, not_yet_served=nothing_wrong),
     )
     return (await collector.fleet_metrics(cast("Services", services))).decode()
 

@@ -17,6 +17,7 @@ from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Output, WeightsMissing
 from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.fingerprints import fingerprint_of, fingerprint_of_state
 from cotrain_workers.op_codec import Checkpoints
 from cotrain_workers.recorder.file import (
     CycleFacts,
@@ -26,7 +27,6 @@ from cotrain_workers.recorder.file import (
     checkpoints_of,
     write_inputs,
 )
-from cotrain_workers.recorder.fingerprints import fingerprint_of, fingerprint_of_state
 
 log = structlog.get_logger()
 

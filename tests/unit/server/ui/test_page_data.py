@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cotrain.wire.rest import HistoryPoint
 from cotrain_server.ui.data.activity import activity_of, curves_of, own_activity_of
 from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, timeline_of
 from cotrain_server.ui.data.problems import problems_of
@@ -23,7 +24,7 @@ from cotrain_server.ui.number_format import age, ago, duration, percent, plural,
 from cotrain_server.ui.pages.playground import level_of
 from cotrain_store.messages.fleet import Pause, Pauses
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId
-from cotrain_store.messages.runs import HistoryPoint, LoraSpec, RunRecord, RunState
+from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.monitoring.status import Minute
 from cotrain_store.tenants.run_list import RunPosition
 
@@ -150,7 +151,18 @@ def test_the_chart_of_a_tenant_shows_its_own_part_only() -> None:
 
 def point(step: int, loss: float, time_s: float) -> HistoryPoint:
     return HistoryPoint(
-        "optim_step", step, 1, 2 * step, time_s, loss, 2.0, 0.5, 1e-4, 10, 10 * step, 1
+        kind="optim_step",
+        step=step,
+        steps=1,
+        seq=2 * step,
+        time_s=time_s,
+        loss_sum=loss,
+        weight_sum=2.0,
+        grad_norm=0.5,
+        learning_rate=1e-4,
+        tokens=10,
+        run_tokens=10 * step,
+        passes=1,
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cotrain_server.views.fleet_metrics import top_tenants
 from cotrain_store.messages.ids import TenantId
+from cotrain_store.monitoring.fleet import QueueStatus
 from cotrain_store.monitoring.metrics import OTHERS, TENANTS_SHOWN
-from cotrain_store.monitoring.status import QueueStatus
 
 
 def queue(number: int, tokens: int = 0, samples: int = 0) -> QueueStatus:

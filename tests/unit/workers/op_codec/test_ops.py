@@ -34,7 +34,7 @@ from cotrain_workers.engine.ops import (
     WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
-from cotrain_workers.op_codec import CYCLE_METRIC, result_of
+from cotrain_workers.results import CYCLE_METRIC, result_of
 from tests.support.bodies import optim_body, pass_body
 
 

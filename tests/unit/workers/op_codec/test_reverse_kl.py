@@ -18,7 +18,8 @@ from cotrain_workers.engine.ops import (
     WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
-from cotrain_workers.op_codec import answer_of, reverse_kl_op
+from cotrain_workers.op_codec import reverse_kl_op
+from cotrain_workers.results import result_of
 
 REF = WeightsRef("other:train:0:3")
 WEIGHTS = HostWeights(AdapterSpec(2, 0), torch.zeros(0))
@@ -81,11 +82,9 @@ def test_an_unreadable_body_fails() -> None:
 def test_the_means_are_over_the_targets_with_a_weight() -> None:
     losses = [np.array([1.0, 0.0], np.float32), np.array([2.0], np.float32)]
 
-    metrics = answer_of(ReverseKlOutput(losses, 3.0, 1.5, 2), {"clock_cycle:unique": 4.0})[
-        "metrics"
-    ]
+    result = result_of(OP, ReverseKlOutput(losses, 3.0, 1.5, 2), cycle=4)
 
-    assert metrics == {
+    assert result.json()["metrics"] == {
         "loss:sum": 3.0,
         "loss:mean": 1.5,
         "reverse_kl:mean": 0.75,
@@ -96,5 +95,6 @@ def test_the_means_are_over_the_targets_with_a_weight() -> None:
 
 
 def test_without_weighted_targets_the_means_are_zero() -> None:
-    metrics = answer_of(ReverseKlOutput([np.zeros(1, np.float32)], 0.0, 0.0, 0), {})["metrics"]
+    output = ReverseKlOutput([np.zeros(1, np.float32)], 0.0, 0.0, 0)
+    metrics = result_of(OP, output, cycle=4).json()["metrics"]
     assert (metrics["loss:mean"], metrics["reverse_kl:mean"]) == (0.0, 0.0)

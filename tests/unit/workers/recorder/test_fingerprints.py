@@ -7,7 +7,7 @@ import torch
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import Failure, PassOutput, StepOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.recorder.fingerprints import (
+from cotrain_workers.fingerprints import (
     Fingerprint,
     differences,
     fingerprint_of,

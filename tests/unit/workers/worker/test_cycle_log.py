@@ -12,10 +12,9 @@ from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.tracing import Tracer
 from cotrain_workers.engine.ops import CycleOutput, CyclePart, Failure, Output, Progress, StepOutput
+from cotrain_workers.results import StepCommit, StepRun
 from cotrain_workers.worker.cycle_log import bound_to_cycle, trace_cycle
 from cotrain_workers.worker.device_time import CycleTimes, DeviceTime
-from cotrain_workers.worker.step_commit import StepCommit
-from cotrain_workers.worker.step_runner import StepRun
 
 A, B = RunId("a"), RunId("b")
 PLAN, FIRST, SECOND, OTHER = (f"00-{'ab' * 16}-{n * 16}-01" for n in "1234")

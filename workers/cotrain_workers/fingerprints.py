@@ -1,4 +1,4 @@
-"""What is compared of an op's output or of a run's state: its numbers, and digests of what is large."""
+"""Fingerprints of ops' outputs and of runs' states: their numbers, and digests of large arrays."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class ArenaPrint:
 class Fingerprint:
     """One thing to be compared; equal fingerprints mean equal bits."""
 
-    text: str  # what is no number
+    text: str  # everything but numbers
     is_accident: bool = False  # a failure of the server's own, which would not come again
     numbers: Mapping[str, np.ndarray] = field(default_factory=dict)  # float32 or float64 [n]
     arenas: Mapping[str, ArenaPrint] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """Name what is compared in 16 characters."""
+        """Return a digest of 16 characters of everything that is compared."""
         hasher = hashlib.sha256(self.text.encode())
         for name, values in self.numbers.items():
             hasher.update(f"\0{name}\0".encode() + values.tobytes())
@@ -53,7 +53,7 @@ class Fingerprint:
 
 
 def fingerprint_of(output: Output) -> Fingerprint:
-    """Take what there is to compare of an op's output."""
+    """Return the fingerprint of an op's output."""
     match output:
         case PassOutput(logprobs, loss_sum):
             return Fingerprint(
@@ -79,7 +79,7 @@ def fingerprint_of(output: Output) -> Fingerprint:
 
 
 def fingerprint_of_state(state: AdapterState) -> Fingerprint:
-    """Take what there is to compare of a run's state."""
+    """Return the fingerprint of a run's state."""
     pending = "a gradient pending" if state.grads_pending else "no gradient"
     arenas = {
         "weights": state.weights,
@@ -94,7 +94,7 @@ def fingerprint_of_state(state: AdapterState) -> Fingerprint:
 
 
 def differences(before: Fingerprint, after: Fingerprint, tolerance: float) -> list[str]:
-    """Say in what two fingerprints differ, one phrase each; to the bit where `tolerance` is 0."""
+    """Return the differences of two fingerprints, one phrase each; bits are compared if `tolerance` is 0."""
     if before.text != after.text:
         return [f"{before.text!r} became {after.text!r}"]
     return [
