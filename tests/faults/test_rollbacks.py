@@ -82,7 +82,7 @@ async def _lose_copies(host: Host) -> None:
     """Delete all snapshots, once no log reaches back to the start of its run."""
     with host.store() as store:
         logs = list(store.scan_iter("cotrain:{*}:log:*"))
-        await until(lambda: all(int(store.hget(log, "cut") or -1) >= 0 for log in logs), POLL_S)
+        await until(lambda: all(int(store.hget(log, "oldsnap") or -1) >= 0 for log in logs), POLL_S)
     host.before_restart = lambda _: shutil.rmtree(host.folder / "snapshots", ignore_errors=True)
     host.kill("w0")
     await until(lambda: host.deaths, POLL_S)

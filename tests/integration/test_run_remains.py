@@ -94,7 +94,7 @@ def run_ids(redis: Any, session: SessionId) -> list[RunId]:
 
 #: What a log that is deleted still says: how far it came, and whose it was.
 POSITION = {
-    b"state", b"tenant", b"next", b"done", b"snap", b"last", b"worker", b"cut", b"oldsnap",
+    b"state", b"tenant", b"next", b"done", b"snap", b"last", b"worker", b"oldsnap",
     b"oldnumerics", b"numerics",
 }  # fmt: skip
 #: Struck off when their tenant next asks for something.

@@ -19,7 +19,7 @@ from cotrain_store.monitoring.fleet import (
     redis_status,
 )
 from cotrain_store.monitoring.status import cycle_records
-from cotrain_store.oplog.dispatch import Dispatch, strike_idle_tenants
+from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.tenants.policies import PauseRecords
 from tests.support.log import WORKER, Log
 from tests.support.samples import Samples
@@ -95,15 +95,7 @@ async def test_a_tenant_is_listed_while_something_of_it_waits_or_runs(samples: S
     assert listed(log) == []
 
 
-async def test_tenants_that_an_older_version_left_on_the_list_are_struck_off(log: Log) -> None:
-    await log.new_run("a")
-    log.redis.sadd(run_keys.queue_tenants(POOL), *(f"old-{number}" for number in range(2_500)))
-    log.redis.hset(run_keys.queue(POOL, TenantId("old-1")), "ops", 0)
-    strike_idle_tenants(log.redis, POOL)
-    assert listed(log) == ["a"]
-
-
-async def test_which_pools_have_workers_is_read_without_queues(log: Log) -> None:
+async def test_which_pools_have_workers_is_read_from_heartbeats_alone(log: Log) -> None:
     log.redis.set(run_keys.queue_tenants(POOL), "whoever reads this fails")
     (pool,) = await read_pools(log.connection, with_queues=False)
     assert not pool.has_worker

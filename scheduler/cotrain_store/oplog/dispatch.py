@@ -1,8 +1,6 @@
 """The scheduler's side of the log: reads of runnable work, writes of plans, and the store's clock.
 
 Only the holder of the newest epoch may write. An older scheduler gets Fenced and stands by.
-`strike_idle_tenants` removes idle tenants from a pool's list, because older versions never removed
-them.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from cotrain_store.messages.results import Result
 from cotrain_store.monitoring.fleet import PoolStatus, pool_status
 from cotrain_store.oplog.intake import rejection
 from cotrain_store.oplog.moves import Moves
-from cotrain_store.redis_client.connection import Connection, SyncConnection, clock_ms
-from cotrain_store.redis_client.scripts import async_script, sync_script
+from cotrain_store.redis_client.connection import Connection, clock_ms
+from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.sampling.endings import CANCEL, TTL_MS
 from cotrain_store.tenants.policies import read_pauses, read_weights
 
@@ -358,18 +356,3 @@ def _runs_of(ops: Sequence[QueuedOp]) -> list[dict[str, Any]]:
         run = runs.setdefault(op.run, {"run": op.run, "first": op.seq, "ops": []})
         run["ops"].append(op.envelope())
     return list(runs.values())
-
-
-#: Maximum number of tenants checked by one call; it blocks Redis.
-TENANTS_AT_ONCE = 1_000
-
-
-def strike_idle_tenants(connection: SyncConnection, pool: PoolId) -> None:
-    """Remove tenants without queued or running work from a pool's list. Idempotent."""
-    strike, prefix = sync_script(connection, "idle_tenants"), fleet_keys.prefix(pool)
-    cursor = None
-    while cursor != 0:
-        cursor, names = connection.sscan(
-            run_keys.queue_tenants(pool), cursor or 0, count=TENANTS_AT_ONCE
-        )
-        strike([], {"prefix": prefix, "tenants": [name.decode() for name in names]})

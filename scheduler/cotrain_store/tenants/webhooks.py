@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cotrain.wire.usage import Webhook
-from cotrain_store.errors import Fenced, WebhookFull, WebhookNotFound
+from cotrain_store.errors import Fenced, Reason, Refused
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.webhooks import DueEvent, Outcome
@@ -54,10 +54,10 @@ class Webhooks:
         return secret
 
     async def find(self, tenant: TenantId) -> Webhook:
-        """Return a tenant's webhook, without its secret; raises WebhookNotFound."""
+        """Return a tenant's webhook, without its secret; raises WEBHOOK_NOT_FOUND."""
         row = await self._redis.hgetall(tenant_keys.webhook(tenant))
         if not row:
-            raise WebhookNotFound
+            raise Refused(Reason.WEBHOOK_NOT_FOUND)
         text = {name.decode(): value.decode() for name, value in row.items()}
         last_at = text.get("last_at")
         return Webhook(
@@ -75,19 +75,19 @@ class Webhooks:
         )
 
     async def remove(self, tenant: TenantId) -> None:
-        """Delete a tenant's webhook and its events; raises WebhookNotFound."""
+        """Delete a tenant's webhook and its events; raises WEBHOOK_NOT_FOUND."""
         script_keys = [*_keys_of(tenant), tenant_keys.due_tenants()]
         if not await self._remove(script_keys, {"tenant": tenant}):
-            raise WebhookNotFound
+            raise Refused(Reason.WEBHOOK_NOT_FOUND)
 
     async def test(self, tenant: TenantId) -> str:
-        """Send a test event; return its id. Raises WebhookNotFound, or WebhookFull."""
+        """Send a test event; return its id. Raises WEBHOOK_NOT_FOUND, or WEBHOOK_FULL."""
         args = {"tenant": tenant, "kind": "test", "data": {"sent_by": "cotrain"}}
         event: bytes = await self._note([], args)
         if event == b"NONE":
-            raise WebhookNotFound
+            raise Refused(Reason.WEBHOOK_NOT_FOUND)
         if event == b"FULL":
-            raise WebhookFull
+            raise Refused(Reason.WEBHOOK_FULL)
         return event.decode()
 
     # ---- Of the process that delivers ------------------------------------------------------------

@@ -9,7 +9,7 @@ from cotrain_store.tenants.audit_log import AuditEvent
 
 
 async def drain_worker(services: Services, pool: str, worker: str) -> None:
-    """Move a worker's runs to the others of its pool. Raises WorkerNotFound. Idempotent."""
+    """Move a worker's runs to the others of its pool. Raises WORKER_NOT_FOUND. Idempotent."""
     details = {"pool": pool, "worker": worker}
     async with services.audit.act_of_operator(None, AuditEvent.WORKER_DRAIN, details):
         await Drains(services.connection).ask(PoolId(pool), WorkerId(worker))
@@ -42,7 +42,7 @@ async def move_run(services: Services, tenant: TenantId, run_id: str, worker: st
     """Move a run to another worker of its pool without a replay. Idempotent.
 
     Raises:
-        RunNotFound, RunClosed, WorkerNotFound, CannotMove: see `Moves.ask`.
+        RunNotFound, RunClosed, WORKER_NOT_FOUND, CANNOT_MOVE: see `Moves.ask`.
     """
     run = await services.records.run(tenant, run_id)
     details = {"run": run.id, "worker": worker}

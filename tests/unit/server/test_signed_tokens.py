@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_server.errors import BadLink, InvalidToken
+from cotrain_server.errors import InvalidToken
 from cotrain_server.signed_tokens import TOKEN_LIFE_S, Link, Signer, Token
+from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId, WeightsRef
+from tests.support.refusals import refused
 
 OLD, NEW = b"o" * 32, b"n" * 32
 SIGNER = Signer((NEW, OLD))
@@ -34,7 +36,7 @@ def test_a_link_contains_what_was_signed() -> None:
 def test_a_link_expires_at_its_time() -> None:
     text = SIGNER.sign_link(LINK)
     SIGNER.read_link(text, 999.9)
-    with pytest.raises(BadLink):
+    with refused(Reason.BAD_LINK):
         SIGNER.read_link(text, 1_000.0)
 
 
@@ -43,7 +45,7 @@ def test_signatures_of_the_previous_secret_are_valid_and_others_are_not() -> Non
     assert SIGNER.read_link(before.sign_link(LINK), NOW) == LINK
     assert SIGNER.read_token(before.make_token(TOKEN, time.time())) == TOKEN
     other = Signer((b"x" * 32, b"y" * 32))
-    with pytest.raises(BadLink):
+    with refused(Reason.BAD_LINK):
         SIGNER.read_link(other.sign_link(LINK), NOW)
     with pytest.raises(InvalidToken):
         SIGNER.read_token(other.make_token(TOKEN, time.time()))
@@ -62,13 +64,13 @@ def test_signatures_of_the_previous_secret_are_valid_and_others_are_not() -> Non
 def test_no_part_of_a_link_can_be_exchanged(changed: Link) -> None:
     content = SIGNER.sign_link(changed).partition(".")[0]
     seal = SIGNER.sign_link(LINK).partition(".")[2]
-    with pytest.raises(BadLink):
+    with refused(Reason.BAD_LINK):
         SIGNER.read_link(f"{content}.{seal}", NOW)
 
 
 @given(st.text())
 def test_any_other_text_is_neither_a_link_nor_a_token(text: str) -> None:
-    with pytest.raises(BadLink):
+    with refused(Reason.BAD_LINK):
         SIGNER.read_link(text, NOW)
     with pytest.raises(InvalidToken):
         SIGNER.read_token(text)

@@ -258,11 +258,7 @@ def bases_of(position: LogPosition) -> list[Base]:
     older = Base(
         position.older_snap, position.older_file, position.older_sha256, position.older_numerics_id
     )
-    return [
-        base
-        for base in dict.fromkeys((newest, older))
-        if (base.file or base.seq == -1) and base.seq >= position.cut
-    ]
+    return [base for base in dict.fromkeys((newest, older)) if base.file or base.seq == -1]
 
 
 def has_other_numerics(engine: Trainer, position: LogPosition) -> bool:

@@ -30,7 +30,7 @@ from cotrain.transport.http import RetryPolicy, Transport
 from cotrain.types import SampleRequest
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import OptimStepResponse
-from cotrain_store import errors as store_errors
+from cotrain_store.errors import Reason
 from tests.support.fake_api import Answer, FakeApi, pending, protobuf, refusal
 from tests.support.fake_sampling import FakeSampling
 from tests.support.waiting import until
@@ -85,7 +85,7 @@ def test_a_failed_request_has_a_reason_and_a_category() -> None:
 
 
 def test_a_load_of_a_missing_checkpoint_fails_as_not_found() -> None:
-    assert store_errors.CheckpointNotFound.__doc__ == NOT_FOUND
+    assert Reason.CHECKPOINT_NOT_FOUND.message == NOT_FOUND
     failure = httpx.Response(200, json={"error": NOT_FOUND, "category": "user"})
     with pytest.raises(CheckpointNotFound, match="404: Checkpoint not found") as caught:
         poll(wait_for_step, failure)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from cotrain_server.adapter_upload.archive import _Gunzip, unpack
-from cotrain_server.errors import BodyTooLarge, Invalid, RequestError, Unreadable
+from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
+from cotrain_store.errors import Refused
 from tests.support.draws import examples
 from tests.support.hostile_archives import BOMBS, GOOD, HOSTILE, PACKERS
 from tests.support.uploads import CONFIG, TENSORS, tar
@@ -185,7 +186,7 @@ def test_a_gzip_read_in_chunks_is_complete(size: int) -> None:
 def test_a_truncated_archive_is_refused(archived: Callable[[dict[str, bytes]], bytes]) -> None:
     whole = archived(GOOD)
     for length in range(0, min(2000, len(whole) // 2), 97):  # tars are padded to 10 KiB
-        with pytest.raises(RequestError):
+        with pytest.raises(Refused):
             unpacked(whole[:length])
 
 
@@ -215,6 +216,6 @@ def test_a_damaged_archive_is_either_read_or_refused(
         content[index % len(content)] = value
     try:
         files = unpacked(bytes(content))
-    except RequestError:
+    except Refused:
         return
     assert all(len(file) <= LIMIT for file in files.values())

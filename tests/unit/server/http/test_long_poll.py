@@ -12,10 +12,9 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Message
 
-from cotrain_server.errors import TooManyPolls
 from cotrain_server.http import long_poll
 from cotrain_server.http.long_poll import answered, while_connected
-from cotrain_store.errors import RequestNotFound, StoreUnavailable
+from cotrain_store.errors import Reason, Refused, RequestNotFound, StoreUnavailable
 
 
 async def _raise(error: Exception) -> Response:
@@ -32,7 +31,7 @@ async def test_the_answer_is_that_of_the_endpoint() -> None:
 
 async def test_an_error_has_the_same_response_as_in_a_route() -> None:
     assert (await answered(_raise(RequestNotFound()), "r")).status_code == 404
-    busy = await answered(_raise(TooManyPolls()), "r")
+    busy = await answered(_raise(Refused(Reason.TOO_MANY_POLLS)), "r")
     assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
 
 

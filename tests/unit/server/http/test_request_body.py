@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from bench.neighbours.attacks import deflated_json_body
 from cotrain.wire.pass_codec import PROTOBUF
-from cotrain_server.errors import BodyTooLarge, Unreadable, UnsupportedMediaType
+from cotrain_server.errors import BodyTooLarge, Unreadable
 from cotrain_server.http import request_body
 from cotrain_server.http.request_body import (
     CHATS,
@@ -32,7 +32,9 @@ from cotrain_server.http.request_body import (
     decompress_small,
 )
 from cotrain_server.parsing.parser import Parser
+from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
+from tests.support.refusals import refused
 
 LIMIT = 1024 * 1024
 
@@ -128,7 +130,7 @@ async def test_deep_json_inside_zstd_is_found() -> None:
 
 
 async def test_other_encodings_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedMediaType, match="'gzip'"):
+    with refused(Reason.UNSUPPORTED_MEDIA_TYPE, match="'gzip'"):
         await read([b""], content_encoding="gzip")
 
 

@@ -13,9 +13,10 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from cotrain_server.errors import BodyTooSlow, Unreadable, UnsupportedMediaType
+from cotrain_server.errors import Unreadable
 from cotrain_server.http.upload_body import file_in_form, received
-from cotrain_store.errors import DiskReserveReached
+from cotrain_store.errors import Reason
+from tests.support.refusals import refused
 
 LIMIT = 4 * 1024**2
 
@@ -38,14 +39,14 @@ async def test_a_body_is_read_from_a_file_without_a_name(tmp_path: Path) -> None
 
 
 async def test_the_disk_reserve_is_not_used(tmp_path: Path) -> None:
-    with pytest.raises(DiskReserveReached):
+    with refused(Reason.DISK_RESERVE_REACHED):
         async with received(request_of(b"x"), tmp_path, LIMIT, reserve_bytes=2**62):
             pass
 
 
 async def test_an_upload_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_server.http.upload_body.RECEIVE_S", 0.0)
-    with pytest.raises(BodyTooSlow):
+    with refused(Reason.BODY_TOO_SLOW):
         async with received(request_of(*[b"x"] * 10_000), tmp_path, LIMIT, 0):
             pass
 
@@ -98,5 +99,5 @@ def test_a_form_without_a_file_or_cut_short_is_refused(form: bytes) -> None:
 
 @pytest.mark.parametrize("content_type", ["", "application/json", "multipart/form-data"])
 def test_a_body_that_is_not_a_form_is_refused(content_type: str) -> None:
-    with stored(HEAD + TAIL) as file, pytest.raises(UnsupportedMediaType):
+    with stored(HEAD + TAIL) as file, refused(Reason.UNSUPPORTED_MEDIA_TYPE):
         file_in_form(file, content_type, "file")

@@ -10,9 +10,10 @@ import asyncio
 
 import pytest
 
-from cotrain_server.errors import TooManyBodies
 from cotrain_server.limits.tenant_slots import BodyMemory, TenantSlots
+from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
+from tests.support.refusals import refused
 
 A, B = TenantId("a"), TenantId("b")
 
@@ -46,9 +47,9 @@ def test_bodies_of_one_tenant_share_a_limit_until_they_are_answered() -> None:
             of_another(10)
         with memory.of(A) as second:
             second(4)
-            with pytest.raises(TooManyBodies):
+            with refused(Reason.TOO_MANY_BODIES):
                 second(1)
-            with pytest.raises(TooManyBodies):
+            with refused(Reason.TOO_MANY_BODIES):
                 first(1)
         first(4)
     with memory.of(A) as third:
@@ -60,7 +61,7 @@ def test_a_single_body_is_always_admitted_and_excludes_others() -> None:
     with memory.of(A) as large:
         large(8)
         large(8)
-        with memory.of(A) as small, pytest.raises(TooManyBodies):
+        with memory.of(A) as small, refused(Reason.TOO_MANY_BODIES):
             small(1)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from cotrain_server.supervisor import environment as variables
 from cotrain_server.supervisor.environment import NewLines, doing_in
-from cotrain_store.settings.store import REPLACED_BY
 
 
 def test_a_process_gets_its_own_variables_and_no_others() -> None:
@@ -33,19 +32,6 @@ def test_a_flag_overrides_the_environment_of_its_own_process_only() -> None:
 def test_a_misspelt_variable_is_refused_and_a_client_variable_is_not() -> None:
     environ = {"COTRAIN_CLOCK_MOD": "x", "COTRAIN_BASE_URL": "x", "COTRAIN_PROGRESS": "0", "A": "b"}
     assert variables.refused_variables(environ) == ["Unknown settings: COTRAIN_CLOCK_MOD."]
-
-
-def test_a_removed_variable_is_refused_with_its_replacement() -> None:
-    environ = {"COTRAIN_CLOCK_MOD": "x", "COTRAIN_LISTEN_FD": "3"}
-    assert variables.refused_variables(environ) == [
-        "Unknown settings: COTRAIN_CLOCK_MOD.",
-        "COTRAIN_LISTEN_FD is no setting any more: start `python -m cotrain_server --listen-fd FD`.",
-    ]
-
-
-def test_no_removed_variable_is_a_setting() -> None:
-    names = variables.API | variables.SCHEDULER | variables.WORKER
-    assert names.isdisjoint(REPLACED_BY)
 
 
 def test_every_process_gets_its_failpoints() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from cotrain_server.errors import Invalid, TooManyFailures
-from cotrain_server.text_apis.generation import GenerationFailed, ShuttingDown
+from cotrain_server.text_apis.generation import GenerationFailed
 from cotrain_server.text_apis.route import event, refusal_of
 from cotrain_store.errors import (
     BaseModelNotServed,
     CheckpointNotFound,
     InvalidKey,
-    SamplingBusy,
+    Reason,
+    Refused,
     SpoolCorrupt,
     StoreUnavailable,
 )
@@ -25,10 +26,10 @@ from cotrain_store.messages.results import Category, Result
         (InvalidKey(), 401),
         (BaseModelNotServed(), 404),
         (CheckpointNotFound(), 404),
-        (SamplingBusy(), 429),
+        (Refused(Reason.SAMPLING_BUSY), 429),
         (TooManyFailures(), 429),
         (StoreUnavailable(), 503),
-        (ShuttingDown(), 503),
+        (Refused(Reason.SHUTTING_DOWN), 503),
     ],
 )
 def test_errors_have_the_status_that_clients_expect(error: Exception, status: int) -> None:

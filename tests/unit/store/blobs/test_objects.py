@@ -26,11 +26,11 @@ from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.errors import (
-    CheckpointDamaged,
     CheckpointNotFound,
+    Reason,
     SpoolCorrupt,
     StoreUnavailable,
-    UnusableBlobs,
+    UnsafeRedis,
 )
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_workers.worker.tokenizer import publish_tokenizer
@@ -38,6 +38,7 @@ from tests.support.http_api import POOL
 from tests.support.object_store import BadNetwork, SeaweedFS
 from tests.support.processes import ended, settings_of
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.refusals import refused
 from tests.support.tiny_models import build_tiny_qwen3
 
 Open = Callable[..., Blobs]
@@ -117,7 +118,7 @@ def test_a_wrong_bucket_or_credentials_are_refused_in_one_sentence(
     with (
         open_sync_connection(empty_redis.url) as redis,
         pytest.raises(
-            UnusableBlobs, match=f"^COTRAIN_BLOBS: {url} cannot be used: .*bucket.*credentials"
+            UnsafeRedis, match=f"^COTRAIN_BLOBS: {url} cannot be used: .*bucket.*credentials"
         ),
     ):
         claim_blobs(redis, tmp_path, url)
@@ -208,7 +209,7 @@ async def test_an_object_is_sent_whole_in_ranges_and_in_a_tar(opened: Open) -> N
     contents = {"small.json": b"{}", "large.bin": large}
     for name, content in contents.items():
         adapter.put(name, content)
-    with pytest.raises(CheckpointDamaged, match="SHA256SUMS is missing"):
+    with refused(Reason.CHECKPOINT_DAMAGED, match="SHA256SUMS is missing"):
         await open_files(adapter, ["large.bin"], PATH)
     adapter.put(SUMS, sums_of(contents).encode())
 

@@ -14,7 +14,7 @@ from cotrain_store.messages.ids import (
     run_id,
     run_of,
 )
-from cotrain_store.messages.runs import LoraSpec, PoolRecord
+from cotrain_store.messages.runs import LoraSpec
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
 
@@ -36,15 +36,3 @@ def test_a_missing_field_has_its_default() -> None:
     assert decode(LoraSpec, {"rank": 2, "seed": 3, "new": 1}) == LoraSpec(rank=2, seed=3)
     with pytest.raises(TypeError):
         decode(LoraSpec, {"rank": 2})
-
-
-def test_records_of_the_previous_version_are_read() -> None:
-    """An older worker wrote a pool that cannot sample, and its record says so."""
-    fields = {
-        "id": "p", "base_model": "m", "architecture": "Q", "vocab_size": 5, "context_length": 9,
-        "max_rank": 8, "num_parameters": 1, "device": "cpu", "dtype": "float32",
-        "numerics_id": "", "tokens_per_s": 1.0,
-    }  # fmt: skip
-    pool = decode(PoolRecord, fields)
-    assert (pool.eos_token_ids, pool.tokenizer) == ((), "")
-    assert (pool.max_sequence_tokens, pool.sampler) == (0, "")

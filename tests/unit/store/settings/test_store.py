@@ -1,4 +1,4 @@
-"""Settings of the store, and the refusal of variables of earlier versions."""
+"""The settings that all processes share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from structlog.testing import capture_logs
 
-from cotrain_store.refusal import EXIT_CODE, read_settings
-from cotrain_store.settings.store import PREFIX, REPLACED_BY, StoreSettings, removed_variables
+from cotrain_store.settings.store import StoreSettings
 
 
 def test_every_setting_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,21 +70,3 @@ def test_without_a_file_there_is_no_password(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("COTRAIN_REDIS_PASSWORD_FILE", "")
     settings = StoreSettings(redis_url="redis://redis", data_dir=Path("/data"))
     assert (settings.redis_url, settings.redis_password_file) == ("redis://redis", None)
-
-
-def test_each_removed_variable_is_reported_with_its_replacement() -> None:
-    environ = dict.fromkeys((f"{PREFIX}{name}" for name in REPLACED_BY), "1")
-    sentences = removed_variables(environ | {"COTRAIN_LOG_LEVEL": "info"})
-    assert len(sentences) == len(REPLACED_BY)
-    assert (
-        "COTRAIN_QUOTA_OPS is no setting any more: write ops=NUMBER into COTRAIN_QUOTAS."
-        in sentences
-    )
-
-
-def test_a_process_does_not_start_with_a_removed_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COTRAIN_QUOTA_OPS", "5")
-    with capture_logs() as lines, pytest.raises(SystemExit) as left:
-        read_settings(StoreSettings)
-    assert left.value.code == EXIT_CODE
-    assert "COTRAIN_QUOTAS" in lines[0]["reason"]

@@ -39,5 +39,5 @@ def test_a_run_counts_its_state_in_memory_and_two_copies() -> None:
 
 
 def test_a_pool_without_sizes_of_runs_counts_none() -> None:
-    old = replace(POOL, lora_widths={})
-    assert weigh_run(LoraSpec(rank=1, seed=0), old, [old], 1, 0) is None
+    silent = replace(POOL, lora_widths={})
+    assert weigh_run(LoraSpec(rank=1, seed=0), silent, [silent], 1, 0) is None

@@ -106,7 +106,7 @@ def test_an_interrupted_write_leaves_no_file_under_the_final_name(
 def test_removal_keeps_the_given_files_and_those_of_other_runs(tmp_path: Path) -> None:
     old, new = written(tmp_path, a_state(), seq=1), written(tmp_path, a_state(), seq=2)
     other = write_snapshot(Folder(tmp_path), "other", 1, "w0-1", "numerics", a_state())
-    (tmp_path / new.file).with_suffix(".tmp").write_bytes(b"half")
+    (tmp_path / new.file).with_name(".2-w0-1.safetensors.0f").write_bytes(b"half")
     remove_snapshots(Folder(tmp_path), RUN, frozenset({new.file}))
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
     assert left == sorted([new.file, other.file])
@@ -133,7 +133,9 @@ def test_equal_digests_mean_equal_states() -> None:
 
 def test_only_files_from_which_no_log_continues_are_orphans(tmp_path: Path) -> None:
     kept, orphan = (written(tmp_path, a_state(), seq=seq).file for seq in (1, 2))
-    damaged, half = ((tmp_path / orphan).with_name(name) for name in ("3-x-1.x", "4-x-1.tmp"))
+    damaged, half = (
+        (tmp_path / orphan).with_name(name) for name in ("3-x-1.x", ".4-x-1.safetensors.0f")
+    )
     for path in (damaged, half):
         path.write_bytes(b"torn")
 
@@ -146,7 +148,7 @@ def test_only_files_from_which_no_log_continues_are_orphans(tmp_path: Path) -> N
 
 def test_a_file_of_a_running_writer_is_no_orphan(tmp_path: Path) -> None:
     path = tmp_path / written(tmp_path, a_state(), seq=1).file
-    half = path.with_name("2-gpu-1.example.com-7.tmp")
+    half = path.with_name(".2-gpu-1.example.com-7.safetensors.0f")
     half.write_bytes(b"torn")
     asked = []
 
