@@ -15,7 +15,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart chart test-kernels test-gpu test-faults soak mutants compatibility lint format pictures map boards proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart chart test-kernels test-gpu test-faults soak mutants compatibility lint format pictures map proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,9 +115,6 @@ format: $(INSTALLED) ## Let ruff fix and format the sources
 pictures: $(INSTALLED) ## Draw the guide's pictures anew; on an idle machine, or they show its neighbours
 	$(BIN)/python examples/clock_cycles.py --picture docs/guide/pictures/clock-metronome.png
 	$(BIN)/python examples/clock_cycles.py --mode eager --prepare-s 0.03 --picture docs/guide/pictures/clock-eager.png
-
-boards: $(INSTALLED) ## Write the boards and the alerts in docker/observe anew
-	$(BIN)/python -m cotrain_store.monitoring.boards.files
 
 map: $(INSTALLED) ## Write the map of rooms in docs/architecture.md from the code
 	$(BIN)/python docs/rooms.py

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import pytest
 import yaml
 
-from cotrain_store.monitoring.boards.files import ALERTS, FOLDER
+from tests.support.observe import RULES, alerts
 
 PROMTOOL = shutil.which("promtool")
-RULES = FOLDER / "rules.yml"
 OF = '{pool="m", worker="w0"}'
 
 pytestmark = pytest.mark.skipif(
@@ -146,7 +145,7 @@ def firing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
 
 
 def test_every_alert_has_a_case() -> None:
-    assert {alert.name for alert in ALERTS} == CASES.keys()
+    assert alerts().keys() == CASES.keys()
 
 
 @pytest.mark.parametrize("alert", CASES)
