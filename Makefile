@@ -98,7 +98,7 @@ soak: $(INSTALLED) ## Kill a server's processes for long: ARGS="--minutes 10 --s
 mutants: $(INSTALLED) ## Plant deliberate defects, and see that the fault suite catches each
 	$(BIN)/python -m pytest -m mutants -rP $(ARGS) tests/faults
 
-compatibility: $(INSTALLED) ## Measure every published SDK version, and write docs/compatibility.md
+compatibility: $(INSTALLED) ## Measure every published SDK version, and write docs/reference/compatibility.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh all
 	$(BIN)/python -m tests.conformance.scoreboard
 
@@ -119,7 +119,7 @@ pictures: $(INSTALLED) ## Draw the guide's pictures anew; on an idle machine, or
 boards: $(INSTALLED) ## Write the boards and the alerts in docker/observe anew
 	$(BIN)/python -m cotrain_store.monitoring.boards.files
 
-map: $(INSTALLED) ## Write the map of rooms in docs/architecture.md from the code
+map: $(INSTALLED) ## Write the map of rooms in docs/develop/architecture.md from the code
 	$(BIN)/python docs/rooms.py
 
 proto: ## Generate the wire messages from wire.proto

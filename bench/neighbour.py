@@ -9,7 +9,7 @@ shares this machine's cores, clients included.
 
   alone, beside    p50 and p99 of a probe's waits (s); what never came counts with its age
   promised         for training one clock period + 2 x alone, for sampling and health 2 x alone + 1 s,
-                   of p99 (docs/performance.md)
+                   of p99 (docs/about/performance.md)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows as the tables of docs/performance.md."""
+"""Rows as the tables of docs/about/performance.md."""
 
 from __future__ import annotations
 

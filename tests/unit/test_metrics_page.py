@@ -1,4 +1,4 @@
-"""docs/metrics.md, what processes show, and the list of definitions are the same."""
+"""docs/reference/metrics.md, what processes show, and the list of definitions are the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cotrain_store.monitoring.metrics import REGISTRIES
 from cotrain_store.monitoring.status import PoolStatus, QueueStatus, RedisStatus
 from tests.support.stack import POOL, pool_record_for_tests
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 NUMBERS = {"train": 1.0, "idle": 2.0}
 
 

@@ -85,7 +85,7 @@ class PoolStatus:
         return backlog_seconds(self._tokens, self._rates, self.measured_tokens_per_s)
 
     def workers_wanted(self, now: float) -> int:
-        """Count the workers that this pool is to have, `now` in s since 1970: docs/metrics.md has the formula.
+        """Count the workers that this pool is to have, `now` in s since 1970: docs/reference/metrics.md has the formula.
 
         Without a scheduler that leads, as many as there are, and one at least where something waits.
         """

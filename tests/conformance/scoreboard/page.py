@@ -1,4 +1,4 @@
-"""Render what was measured as docs/compatibility.md, and read its rows back."""
+"""Render what was measured as docs/reference/compatibility.md, and read its rows back."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ BOARDS = (SERVER, SAMPLING)
 
 
 #: Where the paragraph of each alert is: below this heading, under the alert's own.
-PAGE = "docs/reliability.md"
+PAGE = "docs/operate/alerts.md"
 
 
 @dataclass(frozen=True)

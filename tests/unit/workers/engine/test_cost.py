@@ -1,7 +1,7 @@
 """What the engine launches, moves and keeps for Qwen3-8B, counted on a CUDA device without a GPU.
 
 The budgets are what is true today, and a little: a change that costs more says so here. Goals stand in
-docs/performance.md.
+docs/about/performance.md.
 """
 
 from __future__ import annotations
