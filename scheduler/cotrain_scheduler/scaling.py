@@ -84,7 +84,7 @@ def demand_of(status: PoolStatus, pauses: Pauses, paused_runs: int = 0) -> Deman
 
 def workers_needed(demand: Demand) -> int:
     """Return the number of workers of the current speed that the current work needs: the formula of
-    docs/metrics.md.
+    docs/reference/metrics.md.
 
     * Enough to drain the backlog within WANTED_WITHIN_S, but at most twice the current workers.
     * No additional workers if the backlog shrinks and will be drained within OVER_WITHIN_S. While

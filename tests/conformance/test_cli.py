@@ -186,7 +186,7 @@ def test_the_fields_of_json_are_the_documented_ones(cotrain: Run, paths: list[st
 
 def documented(command: str) -> set[str]:
     """Return the documented fields of a command's JSON."""
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     [row] = re.findall(rf"^\| `{re.escape(command)}`.*? \| (.*) \|$", page, re.MULTILINE)[-1:]
     return set(re.findall(r"`([a-z_]+)`", row))
 

@@ -21,7 +21,11 @@ from tests.warm.popen import run
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+GUIDE = [
+    page
+    for folder in ("get-started", "guide")
+    for page in sorted((ROOT / "docs" / folder).glob("*.md"))
+]
 
 
 @pytest.fixture

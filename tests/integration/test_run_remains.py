@@ -17,7 +17,7 @@ from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import until
 
 LORA = LoraSpec(rank=4, seed=7, train_unembed=False)
-#: Kept permanently, counted by the quota `record_bytes`; `docs/reliability.md` lists them.
+#: Kept permanently, counted by the quota `record_bytes`; `docs/operate/limits.md` lists them.
 REMAINS = ["cotrain:run:<run>", "cotrain:session:<session>:runs", f"cotrain:{{{POOL}}}:log:<run>"]
 #: The like of a run that trained, under the quota `history_points`.
 HISTORY = ["cotrain:run:<run>:history", "cotrain:run:<run>:steps"]

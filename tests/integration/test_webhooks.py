@@ -36,7 +36,7 @@ from tests.support.refusals import refused
 from tests.support.stand_in import stand_in
 
 LOCAL = ("127.0.0.0/8",)
-PAGE = Path(__file__).parents[2] / "docs" / "webhooks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "webhooks.md"
 A, B = TenantId("a"), TenantId("b")
 
 

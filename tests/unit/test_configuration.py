@@ -1,4 +1,4 @@
-"""Settings in docs/configuration.md: every setting of every process, with its default."""
+"""Settings in docs/reference/configuration.md: every setting of every process, with its default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cotrain_store.settings.scheduler import SchedulerSettings
 from cotrain_store.settings.store import PREFIX, StoreSettings
 from cotrain_store.settings.worker import WorkerSettings
 
-PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()
 UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1024**2, "GiB": 1024**3}
 SECTIONS: dict[str, type[BaseSettings]] = {
     "Every process": StoreSettings,

@@ -1,4 +1,4 @@
-"""Metrics in docs/metrics.md, in the processes, and in the list of definitions, which must be
+"""Metrics in docs/reference/metrics.md, in the processes, and in the list of definitions, which must be
 equal.
 """
 
@@ -27,7 +27,7 @@ from cotrain_store.monitoring.fleet import (
 from cotrain_store.monitoring.metrics import REGISTRIES
 from tests.support.stack import pool_record_for_tests
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 NUMBERS = {"train": 1.0, "idle": 2.0}
 
 

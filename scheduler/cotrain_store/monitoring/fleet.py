@@ -116,7 +116,7 @@ class PoolStatus:
 
     def workers_wanted(self, now: float) -> int:
         """Return the wanted number of workers at `now`, in s since 1970: the formula of
-        docs/metrics.md.
+        docs/reference/metrics.md.
 
         Without a leading scheduler, it is the current number, and at least one if anything waits.
         """

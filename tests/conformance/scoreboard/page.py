@@ -1,4 +1,4 @@
-"""Render the measured rows as docs/compatibility.md, and read its rows back."""
+"""Render the measured rows as docs/reference/compatibility.md, and read its rows back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The flight recorder: the last cycles of a worker, each whole in a file, to be run again elsewhere.
 
 What a cycle is made of is written before it runs, so that one which kills its process is there, too.
-A disk that is full costs recordings and nothing else. See docs/recorder.md.
+A disk that is full costs recordings and nothing else. See docs/operate/recorder.md.
 """
 
 from __future__ import annotations
