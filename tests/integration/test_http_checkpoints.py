@@ -96,7 +96,9 @@ async def test_a_wrong_save_fails_in_its_place_and_the_run_goes_on(
     refused = await save(
         api, worker, run, 2, "external_weights", age_encryption_recipients=recipients
     )
-    assert refused["error"].startswith("age_encryption_recipients[0]: not an age X25519 recipient")
+    assert refused["error"].startswith(
+        "age_encryption_recipients[0] is neither an age X25519 recipient"
+    )
     good = [str(pyrage.x25519.Identity.generate().to_public())]
     kept = await save(api, worker, run, 3, "external_weights", age_encryption_recipients=good)
     assert kept["path"] == f"tinker://{run}/external_weights/a"

@@ -121,11 +121,11 @@ async def test_each_upload_without_a_session_is_a_run_of_its_own(api: Api) -> No
 REFUSED: dict[str, tuple[bytes, str]] = {
     "no archive": (
         b"hello" * 300,
-        "The archive is truncated or damaged, or not a tar (of a zip, upload the unpacked folder).",
+        "The archive is truncated, damaged or not a tar. Unpack a zip and upload the folder.",
     ),
     "nothing": (
         b"",
-        "The archive is truncated or damaged, or not a tar (of a zip, upload the unpacked folder).",
+        "The archive is truncated, damaged or not a tar. Unpack a zip and upload the folder.",
     ),
     "hostile": (tar({"../x": b"1", **adapter()}), "Archive contains a forbidden member: ../x."),
     "pickle": (

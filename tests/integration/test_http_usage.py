@@ -91,7 +91,7 @@ async def test_a_window_that_breaks_a_rule_is_a_bad_request(api: Api) -> None:
     for path in ("billing/usage/events", "usage"):
         answer = await api.http.get(f"/api/v1/{path}", headers={"X-API-Key": ALICE}, params=body)
         assert answer.status_code == 400
-        assert "aligned to a UTC hour" in answer.json()["detail"]
+        assert "a full UTC hour" in answer.json()["detail"]
 
 
 async def test_our_own_usage_has_the_device_time_of_each_run(api: Api, worker: StandIn) -> None:

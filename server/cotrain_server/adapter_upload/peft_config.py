@@ -233,7 +233,7 @@ def _read_modules(
             continue
         matrix = _matrix_of(tensor, tensor_by_target)
         if matrix in tensor_by_matrix:
-            raise Invalid(f"{named(tensor)} is there twice, under two names.")
+            raise Invalid(f"{named(tensor)} occurs twice, under two names.")
         tensor_by_matrix[matrix] = tensor
     names = list(dict.fromkeys(module for module, _ in tensor_by_matrix))
     if not names:
