@@ -103,7 +103,7 @@ def run(program: Sequence[str], arguments: Sequence[str], *, sees_folder: bool) 
                 exec(compile(name, "<string>", "exec"), main.__dict__)  # a test's own code
     except SystemExit as left:
         status = left.code
-    except BaseException as error:  # noqa: BLE001  # what the interpreter would do
+    except BaseException as error:  # noqa: BLE001  # as in the interpreter
         sys.excepthook(type(error), error, error.__traceback__)
         status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     end(status)
