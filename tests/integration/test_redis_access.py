@@ -105,7 +105,7 @@ def url_of(user: str, port: int) -> str:
     return f"redis://{user}:{user}@127.0.0.1:{port}/0"
 
 
-async def test_each_kind_of_process_trains_and_samples_with_the_rights_of_its_user(
+async def test_each_kind_of_process_works_with_the_rights_of_its_user(
     port: int, tmp_path: Path, tiny_model: Path
 ) -> None:
     def settings(user: str) -> dict[str, str]:
