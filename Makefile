@@ -95,7 +95,7 @@ soak: $(INSTALLED) ## Kill a server's processes for long: ARGS="--minutes 10 --s
 mutants: $(INSTALLED) ## Plant deliberate defects, and see that the fault suite catches each
 	$(BIN)/python -m pytest -m mutants -rP $(ARGS) tests/faults
 
-compatibility: $(INSTALLED) ## Measure every published SDK version, and write docs/compatibility.md
+compatibility: $(INSTALLED) ## Measure every published SDK version, and write docs/reference/compatibility.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh all
 	$(BIN)/python -m tests.conformance.scoreboard
 
@@ -113,7 +113,7 @@ pictures: $(INSTALLED) ## Draw the guide's pictures anew; on an idle machine, or
 	$(BIN)/python examples/clock_cycles.py --picture docs/guide/pictures/clock-metronome.png
 	$(BIN)/python examples/clock_cycles.py --mode eager --prepare-s 0.03 --picture docs/guide/pictures/clock-eager.png
 
-map: $(INSTALLED) ## Write the map of rooms in docs/architecture.md from the code
+map: $(INSTALLED) ## Write docs/develop/modules.md from the code
 	$(BIN)/python docs/rooms.py
 
 proto: ## Generate the wire messages from wire.proto

@@ -15,7 +15,7 @@ import structlog
 from pydantic import ValidationError
 
 from cotrain_store.monitoring.tracing import TracingRefused, start_tracing
-from cotrain_store.settings.store import PREFIX, StoreSettings, removed_variables
+from cotrain_store.settings.store import PREFIX, StoreSettings
 
 log = structlog.get_logger()
 
@@ -31,12 +31,10 @@ def refuse(event: str, reason: str) -> NoReturn:
 
 
 def read_settings(kind: type[Settings]) -> Settings:
-    """Return a process' settings; exit if one is invalid or was removed.
+    """Return a process' settings; exit if one is invalid.
 
     Values are not quoted: some are secrets.
     """
-    if removed := removed_variables():
-        refuse("settings_refused", " ".join(removed))
     try:
         return kind()
     except ValidationError as error:

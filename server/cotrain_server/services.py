@@ -15,7 +15,6 @@ from typing import Any
 import structlog
 
 from cotrain_server.admin_key import admin_key
-from cotrain_server.errors import TooManyPolls
 from cotrain_server.limits.failures import FailureCounter, KnownCredentials
 from cotrain_server.limits.own_quotas import OwnQuotas
 from cotrain_server.limits.tenant_slots import (
@@ -28,6 +27,7 @@ from cotrain_server.parsing.parser import Parser
 from cotrain_server.settings import Quotas, ServerSettings
 from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import new_writer
+from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.redis_client.connection import Connection, check_store, open_batching_connection
@@ -100,9 +100,9 @@ class Services:
 
     @contextmanager
     def counted_poll(self, tenant: TenantId, quotas: Quotas) -> Iterator[None]:
-        """Count a poll of a tenant while it is open. Raises TooManyPolls."""
+        """Count a poll of a tenant while it is open. Raises TOO_MANY_POLLS."""
         if self.polls_by_tenant[tenant] >= quotas.polls:
-            raise TooManyPolls
+            raise Refused(Reason.TOO_MANY_POLLS)
         self.polls_by_tenant[tenant] += 1
         try:
             yield
@@ -154,9 +154,6 @@ async def open_services(
         await check_store(connection, accept_data_loss=settings.accept_data_loss)
         tenants = Tenants(connection)
         await _take_keys(tenants, settings)
-        await tenants.name_all()
-        run_list = RunList(connection)
-        await run_list.list_earlier_runs()
         reserve_bytes = settings.disk_reserve_bytes
         policies = Policies(connection)
         quotas = OwnQuotas(policies, settings.quotas)
@@ -184,7 +181,7 @@ async def open_services(
                 completions=completions,
                 token_stream=token_stream,
                 signer=Signer(await signing_keys(connection)),
-                run_list=run_list,
+                run_list=RunList(connection),
                 catalog=Catalog(connection, records, checkpoints),
                 session_search=SessionSearch(connection, checkpoints),
                 usage=Usage(connection),

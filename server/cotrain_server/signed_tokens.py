@@ -16,7 +16,8 @@ from typing import Any
 
 import jwt
 
-from cotrain_server.errors import BadLink, InvalidToken
+from cotrain_server.errors import InvalidToken
+from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import TenantId, WeightsRef
 
 LINK_LIFE_S = 15 * 60
@@ -82,13 +83,13 @@ class Signer:
         return f"{content}.{_seal(self._link_keys[0], content)}"
 
     def read_link(self, text: str, now: float) -> Link:
-        """Return the link that `sign_link` wrote. Raises BadLink if it is invalid or expired."""
+        """Return the link that `sign_link` wrote. Raises BAD_LINK if it is invalid or expired."""
         content, _, seal = text.partition(".")
         if not text.isascii() or not _is_sealed(self._link_keys, content, seal):
-            raise BadLink
+            raise Refused(Reason.BAD_LINK)
         tenant, path, weights, file, expires_at = json.loads(_from_text(content))
         if expires_at <= now:
-            raise BadLink
+            raise Refused(Reason.BAD_LINK)
         return Link(TenantId(tenant), path, WeightsRef(weights), file, expires_at)
 
     def make_token(self, token: Token, now: float) -> str:

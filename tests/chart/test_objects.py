@@ -43,13 +43,13 @@ def of_kind(example: str, *kinds: str) -> list[dict[str, Any]]:
 
 
 def pods(example: str) -> dict[str, dict[str, Any]]:
-    """Every pod of an example, by the name of what makes it."""
+    """Return every pod of an example, by the name of its controller."""
     found = of_kind(example, "Deployment", "StatefulSet", "Job")
     return {each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in found}
 
 
 def containers(example: str) -> list[tuple[str, dict[str, Any]]]:
-    """All containers, each with the name of its pod."""
+    """Return every container of an example, with the name of its pod."""
     return [
         (name, container)
         for name, pod in pods(example).items()
@@ -61,13 +61,13 @@ ALL = pytest.mark.parametrize("example", examples())
 
 
 @ALL
-def test_every_process_is_a_module_that_is_there(example: str) -> None:
+def test_every_process_is_an_existing_module(example: str) -> None:
     for _, container in containers(example):
         if container["command"][0] == "python":
             module = module_of(container["command"])
             assert find_spec(module) or find_spec(f"{module}.__main__")
             arguments = container["command"][3:]
-            # None of the processes takes one; what fetches takes the base model.
+            # Only the fetching process takes an argument, the base model.
             assert len(arguments) == int(module == "cotrain_workers.fetch"), container["command"]
         else:
             assert container["command"] == ["/bin/sh", "/etc/cotrain/start.sh"]
@@ -103,10 +103,10 @@ def test_every_variable_is_a_setting_and_a_process_starts_with_them(
 
 
 @ALL
-def test_a_process_has_no_rights_to_lose(example: str) -> None:
+def test_a_process_has_no_unneeded_rights(example: str) -> None:
     for name, pod in pods(example).items():
         assert pod["automountServiceAccountToken"] is False, name
-        # A Service named cotrain would set COTRAIN_PORT, which is one of our settings.
+        # A Service named cotrain would set COTRAIN_PORT, which is a setting here.
         assert pod["enableServiceLinks"] is False
         security = pod["securityContext"]
         assert (security["runAsUser"], security["runAsGroup"], security["fsGroup"]) == (10001,) * 3
@@ -127,7 +127,7 @@ def test_a_process_has_no_rights_to_lose(example: str) -> None:
 
 
 def volumes(example: str, container: dict[str, Any]) -> list[dict[str, Any]]:
-    """The volumes of a container's pod, claims of its own among them."""
+    """Return the volumes of a container's pod, including its own claims."""
     found = next(p for p in pods(example).values() if container in [*p.get("initContainers", []), *p["containers"]])  # fmt: skip
     claims = of_kind(example, "StatefulSet")
     own = [c["metadata"] for s in claims for c in s["spec"].get("volumeClaimTemplates", ())]
@@ -135,7 +135,7 @@ def volumes(example: str, container: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @ALL
-def test_images_folders_and_ports_are_those_of_the_dockerfile_and_compose(example: str) -> None:
+def test_images_folders_and_ports_equal_those_of_docker_and_compose(example: str) -> None:
     compose = read_compose("docker-compose.yml")["services"]
     gpu = read_compose("docker-compose.gpu.yml")["services"]
     built = {each["image"] for each in [*compose.values(), *gpu.values()]}
@@ -162,7 +162,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 @ALL
-def test_probes_ask_for_pages_that_are_there_and_never_whether_there_are_workers(
+def test_probes_use_existing_pages_and_do_not_depend_on_workers(
     example: str, pages: set[str]
 ) -> None:
     for _, container in containers(example):
@@ -181,7 +181,7 @@ def test_probes_ask_for_pages_that_are_there_and_never_whether_there_are_workers
 
 
 @ALL
-def test_workers_are_named_by_their_pods_and_have_the_time_that_they_plan_by(example: str) -> None:
+def test_workers_have_the_name_and_the_grace_period_of_their_pods(example: str) -> None:
     sets = [
         s for s in of_kind(example, "StatefulSet") if not s["metadata"]["name"].endswith("-redis")
     ]
@@ -204,7 +204,7 @@ def test_workers_are_named_by_their_pods_and_have_the_time_that_they_plan_by(exa
         assert members == (4 if example == "group" else 1)
 
 
-def test_redis_may_hold_its_data_twice_and_is_met_by_our_processes_alone() -> None:
+def test_redis_has_twice_its_memory_and_accepts_only_our_processes() -> None:
     redis = next(c for n, c in containers("default") if n.endswith("-redis"))
     config = (ROOT / "docker" / "redis" / "redis.conf").read_text()
     (maxmemory,) = re.findall(r"^maxmemory (\d+)gb$", config, re.MULTILINE)
@@ -221,7 +221,7 @@ def test_redis_may_hold_its_data_twice_and_is_met_by_our_processes_alone() -> No
     assert "Egress" not in policies["demo-cotrain-api"]["policyTypes"]
 
 
-def test_every_selector_finds_pods_of_its_own() -> None:
+def test_every_selector_matches_pods_of_the_chart() -> None:
     for example in examples():
         labels = [
             each["spec"]["template"]["metadata"]["labels"]
@@ -234,7 +234,7 @@ def test_every_selector_finds_pods_of_its_own() -> None:
             assert any(wanted.items() <= found.items() for found in labels), each["metadata"]
 
 
-def test_with_autoscaling_keda_follows_the_number_that_the_fleet_shows() -> None:
+def test_keda_follows_the_worker_number_of_the_fleet_page() -> None:
     (scaled,) = of_kind("keda", "ScaledObject")
     (trigger,) = scaled["spec"]["triggers"]
     settings = {e["name"]: e.get("value") for e in next(
@@ -256,14 +256,14 @@ def test_with_autoscaling_keda_follows_the_number_that_the_fleet_shows() -> None
     key = env["COTRAIN_ADMIN_KEY"]["valueFrom"]["secretKeyRef"]
     (ref,) = shown["spec"]["secretTargetRef"]
     assert (ref["name"], ref["key"]) == (key["name"], key["key"])
-    # what scales from nothing has to be known before its first worker
+    # A pool that scales from zero must be configured before its first worker.
     assert env["COTRAIN_BASE_MODELS"]["value"] == "Qwen/Qwen3-0.6B"
     url = trigger["metadata"]["url"]
     names = {s["metadata"]["name"] for s in of_kind("keda", "Service")}
     assert re.fullmatch(r"http://([\w-]+)\.ml\.svc:8000/api/v1/fleet", url)[1] in names  # type: ignore[index]  # it matches
 
 
-def test_the_fleets_numbers_are_scraped_of_one_target() -> None:
+def test_the_metrics_of_the_fleet_are_scraped_from_one_target() -> None:
     (fleet,) = of_kind("keda", "ScrapeConfig")
     assert fleet["spec"]["metricsPath"] == "/metrics/fleet"
     ((target,),) = (each["targets"] for each in fleet["spec"]["staticConfigs"])
@@ -283,7 +283,7 @@ def test_an_external_redis_replaces_the_one_of_the_chart() -> None:
             assert "/redis-ca" in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
-def test_with_an_object_store_nothing_is_shared_and_every_process_has_the_same_address() -> None:
+def test_with_an_object_store_no_volume_is_shared() -> None:
     assert of_kind("blobs", "PersistentVolumeClaim", "Job") == []
     for name, container in containers("blobs"):
         if container["name"] in SETTINGS:
@@ -306,7 +306,7 @@ def test_with_an_object_store_nothing_is_shared_and_every_process_has_the_same_a
     assert [port["port"] for each in egress for port in each["ports"]] == [53, 53, 6379, 443, 9000]
 
 
-def test_names_that_clients_ask_for_are_those_before_the_folder() -> None:
+def test_the_base_models_and_quotas_of_the_example_are_passed_on() -> None:
     api = next(c for _, c in containers("gpu") if c["name"] == "api")
     env = {each["name"]: each.get("value") for each in api["env"]}
     assert env["COTRAIN_BASE_MODELS"] == "Qwen/Qwen3-8B,our/model"

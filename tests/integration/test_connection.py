@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cotrain_store.blobs.opening import MARK, claim_blobs
-from cotrain_store.errors import ForeignFolder, StoreUnavailable, UnsafeRedis
+from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.connection import (
     CONNECTION_LOST,
@@ -136,7 +136,7 @@ async def test_a_folder_is_claimed_once_and_then_refused_by_a_redis_that_lost_wh
         claim_blobs(redis, folder)
         claim_blobs(redis, tmp_path / "of-another-host")
     empty_redis.flush()
-    with pytest.raises(ForeignFolder, match="would take them for leftovers"):
+    with pytest.raises(UnsafeRedis, match="would delete them as unreferenced"):
         claim_blobs(redis, folder)
     assert [path.name for path in folder.iterdir()] == [MARK]
     (folder / MARK).unlink()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.monitoring.status import cycle_records, pool_status
+from cotrain_store.monitoring.fleet import pool_status
+from cotrain_store.monitoring.status import cycle_records
 from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.redis_server import EmbeddedRedis

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from cotrain_store.errors import WorkerNotFound
+from cotrain_store.errors import Reason
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.oplog.moves import Drains
 from cotrain_workers.engine.engine import Engine
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.refusals import refused
 from tests.support.sampling import ended, submit_sample, submit_save
 from tests.support.stack import POOL, Stack, worker
 from tests.support.two_workers import NEW, OLD, STEP, heartbeat, is_listed
@@ -61,7 +62,7 @@ async def test_without_another_worker_it_keeps_its_runs_says_so_and_hands_over_o
 
     url, drains = empty_redis.url, Drains(server.dispatch._redis)
     other = AnotherEngine.load(str(tiny_model))
-    with pytest.raises(WorkerNotFound):
+    with refused(Reason.WORKER_NOT_FOUND):
         await drains.ask(POOL, OLD)
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine):

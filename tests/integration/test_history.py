@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from cotrain.wire.rest import HistoryPoint
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
 from cotrain_store.messages.ids import RunId, TenantId, encode
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import (
     HistoryEntry,
-    HistoryPoint,
     PassEntry,
     RunRecord,
     StepEntry,

@@ -315,8 +315,7 @@ async def test_no_name_leads_anywhere_else(api: Api, worker: StandIn) -> None:
             assert status in {400, 404, 405}, target
             assert (
                 status != 400
-                or detail
-                == "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>."
+                or detail == "The checkpoint path is malformed. Use tinker://<run>/weights/<name>."
             )
     assert (await info(api, path)).status_code == 200
 
@@ -365,7 +364,7 @@ async def test_a_bare_name_is_no_id_and_is_told_what_one_is(api: Api) -> None:
     ):  # fmt: skip
         answer = await api.http.request(method, f"{at}/{path}", headers={"X-API-Key": ALICE})
         assert answer.status_code == 400, (method, path)
-        assert answer.json()["detail"].startswith("Malformed checkpoint"), answer.text
+        assert answer.json()["code"] == "malformed_path", answer.text
         assert "/<name>" in answer.json()["detail"]
         assert (await api.http.request(method, f"{at}/{path}")).status_code in {401, 429}
     wrong_method = await api.http.get(f"{at}/weights/0001", headers={"X-API-Key": ALICE})
@@ -381,10 +380,10 @@ async def test_what_is_no_path_is_malformed_everywhere(api: Api, worker: StandIn
             assert answer.status_code == 400, path
             assert (
                 answer.json()["detail"]
-                == "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>."
+                == "The checkpoint path is malformed. Use tinker://<run>/weights/<name>."
             )
         failed = await result(api, worker, await load(api, run, seq, path))
         assert failed == {
-            "error": "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+            "error": "The checkpoint path is malformed. Use tinker://<run>/weights/<name>.",
             "category": "user",
         }

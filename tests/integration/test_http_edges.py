@@ -18,8 +18,6 @@ from cotrain.wire.pass_codec import PROTOBUF
 from cotrain_server.http import request_body as bodies
 from cotrain_server.routes import status
 from cotrain_server.views import fleet_metrics as collector
-from cotrain_store.keys import run_keys, tenant_keys
-from cotrain_store.messages.ids import SessionId
 from cotrain_store.monitoring.definitions import METRICS, Source
 from cotrain_store.monitoring.logs import configure_logs
 from cotrain_store.monitoring.metrics import REGISTRIES
@@ -101,33 +99,6 @@ async def test_metadata_with_a_number_that_json_does_not_have_is_refused(
             )
             assert answer.status_code == 400, call
             assert answer.json()["detail"].startswith("user_metadata holds NaN, an infinity, or a")
-
-
-async def test_what_earlier_versions_stored_is_shown_in_json_that_all_can_read(
-    empty_redis: EmbeddedRedis,
-) -> None:
-    def refuse(constant: str) -> None:
-        raise ValueError(constant)
-
-    async with running_api(empty_redis.url) as api:
-        run, redis = await api.new_run(), api.services.connection
-        session = run.partition(":")[0]
-        for name in (run_keys.run(run), tenant_keys.session(SessionId(session))):
-            record = json.loads(await redis.hget(name, "record") or b"")
-            record["user_metadata"] = {"loss": float("inf"), "n": [float("nan")]}
-            await redis.hset(name, "record", json.dumps(record))
-        headers = {"X-API-Key": ALICE}
-        for path in (
-            f"/ui/runs/{run}.json", "/ui/runs.json", f"/ui/compare.json?run={run}",
-            f"/api/v1/training_runs/{run}", "/api/v1/training_runs", f"/api/v1/sessions/{session}",
-        ):  # fmt: skip
-            answer = await api.http.get(path, headers=headers)
-            assert answer.status_code == 200, path
-            json.loads(answer.content, parse_constant=refuse)
-        assert (await api.post("sessions/search", {})).status_code == 200
-        assert (await api.http.get(f"/ui/runs/{run}", headers=headers)).status_code == 200
-        twin = (await api.http.get(f"/ui/runs/{run}.json", headers=headers)).json()
-        assert twin["user_metadata"] == {"loss": None, "n": [None]}
 
 
 async def test_a_body_that_does_not_arrive_is_given_up(
@@ -264,7 +235,7 @@ async def test_readyz_names_what_is_missing(empty_redis: EmbeddedRedis) -> None:
 
 def test_what_operators_are_told_to_watch_is_there() -> None:
     """That each of these is really shown, by its process: `test_metrics_page` and `test_prometheus`."""
-    page = (ROOT / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "operate" / "alerts.md").read_text()
     told = set(re.findall(r"`(cotrain_(?!store)[a-z_]+)`", page))
     assert len(told) > 8
     assert told - METRICS.keys() == set()

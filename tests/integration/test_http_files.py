@@ -33,7 +33,7 @@ SAVES = {
     "sampler_weights": "save_weights_for_sampler",
     "external_weights": "save_weights_external",
 }
-BAD_LINK = (403, "Link expired or invalid.")
+BAD_LINK = (403, "The link is invalid or has expired.")
 GONE = (404, "Checkpoint not found.")
 
 

@@ -68,7 +68,7 @@ async def test_a_load_that_cannot_be_fails_in_its_place(api: Api, worker: StandI
         ({"path": path[:-1] + "b"}, "Checkpoint not found."),
         (
             {"path": "tinker://a/b"},
-            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+            "The checkpoint path is malformed. Use tinker://<run>/weights/<name>.",
         ),
         ({"path": None}, "path: Input should be a valid string."),
         ({"path": path}, "The checkpoint has rank 4, train_attn=True"),
@@ -143,7 +143,7 @@ async def test_a_run_that_cannot_be_started_so_is_refused_now(api: Api, worker: 
         (
             {"path": "nothing"},
             400,
-            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+            "The checkpoint path is malformed. Use tinker://<run>/weights/<name>.",
         ),
         ({"path": bare}, 400, "This checkpoint has no optimizer state; load it without."),
         ({"path": path, "base_model": "other"}, 400, "The checkpoint is of base model tiny/model."),
@@ -191,7 +191,7 @@ async def test_weights_that_go_between_the_look_and_the_load_fail_it_alone(
     monkeypatch.setattr(api.services.records, "weights", look_and_lose)
     failed = await result(api, worker, await load(api, run, 2, path))
     assert failed["category"] == "user"
-    assert "it was deleted" in failed["error"]
+    assert "were deleted" in failed["error"]
     assert (await start(api, path)).status_code == 404
     assert "path" in await save(api, worker, run, 3)
 

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cotrain_store.errors import Reason
 from tests.support.http_api import ALICE, BOB, OPERATOR, POOL, Api, pass_body, running_api
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import stand_in
@@ -60,11 +61,11 @@ async def test_runs_that_would_hold_too_much_are_refused_by_all_that_makes_one_a
         }
         over = await api.post("create_model", body)
         assert refusal(over) == (429, "run_bytes_quota_reached")
-        assert f"hold {weight} bytes, and this one would hold {2 * weight}" in over.json()["detail"]
+        assert f"hold {weight} bytes, and this run would hold {2 * weight}" in over.json()["detail"]
         body["lora_config"] = {"rank": 16}
         never = await api.post("create_model", body)
         assert (never.status_code, never.json()["code"]) == (400, "run_too_large")
-        assert "run_bytes of COTRAIN_QUOTAS" in never.json()["detail"]
+        assert "quota run_bytes" in never.json()["detail"]
         with stand_in(api.services) as worker:
             saved = await api.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"})
             assert saved.status_code == 200
@@ -135,7 +136,7 @@ async def test_who_fetches_nothing_is_told_to_and_can_go_on_after_it(
             await worker.run_log()
             over = await api.post("forward_backward", pass_body(run, 2))
             assert refusal(over) == (429, "unread_quota_reached")
-            assert over.json()["detail"] == "Unread results exceed the quota; fetch them."
+            assert over.json()["detail"] == Reason.UNREAD_QUOTA_REACHED.message
             alice, bob, everybody = await unread_bytes(api)
             assert alice >= 60
             assert bob == 0
@@ -178,7 +179,7 @@ async def test_sessions_and_runs_that_have_ended_count_for_ever_and_repeats_do_n
         ):  # fmt: skip
             over = await api.post(path, body)
             assert (over.status_code, over.json()["code"]) == (400, "record_quota_reached")
-            assert "record_bytes of COTRAIN_QUOTAS" in over.json()["detail"]
+            assert "quota record_bytes" in over.json()["detail"]
         assert await records_kept(api) == before
         assert (await api.post("create_session", {}, BOB)).status_code == 200
 

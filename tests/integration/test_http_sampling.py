@@ -103,22 +103,22 @@ async def test_a_sampler_made_again_after_its_name_moved_keeps_its_weights(
         (
             {"model_path": "tinker://run/../../etc"},
             400,
-            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+            "The checkpoint path is malformed. Use tinker://<run>/weights/<name>.",
         ),
         (
             {"model_path": "tinker://%2e%2e/weights/a"},
             400,
-            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+            "The checkpoint path is malformed. Use tinker://<run>/weights/<name>.",
         ),
         (
             {"model_path": "tinker://r/sampler_weights/a\0"},
             400,
-            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+            "The checkpoint path is malformed. Use tinker://<run>/weights/<name>.",
         ),
         (
             {"model_path": "tinker://r/external_weights/a"},
             400,
-            "Malformed checkpoint path; one looks like tinker://<run>/weights/<name>.",
+            "The checkpoint path is malformed. Use tinker://<run>/weights/<name>.",
         ),
         ({"model_path": "tinker://s:train:0/weights/a"}, 404, "Checkpoint not found."),
     ],

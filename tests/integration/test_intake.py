@@ -10,17 +10,7 @@ from pathlib import Path
 import pytest
 
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
-from cotrain_store.errors import (
-    DiskReserveReached,
-    QueueFull,
-    RunClosed,
-    RunNotFound,
-    RunQuotaReached,
-    SeqConflict,
-    SeqTooFar,
-    StoreFull,
-    StoreUnavailable,
-)
+from cotrain_store.errors import Reason, RunClosed, RunNotFound, SeqConflict, StoreUnavailable
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
@@ -28,6 +18,7 @@ from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
 from tests.support.log import Log, open_log, record_of
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.refusals import refused
 from tests.support.stack import POOL
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
@@ -157,7 +148,7 @@ async def test_nothing_can_be_sent_to_a_run_that_is_not_there(log: Log) -> None:
 async def test_a_seq_far_ahead_is_refused_and_leaves_nothing(log: Log) -> None:
     run = await log.new_run()
     before = log.everything()
-    with pytest.raises(SeqTooFar, match="too far ahead"):
+    with refused(Reason.SEQ_TOO_FAR, match="too far ahead"):
         await log.submit(run, MAX_SEQ_GAP)
     assert log.everything() == before
     await log.submit(run, MAX_SEQ_GAP - 1)
@@ -179,7 +170,7 @@ async def test_a_full_queue_refuses_and_leaves_nothing_but_takes_repeats(
         run = await log.new_run()
         first = await log.submit(run, 1, body=b"y")
         before = log.everything()
-        with pytest.raises(QueueFull):
+        with refused(Reason.QUEUE_FULL):
             await log.submit(run, 2, body=body)
         assert log.everything() == before
         assert await log.submit(run, 1, body=b"y") == first
@@ -201,10 +192,10 @@ async def test_a_full_queue_takes_what_all_of_it_waits_for(
         for seq in (3, 4, 5):
             await log.submit(run, seq)
         for seq in (2, 6):  # neither is what is missing first
-            with pytest.raises(QueueFull):
+            with refused(Reason.QUEUE_FULL):
                 await log.submit(run, seq, body=body)
         await log.submit(run, 1, body=body)
-        with pytest.raises(QueueFull):  # one at a time
+        with refused(Reason.QUEUE_FULL):  # one at a time
             await log.submit(run, 2, body=body)
         step = await log.plan()
         assert [op.seq for op in step.ops] == [1]
@@ -221,7 +212,7 @@ async def test_a_full_queue_refuses_a_large_request_before_it_is_written(
         run = await log.new_run()
         first = await log.submit(run, 1, body=LARGE)
         before = written_bytes(log)
-        with pytest.raises(QueueFull):
+        with refused(Reason.QUEUE_FULL):
             await log.submit(run, 2, body=LARGE)
         assert await log.submit(run, 1, body=LARGE) == first  # and still knows a repeat
         with pytest.raises(SeqConflict):
@@ -236,7 +227,7 @@ async def test_a_tenant_has_so_many_live_runs(empty_redis: EmbeddedRedis, tmp_pa
     async with open_log(empty_redis.url, tmp_path, TenantLimits(runs=1)) as log:
         first = await log.new_run("a", "s1")
         before = log.everything()
-        with pytest.raises(RunQuotaReached):
+        with refused(Reason.RUN_QUOTA_REACHED):
             await log.new_run("a", "s2")
         assert log.everything() == before
         assert await log.intake.create_run(first) == f"{first.id}:0"
@@ -252,7 +243,7 @@ async def test_a_run_and_its_save_are_accepted_together_or_not_at_all(
         first = await log.new_run("a", "s1")
         before = log.everything()
         run = record_of("a", "s2")
-        with pytest.raises(QueueFull):
+        with refused(Reason.QUEUE_FULL):
             await log.intake.create_run(run, kind=OpKind.LOAD, body=b"load", save=b"save")
         assert log.everything() == before
 
@@ -274,7 +265,7 @@ async def test_the_bytes_of_a_run_and_of_its_save_count_together(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     async with open_log(empty_redis.url, tmp_path, TenantLimits(bytes=7)) as log:
-        with pytest.raises(QueueFull):
+        with refused(Reason.QUEUE_FULL):
             await log.intake.create_run(
                 record_of("a"), kind=OpKind.LOAD, body=b"load", save=b"save"
             )
@@ -300,9 +291,9 @@ async def test_below_the_disk_reserve_nothing_new_is_taken(
         before = log.everything()
         async with open_log(empty_redis.url, tmp_path, disk_reserve_bytes=1 << 60) as full:
             before = log.everything()
-            with pytest.raises(DiskReserveReached):
+            with refused(Reason.DISK_RESERVE_REACHED):
                 await full.submit(run, 1, body=body)
-            with pytest.raises(DiskReserveReached):
+            with refused(Reason.DISK_RESERVE_REACHED):
                 await full.new_run("b")
             assert log.everything() == before
 
@@ -317,7 +308,7 @@ async def test_a_full_disk_refuses_and_leaves_nothing(
     before = log.everything()
     with monkeypatch.context() as full:
         full.setattr("cotrain_store.disk.spool.os.fdatasync", no_space)
-        with pytest.raises(DiskReserveReached):
+        with refused(Reason.DISK_RESERVE_REACHED):
             await log.submit(run, 1, body=LARGE)
     assert log.everything() == before
     assert await log.submit(run, 1, body=LARGE)
@@ -345,7 +336,7 @@ async def test_a_redis_that_is_almost_full_takes_nothing_new_and_finishes_what_i
         monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-6)
         async with open_log(empty_redis.url, tmp_path) as full:
             before = log.everything()
-            with pytest.raises(StoreFull):
+            with refused(Reason.STORE_FULL):
                 await full.submit(run, 2)
             assert log.everything() == before
             await full.run_all()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cotrain_store.errors import CannotMove, Fenced, RunClosed, WorkerNotFound
+from cotrain_store.errors import Fenced, Reason, RunClosed
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.moves import Move, Moves
@@ -17,6 +17,7 @@ from cotrain_workers.engine.engine import Engine
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.refusals import refused
 from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.two_workers import NEW, OLD, STEP, heartbeat
 from tests.support.waiting import until
@@ -47,9 +48,9 @@ async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothin
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, tuning=snapshots(ops=1000)), ExitStack() as second:
         answers = await results(server, run, await submit(server, run, 1, 2))
-        with pytest.raises(CannotMove, match="is at worker w0"):
+        with refused(Reason.CANNOT_MOVE, match="is already on worker w0"):
             await moves.ask(POOL, run.id, OLD)
-        with pytest.raises(WorkerNotFound):
+        with refused(Reason.WORKER_NOT_FOUND):
             await moves.ask(POOL, run.id, NEW)
         second.enter_context(
             worker(url, tmp_path, other, worker_id=NEW, tuning=snapshots(ops=1000))

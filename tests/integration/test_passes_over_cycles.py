@@ -17,7 +17,8 @@ from cotrain_store.messages.runs import RunRecord
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, OptimStep
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.op_codec import CYCLE_METRIC, decode_op_pass, result_of
+from cotrain_workers.op_codec import decode_op_pass
+from cotrain_workers.results import CYCLE_METRIC, result_of
 from tests.support.bodies import pass_body, sequences
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, without_cycle

@@ -10,13 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
-from cotrain_store.errors import (
-    SamplerNotFound,
-    SamplerQuotaReached,
-    SamplingBusy,
-    SessionQuotaReached,
-    UnreadQuotaReached,
-)
+from cotrain_store.errors import Reason, SamplerNotFound
 from cotrain_store.keys import result_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId
 from cotrain_store.messages.ops import OpKind
@@ -31,6 +25,7 @@ from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import RecordLimits, Records
 from tests.support.limits import always
 from tests.support.log import Log
+from tests.support.refusals import refused
 from tests.support.samples import BODY, LARGE_BODY, RESULT, Samples, sampler_record
 from tests.support.stack import POOL
 from tests.support.waiting import until
@@ -70,7 +65,7 @@ async def test_a_tenant_that_fetches_nothing_is_refused_and_the_others_are_not(l
     await log.run_all()
     intake = limited(log, unread(log))
     before = log.everything()
-    with pytest.raises(UnreadQuotaReached, match="Unread results exceed the quota; fetch them"):
+    with refused(Reason.UNREAD_QUOTA_REACHED, match="exceed the quota unread_bytes. Fetch them"):
         await intake.create_run(second_of(run))
     assert log.everything() == before
     log.redis.hset(result_keys.unread(other.tenant), "bytes", 0)
@@ -90,12 +85,12 @@ async def test_a_large_request_that_waits_for_the_quota_is_not_written(samples: 
     )
     before = log.everything()
     for _ in range(2):
-        with pytest.raises(UnreadQuotaReached):
+        with refused(Reason.UNREAD_QUOTA_REACHED):
             await full.submit(run, 1, OpKind.FORWARD, LARGE.payload, 7, "d")
-        with pytest.raises(UnreadQuotaReached):
+        with refused(Reason.UNREAD_QUOTA_REACHED):
             await full_too.submit(sampler, 0, LARGE_BODY)
     busy = SampleIntake(log.connection, log.spool, always(SampleLimits(bytes=1)))
-    with pytest.raises(SamplingBusy):
+    with refused(Reason.SAMPLING_BUSY):
         await busy.submit(sampler, 0, LARGE_BODY)
     assert log.everything() == before
     assert list(log.spool.folder.iterdir()) == []
@@ -123,7 +118,7 @@ async def test_samples_count_like_other_results(samples: Samples) -> None:
     samples.resolve(request)
     assert unread(log) == len(RESULT.payload)
     intake = SampleIntake(log.connection, log.spool, always(SampleLimits(unread_bytes=unread(log))))
-    with pytest.raises(UnreadQuotaReached):
+    with refused(Reason.UNREAD_QUOTA_REACHED):
         await intake.submit(sampler, 1, BODY)
     async with log.futures() as futures:
         assert isinstance(await futures.wait(A, request, 1.0), Result)
@@ -171,7 +166,7 @@ async def test_living_sessions_are_counted_and_idle_or_finished_ones_are_not(log
     records = Records(log.connection, always(RecordLimits(sessions=2)))
     first = await records.create_session(A, session_id=SessionId("first"))
     second = await records.create_session(A)
-    with pytest.raises(SessionQuotaReached):
+    with refused(Reason.SESSION_QUOTA_REACHED):
         await records.create_session(A)
     await records.create_session(A, session_id=first.id)  # it is there
     await records.create_session(TenantId("b"))
@@ -182,7 +177,7 @@ async def test_living_sessions_are_counted_and_idle_or_finished_ones_are_not(log
     fourth = await records.create_session(A)
     living = log.redis.zrange(tenant_keys.living_sessions(A), 0, -1)
     assert sorted(living) == sorted([second.id.encode(), fourth.id.encode()])
-    with pytest.raises(SessionQuotaReached):
+    with refused(Reason.SESSION_QUOTA_REACHED):
         await records.create_session(A)
 
 
@@ -190,13 +185,13 @@ async def test_samplers_are_counted_while_they_live(samples: Samples) -> None:
     log = samples.log
     records = Records(log.connection, always(RecordLimits(samplers=2)))
     used, idle = [await records.create_sampler(sampler_record(number=n)) for n in (0, 1)]
-    with pytest.raises(SamplerQuotaReached):
+    with refused(Reason.SAMPLER_QUOTA_REACHED):
         await records.create_sampler(sampler_record(number=2))
     assert (await records.create_sampler(sampler_record(number=1))).id == idle.id  # it is there
     log.redis.zadd(tenant_keys.tenant_samplers(A), {used.id: 1, idle.id: 1})
     await samples.submit(used, 0)  # in use: it lives on
     await records.create_sampler(sampler_record(number=3))
-    with pytest.raises(SamplerQuotaReached):
+    with refused(Reason.SAMPLER_QUOTA_REACHED):
         await records.create_sampler(sampler_record(number=4))
     run = await log.new_run()
     await samples.save(run, 1, sampler=7)
@@ -209,9 +204,9 @@ async def test_samplers_count_from_the_save_that_asks_for_them(samples: Samples)
     sampler, other = (sampler_record(number=number).id for number in (0, 1))
     first = await save_for(intake, run, 1, sampler)
     before = log.everything()
-    with pytest.raises(SamplerQuotaReached):
+    with refused(Reason.SAMPLER_QUOTA_REACHED):
         await save_for(intake, run, 2, other)
-    with pytest.raises(SamplerQuotaReached):
+    with refused(Reason.SAMPLER_QUOTA_REACHED):
         await Records(log.connection, always(RecordLimits(samplers=1))).create_sampler(
             sampler_record()
         )
@@ -241,7 +236,7 @@ async def test_samplers_of_unnamed_saves_make_room_once_they_rest(samples: Sampl
     intake = Intake(log.connection, log.spool, always(TenantLimits(sampler_bytes=50)))
     oldest, old, used = [await unnamed(samples, run, seq, 20) for seq in (1, 2, 3)]
     await samples.checkpoint(run, 4, "kept")  # counts as a checkpoint
-    with pytest.raises(SamplerQuotaReached):
+    with refused(Reason.SAMPLER_QUOTA_REACHED):
         await save_for(intake, run, 5, SamplerId("s:sample:9"))
     let_rest(samples, oldest, SAMPLER_REST_MS + 2_000)
     let_rest(samples, old, SAMPLER_REST_MS + 1_000)

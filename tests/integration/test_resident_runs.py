@@ -132,7 +132,7 @@ async def test_a_long_log_is_cut_and_two_copies_are_kept(
         run = await server.create("a", "a", LORA)
         for seq in range(1, len(PROGRAM) + 1):
             await results(server, run, await submit(server, run, seq, seq))
-    cut, done = (int(each) for each in redis.hmget(run_keys.log(POOL, run.id), ["cut", "done"]))
+    cut, done = (int(each) for each in redis.hmget(run_keys.log(POOL, run.id), ["oldsnap", "done"]))
     assert 0 < cut < done == len(PROGRAM)
     assert redis.hlen(run_keys.ops(POOL, run.id)) == done - cut
     kept = snapshot_files(redis, run, tmp_path)
@@ -202,7 +202,10 @@ async def test_files_that_look_old_and_are_not_wanted_yet_stay(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
     run = await server.create("a", "a", LORA)
-    young = [tmp_path / "spool" / "api-orphan", tmp_path / "snapshots" / "ab" / "1-gone-1.tmp"]
+    young = [
+        tmp_path / "spool" / "api-orphan",
+        tmp_path / "snapshots" / "ab" / ".1-gone-1.safetensors.0f",
+    ]
     for path in young:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
@@ -219,7 +222,7 @@ async def test_a_copy_stays_while_its_worker_may_register_it(
 ) -> None:
     folder = tmp_path / "snapshots" / "ab"
     folder.mkdir(parents=True)
-    living, dead = folder / "1-w9-3.tmp", folder / "1-w9-2.tmp"
+    living, dead = (folder / f".1-w9-{epoch}.safetensors.0f" for epoch in (3, 2))
     for path in (living, dead):
         path.write_bytes(b"x")
     redis.sadd(fleet_keys.workers(POOL), "w9")

@@ -15,27 +15,38 @@ import pytest
 
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.monitoring.status import pool_status
+from cotrain_store.monitoring.fleet import pool_status
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
 from cotrain_store.results.futures import Futures, Pending
+from cotrain_store.tenants.policies import PauseRecords
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.snapshot_file import ReplayCost
 from tests.support.processes import Process, settings_of, stack_of
 from tests.support.program import LORA, results, submit
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.stack import POOL, Stack, worker
+from tests.support.stack import POOL, Stack, policy_was_read, worker
 from tests.support.waiting import until, until_true
 
 NAMES = ("a", "b", "c")
 OPS = 8
+TENANT = TenantId("a")
 
 
 class Host:
     """Three runs with a log and no copy, whose worker was killed; what comes next waits for them."""
 
-    def __init__(self, server: Stack, runs: list[RunRecord], folder: Path, worker: Process) -> None:
+    def __init__(
+        self,
+        server: Stack,
+        runs: list[RunRecord],
+        folder: Path,
+        worker: Process,
+        scheduler: Process,
+    ) -> None:
         self.server, self.runs, self.worker = server, runs, worker
+        self._scheduler = scheduler
         self._log = folder / "worker.log"
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -51,8 +62,10 @@ class Host:
         return found
 
     async def go_on(self) -> list[Any]:
-        """Send the next request of each run, and wait for the results."""
+        """Send the next request of each run, for one step, and return the results."""
+        self._scheduler.send(signal.SIGSTOP)
         sent = [await submit(self.server, run, OPS + 1, OPS + 1) for run in self.runs]
+        self._scheduler.send(signal.SIGCONT)
         return [
             answer
             for run, requests in zip(self.runs, sent, strict=True)
@@ -73,7 +86,7 @@ async def killed_worker(
         runs = [await server.create(name, name, LORA) for name in NAMES]
         sent = [await submit(server, run, 1, OPS) for run in runs]
         log = folder / "worker.log"
-        with Process("cotrain_scheduler", shared, folder / "scheduler.log"):
+        with Process("cotrain_scheduler", shared, folder / "scheduler.log") as scheduler:
             with Process("cotrain_workers", environment, log) as first:
                 for run, requests in zip(runs, sent, strict=True):
                     await results(server, run, requests)
@@ -83,7 +96,7 @@ async def killed_worker(
                 "COTRAIN_FAILPOINTS_LOG": str(folder / "reached"),
             }
             with Process("cotrain_workers", environment, log) as second:
-                yield Host(server, runs, folder, second)
+                yield Host(server, runs, folder, second, scheduler)
     spool.close()
     await connection.aclose()
 
@@ -155,12 +168,16 @@ async def test_how_far_a_restore_is_can_be_seen_while_it_lasts(
     heartbeats_are_quick: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runs = [await server.create(name, name, LORA) for name in NAMES]
+    runs = [await server.create(TENANT, name, LORA) for name in NAMES]
     sent = [await submit(server, run, 1, OPS) for run in runs]
     with worker(empty_redis.url, tmp_path, engine, drains=False):
         for run, requests in zip(runs, sent, strict=True):
             await results(server, run, requests)
+    pauses = PauseRecords(server.dispatch._redis)
+    await pauses.pause_tenant(TENANT, "")
+    await policy_was_read(server, monkeypatch)
     last = [await submit(server, run, OPS + 1, OPS + 1) for run in runs]
+    await pauses.resume_tenant(TENANT)  # all of them are planned in one step
     goes_on = threading.Event()
 
     def wait(name: str, *_: object) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotrain_store.errors import RunClosed, SeqConflict, SeqTooFar
+from cotrain_store.errors import Reason, RunClosed, SeqConflict
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.gaps import still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId
@@ -23,6 +23,7 @@ from cotrain_store.results.futures import Pending
 from tests.support.draws import examples
 from tests.support.log import Log, open_log
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.refusals import refused
 from tests.support.stack import POOL
 
 A = TenantId("a")
@@ -134,7 +135,7 @@ async def test_a_rider_counts_against_how_far_ahead_a_client_may_be(log: Log) ->
     run = await log.new_run()
     await send(log, run, MAX_SEQ_GAP - 1)
     before = log.everything()
-    with pytest.raises(SeqTooFar, match="This request is too far ahead"):
+    with refused(Reason.SEQ_TOO_FAR, match="This request is too far ahead"):
         await ride(log, run)
     assert log.everything() == before
 

@@ -79,7 +79,7 @@ async def test_the_file_is_all_that_is_left_and_the_next_snapshot_has_it_as_pred
     log.execution.roll_back(checkpoint, "f3", "sha 3")
     position = log.execution.logs.position(run.id)
     assert position is not None
-    assert (position.done, position.snap, position.cut, position.older_snap) == (3, 3, 3, 3)
+    assert (position.done, position.snap, position.older_snap) == (3, 3, 3)
     assert (position.snapshot_file, position.snapshot_sha256) == ("f3", "sha 3")
     assert (position.older_file, position.numerics_id, position.older_numerics_id) == ("", "", "")
     assert (position.weights_epoch, position.rolled_back_to) == (1, checkpoint.path)
@@ -91,7 +91,7 @@ async def test_the_file_is_all_that_is_left_and_the_next_snapshot_has_it_as_pred
     assert log.execution.register_snapshot(run.id, 4, "f4", "sha 4")
     position = log.execution.logs.position(run.id)
     assert position is not None
-    assert (position.cut, position.older_file, position.weights_epoch) == (3, "f3", 1)
+    assert (position.older_snap, position.older_file, position.weights_epoch) == (3, "f3", 1)
 
 
 async def test_a_rollback_is_told_where_runs_are_told_of_and_counted(samples: Samples) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cotrain_store.disk.capacity import Capacity
-from cotrain_store.errors import RunBytesQuotaReached, RunTooLarge
+from cotrain_store.errors import Reason
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
 from cotrain_store.messages.ids import RunId, TenantId
 from cotrain_store.messages.ops import pool_record
@@ -22,6 +22,7 @@ from tests.support.limits import always
 from tests.support.log import Log, record_of
 from tests.support.program import results, submit
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.refusals import refused
 from tests.support.stack import POOL, Stack, pool_record_for_tests, snapshots, worker
 from tests.support.waiting import files_below, until
 
@@ -69,24 +70,26 @@ async def test_a_run_that_would_hold_too_much_is_not_made_until_another_one_is_d
     await intake.create_run(second)
     await intake.create_run(first)  # twice is harmless
     before = log.everything()
-    with pytest.raises(
-        RunBytesQuotaReached,
-        match=r"Quota run_bytes reached: the runs of this tenant hold 9600 bytes, and this one would "
-        r"hold 4800; they may hold 11200\. Unload some that are done with\.",
+    with refused(
+        Reason.RUN_BYTES_QUOTA_REACHED,
+        match=r"The runs of this tenant hold 9600 bytes, and this run would hold 4800\. The quota run_bytes of "
+        r"this tenant is 11200\. Unload some\.",
     ):
         await intake.create_run(third)
     assert log.everything() == before
     await intake.create_run(runs_of("b", 1)[0])
     await log.run_all()
     await log.intake.close_run(first)
-    with pytest.raises(RunBytesQuotaReached):  # its files are still there
+    with refused(Reason.RUN_BYTES_QUOTA_REACHED):  # its files are still there
         await intake.create_run(third)
     assert log.execution.forget(first.id)
     await intake.create_run(third)
 
 
 async def test_a_run_that_alone_holds_more_than_all_may_is_refused_for_good(log: Log) -> None:
-    with pytest.raises(RunTooLarge, match="A run of this rank holds 4800 bytes, and all runs of a"):
+    with refused(
+        Reason.RUN_TOO_LARGE, match="A run of this rank holds 4800 bytes. The quota run_bytes of"
+    ):
         await intake_of(log, run_bytes=4_799).create_run(record_of("a"))
 
 
@@ -126,17 +129,6 @@ async def test_room_on_the_disk_is_claimed_until_both_copies_are_there(log: Log)
     assert (await weight(log), claimed(log)) == (0, 0)
 
 
-async def test_a_run_of_an_older_version_counts_from_its_next_copy_on(log: Log) -> None:
-    run = await log.new_run()
-    await log.run_all()
-    log.redis.hdel(run_keys.log(POOL, run.id), "weight", "unwritten")
-    log.redis.delete(tenant_keys.run_bytes(), tenant_keys.unwritten_run_bytes())
-    assert log.execution.register_snapshot(run.id, 0, "f", "sha", STATE)
-    assert (await weight(log), claimed(log)) == (3 * STATE, 0)
-    await drop(log, run)
-    assert await weight(log) == 0
-
-
 async def test_one_tenant_takes_no_more_than_three_quarters_of_what_is_free(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,15 +136,15 @@ async def test_one_tenant_takes_no_more_than_three_quarters_of_what_is_free(
     monkeypatch.setattr(Capacity, "free_disk_bytes", 8 * copies)
     for run in runs_of("a", 6):
         await log.intake.create_run(run)
-    with pytest.raises(
-        RunBytesQuotaReached,
-        match=r"The disk has too little left for another run: the runs of this tenant hold 28800 bytes, "
-        r"and this one would hold 4800, and 6400 are left for all tenants",
+    with refused(
+        Reason.RUN_BYTES_QUOTA_REACHED,
+        match=r"The runs of this tenant hold 28800 bytes, and this run would hold 4800\. The disk has 6400 bytes "
+        r"left for the runs of all tenants",
     ):
         await log.intake.create_run(runs_of("a", 7)[-1])
     other = runs_of("b", 2)
     await log.intake.create_run(other[0])
-    with pytest.raises(RunBytesQuotaReached):
+    with refused(Reason.RUN_BYTES_QUOTA_REACHED):
         await log.intake.create_run(other[1])
 
 
@@ -163,7 +155,7 @@ async def test_a_disk_without_room_for_copies_takes_no_run(
     for there in free:
         monkeypatch.setattr(Capacity, "free_disk_bytes", there)
         if there < 3 * STATE:
-            with pytest.raises(RunBytesQuotaReached):
+            with refused(Reason.RUN_BYTES_QUOTA_REACHED):
                 await log.new_run()
     await log.new_run()
 

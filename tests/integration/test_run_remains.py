@@ -17,7 +17,7 @@ from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import until
 
 LORA = LoraSpec(rank=4, seed=7, train_unembed=False)
-#: Kept permanently, counted by the quota `record_bytes`; `docs/reliability.md` lists them.
+#: Kept permanently, counted by the quota `record_bytes`; `docs/operate/limits.md` lists them.
 REMAINS = ["cotrain:run:<run>", "cotrain:session:<session>:runs", f"cotrain:{{{POOL}}}:log:<run>"]
 #: The like of a run that trained, under the quota `history_points`.
 HISTORY = ["cotrain:run:<run>:history", "cotrain:run:<run>:steps"]
@@ -94,7 +94,7 @@ def run_ids(redis: Any, session: SessionId) -> list[RunId]:
 
 #: What a log that is deleted still says: how far it came, and whose it was.
 POSITION = {
-    b"state", b"tenant", b"next", b"done", b"snap", b"last", b"worker", b"cut", b"oldsnap",
+    b"state", b"tenant", b"next", b"done", b"snap", b"last", b"worker", b"oldsnap",
     b"oldnumerics", b"numerics",
 }  # fmt: skip
 #: Struck off when their tenant next asks for something.

@@ -9,16 +9,7 @@ from typing import Any
 
 import pytest
 
-from cotrain_store.errors import (
-    DiskReserveReached,
-    SamplerNotFound,
-    SampleTokensQueued,
-    SamplingBusy,
-    SeqConflict,
-    SessionFinished,
-    StoreFull,
-    StoreUnavailable,
-)
+from cotrain_store.errors import Reason, SamplerNotFound, SeqConflict, StoreUnavailable
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.sampling.endings import CANCELLED
@@ -26,6 +17,7 @@ from cotrain_store.sampling.intake import SampleLimits, token_limit
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.refusals import refused
 from tests.support.samples import BODY, LARGE_BODY, RESULT, Samples, open_samples, sampler_record
 from tests.support.stack import POOL
 
@@ -88,7 +80,6 @@ async def test_a_request_makes_its_sampler_live_on(samples: Samples) -> None:
     for ephemeral, idle_ms in ((True, 6 * 3600e3), (False, 30 * 24 * 3600e3)):
         record = replace(sampler_record(number=int(ephemeral)), ephemeral=ephemeral)
         sampler = await samples.records.create_sampler(record)
-        samples.log.redis.pexpire(run_keys.sampler(sampler.id), 5_000)  # an older version's
         await samples.submit(sampler, 0)
         assert life_ms(samples.log.redis, run_keys.sampler(sampler.id)) == pytest.approx(
             idle_ms, abs=60e3
@@ -99,7 +90,7 @@ async def test_a_sampler_that_expired_is_refused_with_what_to_do(samples: Sample
     sampler = await samples.sampler()
     samples.log.redis.delete(run_keys.sampler(sampler.id))
     before = samples.log.everything()
-    with pytest.raises(SamplerNotFound, match=r"6 hours without use, .*: save under a name"):
+    with pytest.raises(SamplerNotFound, match=r"6 hours without use, .* Save under a name"):
         await samples.submit(sampler, 0)
     assert samples.log.everything() == before
 
@@ -113,9 +104,9 @@ async def test_a_finished_session_samples_no_more_but_gets_what_it_asked_for(
     (request,) = await samples.submit(sampler, 0)
     await samples.records.finish(A, session.id, "success")
     before = samples.log.everything()
-    with pytest.raises(SessionFinished):
+    with refused(Reason.SESSION_FINISHED):
         await samples.submit(sampler, 1)
-    with pytest.raises(SessionFinished):
+    with refused(Reason.SESSION_FINISHED):
         await samples.records.create_sampler(replace(record, id=sampler_record(number=9).id))
     assert samples.log.everything() == before
     samples.resolve(*samples.claim())
@@ -128,7 +119,7 @@ async def test_one_request_alone_is_taken_whatever_it_may_come_to(
     async with open_samples(empty_redis.url, tmp_path, SampleLimits(tokens=10)) as samples:
         sampler = await samples.sampler()
         (first,) = await samples.submit(sampler, 0)
-        with pytest.raises(SampleTokensQueued, match="sample_tokens"):
+        with refused(Reason.SAMPLE_TOKENS_QUEUED, match="sample_tokens"):
             await samples.intake.submit(sampler, 1, replace(BODY, max_tokens=8))
         await samples.intake.cancel(A, first)
         await samples.intake.submit(sampler, 1, replace(BODY, max_tokens=8))
@@ -169,9 +160,9 @@ async def test_over_the_quota_is_refused_and_leaves_nothing_but_takes_repeats(
         await samples.submit(sampler, 0, 1)
         samples.claim(1)  # what runs counts as what waits does
         before = samples.log.everything()
-        with pytest.raises((SamplingBusy, SampleTokensQueued)) as busy:
+        with refused(Reason.SAMPLING_BUSY, Reason.SAMPLE_TOKENS_QUEUED) as busy:
             await samples.intake.submit(sampler, 2, body)
-        assert busy.value.retry_after_s == 1.0
+        assert busy.value.reason.retry_after_s == 1.0
         assert samples.log.everything() == before
         await samples.submit(sampler, 1)
         await samples.submit(other, 0)
@@ -185,11 +176,11 @@ async def test_without_room_nothing_new_is_taken(
     empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_samples(empty_redis.url, tmp_path, disk_reserve_bytes=1 << 60) as samples:
-        with pytest.raises(DiskReserveReached):
+        with refused(Reason.DISK_RESERVE_REACHED):
             await samples.submit(await samples.sampler(), 0)
     monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-6)
     async with open_samples(empty_redis.url, tmp_path) as samples:
-        with pytest.raises(StoreFull):
+        with refused(Reason.STORE_FULL):
             await samples.submit(await samples.sampler(), 0)
         assert samples.load() == (0, 0, 0)
 

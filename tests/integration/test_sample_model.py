@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 from typing_extensions import override
 
 from cotrain_store.bodies.sample_body import SampleBody
-from cotrain_store.errors import Fenced, SamplingBusy, SeqConflict
+from cotrain_store.errors import Fenced, Reason, SeqConflict
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import RequestId, TenantId, sample_id
 from cotrain_store.messages.results import Result, ResultKind
@@ -38,6 +38,7 @@ from cotrain_store.sampling.intake import SampleLimits
 from tests.support.draws import examples
 from tests.support.log import WORKER
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.refusals import refused
 from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples, sampler_record
 from tests.support.stack import POOL
 
@@ -170,7 +171,7 @@ class SampleMachine(RuleBasedStateMachine):
             with pytest.raises(SeqConflict):
                 self.wait(call)
         elif known is None and self.model.held(sampler.tenant) >= MAX_HELD:
-            with pytest.raises(SamplingBusy):
+            with refused(Reason.SAMPLING_BUSY):
                 self.wait(call)
         else:
             assert self.wait(call) == request

@@ -307,7 +307,7 @@ async def test_what_is_no_sampler_id_names_no_sampler(samples: Samples, name: st
     ],
 )
 async def test_a_malformed_path_is_refused(samples: Samples, path: str) -> None:
-    with pytest.raises(MalformedPath, match="Malformed checkpoint path"):
+    with pytest.raises(MalformedPath, match="The checkpoint path is malformed"):
         await samples.records.checkpoint(A, path)
 
 

@@ -21,7 +21,7 @@ MISSING = f'cotrain_worker_up{{pool="{MODEL}",worker="w0"}} 0.0'
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decide within moments what otherwise takes minutes."""
     for name, seconds in (("UP_AFTER_S", 0.2), ("DOWN_AFTER_S", 0.5), ("SPAN_S", 0.1)):
-        monkeypatch.setattr(f"cotrain_store.messages.fleet.{name}", seconds)
+        monkeypatch.setattr(f"cotrain_scheduler.scaling.{name}", seconds)
     monkeypatch.setattr("cotrain_scheduler.clock.LOOK_S", 0.05)
     monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)
     monkeypatch.setattr("cotrain_workers.worker.heartbeat.HEARTBEAT_S", 0.05)

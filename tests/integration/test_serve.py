@@ -131,7 +131,7 @@ def test_a_key_is_good_as_long_as_it_stands_in_the_settings(
         )
         refused = run_cotrain("keys", "revoke", listed["id"], at)
         assert refused.returncode == 1
-        assert "take it out of --api-key, COTRAIN_API_KEYS" in refused.stderr
+        assert "Remove it from --api-key, COTRAIN_API_KEYS" in refused.stderr
         assert status_of(serving, old) == 200
         tenant = f"--tenant={listed['tenant']}"
         laptop = run_cotrain("keys", "create", "laptop", tenant, at).stdout.strip()

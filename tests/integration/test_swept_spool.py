@@ -12,7 +12,7 @@ from typing_extensions import override
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import RESULTS, SpoolRef, SpoolReferences, new_writer
-from cotrain_store.errors import BodySwept
+from cotrain_store.errors import Reason
 from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
@@ -24,6 +24,7 @@ from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from tests.support.limits import always
 from tests.support.lives import pass_time
 from tests.support.log import WORKER, Log, record_of
+from tests.support.refusals import refused
 from tests.support.samples import LARGE_BODY, Samples
 from tests.support.stack import POOL, pool_record_for_tests
 
@@ -63,7 +64,7 @@ async def test_a_request_whose_body_was_swept_is_not_accepted_until_it_is_sent_a
 ) -> None:
     intake = Intake(log.connection, spools[0], always(TenantLimits()))
     run = await log.new_run()
-    with pytest.raises(BodySwept):
+    with refused(Reason.BODY_SWEPT):
         await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE, 7, digest="d")
     assert log.references() == {}
     await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE, 7, digest="d")
@@ -77,7 +78,7 @@ async def test_a_run_whose_first_body_was_swept_is_not_made_until_it_is_sent_aga
 ) -> None:
     intake = Intake(log.connection, spools[0], always(TenantLimits()))
     run = record_of("a")
-    with pytest.raises(BodySwept):
+    with refused(Reason.BODY_SWEPT):
         await intake.create_run(run, kind=OpKind.LOAD, body=LARGE)
     assert not log.redis.exists(run_keys.run(run.id), run_keys.log(POOL, run.id))
     await intake.create_run(run, kind=OpKind.LOAD, body=LARGE)
@@ -89,7 +90,7 @@ async def test_a_sample_request_whose_body_was_swept_is_to_be_sent_again(
 ) -> None:
     intake = SampleIntake(samples.log.connection, spools[0], always(SampleLimits()))
     sampler = await samples.sampler()
-    with pytest.raises(BodySwept):
+    with refused(Reason.BODY_SWEPT):
         await intake.submit(sampler, 0, LARGE_BODY)
     assert samples.load() == (0, 0, 0)
     await intake.submit(sampler, 0, LARGE_BODY)

@@ -33,7 +33,7 @@ TEMPLATES = "\n".join(
 
 
 def merged(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """Put values over those of the chart, as Helm does."""
+    """Merge values over those of the chart, as Helm does."""
     both = {
         name: merged(value, default[name])
         if isinstance(value, dict) and isinstance(default.get(name), dict)
@@ -44,7 +44,7 @@ def merged(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("example", examples())
-def test_values_of_examples_are_allowed_and_those_of_the_chart_are_all_described(
+def test_the_values_of_examples_are_valid_and_all_values_are_described(
     example: str,
 ) -> None:
     validator = jsonschema_rs.validator_for(SCHEMA)
@@ -94,7 +94,7 @@ def test_every_command_in_the_templates_is_a_module() -> None:
         assert find_spec(module) or find_spec(f"{module}.__main__")
 
 
-def test_the_notes_name_commands_that_there_are() -> None:
+def test_the_notes_name_existing_commands() -> None:
     text = (CHART / "templates" / "NOTES.txt").read_text()
     for words in re.findall(r"cotrain ((?:admin fleet|keys create))\b", text):
         shown = CliRunner().invoke(command_line(commands()), [*words.split(), "--help"])
@@ -107,7 +107,7 @@ def commands() -> list[Any]:
     return list(entry_points(group="cotrain.commands"))
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_chart_has_the_version_of_the_package() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert chart["appVersion"] == project["version"]

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from cotrain_store.blobs.folder import Folder, make_folder
 from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
-from cotrain_store.errors import ForeignFolder, StoreUnavailable, UnusableBlobs
+from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.connection import CONNECTION_LOST, SyncConnection
 
@@ -83,9 +83,9 @@ def claim_blobs(connection: SyncConnection, data_dir: Path, url: str = "") -> No
     """Assign blobs (`open_blobs`) to this Redis, if they belong to none. Idempotent.
 
     Raises:
-        ForeignFolder: they belong to another one, or to this one before it lost all its data.
+        UnsafeRedis: they belong to another one, or to this one before it lost all its data; or the object
+            store cannot be used: bucket, credentials, endpoint.
         StoreUnavailable: Redis does not answer.
-        UnusableBlobs: the object store refuses or cannot be used: bucket, credentials, endpoint.
     """
     blobs = open_blobs(url, data_dir)
     where, setting = (url, "COTRAIN_BLOBS") if url else (data_dir, "COTRAIN_DATA_DIR")
@@ -105,15 +105,15 @@ def claim_blobs(connection: SyncConnection, data_dir: Path, url: str = "") -> No
             raise StoreUnavailable(
                 f"{setting}: {where} does not answer: {failed.strerror}."
             ) from failed
-        raise UnusableBlobs(
-            f"{setting}: {where} cannot be used: {failed.strerror}. Check that the bucket is there, and the "
+        raise UnsafeRedis(
+            f"{setting}: {where} cannot be used: {failed.strerror}. Check that the bucket exists, and the "
             "variables with its credentials, region and endpoint."
         ) from failed
     if owner != name:
-        raise ForeignFolder(
-            f"The files in {where} belong to another Redis than this one, or it has lost all it held: "
-            "it would take them for leftovers and delete them. Start the Redis they belong to, or set "
-            f"another {setting}. Should that Redis be gone for good, keep a copy and delete {where}/{MARK}."
+        raise UnsafeRedis(
+            f"The files in {where} belong to another Redis, or this Redis has lost its data. It would delete them "
+            f"as unreferenced files. Start the Redis they belong to, or set another {setting}. If that Redis is "
+            f"lost, keep a copy of the files and delete {where}/{MARK}."
         )
 
 

@@ -17,11 +17,11 @@ import structlog
 
 from cotrain_store.blobs.protocol import BlobsUnavailable
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool
-from cotrain_store.errors import DiskReserveReached, StoreFull, StoreUnavailable
+from cotrain_store.errors import Reason, Refused, StoreUnavailable
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
 
 #: Function that spools a body too large for Redis, and returns its reference, or `inline`. Raises
-#: DiskReserveReached or StoreUnavailable if the body cannot be written.
+#: DISK_RESERVE_REACHED or StoreUnavailable if the body cannot be written.
 StoreBody: TypeAlias = Callable[[bytes], Awaitable[str]]
 
 log = structlog.get_logger()
@@ -53,16 +53,18 @@ class Capacity:
         """Return if something new may be accepted.
 
         Raises:
-            DiskReserveReached, StoreFull, StoreUnavailable: retry later.
+            DISK_RESERVE_REACHED, STORE_FULL, StoreUnavailable: retry later.
         """
         if self._free_disk().free < self._reserve:
-            raise DiskReserveReached  # small bodies too: Redis and recovery copies need disk
+            raise Refused(
+                Reason.DISK_RESERVE_REACHED
+            )  # small bodies too: Redis and recovery copies need disk
         now = time.monotonic()
         if now - self._memory_asked_at > _ASK_MEMORY_EVERY_S:
             await self._ask_memory()
             self._memory_asked_at = now
         if 0 < MEMORY_SHARE * self._memory_bytes < self._memory_used:
-            raise StoreFull
+            raise Refused(Reason.STORE_FULL)
 
     @property
     def free_disk_bytes(self) -> int:
@@ -111,7 +113,7 @@ class Capacity:
             raise StoreUnavailable("The object store takes nothing for now.") from unavailable
         except OSError as full:
             log.error("body_not_written", reason=full.strerror)
-            raise DiskReserveReached from full
+            raise Refused(Reason.DISK_RESERVE_REACHED) from full
         except asyncio.CancelledError:  # the client has disconnected, but the writer may be writing
             durable.add_done_callback(self._settle_unheard)
             raise

@@ -46,9 +46,8 @@ SEGMENT_BYTES = 64 * 1024**2
 GATHERED_BYTES = 4 * 1024**2
 #: A writer does not extend a segment that was idle for this long, so that it can be swept.
 REST_S = 300.0
-#: Prefix of segments of results; UNCOUNTED is the prefix of versions that did not count them.
+#: Prefix of segments of results.
 RESULTS = "answers-"
-UNCOUNTED = "results-"
 #: Maximum number of writes of a batch whose file was removed before it was synced.
 _TRIES = 3
 

@@ -15,7 +15,7 @@ from cotrain_store.messages.samples import SampleUsage
 
 #: Version of keys and messages, increased when one changes. A process refuses a store of another
 #: version.
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
 #: A worker without a heartbeat for this long does not count as ready.
 WORKER_HEARTBEAT_TTL_MS = 10_000
 #: The scheduler's lease decides who tries to lead. The epoch decides who may write.

@@ -136,13 +136,6 @@ def all_training_runs() -> str:
     return "cotrain:training_runs"
 
 
-def all_runs_listed() -> str:
-    """Return the key of the mark that runs of earlier versions are in `all_training_runs`; kept
-    permanently.
-    """
-    return "cotrain:training_runs:complete"
-
-
 def labelled_runs(tenant: TenantId) -> str:
     """Return the key of the sorted set of a tenant's runs with a note or a tag (score: created_at, in s)."""
     return f"cotrain:tenant:{tenant}:labelled_runs"

@@ -46,7 +46,6 @@ from cotrain_store.oplog.reader import LogPosition, RunLogs
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.tenants.catalog import TenantNames
-from cotrain_store.tenants.run_bytes import STATES_KEPT
 from cotrain_store.weights.saved_weights import SweepLease
 
 
@@ -359,7 +358,7 @@ class Execution:
         ]  # fmt: skip
         args = {
             "epoch": str(self.epoch), "run": run, "seq": seq, "file": file, "sha256": sha256,
-            "digests_kept": DIGESTS_KEPT, "size": size, "weight": size * STATES_KEPT,
+            "digests_kept": DIGESTS_KEPT, "size": size,
         }  # fmt: skip
         answer = self._snapshot(script_keys, args)
         if answer == b"FENCED":

@@ -21,20 +21,12 @@ from cotrain_store.disk.capacity import Capacity, StoreBody
 from cotrain_store.disk.result_storage import UNLOADED
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
 from cotrain_store.errors import (
-    BodySwept,
-    QueueFull,
-    RecordQuotaReached,
-    RunBytesQuotaReached,
+    Reason,
+    Refused,
     RunClosed,
-    RunFailed,
     RunNotFound,
-    RunQuotaReached,
-    RunTooLarge,
-    SamplerQuotaReached,
     SeqConflict,
-    SeqTooFar,
     StoreUnavailable,
-    UnreadQuotaReached,
     WeightsDeleted,
 )
 from cotrain_store.failpoints import failpoint
@@ -59,17 +51,19 @@ from cotrain_store.tenants.run_bytes import RunWeight, weigh_run
 
 _OF_OPS: dict[str, Callable[[str], Exception]] = {
     "CONFLICT": lambda what: SeqConflict(f"{what} was already used with different content."),
-    "FAR": lambda what: SeqTooFar(f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."),
+    "FAR": lambda what: Refused(
+        Reason.SEQ_TOO_FAR, f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."
+    ),
     "WEIGHTS": lambda _: WeightsDeleted(),
     "GONE": lambda _: RunNotFound(),
     "CLOSED": lambda _: RunClosed(),
-    "FAILED": lambda _: RunFailed(),
-    "BUSY": lambda _: QueueFull(),
-    "UNREAD": lambda _: UnreadQuotaReached(),
-    "RUNS": lambda _: RunQuotaReached(),
-    "RECORDS": lambda _: RecordQuotaReached(),
-    "SWEPT": lambda _: BodySwept(),
-    "SAMPLERS": lambda _: SamplerQuotaReached(),
+    "FAILED": lambda _: Refused(Reason.RUN_FAILED),
+    "BUSY": lambda _: Refused(Reason.QUEUE_FULL),
+    "UNREAD": lambda _: Refused(Reason.UNREAD_QUOTA_REACHED),
+    "RUNS": lambda _: Refused(Reason.RUN_QUOTA_REACHED),
+    "RECORDS": lambda _: Refused(Reason.RECORD_QUOTA_REACHED),
+    "SWEPT": lambda _: Refused(Reason.BODY_SWEPT),
+    "SAMPLERS": lambda _: Refused(Reason.SAMPLER_QUOTA_REACHED),
 }
 
 
@@ -87,19 +81,18 @@ def refusal(answer: str, numbers: Sequence[int], asked: Submission) -> Exception
 
 def _too_heavy(answer: str, present: int, most: int, *, weight: int) -> Exception:
     if answer == "RUN_BYTES" and weight > most:
-        return RunTooLarge(
-            f"A run of this rank holds {weight} bytes, and all runs of a tenant may hold {most}; "
-            "the operator can raise run_bytes of COTRAIN_QUOTAS."
+        return Refused(
+            Reason.RUN_TOO_LARGE,
+            f"A run of this rank holds {weight} bytes. The quota run_bytes of this tenant is {most}. The operator "
+            "can raise it in COTRAIN_QUOTAS.",
         )
-    asked = f"the runs of this tenant hold {present} bytes, and this one would hold {weight}"
-    if answer == "RUN_BYTES":
-        return RunBytesQuotaReached(
-            f"Quota run_bytes reached: {asked}; they may hold {most}. Unload some that are done with."
-        )
-    return RunBytesQuotaReached(
-        f"The disk has too little left for another run: {asked}, and {most} are left for all tenants. "
-        "Unload some that are done with."
+    usage = f"The runs of this tenant hold {present} bytes, and this run would hold {weight}."
+    limit = (
+        f"The quota run_bytes of this tenant is {most}."
+        if answer == "RUN_BYTES"
+        else f"The disk has {most} bytes left for the runs of all tenants."
     )
+    return Refused(Reason.RUN_BYTES_QUOTA_REACHED, f"{usage} {limit} Unload some.")
 
 
 log = structlog.get_logger()
@@ -125,7 +118,7 @@ class Intake:
         """Return if the store can accept a new session, sampler or copy.
 
         Raises:
-            StoreFull, DiskReserveReached, StoreUnavailable: retry later.
+            STORE_FULL, DISK_RESERVE_REACHED, StoreUnavailable: retry later.
         """
         await self._capacity.check()
 
@@ -150,9 +143,9 @@ class Intake:
         Raises:
             SeqConflict: the same run id with other settings.
             WeightsDeleted: some of `uses` are deleted.
-            RecordQuotaReached, RunTooLarge: permanent.
-            RunQuotaReached, RunBytesQuotaReached, QueueFull, UnreadQuotaReached, StoreFull,
-                DiskReserveReached,
+            RECORD_QUOTA_REACHED, RUN_TOO_LARGE: permanent.
+            RUN_QUOTA_REACHED, RUN_BYTES_QUOTA_REACHED, QUEUE_FULL, UNREAD_QUOTA_REACHED, STORE_FULL,
+                DISK_RESERVE_REACHED,
             StoreUnavailable: retry later.
         """
         body = encode(run.lora).encode() if body is None else body
@@ -185,9 +178,9 @@ class Intake:
         Raises:
             SeqConflict: this seq, or key, was used with other content.
             WeightsDeleted: some of `uses` are deleted.
-            SeqTooFar: more than MAX_SEQ_GAP ops before it are missing.
-            RunClosed, RunFailed, RunNotFound: the run accepts no further ops.
-            QueueFull, UnreadQuotaReached, SamplerQuotaReached, StoreFull, DiskReserveReached,
+            SEQ_TOO_FAR: more than MAX_SEQ_GAP ops before it are missing.
+            RunClosed, RUN_FAILED, RunNotFound: the run accepts no further ops.
+            QUEUE_FULL, UNREAD_QUOTA_REACHED, SAMPLER_QUOTA_REACHED, STORE_FULL, DISK_RESERVE_REACHED,
             StoreUnavailable: the request is valid; retry later.
         """
         return await self._accept(

@@ -18,7 +18,7 @@ import json
 import time
 from dataclasses import dataclass
 
-from cotrain_store.errors import CannotMove, Fenced, RunClosed, WorkerNotFound
+from cotrain_store.errors import Fenced, Reason, Refused, RunClosed
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.redis_client.connection import Connection, SyncConnection
@@ -53,18 +53,21 @@ class Moves:
 
         Raises:
             RunClosed: the run has ended.
-            WorkerNotFound: no live worker of its pool has this id.
-            CannotMove: the run is already there, or has no worker that could hand it over.
+            WORKER_NOT_FOUND: no live worker of its pool has this id.
+            CANNOT_MOVE: the run is already there, or has no worker that could hand it over.
         """
         match await self._answer(pool, run, to, "", 0.0):
             case b"ENDED":
                 raise RunClosed
             case b"TARGET":
-                raise WorkerNotFound
+                raise Refused(Reason.WORKER_NOT_FOUND)
             case b"THERE":
-                raise CannotMove(f"Run {run} is at worker {to}.")
+                raise Refused(Reason.CANNOT_MOVE, f"Run {run} is already on worker {to}.")
             case b"UNOWNED":
-                raise CannotMove(f"Run {run} has no worker: its next request gives it one.")
+                raise Refused(
+                    Reason.CANNOT_MOVE,
+                    f"Run {run} has no worker yet. Its next request assigns one.",
+                )
 
     async def request_move(
         self, pool: PoolId, run: RunId, to: WorkerId, scheduler_epoch: str
@@ -155,10 +158,10 @@ class Drains:
         self._redis = connection
 
     async def ask(self, pool: PoolId, worker: WorkerId) -> None:
-        """Request the drain of a worker; raises WorkerNotFound."""
+        """Request the drain of a worker; raises WORKER_NOT_FOUND."""
         is_known = await self._redis.sismember(fleet_keys.workers(pool), worker)
         if not is_known and not await self._redis.exists(fleet_keys.worker(pool, worker)):
-            raise WorkerNotFound
+            raise Refused(Reason.WORKER_NOT_FOUND)
         await self._redis.hsetnx(fleet_keys.draining(pool), worker, f"{time.time():.3f}")
         await self._redis.publish(fleet_keys.notify_worker(pool, worker), "drain")
 
@@ -167,11 +170,6 @@ class Drains:
         found = await self._redis.hdel(fleet_keys.draining(pool), worker)
         await self._redis.publish(fleet_keys.notify_worker(pool, worker), "drain")
         return bool(found)
-
-    async def asked(self, pool: PoolId) -> dict[WorkerId, float]:
-        """Return the workers of a pool with a drain request, and its time in s."""
-        rows = await self._redis.hgetall(fleet_keys.draining(pool))
-        return {WorkerId(name.decode()): float(at) for name, at in rows.items()}
 
 
 class OwnDrain:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cotrain.wire.rest import HistoryPoint
 from cotrain_store.disk.result_storage import is_spooled, whole_result
 from cotrain_store.disk.spool import Spool
 from cotrain_store.errors import SpoolCorrupt
@@ -17,18 +18,18 @@ from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, decode, run_of, seq_of
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import HistoryPoint, RunState, read_points
+from cotrain_store.messages.runs import RunState, read_points
 from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.redis_client.connection import Connection, SyncConnection
 
 
 @dataclass(frozen=True)
 class LogPosition:
-    """Position of a run's log: committed up to `done`, with ops from `cut` + 1 on.
+    """Position of a run's log: committed up to `done`, with ops from `older_snap` + 1 on.
 
     Two snapshots are registered: one of the state after `snap`, and its predecessor, after
-    `older_snap`. The log reaches back to the older one (`cut == older_snap`), so that the loss of
-    the newest file only costs a longer replay. A seq of -1 without a file is the empty state, to
+    `older_snap`. The log reaches back to the older one, so that the loss of the newest file only
+    costs a longer replay. A seq of -1 without a file is the empty state, to
     which the log then reaches back.
     """
 
@@ -41,7 +42,6 @@ class LogPosition:
     older_file: str
     older_sha256: str
     older_snap: int
-    cut: int
     numerics_id: str
     """Numerics of the workers that wrote the log since `snap` (`mixed` for several, empty for
     none). A replay by another worker may differ in the last bits.
@@ -153,11 +153,8 @@ class RunLogs:
 
 
 def log_position(row: Mapping[str, str]) -> LogPosition:
-    """Return the position in a log's hash. Older versions kept one snapshot; their logs reach back
-    only to the newest.
-    """
+    """Return the position in a log's hash."""
     numerics, older = row.get("numerics", ""), row.get("oldnumerics", "")
-    is_cut_at_older = "cut" in row and row["cut"] == row["oldsnap"]
     return LogPosition(
         tenant=TenantId(row["tenant"]),
         state=RunState(row["state"]),
@@ -168,7 +165,6 @@ def log_position(row: Mapping[str, str]) -> LogPosition:
         older_file=row.get("oldfile", ""),
         older_sha256=row.get("oldsha", ""),
         older_snap=int(row.get("oldsnap", -1)),
-        cut=int(row["oldsnap"] if is_cut_at_older else row["snap"]),
         numerics_id=numerics,
         older_numerics_id="mixed"
         if older and numerics and older != numerics

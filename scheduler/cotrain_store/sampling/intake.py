@@ -14,16 +14,7 @@ from dataclasses import dataclass, replace
 from cotrain_store.bodies.sample_body import SampleBody, encode_sample
 from cotrain_store.disk.capacity import Capacity
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
-from cotrain_store.errors import (
-    BodySwept,
-    SamplerNotFound,
-    SampleTokensQueued,
-    SamplingBusy,
-    SeqConflict,
-    SessionFinished,
-    StoreUnavailable,
-    UnreadQuotaReached,
-)
+from cotrain_store.errors import Reason, Refused, SamplerNotFound, SeqConflict, StoreUnavailable
 from cotrain_store.failpoints import failpoint
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef, sample_id
@@ -107,8 +98,8 @@ class SampleIntake:
         Raises:
             SeqConflict: this seq was used with other content.
             SamplerNotFound: it has expired.
-            SessionFinished: its session has ended.
-            SamplingBusy, SampleTokensQueued, UnreadQuotaReached, StoreFull, DiskReserveReached,
+            SESSION_FINISHED: its session has ended.
+            SAMPLING_BUSY, SAMPLE_TOKENS_QUEUED, UNREAD_QUOTA_REACHED, STORE_FULL, DISK_RESERVE_REACHED,
                 StoreUnavailable:
                 the request is valid; retry later.
         """
@@ -211,9 +202,9 @@ def _clone(seq: int) -> str:
 _REFUSALS: dict[str, Callable[[int], Exception]] = {
     "CONFLICT": lambda seq: SeqConflict(f"seq_id {seq} was already used with different content."),
     "GONE": lambda _: SamplerNotFound(),
-    "FINISHED": lambda _: SessionFinished(),
-    "BUSY": lambda _: SamplingBusy(),
-    "TOKENS": lambda _: SampleTokensQueued(),
-    "UNREAD": lambda _: UnreadQuotaReached(),
-    "SWEPT": lambda _: BodySwept(),
+    "FINISHED": lambda _: Refused(Reason.SESSION_FINISHED),
+    "BUSY": lambda _: Refused(Reason.SAMPLING_BUSY),
+    "TOKENS": lambda _: Refused(Reason.SAMPLE_TOKENS_QUEUED),
+    "UNREAD": lambda _: Refused(Reason.UNREAD_QUOTA_REACHED),
+    "SWEPT": lambda _: Refused(Reason.BODY_SWEPT),
 }

@@ -8,7 +8,4 @@ local bytes = 0
 for _, size in ipairs(redis.call('HVALS', sizes)) do
   bytes = bytes + tonumber(size)
 end
-if bytes > 0 then -- of checkpoints that a version stored which did not count, as well
-  redis.call('ZADD', 'cotrain:tenants:checkpoint_bytes', bytes, args.tenant)
-end
 return { redis.call('HLEN', sizes) + redis.call('SCARD', unstored), bytes }

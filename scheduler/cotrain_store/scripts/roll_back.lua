@@ -11,11 +11,11 @@ local of_run = { ops = ops, bodies = bodies, digests = digests, refs = refs, que
 if redis.call('GET', epoch_key) ~= args.epoch then
   return 'FENCED'
 end
-local row = redis.call('HMGET', log, 'done', 'last', 'snap', 'cut', 'epoch')
-if tonumber(row[5] or 0) == weights_epoch then
+local row = redis.call('HMGET', log, 'done', 'last', 'oldsnap', 'epoch')
+if tonumber(row[4] or 0) == weights_epoch then
   return 'OK'
 end
-if tonumber(row[1] or -1) ~= done or tonumber(row[5] or 0) ~= weights_epoch - 1 then
+if tonumber(row[1] or -1) ~= done or tonumber(row[4] or 0) ~= weights_epoch - 1 then
   return 'OUTDATED'
 end
 for _, step in ipairs(args.steps) do
@@ -31,9 +31,9 @@ local resolved = {}
 for seq = done + 1, tonumber(row[2]) do
   reject(of_run, run, seq, args.failure, resolved)
 end
-cut_log(of_run, tonumber(row[4] or row[3]) + 1, done, args.digests_kept)
-redis.call('HSET', log, 'snap', done, 'snapfile', args.file, 'snapsha', args.sha256, 'cut', done,
-  'oldsnap', done, 'oldfile', '', 'oldsha', '', 'epoch', weights_epoch, 'rolled_back_to', args.path)
+cut_log(of_run, tonumber(row[3] or -1) + 1, done, args.digests_kept)
+redis.call('HSET', log, 'snap', done, 'snapfile', args.file, 'snapsha', args.sha256, 'oldsnap', done,
+  'oldfile', '', 'oldsha', '', 'epoch', weights_epoch, 'rolled_back_to', args.path)
 redis.call('HDEL', log, 'numerics', 'oldnumerics', 'begun')
 redis.call('HSET', record_key, 'weights_epoch', weights_epoch, 'rolled_back_to', args.path)
 redis.call('HINCRBY', counters, 'rollbacks', 1)

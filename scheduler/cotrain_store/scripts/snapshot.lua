@@ -11,8 +11,7 @@ local of_run = { ops = ops, bodies = bodies, digests = digests, refs = refs }
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
 end
-local row = redis.call('HMGET', log, 'snap', 'done', 'snapfile', 'snapsha', 'cut', 'numerics', 'tenant',
-  'state')
+local row = redis.call('HMGET', log, 'snap', 'done', 'snapfile', 'snapsha', 'oldsnap', 'numerics')
 local snap, done = tonumber(row[1] or -1), tonumber(row[2] or -1)
 if not row[1] or seq < 0 or seq < snap or seq > done then
   return 'OUTDATED'
@@ -29,13 +28,10 @@ for covered = snap + 1, seq do
     return 'UNSTORED'
   end
 end
-if args.size > 0 and row[8] ~= 'closed' then
-  hold_run(log, row[7], args.weight, 0) -- an older version's run did not count
-end
 note_copy(log, args.size)
-cut_log(of_run, tonumber(row[5] or snap) + 1, snap, args.digests_kept)
-redis.call('HSET', log, 'snap', seq, 'snapfile', file, 'snapsha', args.sha256, 'cut', snap,
-  'oldsnap', snap, 'oldfile', row[3] or '', 'oldsha', row[4] or '', 'oldnumerics', row[6] or '')
+cut_log(of_run, tonumber(row[5] or -1) + 1, snap, args.digests_kept)
+redis.call('HSET', log, 'snap', seq, 'snapfile', file, 'snapsha', args.sha256, 'oldsnap', snap,
+  'oldfile', row[3] or '', 'oldsha', row[4] or '', 'oldnumerics', row[6] or '')
 if seq == done then
   redis.call('HDEL', log, 'numerics') -- nothing is left to replay: the next commit says whose it is
 end

@@ -231,9 +231,9 @@ class Tenants:
             "prefix": api_key.partition("_")[0],
             "role": role,
         }
+        await name_tenant(self._redis, TenantId(row["tenant"]), name)  # before it has a key
         await self._redis.hset(tenant_keys.api_key(key_id), mapping=row)
         await self._redis.sadd(tenant_keys.api_keys(), key_id)
-        await name_tenant(self._redis, TenantId(row["tenant"]), name)
         return api_key
 
     async def take(self, chosen: Sequence[ChosenKey]) -> list[KeyRecord]:
@@ -305,11 +305,6 @@ class Tenants:
         is_named = await self._redis.hexists(tenant_keys.tenant_names(), tenant)
         return bool(is_named or await self._redis.exists(tenant_keys.tenant_sessions(tenant)))
 
-    async def name_all(self) -> None:
-        """Name the tenants whose keys were made before tenants had names."""
-        for key in await self.list_keys():
-            await name_tenant(self._redis, key.tenant, key.name)
-
     async def _listed(self) -> list[KeyRecord]:
         found = await self._redis.hvals(tenant_keys.settings_keys())
         return [decode(KeyRecord, json.loads(record)) for record in found]
@@ -319,7 +314,7 @@ class Tenants:
         digest = digest_of_key(chosen.api_key)
         fresh = KeyRecord(
             id=secrets.token_hex(8),
-            tenant=await self._earlier_tenant(chosen.api_key, digest) or new_tenant(),
+            tenant=new_tenant(),
             name="",
             created_at=time.time(),
             not_after=None,
@@ -330,20 +325,10 @@ class Tenants:
         row = {**known, "name": chosen.name, "prefix": chosen.prefix, "in_settings": True}
         return decode(KeyRecord, row)
 
-    async def _earlier_tenant(self, api_key: str, digest: str) -> TenantId | None:
-        """Find the tenant that an earlier version gave this key, if one did."""
-        tenant = _tenant_by_digest(digest)
-        row = tenant_keys.api_key(issued_key_id(api_key) or f"d{digest[:32]}")
-        left = await self._redis.exists(row, tenant_keys.tenant_sessions(tenant))
-        return tenant if left else None
-
     async def _row(self, key_id: str) -> dict[str, str]:
         """Read the row of an issued key; empty where there is none."""
         found = await self._redis.hgetall(tenant_keys.api_key(key_id))
-        row = {field.decode(): value.decode() for field, value in found.items()}
-        # Earlier versions wrote rows for keys of the settings as well, and took those keys permanently.
-        is_chosen = bool(row) and row["tenant"] == _tenant_by_digest(row["digest"])
-        return {} if is_chosen else row
+        return {field.decode(): value.decode() for field, value in found.items()}
 
 
 async def signing_keys(connection: Connection) -> tuple[bytes, bytes]:
@@ -357,11 +342,6 @@ async def signing_keys(connection: Connection) -> tuple[bytes, bytes]:
     return current, previous
 
 
-def _tenant_by_digest(digest: str) -> TenantId:
-    """Name the tenant of a chosen key as earlier versions did; no issued key has such a one."""
-    return TenantId(f"t-{digest[:16]}")
-
-
 def _record(key_id: str, row: Mapping[str, str]) -> KeyRecord:
     return KeyRecord(
         key_id,
@@ -369,9 +349,8 @@ def _record(key_id: str, row: Mapping[str, str]) -> KeyRecord:
         row["name"],
         float(row["created_at"]),
         float(row["not_after"]) if row["not_after"] else None,
-        # Rows of earlier versions do not say whether theirs begins with `tml` or `sk`.
-        row.get("prefix", f"…-{key_id}"),
-        "viewer" if row.get("role") == "viewer" else "member",
+        row["prefix"],
+        "viewer" if row["role"] == "viewer" else "member",
     )
 
 

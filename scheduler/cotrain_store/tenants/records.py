@@ -15,17 +15,13 @@ from typing import Any
 
 from cotrain_store.errors import (
     BaseModelNotServed,
-    BaseModelStarting,
     CheckpointNotFound,
     MalformedPath,
-    RecordQuotaReached,
+    Reason,
+    Refused,
     RunNotFound,
     SamplerNotFound,
-    SamplerQuotaReached,
     SeqConflict,
-    SessionFinished,
-    SessionNotFound,
-    SessionQuotaReached,
 )
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import (
@@ -104,8 +100,8 @@ class Records:
         With a `session_id` that only this tenant's requests can lead to, twice is one session.
 
         Raises:
-            SessionQuotaReached: later.
-            RecordQuotaReached: for good.
+            SESSION_QUOTA_REACHED: later.
+            RECORD_QUOTA_REACHED: for good.
         """
         session = SessionRecord(
             id=session_id or SessionId(secrets.token_hex(16)),
@@ -130,37 +126,37 @@ class Records:
         }  # fmt: skip
         answer = await self._session(script_keys, args)
         if answer == b"SESSIONS":
-            raise SessionQuotaReached
+            raise Refused(Reason.SESSION_QUOTA_REACHED)
         if answer == b"RECORDS":
-            raise RecordQuotaReached
+            raise Refused(Reason.RECORD_QUOTA_REACHED)
         await self._mark_alive(session)
         return session
 
     async def check_record_quota(self, tenant: TenantId) -> None:
-        """Return when another session or run of a tenant may be kept; raises RecordQuotaReached."""
+        """Return when another session or run of a tenant may be kept; raises RECORD_QUOTA_REACHED."""
         kept = await self._redis.get(tenant_keys.record_bytes(tenant))
         if int(kept or 0) >= (await self._limits_of(tenant)).record_bytes:
-            raise RecordQuotaReached
+            raise Refused(Reason.RECORD_QUOTA_REACHED)
 
     async def session(self, tenant: TenantId, session_id: str) -> SessionRecord:
-        """Find a session; raises SessionNotFound."""
+        """Find a session; raises SESSION_NOT_FOUND."""
         row = await self._row(tenant_keys.session(SessionId(session_id)), session_id)
         if not row:
-            raise SessionNotFound
+            raise Refused(Reason.SESSION_NOT_FOUND)
         session = session_record(row)
         if session.tenant != tenant:
-            raise SessionNotFound
+            raise Refused(Reason.SESSION_NOT_FOUND)
         return session
 
     async def heartbeat(self, tenant: TenantId, session_id: str) -> None:
-        """Note a heartbeat; raises SessionNotFound, or SessionFinished once it has ended."""
+        """Note a heartbeat; raises SESSION_NOT_FOUND, or SESSION_FINISHED once it has ended."""
         session = await self.session(tenant, session_id)
         if session.finished_at is not None:
-            raise SessionFinished
+            raise Refused(Reason.SESSION_FINISHED)
         await self._mark_alive(session)
 
     async def assign_project(self, tenant: TenantId, session_id: str, project_id: str) -> None:
-        """Put a session, with all it has, into a project; raises SessionNotFound."""
+        """Put a session, with all it has, into a project; raises SESSION_NOT_FOUND."""
         session = await self.session(tenant, session_id)
         await self._redis.hset(tenant_keys.session(session.id), "project_id", project_id)
 
@@ -196,16 +192,11 @@ class Records:
         pools = await self.pools()
         return tuple(p for p in pools if not self._base_models or p.base_model in self._base_models)
 
-    async def not_yet_served(self) -> list[str]:
-        """List the base models that this server is set to serve, and that no worker has served yet."""
-        known = {pool.base_model for pool in await self.pools()}
-        return [name for name in self._base_models if name not in known]
-
     async def pool_of(self, base_model: str) -> PoolRecord:
         """Find the pool of a base model, whether a worker of it is there now or not.
 
         Raises:
-            BaseModelStarting: this server is set to serve it, and its first worker is not there yet.
+            BASE_MODEL_STARTING: this server is set to serve it, and its first worker is not there yet.
             BaseModelNotServed: it is not served here; it names those that are.
         """
         pools = await self.served_pools()
@@ -213,7 +204,7 @@ class Records:
             if pool.base_model == base_model:
                 return pool
         if base_model in self._base_models:
-            raise BaseModelStarting
+            raise Refused(Reason.BASE_MODEL_STARTING)
         served = ", ".join(pool.base_model for pool in pools) or "none yet"
         raise BaseModelNotServed(
             f"Base model {base_model!r} is not served here. Available: {served}."
@@ -241,9 +232,9 @@ class Records:
 
         Raises:
             SeqConflict: this id was used with other settings.
-            SessionFinished: its session has ended.
+            SESSION_FINISHED: its session has ended.
             CheckpointNotFound: its weights were forgotten.
-            SamplerQuotaReached: later.
+            SAMPLER_QUOTA_REACHED: later.
         """
         weights = record.weights or WeightsRef("")
         script_keys = [
@@ -259,9 +250,9 @@ class Records:
         }  # fmt: skip
         answer = await self._sampler(script_keys, args)
         if answer == b"SAMPLERS":
-            raise SamplerQuotaReached
+            raise Refused(Reason.SAMPLER_QUOTA_REACHED)
         if answer == b"FINISHED":
-            raise SessionFinished
+            raise Refused(Reason.SESSION_FINISHED)
         if answer == b"GONE":
             raise CheckpointNotFound
         known = decode(SamplerRecord, json.loads(answer))

@@ -11,12 +11,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cotrain_store.errors import RecordQuotaReached, RunNotFound
+from cotrain.wire.rest import HistoryPoint
+from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.keys import run_keys, tenant_keys
 from cotrain_store.keys.tenant_keys import usage_field, usage_hour
 from cotrain_store.messages.ids import RunId, TenantId
 from cotrain_store.messages.ops import run_record, tags_of
-from cotrain_store.messages.runs import HistoryPoint, RunRecord, read_points
+from cotrain_store.messages.runs import RunRecord, read_points
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
@@ -132,16 +133,6 @@ class RunList:
             )
         return found
 
-    async def list_earlier_runs(self) -> None:
-        """List the runs that earlier versions made, once. Twice is harmless."""
-        if await self._redis.exists(tenant_keys.all_runs_listed()):
-            return
-        everything = tenant_keys.all_training_runs()
-        for tenant in await self._redis.hkeys(tenant_keys.tenant_names()):
-            own = tenant_keys.training_runs(TenantId(tenant.decode()))
-            await self._redis.zunionstore(everything, [everything, own], aggregate="MAX")
-        await self._redis.set(tenant_keys.all_runs_listed(), "1")
-
     async def _start(self, key: str, cursor: str) -> int:
         """Find the position behind a cursor; the first one for none, or for one that is unreadable."""
         created_at, _, run = cursor.partition("/")
@@ -215,7 +206,7 @@ class RunLabels:
 
         Raises:
             RunNotFound: it is not made yet.
-            RecordQuotaReached: the tenant's records have as many bytes as are kept.
+            RECORD_QUOTA_REACHED: the tenant's records have as many bytes as are kept.
         """
         args: dict[str, str | int | float] = {
             "run": run.id, "tenant": run.tenant, "created_at": run.created_at,
@@ -230,7 +221,7 @@ class RunLabels:
         if answer == b"GONE":
             raise RunNotFound
         if answer == b"RECORDS":
-            raise RecordQuotaReached
+            raise Refused(Reason.RECORD_QUOTA_REACHED)
 
     async def matching(self, tenant: TenantId, query: LabelQuery) -> frozenset[str]:
         """Find a tenant's runs by their labels; those without any are never found."""

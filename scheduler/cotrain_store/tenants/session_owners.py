@@ -27,6 +27,6 @@ async def session_owners(
 def is_owner(key_id: str, owner: str) -> bool:
     """Return whether a client of a key may end the results of a session that `owner` opened.
 
-    Sessions of earlier versions have no owner: any key of their tenant may.
+    Any key of the tenant may for a session without an owner, which the server opened itself.
     """
     return key_id in {THIS_SERVER, owner} or not owner

@@ -166,8 +166,8 @@ class SavedWeights:
     def unused_weights(self) -> list[WeightsRecord]:
         """List stored weights of this pool that no checkpoint, living sampler or load refers to.
 
-        Looked at are those that something has ceased to refer to since, and a few of all: so each has its
-        turn, also those of an older version. What it costs does not grow with how many there are.
+        Checks weights that lost a reference since the last call, and a few of all, so that each has its
+        turn. The cost does not grow with their number.
         """
         self._cursor, some = self._redis.sscan(
             weights_keys.pool_weights(self._pool), self._cursor, count=WEIGHTS_AT_ONCE

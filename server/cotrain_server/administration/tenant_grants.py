@@ -12,7 +12,7 @@ from pydantic import Field, create_model
 from cotrain.wire.admin import Change, KeyRequest, KeyShown, NewKey
 from cotrain_server.services import Services
 from cotrain_server.settings import Quotas
-from cotrain_store.errors import KeyNotFound, TenantNotFound
+from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT, WEIGHT
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.tenants.api_keys import KeyRecord, issued_key_id, new_api_key, new_tenant
@@ -35,10 +35,10 @@ class TenantChange(Change):
 
 
 async def find_tenant(services: Services, asked_for: str) -> TenantId:
-    """Return the id of an existing tenant. Raises TenantNotFound."""
+    """Return the id of an existing tenant. Raises TENANT_NOT_FOUND."""
     tenant = TenantId(asked_for)
     if not await services.tenants.is_known(tenant):
-        raise TenantNotFound
+        raise Refused(Reason.TENANT_NOT_FOUND)
     return tenant
 
 
@@ -95,7 +95,7 @@ async def make_key(services: Services, tenant: TenantId | None, wanted: KeyReque
         )
     made = await services.tenants.issued_key(key_id)
     if made is None:
-        raise KeyNotFound
+        raise Refused(Reason.KEY_NOT_FOUND)
     return NewKey(**_shown(made, None).model_dump(), key=key)
 
 
@@ -110,16 +110,16 @@ async def revoke_key(services: Services, tenant: TenantId, key_id: str) -> None:
     """Revoke a key of a tenant and every token issued for it, effective everywhere within 5 s.
 
     Raises:
-        KeyNotFound: this tenant has no key with this id.
+        KEY_NOT_FOUND: this tenant has no key with this id.
         KeyInSettings: the key must be removed from the settings.
     """
     known = await services.tenants.issued_key(key_id)
     if known and known.tenant != tenant:
-        raise KeyNotFound
+        raise Refused(Reason.KEY_NOT_FOUND)
     details = {"revoked": key_id, "name": known.name if known else ""}
     async with services.audit.act_of_operator(tenant, AuditEvent.APIKEY_REVOKE, details):
         if not await services.tenants.revoke(key_id) or not known:
-            raise KeyNotFound
+            raise Refused(Reason.KEY_NOT_FOUND)
 
 
 def _shown(key: KeyRecord, last_used_at: float | None) -> KeyShown:

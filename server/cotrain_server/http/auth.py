@@ -11,10 +11,10 @@ from ipaddress import ip_address
 import structlog
 from starlette.requests import Request
 
-from cotrain_server.errors import InvalidToken, OperatorsOnly, ReadOnlyKey
+from cotrain_server.errors import InvalidToken
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
-from cotrain_store.errors import AuthenticationFailed, InvalidKey
+from cotrain_store.errors import AuthenticationFailed, InvalidKey, Reason, Refused
 from cotrain_store.messages.runs import Tenant
 
 READS = ("GET", "HEAD")
@@ -37,7 +37,7 @@ async def authenticate(request: Request, services: Services) -> Tenant:
     Raises:
         InvalidKey, ExpiredKey, InvalidToken: the key or token is missing or invalid.
         TooManyFailures: the credential is invalid, and this address has sent too many invalid ones.
-        ReadOnlyKey: the key belongs to a viewer, and the request changes something.
+        READ_ONLY_KEY: the key belongs to a viewer, and the request changes something.
     """
     tenant = await identify(request, services, shown_key(request))
     request.state.tenant = tenant
@@ -47,7 +47,7 @@ async def authenticate(request: Request, services: Services) -> Tenant:
 
 async def identify(request: Request, services: Services, credential: str) -> Tenant:
     """Return the tenant of a key or token. Raises the same errors as `authenticate`, except
-    ReadOnlyKey.
+    READ_ONLY_KEY.
     """
     try:
         tenant = await _tenant_of(services, credential)
@@ -93,7 +93,7 @@ def exchanges_key(request: Request, settings: ServerSettings) -> bool:
 
 
 def check_role(request: Request, tenant: Tenant) -> None:
-    """Raise ReadOnlyKey if the role of a key does not allow a request.
+    """Raise READ_ONLY_KEY if the role of a key does not allow a request.
 
     This is the only place that decides it, for keys, tokens and cookies. The path is the one that
     the router matches.
@@ -102,14 +102,14 @@ def check_role(request: Request, tenant: Tenant) -> None:
         request.method == "POST" and READING_POSTS.fullmatch(request.scope["path"])
     )
     if not (tenant.may_change or is_read):
-        raise ReadOnlyKey
+        raise Refused(Reason.READ_ONLY_KEY)
 
 
 def check_operator(request: Request, services: Services) -> None:
-    """Check that a request has the admin key. Raises OperatorsOnly, or TooManyFailures."""
+    """Check that a request has the admin key. Raises OPERATORS_ONLY, or TooManyFailures."""
     if not is_operator(request, services):
         note_failure(request, services)
-        raise OperatorsOnly
+        raise Refused(Reason.OPERATORS_ONLY)
 
 
 def is_operator(request: Request, services: Services) -> bool:

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable
 from cotrain_store.disk.checksums import REMEDY, SUMS, fault_of, read_sums
-from cotrain_store.errors import CheckpointDamaged, CheckpointNotFound, StoreUnavailable
+from cotrain_store.errors import CheckpointNotFound, Reason, Refused, StoreUnavailable
 from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord, external_folder
 
 log = structlog.get_logger()
@@ -87,7 +87,7 @@ async def open_files(blobs: Blobs, names: Sequence[str], path: str) -> list[Open
 
     Raises:
         CheckpointNotFound: a file does not exist any more.
-        CheckpointDamaged: a file is damaged, or its digest is not in SUMS.
+        CHECKPOINT_DAMAGED: a file is damaged, or its digest is not in SUMS.
         StoreUnavailable: a file cannot be read now.
     """
     return await asyncio.to_thread(_open_files, blobs, names, path)
@@ -124,7 +124,7 @@ def _check(blobs: Blobs, files: Sequence[OpenFile], path: str) -> None:
         raise StoreUnavailable("The file cannot be read now.") from error
     if fault:
         log.error("file_damaged", checkpoint=path, files=files[0].blob.key, reason=fault)
-        raise CheckpointDamaged(f"Checkpoint {path}: {fault}. {REMEDY}")
+        raise Refused(Reason.CHECKPOINT_DAMAGED, f"Checkpoint {path}: {fault}. {REMEDY}")
 
 
 def _read_sums(blobs: Blobs) -> dict[str, str] | None:

@@ -26,7 +26,6 @@ from cotrain.wire.model import WireModel
 from cotrain.wire.runs import TryAgainResponse
 from cotrain_server.errors import (
     CLIENT_CLOSED_REQUEST,
-    RequestError,
     refusal,
     schema_refusal,
 )
@@ -123,7 +122,7 @@ async def answered(work: Coroutine[Any, Any, Ready], request_id: str) -> Ready |
     except (StoreUnavailable, *CONNECTION_LOST):
         await asyncio.sleep(HOLD_S)
         return try_again("", "paused_capacity", "the server's store is restarting")
-    except (RequestError, StoreError) as error:
+    except StoreError as error:
         return refusal(error, request_id)
 
 

@@ -18,13 +18,14 @@ import numpy as np
 import zstandard
 from starlette.requests import Request
 
-from cotrain_server.errors import BodyTooLarge, BodyTooSlow, Unreadable, UnsupportedMediaType
+from cotrain_server.errors import BodyTooLarge, Unreadable
 from cotrain_server.parsing.parser import (
     BINARY_BYTE_WEIGHT,
     JSON_VALUE_WEIGHT,
     THREAD_ABOVE,
     Parser,
 )
+from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import TenantId
 
 MAX_JSON_DEPTH = 32
@@ -137,21 +138,24 @@ class BodyReader:
 
         Raises:
             BodyTooLarge: it exceeds `limit_bytes` as sent or once decompressed, or `json_limits`.
-            BodyTooSlow: it takes longer than RECEIVE_TIMEOUT_S to arrive.
+            BODY_TOO_SLOW: it takes longer than RECEIVE_TIMEOUT_S to arrive.
             Unreadable: the compression is truncated or broken, or the JSON is nested too deep.
-            UnsupportedMediaType: its content encoding is not zstd.
+            UNSUPPORTED_MEDIA_TYPE: its content encoding is not zstd.
         """
         try:
             async with asyncio.timeout(RECEIVE_TIMEOUT_S):
                 body = await _receive(request, self.limit_bytes, self.take)
         except TimeoutError as late:
-            raise BodyTooSlow from late
+            raise Refused(Reason.BODY_TOO_SLOW) from late
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding == "zstd":
             body = decompress_small(body) or await self._decompress(body)
             self.take(len(body))
         elif encoding != "identity":
-            raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; use zstd.")
+            raise Refused(
+                Reason.UNSUPPORTED_MEDIA_TYPE,
+                f"Content-Encoding {encoding!r} is not supported; use zstd.",
+            )
         weight = BINARY_BYTE_WEIGHT * len(body)
         if not is_protobuf(
             request
@@ -176,9 +180,9 @@ def body_weight(request: Request) -> int:
 
 
 async def json_body(request: Request) -> bytes:
-    """Return the checked body of a request with a JSON content type. Raises UnsupportedMediaType."""
+    """Return the checked body of a request with a JSON content type. Raises UNSUPPORTED_MEDIA_TYPE."""
     if not is_json(request):
-        raise UnsupportedMediaType("Send application/json.")
+        raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, "Send application/json.")
     return await request.body()
 
 

@@ -22,8 +22,8 @@ import structlog
 from starlette.requests import Request
 from typing_extensions import Buffer, override
 
-from cotrain_server.errors import BodyTooLarge, BodyTooSlow, Unreadable, UnsupportedMediaType
-from cotrain_store.errors import DiskReserveReached
+from cotrain_server.errors import BodyTooLarge, Unreadable
+from cotrain_store.errors import Reason, Refused
 
 log = structlog.get_logger()
 
@@ -42,12 +42,12 @@ async def received(
 
     Raises:
         BodyTooLarge: the body exceeds `limit_bytes`.
-        BodyTooSlow: no byte for SILENCE_S, or incomplete after RECEIVE_S.
-        DiskReserveReached: the disk would have less than `reserve_bytes` free.
-        UnsupportedMediaType: it has a content encoding. The archive itself may be compressed.
+        BODY_TOO_SLOW: no byte for SILENCE_S, or incomplete after RECEIVE_S.
+        DISK_RESERVE_REACHED: the disk would have less than `reserve_bytes` free.
+        UNSUPPORTED_MEDIA_TYPE: it has a content encoding. The archive itself may be compressed.
     """
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise UnsupportedMediaType("Send the archive without Content-Encoding.")
+        raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, "Send the archive without Content-Encoding.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
@@ -81,23 +81,23 @@ async def _chunks(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
 async def _next(stream: AsyncIterator[bytes], end: float) -> bytes:
     left_s = end - time.monotonic()
     if left_s < 0:
-        raise BodyTooSlow
+        raise Refused(Reason.BODY_TOO_SLOW)
     try:
         async with asyncio.timeout(min(SILENCE_S, left_s)):
             return await anext(stream, b"")
     except TimeoutError as late:
-        raise BodyTooSlow from late
+        raise Refused(Reason.BODY_TOO_SLOW) from late
 
 
 def _write(file: IO[bytes], chunk: bytes, folder: Path, reserve_bytes: int) -> None:
     if shutil.disk_usage(folder).free - len(chunk) < reserve_bytes:
-        raise DiskReserveReached
+        raise Refused(Reason.DISK_RESERVE_REACHED)
     try:
         file.write(chunk)
         file.flush()
     except OSError as full:
         log.error("upload_not_written", reason=full.strerror)
-        raise DiskReserveReached from full
+        raise Refused(Reason.DISK_RESERVE_REACHED) from full
 
 
 def _too_large(limit_bytes: int) -> BodyTooLarge:
@@ -116,14 +116,14 @@ def file_in_form(body: IO[bytes], content_type: str, name: str) -> IO[bytes]:
     whole body.
 
     Raises:
-        UnsupportedMediaType: the content type is not a form.
+        UNSUPPORTED_MEDIA_TYPE: the content type is not a form.
         Unreadable: the form is incomplete, or has no such part.
     """
     header = Message()
     header["content-type"] = content_type
     boundary = header.get_boundary()
     if header.get_content_type() != "multipart/form-data" or not boundary:
-        raise UnsupportedMediaType("Send multipart/form-data with a boundary.")
+        raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, "Send multipart/form-data with a boundary.")
     try:
         with mmap.mmap(body.fileno(), 0, access=mmap.ACCESS_READ) as content:
             begin, end = _span_of(content, f"--{boundary}".encode("ascii", "replace"), name)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from cotrain_server.errors import TooManyBodies, TooManyConnections, TooManyUploads
+from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring import metrics
 
@@ -52,10 +52,10 @@ class TenantConnections:
 
     @contextmanager
     def of(self, tenant: TenantId) -> Iterator[None]:
-        """Count one request. Raises TooManyConnections above the limit."""
+        """Count one request. Raises TOO_MANY_CONNECTIONS above the limit."""
         if self._count_by_tenant[tenant] >= self._most:
             metrics.CONNECTIONS_REFUSED.labels("tenant").inc()
-            raise TooManyConnections
+            raise Refused(Reason.TOO_MANY_CONNECTIONS)
         self._count_by_tenant[tenant] += 1
         try:
             yield
@@ -80,7 +80,7 @@ class BodyMemory:
 
     @contextmanager
     def of(self, tenant: TenantId) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts the bytes of one body. It raises TooManyBodies above the
+        """Yield a function that counts the bytes of one body. It raises TOO_MANY_BODIES above the
         limit.
 
         A tenant's only body is always accepted, because its size is limited elsewhere.
@@ -91,7 +91,7 @@ class BodyMemory:
             nonlocal taken
             used = self._bytes_by_tenant[tenant]
             if used > taken and used + size > self._max_bytes:
-                raise TooManyBodies
+                raise Refused(Reason.TOO_MANY_BODIES)
             taken += size
             self._bytes_by_tenant[tenant] += size
 
@@ -115,9 +115,9 @@ class UploadSlots:
 
     @contextmanager
     def slot(self, tenant: TenantId) -> Iterator[None]:
-        """Count an upload of a tenant while it lasts. Raises TooManyUploads."""
+        """Count an upload of a tenant while it lasts. Raises TOO_MANY_UPLOADS."""
         if self._count_by_tenant[tenant] >= UPLOADS_PER_TENANT:
-            raise TooManyUploads
+            raise Refused(Reason.TOO_MANY_UPLOADS)
         self._count_by_tenant[tenant] += 1
         try:
             yield

@@ -9,12 +9,11 @@ from fastapi import APIRouter, Request
 
 from cotrain.wire.checkpoints import ApiKeyResponse, KeyDetails, OrganizationDetails, UserDetails
 from cotrain.wire.sessions import AuthTokenResponse
-from cotrain_server.errors import KeyOfTheOperator
 from cotrain_server.http.auth import is_token, shown_key
 from cotrain_server.http.tenant_routes import ServicesDep, TenantRoute, api_key
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import Token
-from cotrain_store.errors import InvalidKey
+from cotrain_store.errors import InvalidKey, Reason, Refused
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.tenants.api_keys import KeyRecord
 from cotrain_store.tenants.audit_log import AuditEvent
@@ -56,7 +55,7 @@ async def revoke_key(request: Request, services: ServicesDep) -> None:
     """
     key = await _shown(request, services)
     if key.in_settings:
-        raise KeyOfTheOperator
+        raise Refused(Reason.KEY_OF_THE_OPERATOR)
     owner = Tenant(key.tenant, key.name, key.id)
     async with services.audit.act(owner, AuditEvent.APIKEY_REVOKE, {"key_id": key.id}):
         await services.tenants.revoke(key.id)

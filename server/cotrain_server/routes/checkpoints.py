@@ -30,7 +30,7 @@ from cotrain_server.requests.checkpoint_validation import (
 )
 from cotrain_server.requests.submission import quota_reached
 from cotrain_server.services import Services
-from cotrain_store.errors import MalformedPath, RunNotFound, SessionFinished
+from cotrain_store.errors import MalformedPath, Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, run_id
 from cotrain_store.messages.runs import RunRecord, RunState, Tenant
 from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
@@ -120,8 +120,7 @@ async def refuse_bare_name(run_id: str, name: str, kind: str = "") -> None:
     if kind in KINDS:
         raise HTTPException(405)
     raise MalformedPath(
-        f"Malformed checkpoint id {(kind or name)!r:.100}; one looks like weights/<name> or "
-        "sampler_weights/<name>."
+        f"Checkpoint id {(kind or name)!r:.100} is malformed. Use weights/<name> or sampler_weights/<name>."
     )
 
 
@@ -177,7 +176,7 @@ async def _destination(
     if wanted.session_id is not None:
         session = await services.records.session(tenant, wanted.session_id)
         if session.finished_at is not None:
-            raise SessionFinished
+            raise Refused(Reason.SESSION_FINISHED)
         return session.id
     if wanted.destination_project_id is None:
         raise Invalid("destination_project_id, or session_id with model_seq_id, is needed.")

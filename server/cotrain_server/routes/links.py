@@ -16,7 +16,6 @@ from email.utils import format_datetime
 from fastapi import APIRouter, Request, Response
 
 from cotrain.wire.checkpoints import ExternalWeightsUrlsResponse
-from cotrain_server.errors import BadLink
 from cotrain_server.http.downloads import (
     ARCHIVE,
     SlotDownload,
@@ -30,7 +29,7 @@ from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRout
 from cotrain_server.requests.checkpoint_validation import CHECKPOINT, Source, find_source, path_of
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
-from cotrain_store.errors import CheckpointNotFound
+from cotrain_store.errors import CheckpointNotFound, Reason, Refused
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.tenants.audit_log import AuditEvent
 
@@ -100,7 +99,7 @@ async def download(token: str, file: str, request: Request, services: ServicesDe
     """
     link = services.signer.read_link(token, time.time())
     if link.file != file:
-        raise BadLink
+        raise Refused(Reason.BAD_LINK)
     async with AsyncExitStack() as slot:
         await slot.enter_async_context(services.downloads.of(link.tenant))
         source = await find_source(services, link.tenant, link.path)

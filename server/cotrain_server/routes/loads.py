@@ -25,7 +25,7 @@ from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.passes import Op, canonical_json, digest_of, json_object, read_fields
 from cotrain_server.requests.submission import submit
 from cotrain_server.services import Services
-from cotrain_store.errors import RunNotFound, SessionFinished
+from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord, SessionRecord, Tenant
@@ -99,7 +99,7 @@ async def _start(
 ) -> RequestId:
     weights = source.weights
     if session.finished_at is not None:
-        raise SessionFinished
+        raise Refused(Reason.SESSION_FINISHED)
     if wanted.optimizer_config.type != "adamw":
         raise Invalid("optimizer_config.type: adamw is the only optimizer here.")
     if wanted.base_model not in (None, weights.base_model):

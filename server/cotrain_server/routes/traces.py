@@ -8,12 +8,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from cotrain.wire.rest import TraceExportResponse
-from cotrain_server.errors import BadLink
 from cotrain_server.http.finite_json import finite_json
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
 from cotrain_server.views.perfetto_trace import trace_of
+from cotrain_store.errors import Reason, Refused
 from cotrain_store.keys.fleet_keys import CYCLES_KEPT
 from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef
 from cotrain_store.monitoring.status import session_cycles
@@ -57,7 +57,7 @@ async def download_trace(token: str, services: ServicesDep) -> Response:
     """Send a session's timeline in the format of ui.perfetto.dev to any client that has the link."""
     link = services.signer.read_link(token, time.time())
     if not link.path.startswith(_TRACE_OF):
-        raise BadLink
+        raise Refused(Reason.BAD_LINK)
     session = await services.records.session(link.tenant, link.path.removeprefix(_TRACE_OF))
     trace = trace_of(session.id, await _cycles(services, link.tenant, session.id))
     name = {"Content-Disposition": f'attachment; filename="{session.id}.json"'}

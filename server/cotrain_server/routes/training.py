@@ -17,7 +17,7 @@ from cotrain.wire.runs import (
     OptimStepRequest,
     UntypedAPIFuture,
 )
-from cotrain_server.errors import BodyTooLarge, UnsupportedMediaType
+from cotrain_server.errors import BodyTooLarge
 from cotrain_server.http.request_body import body_weight, is_json, is_protobuf, json_body
 from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, api_key, body_of
 from cotrain_server.requests.passes import (
@@ -31,7 +31,7 @@ from cotrain_server.requests.passes import (
 )
 from cotrain_server.requests.submission import idempotency_key, submit
 from cotrain_server.services import Services
-from cotrain_store.errors import BaseModelNotServed
+from cotrain_store.errors import BaseModelNotServed, Reason, Refused
 from cotrain_store.messages.runs import PoolRecord, Tenant
 
 router = APIRouter(
@@ -87,7 +87,7 @@ async def _queue_pass(
         read = partial(read_json_pass, body, forward_only=forward_only)
         addressed = await services.parser.parse_json(tenant.id, weight, read)
     else:
-        raise UnsupportedMediaType(f"Send application/json or {PROTOBUF}.")
+        raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, f"Send application/json or {PROTOBUF}.")
     run = await services.records.run(tenant.id, addressed.model_id)
     pool = await services.records.pool(run.pool)
     if pool is None:

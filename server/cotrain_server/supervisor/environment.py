@@ -16,13 +16,7 @@ from pathlib import Path
 from cotrain_server.settings import ServerSettings
 from cotrain_store.redis_client.address import parse_address
 from cotrain_store.settings.scheduler import SchedulerSettings
-from cotrain_store.settings.store import (
-    PREFIX,
-    REPLACED_BY,
-    StoreSettings,
-    removed_variables,
-    with_password_of,
-)
+from cotrain_store.settings.store import PREFIX, StoreSettings, with_password_of
 from cotrain_store.settings.worker import WorkerSettings
 
 
@@ -43,12 +37,11 @@ _KNOWN = API | SCHEDULER | WORKER | CLIENT | FAULTS | SERVE
 
 
 def refused_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return an error sentence for unknown `COTRAIN_*` variables, and for each removed one."""
+    """Return an error sentence if there are unknown `COTRAIN_*` variables."""
     present = os.environ if environ is None else environ
     names = {name.removeprefix(PREFIX) for name in present if name.startswith(PREFIX)}
-    unknown = sorted(PREFIX + name for name in names - _KNOWN - REPLACED_BY.keys())
-    removed = removed_variables(present)
-    return [f"Unknown settings: {', '.join(unknown)}.", *removed] if unknown else removed
+    unknown = sorted(PREFIX + name for name in names - _KNOWN)
+    return [f"Unknown settings: {', '.join(unknown)}."] if unknown else []
 
 
 def opened(redis_url: str | None) -> str | None:

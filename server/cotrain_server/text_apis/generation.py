@@ -16,12 +16,11 @@ from typing import Self
 
 from cotrain.wire.sample_codec import decode_sample_response
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
-from cotrain_server.errors import RequestError
 from cotrain_server.parsing.parser import BINARY_BYTE_WEIGHT
 from cotrain_server.services import Services
 from cotrain_server.text_apis.prompts import Target
 from cotrain_store.bodies.sample_body import SampleBody
-from cotrain_store.errors import StoreError
+from cotrain_store.errors import Reason, Refused, StoreError
 from cotrain_store.messages.ids import RequestId, sample_id
 from cotrain_store.messages.results import Category, Result, ResultKind
 from cotrain_store.messages.samples import OWN_SEQS
@@ -35,19 +34,13 @@ IDLE_S = 15.0
 CHUNK_TOKENS = 256
 
 
-class GenerationFailed(RequestError):
+class GenerationFailed(StoreError):
     """The request failed."""
 
     def __init__(self, result: Result) -> None:
         failure = result.json()
         super().__init__(failure["error"])
         self.category: Category = failure["category"]
-
-
-class ShuttingDown(RequestError):
-    """This server process is about to stop; ask again."""
-
-    retry_after_s = 1.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ class Generation:
         """Submit one request per prompt. If one is refused, cancel those before it.
 
         Raises:
-            TooManyPolls, and the errors of `SampleIntake.submit`.
+            TOO_MANY_POLLS, and the errors of `SampleIntake.submit`.
         """
         generation = cls(services, target)
         quotas = await services.quotas.of(target.sampler.tenant)
@@ -115,7 +108,7 @@ class Generation:
         """Yield events until all requests have ended.
 
         Raises:
-            GenerationFailed, ShuttingDown: there is no result.
+            GenerationFailed, SHUTTING_DOWN: there is no result.
         """
         left = len(self._tasks)
         while left:
@@ -186,7 +179,7 @@ class Generation:
             outcome := await futures.wait(self._sampler.tenant, request, hold_s), Pending
         ):
             if self._services.draining:
-                raise ShuttingDown
+                raise Refused(Reason.SHUTTING_DOWN)
         self._running.discard(request)
         with suppress(
             StoreError, *CONNECTION_LOST

@@ -15,15 +15,14 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from cotrain.wire.sampling import SampleResponse
-from cotrain_server import errors
-from cotrain_server.errors import Invalid, RequestError, sentence
+from cotrain_server.errors import Invalid, sentence
 from cotrain_server.http.finite_json import FiniteJSONResponse, finite_json
 from cotrain_server.http.long_poll import while_connected
 from cotrain_server.http.request_body import CHATS, JsonLimits, body_weight, json_body
 from cotrain_server.http.tenant_routes import DataRoute, Handler
 from cotrain_server.services import Services
-from cotrain_server.text_apis.generation import Generation, GenerationFailed, ShuttingDown
-from cotrain_store.errors import BaseModelNotServed, StoreError, StoreUnavailable
+from cotrain_server.text_apis.generation import Generation, GenerationFailed
+from cotrain_store.errors import BaseModelNotServed, Refused, StoreError, StoreUnavailable
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST
@@ -31,7 +30,7 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 TextRequest = TypeVar("TextRequest", bound=BaseModel)
 
 #: Errors that are answered to the tenant. The middleware catches all others.
-REFUSED = (RequestError, StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
+REFUSED = (StoreError, RequestValidationError, HTTPException, *CONNECTION_LOST)
 
 
 class Refusal(NamedTuple):
@@ -139,20 +138,12 @@ def refusal_of(error: Exception) -> Refusal:
         return Refusal(400 if error.category == "user" else 500, str(error), "generation_failed")
     if isinstance(error, CONNECTION_LOST):
         error = StoreUnavailable()
-    status = _status_of(error)
-    if status == 500:
+    if not isinstance(error, Refused):
         return Refusal(500, "Internal error.", "internal_error")
-    retry_after_s = getattr(error, "retry_after_s", None)
-    if isinstance(error, StoreUnavailable):
-        retry_after_s = errors.UNAVAILABLE_RETRY_S
-    return Refusal(status, str(error), errors.code_of(error), retry_after_s)
-
-
-def _status_of(error: Exception) -> int:
-    if isinstance(error, ShuttingDown):
-        return 503
+    reason = error.reason
     # These APIs answer 404 for an unknown model; the Tinker API answers 400.
-    return 404 if isinstance(error, BaseModelNotServed) else errors.status_of(error)
+    status = 404 if isinstance(error, BaseModelNotServed) else reason.status
+    return Refusal(status, str(error), reason.code, reason.retry_after_s)
 
 
 def _headers(refusal: Refusal) -> dict[str, str]:

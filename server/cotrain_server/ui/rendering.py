@@ -16,10 +16,10 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cotrain.version import __version__
-from cotrain_server.errors import RequestError, status_of
+from cotrain_server.errors import status_of
 from cotrain_server.http.finite_json import finite_json
 from cotrain_server.ui import number_format
-from cotrain_store.errors import StoreError, StoreUnavailable
+from cotrain_store.errors import Refused, StoreUnavailable
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 
 router = APIRouter(include_in_schema=False)
@@ -101,9 +101,7 @@ def guarded(
             return await route(*args, **given)
         except CONNECTION_LOST:
             return error_page(StoreUnavailable())
-        except (RequestError, StoreError) as error:
-            if status_of(error) == 500:
-                raise
+        except Refused as error:
             return error_page(error)
 
     return answered

@@ -23,7 +23,7 @@ from cotrain.wire.rest import (
     StatusQuery,
 )
 from cotrain_server.views.records import text_by_name
-from cotrain_store.errors import RunFailed
+from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
 
@@ -67,7 +67,7 @@ def status_of(entry: SessionEntry) -> SessionStatus | None:
     """Return the status of a session, or None if unknown."""
     if entry.failed_run is not None:
         reason = FailedRunReason(training_run_id=entry.failed_run)
-        return SessionFailed(reason=reason, message=str(RunFailed()))
+        return SessionFailed(reason=reason, message=Reason.RUN_FAILED.message)
     if entry.record.finished_at is not None:
         return SessionFinished(
             reason=FinishReason.model_validate({"type": entry.record.finish_reason})

@@ -15,7 +15,7 @@ import structlog
 
 from cotrain_store.disk.object_spool import OBJECTS_REST
 from cotrain_store.disk.orphan_ages import Unwanted
-from cotrain_store.disk.spool import UNCOUNTED, unwritten_segments
+from cotrain_store.disk.spool import unwritten_segments
 from cotrain_store.messages.ids import RunId
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings.worker import WorkerSettings
@@ -26,8 +26,6 @@ log = structlog.get_logger()
 #: The spool is looked over this often, recovery copies less: each of them is opened.
 SWEEP_S = 60.0
 LOOK_S = 3600.0
-#: An older version did not count its results; those in files ended after two hours.
-UNCOUNTED_AGE_S = 3 * 3600.0
 
 
 class Sweep:
@@ -46,7 +44,6 @@ class Sweep:
         """Reset the observations, because those from before another worker swept are invalid."""
         segments_age_s = self._age_s if self._has_locks else OBJECTS_REST * self._age_s
         self._segments, self._copies = Unwanted(segments_age_s), Unwanted(self._age_s)
-        self._uncounted = Unwanted(UNCOUNTED_AGE_S)
         self._segments_at = self._copies_at = -math.inf
 
     def maintain(self, now: float, writing: Collection[RunId]) -> None:
@@ -66,9 +63,7 @@ class Sweep:
         # After that: nothing is added to them.
         referenced = self._execution.spool_references.referenced()
         unwanted = {key: mark for key, mark in free.items() if key not in referenced}
-        uncounted = {key: mark for key, mark in unwanted.items() if key.startswith(UNCOUNTED)}
-        counted = {key: mark for key, mark in unwanted.items() if key not in uncounted}
-        old = [*self._segments.old(counted, now), *self._uncounted.old(uncounted, now)]
+        old = self._segments.old(unwanted, now)
         for key in self._execution.spool_references.close(old):
             self._spool.delete(key)
             log.info("segment_removed", file=key)

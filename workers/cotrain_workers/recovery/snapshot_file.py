@@ -24,8 +24,6 @@ from cotrain_workers.engine.spec import AdapterSpec
 
 FORMAT = "cotrain-snapshot-1"
 SUFFIX = ".safetensors"
-#: Partial files of an older version.
-TEMPORARY = ".tmp"
 _MOMENTS = Moments("snapshot.half_written", "snapshot.before_rename", "snapshot.renamed")
 ARENAS = ("weights", "grads", "m", "v")
 
@@ -126,16 +124,13 @@ def orphans(
         blob.key: blob.mark
         for blob in root.list()
         if not is_at_work(blob.key.partition("/")[0], _writer(blob.key))
-        and (
-            blob.is_unfinished or blob.key.endswith(TEMPORARY) or _is_orphan(root, blob.key, bases)
-        )
+        and (blob.is_unfinished or _is_orphan(root, blob.key, bases))
     }
 
 
 def _writer(key: str) -> str:
     """Return the writer of a file, with any suffix of its name removed."""
-    name = key.rpartition("/")[2].partition("-")[2]
-    return name.partition(SUFFIX)[0].removesuffix(TEMPORARY)
+    return key.rpartition("/")[2].partition("-")[2].partition(SUFFIX)[0]
 
 
 def _is_orphan(root: Blobs, key: str, bases: Callable[[RunId], frozenset[str]]) -> bool:

@@ -25,7 +25,6 @@ from cotrain_store.messages.ids import WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.monitoring.metrics import WorkerMetrics
-from cotrain_store.oplog.dispatch import strike_idle_tenants
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.sampling.claims import SampleClaims
@@ -321,7 +320,6 @@ def enter_pool(
             sampler=settings.sampler,
         )
     )
-    strike_idle_tenants(connection, record.id)
     sampling = SampleClaims(connection, *spools, record.id, worker, epoch)
     sampling.requeue()
     sampler = SamplingService(

@@ -16,7 +16,6 @@ end
 
 -- Let a key end after so long, whatever was set before.
 local function end_after(key, ttl_ms)
-  redis.call('PERSIST', key) -- an older version gave it a life of Redis'
   redis.call('ZADD', 'cotrain:ends', clock_in(ttl_ms), key)
 end
 

@@ -7,7 +7,7 @@ import secrets
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 
-from cotrain_server.errors import MissingFormToken, TooManyFailures, status_of
+from cotrain_server.errors import TooManyFailures, status_of
 from cotrain_server.http.auth import note_failure
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
@@ -25,7 +25,7 @@ from cotrain_server.ui.access.session import (
     visitor_of_cookie,
 )
 from cotrain_server.ui.rendering import guarded, html
-from cotrain_store.errors import AuthenticationFailed, ExpiredKey
+from cotrain_store.errors import AuthenticationFailed, ExpiredKey, Reason, Refused
 
 router = APIRouter(include_in_schema=False)
 
@@ -72,7 +72,7 @@ async def logout(request: Request, services: ServicesDep) -> Response:
         await form_of(request, services)
         await end_session(request, services)
     elif request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
-        raise MissingFormToken
+        raise Refused(Reason.MISSING_FORM_TOKEN)
     response = RedirectResponse(LOGIN, 303)
     drop_session(response)
     return response

@@ -16,10 +16,11 @@ from urllib.parse import parse_qsl
 
 from fastapi import Request, Response
 
-from cotrain_server.errors import BodyTooLarge, MissingFormToken, NotLoggedIn, OperatorsOnly
+from cotrain_server.errors import BodyTooLarge, NotLoggedIn
 from cotrain_server.http.auth import authenticate, check_role, is_operator, shown_key
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import UiSession
+from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.runs import Tenant
 
 COOKIE = "cotrain_session"
@@ -65,7 +66,7 @@ async def visitor_of_cookie(request: Request, services: Services) -> Visitor | N
     """Return the logged-in visitor of a browser, or None without a valid session.
 
     Raises:
-        ReadOnlyKey: the session is a viewer's, and the request changes something.
+        READ_ONLY_KEY: the session is a viewer's, and the request changes something.
     """
     session = _session_of(request, services)
     if session is None or await services.tenants.has_logged_out(session.nonce):
@@ -160,8 +161,8 @@ async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[s
 
     Raises:
         NotLoggedIn: no session.
-        ReadOnlyKey: the form changes something, and this visitor may only read.
-        MissingFormToken: the form does not contain the session's token.
+        READ_ONLY_KEY: the form changes something, and this visitor may only read.
+        MISSING_FORM_TOKEN: the form does not contain the session's token.
         BodyTooLarge: more than FORM_BYTES.
     """
     visitor = await visitor_of_cookie(request, services)
@@ -169,14 +170,14 @@ async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[s
         raise NotLoggedIn
     fields = await read_form(request)
     if not is_csrf_token(visitor.csrf, _shown_token(request, fields)):
-        raise MissingFormToken
+        raise Refused(Reason.MISSING_FORM_TOKEN)
     return visitor, fields
 
 
 def check_operator(visitor: Visitor) -> None:
-    """Raise OperatorsOnly for a tenant, as if this page did not exist."""
+    """Raise OPERATORS_ONLY for a tenant, as if this page did not exist."""
     if not visitor.is_operator:
-        raise OperatorsOnly
+        raise Refused(Reason.OPERATORS_ONLY)
 
 
 async def read_form(request: Request) -> dict[str, str]:

@@ -9,17 +9,13 @@ from cotrain_server.errors import Invalid
 from cotrain_server.ui.access.session import Visitor
 from cotrain_server.ui.data.cycles import Eyes, cycle_of, runs_of, timeline_of
 from cotrain_server.ui.page import Page, PageRequest
-from cotrain_store.errors import NotFound
+from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import PoolId, TenantId
 from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.monitoring.status import cycle_record, cycle_records
 from cotrain_store.tenants.catalog import tenant_names
 
 CHOICES = (20, 40, 100)
-
-
-class CycleNotKept(NotFound):
-    """This cycle is not among the last 1,000, which are kept."""
 
 
 async def read(look: PageRequest) -> dict[str, Any]:
@@ -45,10 +41,10 @@ async def read_one(look: PageRequest) -> dict[str, Any]:
     pool, number = PoolId(look.parts["pool"]), look.parts["cycle"]
     known = {each.id: each for each in await look.services.records.pools()}
     if pool not in known or not number.isdecimal() or len(number) > 15:
-        raise CycleNotKept
+        raise Refused(Reason.CYCLE_NOT_KEPT)
     record = await cycle_record(look.services.connection, pool, int(number))
     if record is None:
-        raise CycleNotKept
+        raise Refused(Reason.CYCLE_NOT_KEPT)
     eyes = await _eyes(look, [record])
     return {
         "pool": pool,

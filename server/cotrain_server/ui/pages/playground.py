@@ -13,13 +13,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.encoders import jsonable_encoder
 from pydantic import ValidationError
 
-from cotrain_server.errors import (
-    CLIENT_CLOSED_REQUEST,
-    Invalid,
-    OperatorsOnly,
-    RequestError,
-    sentence,
-)
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST, Invalid, sentence
 from cotrain_server.http.finite_json import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
@@ -39,7 +33,7 @@ from cotrain_server.ui.access.session import form_of
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import HEADERS, guarded, html
 from cotrain_store.bodies.sample_body import SampleBody
-from cotrain_store.errors import StoreError
+from cotrain_store.errors import Reason, Refused, StoreError
 from cotrain_store.messages.ids import TenantId
 
 MAX_MODELS = 4
@@ -81,7 +75,7 @@ async def ask(request: Request, services: ServicesDep) -> Response:
     """Sample from each selected model. Return a page with the answers, or JSON if requested."""
     visitor, fields = await form_of(request, services)
     if visitor.tenant is None:
-        raise OperatorsOnly
+        raise Refused(Reason.OPERATORS_ONLY)
     models = [fields[name] for name in sorted(fields) if name.startswith("model-")][
         : MAX_MODELS + 1
     ]
@@ -107,7 +101,7 @@ async def _answer(
         body = await _body(services, tenant, target, model, fields)
         generation = await Generation.start(services, target, [body])
         complete = await finished(request, generation)
-    except (RequestError, StoreError) as refused:
+    except StoreError as refused:
         return _refused(model, str(refused))
     if complete is None:
         return None

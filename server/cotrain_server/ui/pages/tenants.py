@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from cotrain_server.administration.tenant_grants import find_tenant
@@ -19,7 +18,7 @@ from cotrain_server.administration.tenant_view import (
 )
 from cotrain_server.errors import Invalid
 from cotrain_server.ui.page import Page, PageRequest
-from cotrain_store.errors import TenantNotFound
+from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT
 
 SHOWN = 50
@@ -43,7 +42,7 @@ TENANTS_PAGE = Page("/ui/tenants", "Tenants", "tenants.html", read_tenants, for_
 
 
 async def read_tenant(look: PageRequest) -> dict[str, Any]:
-    """Return the page's data. Raises TenantNotFound."""
+    """Return the page's data. Raises TENANT_NOT_FOUND."""
     tenant = await find_tenant(look.services, look.parts["tenant_id"])
     found = await show_tenant(look.services, tenant)
     return {
@@ -63,9 +62,9 @@ TENANT_PAGE = Page(
 
 
 async def read_usage(look: PageRequest) -> dict[str, Any]:
-    """Return the page's data. Raises TenantNotFound for the operator."""
+    """Return the page's data. Raises TENANT_NOT_FOUND for the operator."""
     if look.visitor.tenant is None:
-        raise TenantNotFound
+        raise Refused(Reason.TENANT_NOT_FOUND)
     tenant = look.visitor.tenant.id
     return {
         "quotas": [quota.model_dump() for quota in await show_quotas(look.services, tenant)],
@@ -81,16 +80,15 @@ _ID = re.compile(r"[0-9]{1,15}-[0-9]{1,15}")
 
 
 async def read_audit(look: PageRequest) -> dict[str, Any]:
-    """Return the page's data. Raises TenantNotFound, or Invalid for an address outside the links."""
+    """Return the page's data. Raises TENANT_NOT_FOUND, or Invalid for an address outside the links."""
     before, asked_for = look.query.get("before"), look.query.get("tenant", "")
     if before is not None and not _ID.fullmatch(before):
         raise Invalid("before: the id of an event, as the link to earlier ones has it.")
     tenant = await find_tenant(look.services, asked_for) if asked_for else None
     found = await look.services.audit.page(tenant, before, EVENTS_SHOWN)
-    events = [{**asdict(entry), "at": entry.at.timestamp()} for entry in found]
     return {
         "tenant": asked_for,
-        "events": events,
+        "events": [entry.model_dump() for entry in found],
         "next": found[-1].id if len(found) == EVENTS_SHOWN else None,
     }
 

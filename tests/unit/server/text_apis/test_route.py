@@ -1,17 +1,18 @@
-"""What an error is to a tenant who speaks another API."""
+"""Conversion of an error to the form of another API."""
 
 from __future__ import annotations
 
 import pytest
 
 from cotrain_server.errors import Invalid, TooManyFailures
-from cotrain_server.text_apis.generation import GenerationFailed, ShuttingDown
+from cotrain_server.text_apis.generation import GenerationFailed
 from cotrain_server.text_apis.route import event, refusal_of
 from cotrain_store.errors import (
     BaseModelNotServed,
     CheckpointNotFound,
     InvalidKey,
-    SamplingBusy,
+    Reason,
+    Refused,
     SpoolCorrupt,
     StoreUnavailable,
 )
@@ -25,10 +26,10 @@ from cotrain_store.messages.results import Category, Result
         (InvalidKey(), 401),
         (BaseModelNotServed(), 404),
         (CheckpointNotFound(), 404),
-        (SamplingBusy(), 429),
+        (Refused(Reason.SAMPLING_BUSY), 429),
         (TooManyFailures(), 429),
         (StoreUnavailable(), 503),
-        (ShuttingDown(), 503),
+        (Refused(Reason.SHUTTING_DOWN), 503),
     ],
 )
 def test_errors_have_the_status_that_clients_expect(error: Exception, status: int) -> None:
@@ -38,13 +39,13 @@ def test_errors_have_the_status_that_clients_expect(error: Exception, status: in
     assert (refusal.retry_after_s is not None) == (status in (429, 503))
 
 
-def test_what_no_tenant_can_cause_is_not_shown_to_one() -> None:
+def test_an_internal_error_is_not_shown_to_a_tenant() -> None:
     refusal = refusal_of(SpoolCorrupt("/data/spool/w0 cannot be read"))
     assert refusal == (500, "Internal error.", "internal_error", None)
 
 
 @pytest.mark.parametrize(("category", "status"), [("user", 400), ("server", 500)])
-def test_a_failed_generation_says_whose_fault_it_was(category: Category, status: int) -> None:
+def test_a_failed_generation_is_a_client_or_a_server_error(category: Category, status: int) -> None:
     refusal = refusal_of(GenerationFailed(Result.failed("The weights are gone.", category)))
     assert refusal[:2] == (status, "The weights are gone.")
 

@@ -1,4 +1,6 @@
-"""Each alert fires in its case and not in its neighbour's: by Prometheus' own test of rules."""
+"""Alerts, each of which fires in its case and not in a neighbouring one, checked with Prometheus'
+rule tests.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Case:
-    """Series by name, a value for every ten seconds, of which the first fires at `at` and the second does not."""
+    """Series by name, with a value every 10 s. The first ones fire at `at`, and the second ones do
+    not.
+    """
 
     fires: dict[str, str]
     quiet: dict[str, str]
@@ -71,7 +75,7 @@ CASES = {
 
 
 def steps(values: str) -> str:
-    """Write `3x30` (three, thirty times) as promtool does."""
+    """Convert `3x30` (three, thirty times) to the notation of promtool."""
     parts = []
     for part in values.split():
         value, _, times = part.rpartition("x")
@@ -81,14 +85,14 @@ def steps(values: str) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """Does an alert fire at `at`, of series as they are?"""
+    """Question if an alert fires at `at`, for the given series."""
 
     alert: str
     series: dict[str, str]
     at: str
 
     def as_test(self, name: str) -> dict[str, object]:
-        """Return promtool's test that it does not."""
+        """Return promtool's test that it does not fire."""
         values = [{"series": each, "values": steps(given)} for each, given in self.series.items()]
         expected = {"eval_time": self.at, "alertname": self.alert, "exp_alerts": []}
         return {
@@ -100,7 +104,7 @@ class Question:
 
 
 SHOWS_ALL = ("CotrainNotReady", "CotrainNoLeader")
-"""What fires where nothing is shown."""
+"""Alerts that fire without any data."""
 AT_REST = sorted(CASES.keys() - {*SHOWS_ALL})
 QUESTIONS = {
     **{
@@ -111,14 +115,14 @@ QUESTIONS = {
         f"{alert} next to it": Question(alert, case.quiet, case.at) for alert, case in CASES.items()
     },
     **{f"{alert} of nothing": Question(alert, {"up": "1x40"}, "5m") for alert in SHOWS_ALL},
-    # A pool without requests, where a ratio has nothing to divide by.
+    # Pool without requests, in which a ratio has no divisor.
     **{f"{alert} at rest": Question(alert, {ACCEPTED: "5x180"}, "25m") for alert in AT_REST},
 }
 
 
 @pytest.fixture(scope="module")
 def firing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
-    """Answer all questions in one run; promtool says of each test where it got an alert, and which."""
+    """Answer all questions in one run. promtool reports for each test the alert that fired."""
     file = tmp_path_factory.mktemp("alerts") / "test.yml"
     tests = [question.as_test(name) for name, question in QUESTIONS.items()]
     content = {"rule_files": [str(RULES)], "evaluation_interval": "10s", "tests": tests}
@@ -145,16 +149,16 @@ def test_every_alert_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("alert", CASES)
-def test_it_fires_in_its_case_and_not_next_to_it(firing: dict[str, bool], alert: str) -> None:
+def test_an_alert_fires_in_its_case_only(firing: dict[str, bool], alert: str) -> None:
     assert firing[f"{alert} in its case"]
     assert not firing[f"{alert} next to it"]
 
 
 @pytest.mark.parametrize("alert", SHOWS_ALL)
-def test_what_shows_nothing_at_all_fires_as_well(firing: dict[str, bool], alert: str) -> None:
+def test_an_alert_fires_without_any_data_too(firing: dict[str, bool], alert: str) -> None:
     assert firing[f"{alert} of nothing"]
 
 
 @pytest.mark.parametrize("alert", AT_REST)
-def test_a_server_at_rest_alerts_of_nothing(firing: dict[str, bool], alert: str) -> None:
+def test_an_idle_server_raises_no_alert(firing: dict[str, bool], alert: str) -> None:
     assert not firing[f"{alert} at rest"]
