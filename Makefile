@@ -15,7 +15,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart chart test-kernels test-gpu test-faults soak mutants compatibility lint format pictures docs map proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart test-kernels test-gpu test-faults soak mutants compatibility lint format pictures docs map proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,9 +71,6 @@ $(VENV)/.browser-installed: $(INSTALLED)
 
 test-chart: $(VENV)/.chart-installed ## Render the Helm chart, and check every object by the schemas of Kubernetes (350 MB more)
 	$(BIN)/python -m pytest -n 0 -m chart $(ARGS) tests/chart
-
-chart: $(VENV)/.chart-installed ## Write what the Helm chart renders to, in deploy/helm/rendered, anew
-	$(BIN)/python -m tests.chart.render
 
 $(VENV)/.chart-installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group chart
