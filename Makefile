@@ -15,7 +15,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart chart test-kernels test-gpu test-faults soak mutants compatibility lint format pictures map boards proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart test-kernels test-gpu test-faults soak mutants compatibility lint format pictures docs map proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,9 +72,6 @@ $(VENV)/.browser-installed: $(INSTALLED)
 test-chart: $(VENV)/.chart-installed ## Render the Helm chart, and check every object by the schemas of Kubernetes (350 MB more)
 	$(BIN)/python -m pytest -n 0 -m chart $(ARGS) tests/chart
 
-chart: $(VENV)/.chart-installed ## Write what the Helm chart renders to, in deploy/helm/rendered, anew
-	$(BIN)/python -m tests.chart.render
-
 $(VENV)/.chart-installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group chart
 	@touch $@
@@ -98,7 +95,7 @@ soak: $(INSTALLED) ## Kill a server's processes for long: ARGS="--minutes 10 --s
 mutants: $(INSTALLED) ## Plant deliberate defects, and see that the fault suite catches each
 	$(BIN)/python -m pytest -m mutants -rP $(ARGS) tests/faults
 
-compatibility: $(INSTALLED) ## Measure every published SDK version, and write docs/compatibility.md
+compatibility: $(INSTALLED) ## Measure every published SDK version, and write docs/reference/compatibility.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh all
 	$(BIN)/python -m tests.conformance.scoreboard
 
@@ -116,10 +113,14 @@ pictures: $(INSTALLED) ## Draw the guide's pictures anew; on an idle machine, or
 	$(BIN)/python examples/clock_cycles.py --picture docs/guide/pictures/clock-metronome.png
 	$(BIN)/python examples/clock_cycles.py --mode eager --prepare-s 0.03 --picture docs/guide/pictures/clock-eager.png
 
-boards: $(INSTALLED) ## Write the boards and the alerts in docker/observe anew
-	$(BIN)/python -m cotrain_store.monitoring.boards.files
+docs: $(VENV)/.docs-installed ## Build the documentation site into site/ (60 MB more)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir site $(ARGS)
 
-map: $(INSTALLED) ## Write the map of rooms in docs/architecture.md from the code
+$(VENV)/.docs-installed: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group docs
+	@touch $@
+
+map: $(INSTALLED) ## Write docs/develop/modules.md from the code
 	$(BIN)/python docs/rooms.py
 
 proto: ## Generate the wire messages from wire.proto
@@ -141,7 +142,7 @@ down: ## Stop the containers; what they stored stays
 	$(COMPOSE) $(COMPOSE_FILES) down
 
 clean: ## Remove what builds, tests and the demo left
-	rm -rf build dist .demo .sdk .make .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist .demo .sdk .make site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find client scheduler server workers tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv as well

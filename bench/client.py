@@ -1,20 +1,21 @@
-"""What a client library adds to a request: ours and the official SDK beside plain httpx.
+"""Overhead of a client library per request: our client and the official SDK against plain httpx.
 
     python -m bench.client [--requests 200] [--depth 64] [--rounds 7] [--out bench/results]
 
-A real server with a worker that computes nothing (`bench.load`), each of its parts a process of its
-own; in this one, three ways to ask for the same forward_backward up to its result, in alternation:
+A real server with a worker that computes nothing (`bench.load`), each part in its own process. This process sends
+the same forward_backward and fetches its result in three ways, in alternation:
 
-  httpx     one POST for the request and one for its result, as bytes: nothing is encoded or read
-  cotrain   our client, from Python lists to a `ForwardBackwardOutput`
-  tinker    the official SDK, the same
+* httpx: one POST for the request and one for its result, as bytes; nothing is encoded or parsed
+* cotrain: our client, from Python lists to a `ForwardBackwardOutput`
+* tinker: the official SDK, the same
 
-  alone     one request after another: milliseconds of each until its result (p50)
-  many      `--depth` in flight: milliseconds per request
-  CPU       processor time of this process per request (ms), which is what a library costs; the wall
-            times above hold the server too
+Figures:
 
-A figure is the median over the rounds; a ratio is the median of each round's own.
+* alone: one request after another, milliseconds from each request to its result (p50)
+* many: `--depth` in flight, milliseconds per request
+* CPU: processor time of this process per request (ms), the cost of the library; wall times include the server
+
+A figure is the median over the rounds. A ratio is the median of the ratios within each round.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from bench.load.null_worker import POOL
 from cotrain import Datum, ModelInput, ServiceClient
 from cotrain.wire.pass_codec import PROTOBUF
 
-#: Ask this often, keeping so many in flight, until every result is there.
+#: Sends a number of requests, keeps a number of them in flight, and waits for all results.
 Way = Callable[[int, int], None]
 
 KEYS = {name: f"tml-bench-key-of-{name}" for name in ("httpx", "cotrain", "tinker")}
@@ -52,7 +53,7 @@ SHAPES = ("alone", "many")
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one request, in ms."""
+    """Cost of one request in ms."""
 
     wall_ms: float
     cpu_ms: float
@@ -93,7 +94,7 @@ def main() -> None:
 def alternate(
     ways: dict[str, Way], requests: int, *, depth: int, rounds: int
 ) -> list[dict[str, Cost]]:
-    """Warm every way up, then measure all of them in each round."""
+    """Warm up every way, then measure all of them in each round."""
     for way in ways.values():
         way(max(depth, requests // 10), depth)
     return [
@@ -102,7 +103,7 @@ def alternate(
 
 
 def measure(way: Way, requests: int, depth: int) -> Cost:
-    """Time one way."""
+    """Return the cost per request of one way."""
     cpu, wall = time.process_time(), time.perf_counter()
     way(requests, depth)
     wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
@@ -110,7 +111,7 @@ def measure(way: Way, requests: int, depth: int) -> Cost:
 
 
 def summary(rounds: Sequence[dict[str, Cost]]) -> dict[str, dict[str, float]]:
-    """Medians of each way, and of its ratios to the others within a round."""
+    """Return medians of each way, and of its ratios to the others within a round."""
     return {
         name: {
             "wall_ms": statistics.median(each[name].wall_ms for each in rounds),
@@ -129,7 +130,7 @@ def summary(rounds: Sequence[dict[str, Cost]]) -> dict[str, dict[str, float]]:
 
 
 def show(rows: dict[str, dict[str, dict[str, float]]]) -> None:
-    """Print the table of `docs/performance.md`."""
+    """Print the table of `docs/about/performance.md`."""
     print(
         "| requests | client | wall, ms | over httpx | over tinker | CPU, ms | over httpx | over tinker |"
     )
@@ -146,7 +147,7 @@ def show(rows: dict[str, dict[str, dict[str, float]]]) -> None:
 
 @contextmanager
 def plain(url: str, key: str, tokens: int) -> Iterator[Way]:
-    """POST bytes that are there already, and take what comes as bytes."""
+    """Yield a way that sends prepared bytes and receives bytes."""
     loop = asyncio.new_event_loop()
     http = httpx.AsyncClient(
         base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=60.0,
@@ -191,7 +192,7 @@ def plain(url: str, key: str, tokens: int) -> Iterator[Way]:
 
 @contextmanager
 def ours(url: str, key: str, tokens: int) -> Iterator[Way]:
-    """Ask with our client, from this thread."""
+    """Yield a way that uses our client from this thread."""
     with ServiceClient(url, key) as service:
         run = service.create_lora_training_client(POOL.base_model, rank=4)
         inputs: Any = {"target_tokens": [0] * tokens, "weights": [0.0] * tokens}
@@ -203,7 +204,7 @@ def ours(url: str, key: str, tokens: int) -> Iterator[Way]:
 
 @contextmanager
 def official(url: str, key: str, tokens: int) -> Iterator[Way]:
-    """Ask with the official SDK, from this thread."""
+    """Yield a way that uses the official SDK from this thread."""
     import tinker
 
     service = tinker.ServiceClient(base_url=url, api_key=key)
@@ -222,7 +223,7 @@ def official(url: str, key: str, tokens: int) -> Iterator[Way]:
 
 
 def keep_flying(count: int, depth: int, ask: Callable[[], Any]) -> None:
-    """Ask `count` times; wait for the oldest where `depth` are in flight."""
+    """Send `count` requests; once `depth` are in flight, wait for the oldest."""
     flying: list[Any] = []
     for _ in range(count):
         if len(flying) == depth:
@@ -233,7 +234,7 @@ def keep_flying(count: int, depth: int, ask: Callable[[], Any]) -> None:
 
 
 def wait_for(url: str) -> None:
-    """Wait until the server answers."""
+    """Wait until the server responds."""
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         try:
@@ -246,7 +247,7 @@ def wait_for(url: str) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Say what this ran on."""
+    """Return facts about this machine and its packages."""
     packages = ("httpx", "httpcore", "pydantic", "protobuf", "tinker")
     return {"cpus": os.cpu_count(), "platform": platform.platform(),
             "python": platform.python_version(), **{name: version(name) for name in packages}}  # fmt: skip

@@ -1,11 +1,11 @@
-"""What a training pass and a decode step launch, move and keep per layer, counted without a GPU.
+"""Cost per layer of a training pass and a decode step: launches, bytes and kept memory, without a GPU.
 
     python -m bench.cost [--sizes 0.6b,8b] [--tenants 4] [--length 2048] [--lora fused,grouped,seg] [--json]
 
-The engine itself runs, on a CUDA device that has shapes and no values (`tests/support/fake_cuda.py`, which
-needs a C++ compiler). Two layers are compared with one, so that a number of layers is only a factor. The
-tokens/s beside the counts are an estimate: each launch takes what its FLOP or its bytes take at the
-rates of an H200, whichever is longer, and never less than 2 us.
+The engine itself runs on a CUDA device with shapes but without values (`tests/support/fake_cuda.py`, which
+needs a C++ compiler). Two layer counts are compared, so the cost of any number of layers follows by scaling. The
+tokens/s next to the counts are an estimate at the rates of an H200. Each launch takes as long as its FLOP or
+its bytes, whichever is longer, and at least 2 us.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from cotrain_workers.engine.spec import AdapterSpec
 from tests.support import fake_cuda
 from tests.support.fake_cuda import Launch, LaunchLog
 
-#: Of an H200: GEMMs in bf16, FlashAttention 2, a copy, and the smallest kernel.
+#: Rates of an H200: GEMMs in bf16, FlashAttention 2, a copy, and the duration of the smallest kernel.
 GEMM_FLOPS, FLASH_FLOPS, COPY_BYTES, LEAST_S = 680e12, 290e12, 4.0e12, 2e-6
-FLASH_3_FLOPS = 520e12  # where its wheel is installed
+FLASH_3_FLOPS = 520e12  # if its wheel is installed
 PAGE = 256
-LAYERS = (2, 3)  # with one alone, memory is at its peak in the head
+LAYERS = (2, 3)  # with a single layer, memory would peak in the head
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one layer, of what is outside of the layers, or of a whole model."""
+    """Cost of one layer, of everything outside the layers, or of a whole model."""
 
     launches: float
     bytes: float
     seconds: float
     seconds_flash_3: float  # with FlashAttention 3
-    kept_bytes: float = 0.0  # at the peak, above what was there before
+    kept_bytes: float = 0.0  # increase at the peak
 
     def minus(self, other: Cost) -> Cost:
         return Cost(
@@ -71,13 +71,13 @@ class Cost:
         )
 
     def with_layers(self, layer: Cost, layers: int) -> Cost:
-        """Return the cost of a model of so many layers, of which this is what is outside."""
+        """Return the cost of a model with `layers` layers, given the cost outside of them."""
         both = zip(asdict(self).values(), asdict(layer).values(), strict=True)
         return Cost(*(a + layers * b for a, b in both))
 
 
 def flops(launch: Launch) -> float:
-    """Return the FLOP of a product; 0 of what is bound by its bytes."""
+    """Return the FLOP of a product; 0 for launches that are bound by their bytes."""
     shapes = [each for each in launch.args if isinstance(each, tuple)]
     match launch.name:
         case "lora_expand":
@@ -94,12 +94,12 @@ def flops(launch: Launch) -> float:
 
 
 def size(shape: Sequence[int]) -> int:
-    """Return how many values a tensor of this shape has."""
+    """Return the number of values in a tensor of this shape."""
     return prod(shape)
 
 
 def flash_flops(launch: Launch) -> float:
-    """Return the FLOP of causal attention, half of the square: 2 S H D a token, 2.5 times that back."""
+    """Return the FLOP of causal attention, half of the square: 2 S H D per token, 2.5 times that for backward."""
     if not launch.name.startswith("_varlen_attn"):
         return 0.0
     is_back = launch.name.endswith("backward")
@@ -108,7 +108,7 @@ def flash_flops(launch: Launch) -> float:
 
 
 def seconds(launch: Launch, flash: float = FLASH_FLOPS) -> float:
-    """Estimate how long a launch takes on an H200."""
+    """Return the estimated duration of a launch on an H200."""
     compute = flops(launch) / GEMM_FLOPS + flash_flops(launch) / flash
     return max(compute, launch.bytes / COPY_BYTES, LEAST_S)
 
@@ -127,7 +127,7 @@ def cost_of_launches(launches: Sequence[Launch]) -> Cost:
 
 
 def by_op(one: LaunchLog, two: LaunchLog) -> tuple[dict[str, Cost], dict[str, Cost]]:
-    """Return what each op costs in a layer, and outside of the layers, dearest first."""
+    """Return the cost of each op within a layer and outside the layers, most expensive first."""
     both: list[dict[str, Cost]] = []
     for log in (one, two):
         names = sorted({each.name for each in log.launches})
@@ -144,7 +144,7 @@ def dearest_first(found: dict[str, Cost]) -> dict[str, Cost]:
 
 
 def train(shape: Shape, layers: int, settings: argparse.Namespace) -> tuple[FakeEngine, FakeEngine]:
-    """Run one pass and one optimizer step of every tenant; return what each of the two did."""
+    """Run one pass and one optimizer step of every tenant; return the log of each."""
     fake, steps = FakeEngine(shape, layers, settings), SimpleNamespace(log=fake_cuda.LaunchLog())
     ids = np.zeros(settings.length, np.int64)
     datum = Datum(ids, {"target_tokens": ids, "weights": np.ones(settings.length, np.float32)})
@@ -153,7 +153,7 @@ def train(shape: Shape, layers: int, settings: argparse.Namespace) -> tuple[Fake
         runs = [f"r{at}" for at in range(settings.tenants)]
         engine.run([Create(run, 0, AdapterSpec(settings.rank, seed=0)) for run in runs])
         for run in runs:
-            _ = engine.adapters[run].gradient  # as it is from the second cycle on
+            _ = engine.adapters[run].gradient  # as from the second cycle on
         fake.reads.clear()
         fake.log.launches.clear()
         with fake.log:
@@ -170,7 +170,7 @@ def train(shape: Shape, layers: int, settings: argparse.Namespace) -> tuple[Fake
 
 
 def decode(shape: Shape, layers: int, settings: argparse.Namespace) -> FakeEngine:
-    """Run one decode step of `rows` sequences over as many adapters as tenants, as a graph holds it."""
+    """Run one decode step of `rows` sequences over `adapters` adapters, as captured in a graph."""
     fake, rows = FakeEngine(shape, layers, settings), settings.rows
     pages = -(-settings.context // PAGE)
 
@@ -202,7 +202,7 @@ def decode(shape: Shape, layers: int, settings: argparse.Namespace) -> FakeEngin
 
 
 def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield what training costs with each LoRA backend, then what a decode step does."""
+    """Yield the cost of training with each LoRA backend, then of a decode step."""
     shape = SHAPES[size]
     tokens = settings.tenants * settings.length
     for name in settings.lora.split(","):
@@ -251,7 +251,7 @@ def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "adapters": settings.adapters,
         "launches_per_layer": layer.launches,
         "mb_per_layer": layer.bytes / 1e6,
-        # Of a graph; without the choice of tokens, and without what the host does between two steps.
+        # With a graph; without the choice of tokens and the host's work between two steps.
         "estimated_tokens_per_s": settings.rows / (shape.layers * layer.seconds + head_s),
         "ops": {op: count for op, count in each.most_common() if count},
     }
@@ -278,7 +278,7 @@ def main() -> int:
 
 
 def show(value: object) -> str:
-    """Write a number with as many digits as mean anything."""
+    """Return a number with its significant digits."""
     return (
         f"{value:,.4g}"
         if isinstance(value, float) and value < 1e4

@@ -1,15 +1,15 @@
-"""Decode throughput: the frozen base alone, one adapter, 32 adapters; beside `generate` per adapter.
+"""Decode throughput of the base model alone, one adapter and 32 adapters, against `generate` per adapter.
 
     python -m bench.decode --device cpu|cuda --out bench/results [--sizes 5m] [--batches 1,16,64]
 
 Needs torch, transformers, peft, safetensors and numpy; no server. Every request has a prompt of its own and
-generates a fixed number of tokens greedily; times are of whole requests, prompts included, taken in
-alternation and given as medians. `generate` is what one would do by hand: transformers with a PEFT adapter
-and its KV cache, one call per adapter for all rows of that adapter.
+generates a fixed number of tokens greedily. Times are medians over whole requests, prompts included, taken in
+alternation. The way `generate` is the usual code without a server: transformers with a PEFT adapter and its KV cache, one
+call per adapter for all rows of that adapter.
 
-On CUDA also the decode steps alone, at batch 128 and 1k of context, as a share of what the memory
-bandwidth allows: the weights of the base, those of the adapters in use and the keys and values of every
-sequence, each read once per step, at the bandwidth of a large copy measured in the same run.
+On CUDA it also measures decode steps alone, at batch 128 and 1k of context, as a share of the limit by memory
+bandwidth. Per step, the weights of the base, those of the adapters in use and the keys and values of every sequence
+are read once. The bandwidth is that of a large copy measured in the same run.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ PROMPT = {"cpu": 32, "cuda": 128}
 NEW_TOKENS = {"cpu": 48, "cuda": 128}
 CEILING_BATCH, CEILING_CONTEXT = 128, 1024
 CEILING_ADAPTERS, CEILING_RANK = 64, 16
-CEILING_BLOCKS, BLOCK_STEPS = 5, 16  # of each way, in alternation
+CEILING_BLOCKS, BLOCK_STEPS = 5, 16  # per way, in alternation
 CEILING_STEPS = 2 * CEILING_BLOCKS * (BLOCK_STEPS + 4)
 TARGET_RATIO, TARGET_SPEEDUP = 1.3, 3.0
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One model, its adapters, and what to run on it."""
+    """One model, its adapters, and the workloads to measure on it."""
 
     size: str
     device: str
@@ -69,7 +69,7 @@ class Bench:
     rng: np.random.Generator
 
     def requests(self, batch: int, adapters: int) -> list[SampleRequest]:
-        """Return requests over `adapters` adapters (0: the base alone), each adapter's side by side."""
+        """Return requests over `adapters` adapters (0: the base alone), sorted by adapter."""
         return [
             request(
                 str(at),
@@ -98,7 +98,7 @@ class Bench:
         return work
 
     def generate(self, batch: int, adapters: int) -> Callable[[], None]:
-        """Return the way by hand: one adapter after the other."""
+        """Return the way without a server: one adapter after the other."""
         groups = min(adapters, batch)
 
         def work() -> None:
@@ -157,7 +157,7 @@ def parse() -> argparse.Namespace:
 
 
 def throughput(folder: Path, size: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield tokens/s per batch size, and what 32 adapters cost and save."""
+    """Yield tokens/s per batch size, and the cost and speedup of 32 adapters."""
     bench = load(folder, size, args.device)
     for batch in map(int, args.batches.split(",")):
         ways = {
@@ -171,7 +171,7 @@ def throughput(folder: Path, size: str, args: argparse.Namespace) -> Iterator[di
         for round_ in range(args.rounds + 1):
             for name, way in ways.items():
                 taken = timed(way, args.device)
-                if round_:  # the first warms up
+                if round_:  # the first round is for warm-up
                     seconds[name].append(taken)
         median = {name: statistics.median(times) for name, times in seconds.items()}
         tokens = batch * NEW_TOKENS[args.device]
@@ -189,7 +189,7 @@ def throughput(folder: Path, size: str, args: argparse.Namespace) -> Iterator[di
 
 
 def load(folder: Path, size: str, device: str) -> Bench:
-    """Build a random model, 32 adapters for us, and as many for PEFT."""
+    """Return a random model with 32 adapters for us and for PEFT."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = build(folder / size, size, dtype, device)
     engine = Engine.load(str(model), device=device)
@@ -204,7 +204,7 @@ def load(folder: Path, size: str, device: str) -> Bench:
 
 
 def adapters_of(engine: Engine, count: int, rank: int) -> dict[str, HostWeights]:
-    """Return sampler weights in which no matrix is zero."""
+    """Return sampler weights without zero matrices."""
     weights = {}
     for at in range(count):
         name = f"t{at}"
@@ -218,7 +218,7 @@ def adapters_of(engine: Engine, count: int, rank: int) -> dict[str, HostWeights]
 
 
 def ceiling(folder: Path, size: str, device: str, batch: int) -> dict[str, Any]:
-    """Measure decode steps alone, against what the memory bandwidth allows."""
+    """Measure decode steps alone, against the limit by memory bandwidth."""
     model = build(folder / size, size, torch.bfloat16, device)
     engine = Engine.load(str(model), device=device)
     weights = adapters_of(engine, CEILING_ADAPTERS, CEILING_RANK)
@@ -243,7 +243,7 @@ def ceiling(folder: Path, size: str, device: str, batch: int) -> dict[str, Any]:
         decoder.overlaps = bool(at % 2)
         for _ in range(4):
             decoder.step()
-        # Of several steps at once: one that is waited for at its end would overlap with nothing.
+        # Several steps are timed together, because waiting after each step would prevent the overlap.
         took[decoder.overlaps].append(timed(partial(steps, decoder, batch), device) / BLOCK_STEPS)
     shape = SHAPES[size]
     linear = sum(inputs * outputs for inputs, outputs in shape.linears)

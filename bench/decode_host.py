@@ -1,12 +1,11 @@
-"""What the host does for a decode step, in CPU time: all of it, and what the device would wait for.
+"""CPU time of the host per decode step: total, and the part for which the device waits.
 
     python -m bench.decode_host [--rows 128] [--adapters 64] [--steps 150] [--temperature 0] [--out bench/results]
 
-The decoder runs as on a GPU, graphs and all, over a device that takes no time: a graph does nothing, and
-of the model only the head is there, tiny. What the device waits for is the host's work from the moment the
-tokens of a step can be read to the moment the next one begins; overlapped, it is none as long as all of the
-host's work takes less than the device does. Both ways are measured in alternation. A busy machine makes it
-more, never less.
+The decoder runs as on a GPU, with graphs, on a device that takes no time: a graph does nothing, and only a tiny head
+of the model exists. The device waits for the host from the moment when the tokens of a step are readable until the
+next step starts. With overlap it does not wait if the host's total work is shorter than the device's. Both
+ways are measured in alternation. A busy machine increases the figures and never reduces them.
 """
 
 from __future__ import annotations
@@ -50,20 +49,20 @@ WAYS = {"one after the other": False, "overlapped": True}
 
 
 class Watch:
-    """Reads this thread's CPU time where a step begins on the device, and where its tokens can be read."""
+    """CPU time of this thread between readable tokens of a step and the start of the next step."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
         self._readable_at: float | None = None
 
     def begins(self) -> None:
-        """Note that a step begins on the device, which had nothing to do since the last could be read."""
+        """Record that a step starts on a device that was idle since the last tokens became readable."""
         if self._readable_at is not None:
             self.waited_s += time.thread_time() - self._readable_at
             self._readable_at = None
 
     def is_readable(self, *, has_work: bool) -> None:
-        """Note that the tokens of a step can be read; the device may have another step to compute."""
+        """Record that the tokens of a step are readable; `has_work`: the device has another step to compute."""
         self._readable_at = None if has_work else time.thread_time()
 
 
@@ -99,7 +98,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def measure(
     engine: Engine, weights: dict[str, HostWeights], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Time steps of both ways in alternation: milliseconds of CPU time a step, least and median."""
+    """Time steps of both ways in alternation; return the minimum and median CPU time per step in ms."""
     took: dict[str, list[float]] = {name: [] for name in WAYS}
     waited: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(args.rounds):
@@ -147,7 +146,7 @@ def decoder_of(
     watch: Watch,
     stack: ExitStack,
 ) -> EngineDecoder:
-    """Return a decoder over the device that takes no time."""
+    """Return a decoder on a device that takes no time."""
     tokens = args.rows * 3 * PAGE
     decoder = engine.decoder(weights.__getitem__, kv_tokens=tokens, text=None, page_tokens=PAGE)
     runner, cache = decoder.runner, decoder._cache
@@ -183,7 +182,7 @@ def decoder_of(
 def steps(
     decoder: EngineDecoder, args: argparse.Namespace, watch: Watch
 ) -> list[tuple[float, float]]:
-    """Let all sequences begin, and return CPU seconds of the steps behind: all, and what the device waits for."""
+    """Start all sequences, then return CPU seconds of each later step: total, and waited for by the device."""
     rng = np.random.default_rng(0)
     for at in range(args.rows):
         adapter = at % args.adapters

@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""Measure the training engine without a server: many tenants against one, PEFT, and the machine's limit.
+"""Benchmark of the training engine without a server: tenants, PEFT, and the limits of the machine.
 
     python bench/engine.py --device cpu|cuda [--preset h200] [--parts tenants,phases] [--out DIR]
 
-Run from the root of the repository; needs torch, transformers, peft, safetensors and numpy (and
-matplotlib, for the picture). Models are Qwen3 shapes with random weights. Parts: `tenants` (the same
-tokens shared by 1 to 64 tenants, beside the roofline), `memory` (bytes against the formulas), `phases`
-(a cycle by phase) and `by_hand` (against PEFT). Ways are timed in alternation; the minimum counts.
+Run it from the root of the repository. It needs torch, transformers, peft, safetensors and numpy (and
+matplotlib for the picture). Models are Qwen3 shapes with random weights. Ways are timed in alternation, and the
+minimum counts. Parts:
+
+* `tenants`: the same tokens shared by 1 to 64 tenants, next to the roofline
+* `memory`: bytes against the formulas
+* `phases`: a cycle by phase
+* `by_hand`: comparison with PEFT
 """
 
 from __future__ import annotations
@@ -45,30 +49,31 @@ from bench.support.roofline import adapter_bytes, measure_rates
 from cotrain_workers.engine.engine import Engine
 
 PARTS = ("tenants", "memory", "phases", "by_hand")
-#: How much of the time limit has passed when a part may begin no further round.
+#: Share of the time limit after which a part starts no further round.
 SHARE = {"tenants": 0.45, "by_hand": 0.9}
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """One call: what to measure, how long it may take, where it goes."""
+    """One invocation: its settings and its start time."""
 
     args: argparse.Namespace
     preset: Preset
-    began: float  # of time.monotonic
+    began: float  # time.monotonic
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the base model."""
+        """Dtype of the base model."""
         return torch.float32 if self.args.device == "cpu" else torch.bfloat16
 
     def until(self, part: str) -> float:
-        """Return when a part ought to stop."""
+        """Return the time at which a part should stop."""
         return self.began + SHARE[part] * self.preset.limit_s
 
     def engine(self, model: Path, backend: str, tokens: int | None = None) -> Engine:
-        """Load an engine with the settings of the command line; its micro-batches hold `tokens`, if given,
-        and are kept.
+        """Return an engine with the settings of the command line.
+
+        If `tokens` is given, it is the size of micro-batches, and activations are not recomputed.
         """
         settings: dict[str, Any] = {
             "lora_backend": backend,
@@ -82,9 +87,9 @@ class Bench:
         return Engine.load(str(model), device=self.args.device, dtype=self.dtype, **given)
 
     def adapter_bytes(self, size: str) -> int | None:
-        """Return room for all tenants at once on CUDA, as far as it is less than 0.4 of the device.
+        """Return the memory of all tenants' adapters on CUDA, limited to 0.4 of the device.
 
-        Where it is more they run in shifts, and the forwards in the tables say so.
+        Beyond that limit tenants run in shifts, which is visible in the number of forwards in the tables.
         """
         if self.args.device == "cpu":
             return None
@@ -94,9 +99,9 @@ class Bench:
         return min(needed, int(0.4 * total))
 
     def parts(self, size: str, model: Path) -> Iterator[tuple[str, Any]]:
-        """Measure and yield one part after the other, as far as time allows."""
+        """Measure and yield one part after the other while time is left."""
         device, asked = self.args.device, self.args.parts
-        # Engines of two backends side by side where that is cheap, so that they are alternated, too.
+        # On a CPU, engines of two backends are loaded together, so that they alternate, too.
         together = (
             [self.args.lora_backend] if device == "cpu" else [[b] for b in self.args.lora_backend]
         )
@@ -117,7 +122,7 @@ class Bench:
                         ),
                     )
             engine = engines[backends[0]]
-            # An engine that is loaded beside PEFT would measure what PEFT leaves of the device.
+            # An engine loaded next to PEFT would measure the memory that PEFT leaves on the device.
             if device == "cuda" and kept_tokens is None and not engine.recomputes:
                 kept_tokens = engine.facts.numerics.micro_batch_tokens
             if "phases" in asked and self.has_time():
@@ -142,14 +147,14 @@ class Bench:
             )
 
     def phases(self, engine: Engine, backend: str) -> Iterator[dict[str, Any]]:
-        """Profile the fewest and the most tenants of every load."""
+        """Profile the smallest and the largest number of tenants of every load."""
         for load in self.preset.loads:
             for tenants in (min(load.tenants), max(load.tenants)):
                 row = measure_phases(engine, load, tenants, self.args.device)
                 yield {"backend": backend, **row}
 
     def has_time(self) -> bool:
-        """Return whether another part may begin."""
+        """Return True if there is time for another part."""
         if time.monotonic() < self.began + self.preset.limit_s * SHARE["by_hand"]:
             return True
         print("out of time: the rest is left out (--parts measures it alone)", flush=True)
@@ -157,7 +162,7 @@ class Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; 0 whatever was kept: a slow machine is no error."""
+    """Measure, print and write the report; return 0 for any result, because a slow machine is not an error."""
     args = parse(argv)
     quiet: Any = transformers.utils.logging
     quiet.set_verbosity_error()
@@ -188,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_size(bench: Bench, size: str, model: Path, report: dict[str, Any], path: Path) -> None:
-    """Measure one model; the report is written after each part, so that a killed run leaves some."""
+    """Measure one model. The report is written after each part, so that a killed run leaves partial results."""
     rates = measure_rates(bench.args.device, bench.dtype)
     parts: dict[str, Any] = report["sizes"].setdefault(size, {})
     for part, rows in bench.parts(size, model):
@@ -251,7 +256,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def names(text: str) -> list[str]:
-    """Split a list of names."""
+    """Return the names in a comma-separated list."""
     return text.split(",")
 
 

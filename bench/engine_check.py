@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Check what the training engine promises on one machine, without a server; `bench/engine.py` measures it.
+"""Check of the training engine's guarantees on one machine, without a server; `bench/engine.py` measures it.
 
     python bench/engine_check.py --device cuda --out DIR
 
-Run from the root of the repository; needs torch, transformers, peft, safetensors and numpy. Prints and
+Run it from the root of the repository. It needs torch, transformers, peft, safetensors and numpy. It prints and
 writes DIR/engine_check.json: parity with plain PEFT, mixed against alone, the cosine of bf16 gradients,
-and how far sampling is from training. Exit status 1 if a promise is not kept.
+and the gap between sampling and training. The exit status is 1 if a guarantee is broken.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def parse() -> argparse.Namespace:
 
 
 def checks(folder: Path, device: str, families: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield one promise after the other, with what was measured and whether it was kept."""
+    """Yield each guarantee with its measurement and `kept`."""
     for family in families:
         model = build_tiny(family, folder / family)
         parity = parity_with_peft(model, device, torch.float32)
-        # TF32 is off; other kernels sum in another order.
+        # TF32 is off, but other kernels sum in another order.
         kept = parity.gradient_error < 1e-5 and parity.logprob_error < 2e-5
         yield show({"check": "parity fp32", "family": family, "kept": kept, **asdict(parity)})
         alone = mixed_against_alone(model, device, torch.float32)
@@ -77,12 +77,12 @@ def checks(folder: Path, device: str, families: Sequence[str]) -> Iterator[dict[
 
 
 def sampling_checks(family: str, model: Path, device: str) -> Iterator[dict[str, Any]]:
-    """Yield how far sampling is from training, and whether a neighbour changes a sample."""
+    """Yield the gap between sampling and training, and the check that neighbours do not change a sample."""
     for dtype in (torch.float32, torch.bfloat16):
         engine = Engine.load(str(model), device=device, dtype=dtype)
         gap = gap_to_trainer(engine)
         is_wide = dtype == torch.float32
-        # Rounding in bf16 has no bound of its own: it is reported.
+        # Rounding in bf16 has no bound, so it is only reported.
         kept = not is_wide or gap.largest < (1e-5 if device == "cpu" else 5e-5)
         row = {"check": "sample = forward", "dtype": str(dtype).removeprefix("torch.")}
         yield show({**row, "family": family, "kept": kept, **asdict(gap)})

@@ -1,12 +1,12 @@
-"""What planning costs, and how fair it is, with 100 to 10,000 runs: no engine, virtual time.
+"""Cost and fairness of planning with 100 to 10,000 runs, without an engine, in virtual time.
 
     python -m bench.fleet [--runs 100,1000,10000] [--turns 10] [--out bench/results]
 
-The real clock, planner, messages and scripts on a real Redis that does not fsync. Tenants of four
-kinds (naive, submit-both, pipelined, burst; ten runs each) send more than there is room for, workers
-are token rates with noise that die and come back. Each size is played three times: with one worker,
-with a second one that has nothing to do, and with a scheduler that is killed half-way. Costs are processor
-time, of the scheduler's ticks and of Redis during them. Exits with 1 where a promise is broken.
+The real clock, planner, messages and scripts run on a real Redis without fsync. Tenants of four kinds (naive,
+submit-both, pipelined, burst; ten runs each) send more than the capacity. Workers are noisy token rates that crash
+and restart. Each size is played three times: with one worker, with an idle second worker, and with a scheduler that
+is killed half-way. Costs are processor time of the scheduler's ticks, and of Redis during them. The exit status is 1
+if a guarantee is broken.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from cotrain_store.redis_client.embedded_server import (
     redis_version,
 )
 
-#: What we promise, as ratios.
+#: Guarantees, as ratios.
 MAX_GROWTH = 2.0
 MAX_UNSEEN = 1.5
 LEAST_JAIN = 0.99
-#: In quanta: two passes, one that a tenant may be ahead by at the beginning and one at the end.
+#: In quanta: two passes, by which a tenant may be ahead at the beginning and at the end.
 MAX_OFF = 2.0
 WAYS: dict[str, dict[str, bool]] = {
     "one worker": {},
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def play(shape: Shape) -> dict[str, Any]:
-    """Play one shape on a Redis of its own."""
+    """Run one shape on a Redis of its own."""
     with tempfile.TemporaryDirectory(prefix="ctfleet-") as name, a_redis(Path(name)) as (url, pid):
         spool = Spool(Path(name) / "spool", new_writer("fleet"))
         try:
@@ -98,7 +98,7 @@ async def _played(shape: Shape, url: str, pid: int, spool: Spool) -> dict[str, A
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Say of each promise whether it was kept."""
+    """Return a verdict for each guarantee."""
     verdicts = []
 
     def add(what: str, found: float, kept: bool) -> None:
@@ -125,22 +125,22 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def new_rounds(row: dict[str, Any]) -> int:
-    """How often turns began anew at most: with a scheduler, and with runs that come to another worker."""
+    """Return the maximum number of restarts of fairness: by schedulers, and by runs that move to another worker."""
     return int(1 + row["scheduler_killed"] + (row["deaths"] if row["idle_worker"] else 0))
 
 
 def cost_of_all(row: dict[str, Any]) -> float:
-    """What an op costs to be planned, in ms of both processes."""
+    """Return the planning cost of an op, in ms of both processes."""
     return float(row["scheduler_ms_per_op"] + row["redis_ms_per_op"])
 
 
 def cost_of_planning(row: dict[str, Any]) -> float:
-    """The like, without looks four times a second that find nothing to do: they would hide what grows."""
+    """Return the same without idle ticks, four per second, which would hide growth."""
     return float(row["planning_ms_per_op"])
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The report as a table in Markdown."""
+    """Return the report as a Markdown table."""
     head = (
         "| | runs | turns | scheduler, ms/op | Redis, ms/op | both, planning, ms/op | tick p99, ms | naive p50/p99, s | submit-both "
         "| pipelined | burst | Jain | farthest off, quanta | longest unseen, turns | idle |\n|---|"
@@ -173,7 +173,7 @@ def machine() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def a_redis(folder: Path) -> Iterator[tuple[str, int]]:
-    """Run a Redis that keeps nothing; yield its address and process id."""
+    """Run a Redis without persistence; yield its address and process id."""
     socket = folder / "redis.sock"
     command = redis_command(find_redis_binary(), folder, socket, maxmemory="8gb")
     with (folder / "redis.log").open("wb") as log:

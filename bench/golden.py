@@ -1,10 +1,10 @@
-"""Ask a server for one fixed piece of work, and print a digest of every answer: two versions, the same bits?
+"""Digests of all responses of a server to a fixed workload, to compare two versions bit by bit.
 
 python -m bench.golden --base-url http://127.0.0.1:8000 --api-key tml-… --base-model tiny >after.json
 
-Six runs of mixed ranks, targets and losses train side by side, pipelined, for some steps; each saves, loads and
-samples. Nothing of cotrain is imported, so that one file asks any version. Run it against both on one machine: what
-a CPU computes depends on its kind and on torch's version.
+Six runs of mixed ranks, targets and losses train together, pipelined, for some steps; each saves, loads and
+samples. Nothing of cotrain is imported, so the same file works with any version. Run it against both versions on one
+machine, because CPU results depend on the processor and on the version of torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import httpx
 
 STEPS = 3
 VOCAB = 128
-#: Of each run: rank, what is trained, loss.
+#: Rank, trained targets and loss of each run.
 RUNS = (
     (1, {"train_attn": True, "train_mlp": True, "train_unembed": True}, "cross_entropy"),
     (2, {"train_attn": True, "train_mlp": False, "train_unembed": False}, "importance_sampling"),
@@ -36,13 +36,13 @@ AGAIN = {408, 429, 503}
 
 
 class Server:
-    """A server of any version, as one tenant sees it."""
+    """Client of a server of any version, for one tenant."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self.http = http
 
     async def post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Ask once; ask again where the answer is to wait."""
+        """Return the response to a request, sent again as long as the server answers with a retryable status."""
         while True:
             answer = await self.http.post(f"/api/v1/{route}", json=body)
             if answer.status_code not in AGAIN:
@@ -52,7 +52,7 @@ class Server:
             await asyncio.sleep(0.05)
 
     async def result(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Ask for something, and wait for what it resolves to."""
+        """Send a request and return its result."""
         request = (await self.post(route, body))["request_id"]
         while (told := await self.post("retrieve_future", {"request_id": request})).get(
             "type"
@@ -63,7 +63,7 @@ class Server:
         return told
 
     async def archive(self, path: str) -> bytes:
-        """Return the adapter's weights of a checkpoint, as safetensors."""
+        """Return the adapter weights of a checkpoint as safetensors."""
         run, _, name = path.removeprefix("tinker://").partition("/")
         url = f"/api/v1/training_runs/{run}/checkpoints/{name}/archive"
         answer = await self.http.get(url, follow_redirects=True)
@@ -75,7 +75,7 @@ class Server:
 
 
 def without_metadata(safetensors: bytes) -> bytes:
-    """Return the tensors alone: the metadata name the run."""
+    """Return the tensors without metadata, which contain the name of the run."""
     begin = 8 + int.from_bytes(safetensors[:8], "little")
     table = json.loads(safetensors[8:begin])
     table.pop("__metadata__", None)
@@ -83,7 +83,7 @@ def without_metadata(safetensors: bytes) -> bytes:
 
 
 def digest(told: object) -> str:
-    """Digest an answer without what may differ between two runs of one version."""
+    """Return the digest of a response without fields that differ between two runs of one version."""
     if isinstance(told, bytes):
         return hashlib.sha256(told).hexdigest()[:16]
     kept = json.loads(json.dumps(told))
@@ -93,7 +93,7 @@ def digest(told: object) -> str:
 
 
 def datum(draw: random.Random, loss: str) -> dict[str, Any]:
-    """Draw a datum of a loss."""
+    """Return a random datum for a loss."""
     count = draw.randint(1, 40)
     tokens = [draw.randrange(VOCAB) for _ in range(count + 1)]
 
@@ -110,7 +110,7 @@ def datum(draw: random.Random, loss: str) -> dict[str, Any]:
 
 
 async def train(server: Server, base_model: str, number: int) -> dict[str, str]:
-    """Train one run, and return digests of its answers, by name."""
+    """Train one run and return digests of its responses by name."""
     rank, targets, loss = RUNS[number]
     draw = random.Random(number)
     session = (await server.post("create_session", {"tags": [], "sdk_version": "golden"}))[
@@ -174,7 +174,7 @@ async def train(server: Server, base_model: str, number: int) -> dict[str, str]:
 
 
 async def golden(base_url: str, api_key: str, base_model: str) -> dict[str, str]:
-    """Train all runs at once; return digests by what was asked."""
+    """Train all runs concurrently and return digests by request."""
     headers = {"X-API-Key": api_key, "Accept": "application/json"}
     async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=120) as http:
         server = Server(http)

@@ -1,8 +1,8 @@
-"""What the history of runs adds to a commit: the same steps with it and without, in turn, in one Redis.
+"""Cost of the run history per commit: the same steps with and without it, in alternation, in one Redis.
 
     python -m bench.history [--runs 8] [--cycles 200]
 
-Each cycle commits a pass and an optimizer step of every run. Prints the median and the ratio.
+Each cycle commits a pass and an optimizer step of every run. Prints the medians and the ratio.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RESULT = Result.of_json({"metrics": {"loss:sum": 1.5, "grad_norm": 0.5}, "paddin
 
 
 async def measure(runs: int, cycles: int) -> dict[str, object]:
-    """Commit so many cycles, every second one with entries for the history."""
+    """Commit `cycles` cycles, every second one with history entries, and return the figures."""
     taken_s: dict[bool, list[float]] = {True: [], False: []}
     with EmbeddedRedis() as server, tempfile.TemporaryDirectory() as folder:
         async with open_log(server.url, Path(folder)) as log:
@@ -65,7 +65,7 @@ async def measure(runs: int, cycles: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure, and print JSON."""
+    """Measure and print JSON."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=8)

@@ -1,10 +1,10 @@
-"""What counting costs: requests, cycles and decode steps with all metrics, and with none, in alternation.
+"""Cost of metrics: requests, cycles and decode steps with all metrics and with none, in alternation.
 
     python -m bench.metrics [--blocks 20]
 
-Everything runs in this process (API or log, scheduler, worker, a random model of two layers of 64), so that its CPU time is
-all there is to measure; a wall clock on a busy machine says little about 3 %. Prints the median over pairs
-of neighbouring blocks of what a block took with metrics over without, and what a scrape takes.
+Everything runs in this process (API or log, scheduler, worker, a random model of two layers of 64), so its CPU time
+covers all the work. Wall time on a busy machine cannot resolve 3 %. Prints the duration of a block with metrics
+divided by that without, as the median over pairs of adjacent blocks, and the duration of a scrape.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SCRAPES = 20
 
 @contextlib.contextmanager
 def without() -> Iterator[None]:
-    """Have nothing counted."""
+    """Disable all counting."""
     with contextlib.ExitStack() as patches:
         for kind, name in (
             (Counter, "inc"), (Gauge, "set"), (Histogram, "observe"), (Series, "observe"),
@@ -61,7 +61,7 @@ def without() -> Iterator[None]:
 
 
 def scrape() -> None:
-    """Print what one scrape of an API, a scheduler and a worker takes, after all that was counted here."""
+    """Print the CPU time of one scrape of an API, a scheduler and a worker, with the metrics counted so far."""
     cpu = time.process_time()
     for _ in range(SCRAPES):
         for registry in REGISTRIES.values():
@@ -71,7 +71,7 @@ def scrape() -> None:
 
 
 async def compare(name: str, block: Block, blocks: int) -> None:
-    """Run blocks in turns; print the median of their ratios, and how far the middle half lies apart."""
+    """Run blocks in alternation; print the median of their ratios and the interquartile range."""
     await block()
     cpu_ratios, wall_ratios, cpu_s = [], [], []
     for number in range(blocks):
@@ -93,7 +93,7 @@ async def compare(name: str, block: Block, blocks: int) -> None:
 
 
 def requests_to(api: Api) -> Block:
-    """Ask the cheapest thing that knows its tenant."""
+    """Return a block of the cheapest requests that are counted per tenant."""
 
     async def block() -> None:
         for _ in range(REQUESTS):
@@ -104,7 +104,7 @@ def requests_to(api: Api) -> Block:
 
 
 async def cycles_of(server: Stack) -> Block:
-    """Train one run, a forward_backward and an optim_step a cycle."""
+    """Return a block that trains one run, a forward_backward and an optim_step per cycle."""
     run = await server.create("a", "s", LoraSpec(rank=8, seed=0))
     data = np.random.default_rng(0).integers(0, 128, (4, 64)).tolist()
     seq = 0
@@ -120,7 +120,7 @@ async def cycles_of(server: Stack) -> Block:
 
 
 def decode_steps(engine: Engine) -> Block:
-    """Generate 64 sequences of 32 tokens, as `SamplingService` has it counted."""
+    """Return a block that generates 64 sequences of 32 tokens, counted as in `SamplingService`."""
     decoder = engine.decoder(_no_weights, kv_tokens=8192, text=None)
     times = TokenTimes(WorkerMetrics("bench", WorkerId("w0")))
 
@@ -145,7 +145,7 @@ def _no_weights(key: str) -> HostWeights:
 
 
 async def main(blocks: int) -> None:
-    """Measure requests, then cycles."""
+    """Measure requests, cycles, decoding and a scrape."""
     torch.set_num_threads(1)
     configure_logs("bench", "warning")
     with EmbeddedRedis() as redis:

@@ -1,15 +1,15 @@
-"""What a neighbour costs: an ordinary tenant's waits beside each of 24 bad ones, and alone.
+"""Effect of a bad neighbour: waits of an ordinary tenant next to each of 24 bad ones, and alone.
 
     python -m bench.neighbour [long_pass,heavy_sampler,…] [--seconds 45] [--out bench/results]
 
-For each neighbour a new `cotrain serve` on a small random model, and on it three probes
-(`bench/neighbours/ordinary.py`): a tenant who trains 256 tokens a step, one who samples 8 tokens, and a
-health check. First they are alone, then beside the neighbour, which is a process of its own. Everything
-shares this machine's cores, clients included.
+Each neighbour gets a new `cotrain serve` on a small random model. Three probes use that server
+(`bench/neighbours/ordinary.py`): a tenant that trains 256 tokens per step, one that samples 8 tokens, and a
+health check. They run alone first, then next to the neighbour, which is a process of its own. All processes
+share this machine's cores, clients included.
 
-  alone, beside    p50 and p99 of a probe's waits (s); what never came counts with its age
-  promised         for training one clock period + 2 x alone, for sampling and health 2 x alone + 1 s,
-                   of p99 (docs/performance.md)
+* alone, beside: p50 and p99 of a probe's waits (s); a pending call counts with its age
+* promised: limit of p99 (docs/about/performance.md), for training one clock period + 2 x alone, for sampling and health
+  2 x alone + 1 s
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Neighbour = Callable[[str, str], Awaitable[None]]
 NEIGHBOURS: dict[str, Neighbour] = {**TRAINERS, **SAMPLERS, **ATTACKS}
 PERIOD_S = 10.0
 KEYS = ("tml-ordinary_trainer00", "tml-ordinary_sampler00", "tml-neighbour_00000000")
-#: After its start a neighbour makes its runs first; so long is not counted.
+#: Seconds after the start of a neighbour that are not counted, because it creates its runs first.
 SETTLING_S = 8.0
 BEGUN = "begun"
 
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def beside(name: str, args: argparse.Namespace, model: Path, folder: Path) -> list[dict[str, Any]]:
-    """Measure the probes alone, and then beside one neighbour; a row for each probe."""
+    """Measure the probes alone, then next to one neighbour; return a row per probe."""
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(serving(model, folder, list(KEYS), args.threads))
         probes = ordinary(address, KEYS[:2], stack)
@@ -87,7 +87,7 @@ def beside(name: str, args: argparse.Namespace, model: Path, folder: Path) -> li
         )
         try:
             assert neighbour.stdout is not None
-            neighbour.stdout.readline()  # it has begun, or ended
+            neighbour.stdout.readline()  # it has started or ended
             time.sleep(SETTLING_S)
             watched(probes, 0.0)
             found = watched(probes, args.seconds)
@@ -119,7 +119,7 @@ def _status(address: str) -> dict[str, Any]:
 
 
 def watched(probes: Sequence[Probe], seconds: float) -> dict[str, dict[str, Any]]:
-    """Let the probes work for a while; return what each found in it."""
+    """Return the results of each probe within this time."""
     for probe in probes:
         probe.take()
     time.sleep(seconds)
@@ -135,12 +135,12 @@ def watched(probes: Sequence[Probe], seconds: float) -> dict[str, dict[str, Any]
 
 
 def at(waits: Sequence[float], part: float) -> float:
-    """Return a percentile by the nearest rank; infinite if there is nothing."""
+    """Return a percentile by nearest rank; infinite for an empty list."""
     return waits[min(len(waits) - 1, math.ceil(part * len(waits)) - 1)] if waits else math.inf
 
 
 def judged(probe: str, alone: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Hold a probe's waits beside a neighbour against what is promised."""
+    """Return a probe's waits with and without a neighbour, and the verdict on the promised limit."""
     promised = 2 * alone["p99_s"] + (PERIOD_S if probe == "training" else 1.0)
     return {
         "alone": alone, "beside": found, "promised_p99_s": promised,
@@ -161,7 +161,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line that the neighbour wrote."""
+    """Return the last line of the neighbour's log."""
     return (log.read_text().strip().splitlines() or [""])[-1]
 
 

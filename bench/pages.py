@@ -1,10 +1,10 @@
-"""How long the server takes for each page, and how large it is, with 10,000 runs of 1,000 tenants.
+"""Response time and size of each page, with 10,000 runs of 1,000 tenants.
 
     python -m bench.pages
 
-The store is a real Redis that is filled with records as the server writes them; the API runs in this process.
-A page is asked for REPEATS times over ASGI; the slowest of the answers behind the first is shown, and the first;
-then the least CPU time of this process for one, which a busy machine makes little longer. Redis has a process of its own.
+The store is a real Redis filled with records in the server's format; the API runs in this process. Each page is
+requested REPEATS times over ASGI. Prints the first response time, the slowest of the others, and the minimum CPU time
+of this process, which depends little on other load. Redis runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TENANTS, RUNS_OF_EACH, RUNS_PER_CYCLE, CYCLES, REPEATS = 1_000, 10, 40, 200, 5
 
 
 def fill(connection: SyncConnection, now: float) -> None:
-    """Write what 10,000 runs leave behind: records, logs, points, usage, minutes, cycles."""
+    """Write the data of 10,000 runs: records, logs, points, usage, minutes, cycles."""
     runs = []
     for number in range(TENANTS):
         tenant = TenantId(f"t-{number:016x}")
@@ -92,7 +92,7 @@ def fill(connection: SyncConnection, now: float) -> None:
 
 
 async def measure(api: Api, key: str) -> None:
-    """Ask for each page that this key's owner sees."""
+    """Request each page that the owner of this key can see."""
     await log_in(api.http, key)
     newest = (await api.http.get("/ui/runs.json")).json()["runs"]
     paths = [page.path for page in PAGES if "{" not in page.path]
@@ -115,7 +115,7 @@ async def measure(api: Api, key: str) -> None:
 
 
 async def main() -> None:
-    """Fill a Redis, and measure as the operator and as a tenant."""
+    """Fill a Redis, then measure as the operator and as a tenant."""
     with EmbeddedRedis() as redis:
         connection = open_sync_connection(redis.url)
         fill(connection, time.time())

@@ -1,16 +1,16 @@
-"""What becomes of a server's runs when a second worker joins: by the clock on the wall, and to the bit.
+"""Rebalancing of a server's runs when a second worker joins: timing, and bit-identical results.
 
     nice python -m bench.rebalancing [--runs 8] [--joins-after 45] [--seconds 720] [--alone 3] [--out bench/results]
 
 `cotrain serve` with one worker trains `--runs` runs, each of a tenant of its own, with two steps in flight. After
-`--joins-after` seconds `cotrain worker` joins from a process of its own. What is watched, in Redis, past all
-processes: which worker has which run, and whose cycles are committed. At the end some runs are trained once
-more, each alone on the server, for as many steps; every answer has to be the same.
+`--joins-after` seconds `cotrain worker` joins from a process of its own. The bench reads directly from Redis which
+worker has which run, and whose cycles are committed. At the end some runs are trained once more, each alone on the
+server, for the same number of steps. All their results must be identical.
 
-  serving       from the start of the second worker's process to its first heartbeat (s)
-  first_run     from there until a run was moved to it (s)
-  first_cycle   from there until it had committed a cycle (s)
-  moves         when (s, from the second worker's first heartbeat), which run, from where, to where
+* serving: from the start of the second worker's process to its first heartbeat (s)
+* first_run: from there until a run was moved to it (s)
+* first_cycle: from there until it had committed a cycle (s)
+* moves: time (s, from the second worker's first heartbeat), run, source and destination
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from cotrain_store.settings.worker import pool_of
 POOL = pool_of("bench")
 SECOND = WorkerId("second-w0")
 LOOK_S = 0.25
-#: What is promised.
+#: Guarantees.
 BUSY_WITHIN_S = 60.0
 REST_S = 600.0
 
 
 @dataclass
 class Watch:
-    """Who had which run, and when whose cycles were committed; times in s since the watch began."""
+    """Owners of runs and committed cycles by worker; times in s since the watch began."""
 
     store: SyncConnection
     began: float = field(default_factory=time.monotonic)
@@ -66,7 +66,7 @@ class Watch:
     _last: int = 0
 
     def look(self) -> None:
-        """Note what has changed."""
+        """Record changes."""
         now = time.monotonic() - self.began
         if self.serving_at is None and self.store.exists(fleet_keys.worker(POOL, SECOND)):
             self.serving_at = now
@@ -128,7 +128,7 @@ def main() -> None:
 async def phase(
     args: argparse.Namespace, loads: list[Load], watch: Watch, folder: Path, model: Path, url: str, stack: ExitStack
 ) -> tuple[float, list[tuple[int, str]]]:  # fmt: skip
-    """Train all, let the second worker join; return when it was started, and what each run came to."""
+    """Train all runs and let the second worker join; return its start time, and steps and digest of each run."""
     over = False
     trained = asyncio.gather(*(train(load, lambda _: not over) for load in loads))
     started_at = 0.0
@@ -143,7 +143,7 @@ async def phase(
 
 
 async def train(load: Load, goes_on: Callable[[int], bool]) -> tuple[int, str]:
-    """Train with two steps in flight; return the steps, and a digest of all that was answered."""
+    """Train with two steps in flight; return the number of steps, and a digest of all results."""
     digest, flying, steps = hashlib.sha256(), list[Any](), 0
 
     async def take() -> None:
@@ -167,7 +167,7 @@ def summary(
     args: argparse.Namespace, watch: Watch, started_at: float, together: list[tuple[int, str]],
     same: dict[int, bool], runs: list[str],
 ) -> dict[str, Any]:  # fmt: skip
-    """Say what was seen, and whether what is promised was kept."""
+    """Return the measurements and the verdict on the guarantees."""
     serving_at = watch.serving_at or float("inf")
     moves = [
         (round(at - serving_at, 1), f"run {runs.index(run)}", one, to)
@@ -199,7 +199,7 @@ def summary(
 
 @contextmanager
 def a_redis(folder: Path) -> Iterator[str]:
-    """Run a Redis that both can reach; yield its address."""
+    """Run a Redis that both workers can reach; yield its address."""
     (folder / "redis").mkdir()
     url = f"unix://{folder}/r.sock"
     command = redis_command(find_redis_binary(), folder / "redis", folder / "r.sock")
@@ -220,7 +220,7 @@ def a_redis(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def a_worker(folder: Path, model: Path, url: str, threads: int) -> Iterator[None]:
-    """Have `cotrain worker` join the server."""
+    """Run `cotrain worker` as a member of the server."""
     cotrain = Path(sys.executable).with_name("cotrain")
     command: list[str | Path] = [
         cotrain, "worker", "--base-model", f"bench={model}", "--redis-url", url, "--data-dir", folder / "data",

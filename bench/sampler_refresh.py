@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How long samplers take to get new weights: the saves of many tenants, and their way into the decoder.
+"""Time for samplers to get new weights: saves of many tenants, and loading into the decoder.
 
     python bench/sampler_refresh.py --device cpu|cuda [--size 8b] [--tenants 32] [--out DIR]
 
-Run from the root of the repository; needs torch, transformers, safetensors and numpy. Each round every tenant's
-weights change and are saved, and a decoder takes them: from the adapter where it is on the device, and from
-the host's memory. Beside it what the device's memory allows: each adapter read once in fp32, its slot
-zeroed and written once. Ways alternate, and the minimum counts.
+Run it from the root of the repository. It needs torch, transformers, safetensors and numpy. Each round every
+tenant's weights change and are saved, and a decoder loads them, from the adapter if it is on the device, or from host
+memory. The limit by memory bandwidth is printed as well: each adapter is read once in fp32, its slot zeroed and
+written once. Ways alternate, and the minimum counts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
-    """Time the saves, both ways into the slots, and when all is on the host."""
+    """Time the saves, both ways into the slots, and the arrival of all weights on the host."""
     create_runs(engine, args.tenants)
     runs = [f"run-{at}" for at in range(args.tenants)]
     layout = slot_layout(engine.targets, RANK)
@@ -109,12 +109,12 @@ def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dic
 
 
 def flat_values(weights: Mapping[str, HostWeights]) -> list[torch.Tensor]:
-    """Have all of them on the host."""
+    """Return the weights on the host; waits for their arrival."""
     return [each.flat for each in weights.values()]
 
 
 def pin_all(slots: WeightSlots, runs: Sequence[str]) -> None:
-    """Bring the weights of all runs into slots."""
+    """Load the weights of all runs into slots."""
     for run in runs:
         slots.pin(run)
 

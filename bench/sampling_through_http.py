@@ -1,15 +1,15 @@
-"""Through HTTP: many sample requests over several adapters, alone and beside training.
+"""Sample requests through HTTP over several adapters, alone and next to training.
 
     python -m bench.sampling_through_http [--requests 200] [--adapters 8] [--room 16] [--out bench/results]
 
-Starts `cotrain serve` on a small random model with a KV cache that holds `--room` of the sequences, and
-sends all requests at once, each tenant from a client of its own. Then the same beside a tenant that
-trains without a pause:
+It starts `cotrain serve` on a small random model with a KV cache for `--room` of the sequences. Then it sends all
+requests at once, each tenant from a client of its own. This is repeated next to a tenant that trains without a
+pause.
 
-  latency     of a request, from its call to its result (s, p50 and p95)
-  training    of the worker's time between the first and the last of its cycles that ran beside the
-              requests, what training took (promised: 1 - COTRAIN_SAMPLING_SHARE), by the server's records;
-              and tokens/s beside the requests over tokens/s without them
+* latency: of a request, from its call to its result (s, p50 and p95)
+* share of time: training's share of the worker's time, by the server's records, from the first to the last cycle
+  with sampling (promised: 1 - COTRAIN_SAMPLING_SHARE)
+* speed: tokens/s of training next to the requests, divided by tokens/s without them
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
         trainer, *others = loads
         drive(loads, 2)
         samplers = [load.run.save_weights_and_get_sampling_client() for load in others]
-        asyncio.run(sample(args, samplers, count=args.adapters))  # everything is loaded
+        asyncio.run(sample(args, samplers, count=args.adapters))  # warm-up: loads everything
         alone = measure(args, samplers)
         training_alone = args.batch * args.length / drive([trainer], args.steps)
         with Training(args, trainer) as training:
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 class Training:
-    """One tenant training without a pause in a thread of its own, while the block runs."""
+    """One tenant that trains without a pause in a thread of its own, inside the `with` block."""
 
     def __init__(self, args: argparse.Namespace, load: Load) -> None:
         self.tokens_per_s = 0.0
@@ -87,7 +87,7 @@ class Training:
         self._thread.join()
 
     def _train(self) -> None:
-        """Keep two steps in flight; count those that ended before the block did."""
+        """Keep two steps in flight; count those that finish inside the block."""
         flying: list[Any] = []
         began, ended, steps = time.perf_counter(), 0.0, 0
         while not self._leaving.is_set():
@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace, samplers: list[SamplingClient]) -> dict[st
 
 
 def share_of_time(url: str) -> float:
-    """Return what training took of the time from the first to the last cycle that had company."""
+    """Return training's share of the time from the first to the last cycle with sampling."""
     (pool,) = httpx.get(f"{url}/status", headers=OPERATOR).json()["pools"]
     busy = [record for record in pool["cycles"] if record["sampling_ms"]]
     first, last = min(r["started_at"] for r in busy), max(r["started_at"] for r in busy)
@@ -139,7 +139,7 @@ def share_of_time(url: str) -> float:
 async def sample(
     args: argparse.Namespace, samplers: list[SamplingClient], count: int
 ) -> list[float]:
-    """Ask for `count` sequences at once, adapters in turn; return each one's latency (s)."""
+    """Request `count` sequences at once, adapters in turn; return the latency of each in s."""
     rng = np.random.default_rng(count)
     prompts = rng.integers(0, VOCAB, (count, args.prompt)).tolist()
 

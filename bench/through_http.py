@@ -1,14 +1,14 @@
-"""Through HTTP: many tenants against one, against PEFT by hand, and what the road costs.
+"""Training through HTTP: many tenants against one, against PEFT without a server, and the overhead.
 
     python -m bench.through_http [--tenants 1,4,16,64] [--out bench/results]
 
-Starts `cotrain serve` on a small random model and drives it with our client, one API key and one
-session per tenant, two steps in flight. Ratios are taken within one run, in alternation, because
-absolute figures move with the machine:
+It starts `cotrain serve` on a small random model and drives it with our client, with one API key and one session per
+tenant and two steps in flight. Ratios are measured within one run, in alternation, because absolute figures depend
+on the machine.
 
-  (a) many/solo   time of a step of T tenants with B sequences over one tenant with T*B
-  (b) vs PEFT     our tokens/s over a PEFT `set_adapter` loop's on the same work and threads
-  (c) overhead    latency of a step on its own above what the engine took for it (ms, p50)
+* (a) many/solo: time of a step of T tenants with B sequences over that of one tenant with T*B
+* (b) vs PEFT: our tokens/s over those of a PEFT `set_adapter` loop on the same work and threads
+* (c) overhead: latency of a single step minus the time of the engine (ms, p50)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(
     stack: ExitStack,
     tenants: int,
 ) -> dict[str, Any]:
-    """Measure one number of tenants: solo and many in alternation, PEFT between them."""
+    """Measure one number of tenants: solo and many in alternation, with PEFT in between."""
     solo = [tenant(args, url, keys[-1], stack, tenants * args.batch, seed=999)]
     many = [tenant(args, url, keys[i], stack, args.batch, seed=i) for i in range(tenants)]
     drive(solo, 1)
@@ -94,7 +94,7 @@ def measure(
 def measure_overhead(
     args: argparse.Namespace, url: str, key: str, stack: ExitStack
 ) -> dict[str, float]:
-    """Compare a lone step's latency with the wave and optimizer times of the cycles it ran in."""
+    """Return the latency of a single step minus the wave and optimizer times of its cycles."""
     load = tenant(args, url, key, stack, args.batch, seed=7)
     drive([load], 3)
     over_ms = []
@@ -110,7 +110,7 @@ def measure_overhead(
 
 
 def engine_ms(url: str, cycles: set[int]) -> float:
-    """Read what the engine took for these cycles from the server's own records."""
+    """Return the engine time of these cycles in ms, from the server's own records."""
     (pool,) = httpx.get(f"{url}/status", headers=OPERATOR).json()["pools"]
     records = [record for record in pool["cycles"] if record["cycle"] in cycles]
     assert len(records) == len(cycles)
@@ -118,7 +118,7 @@ def engine_ms(url: str, cycles: set[int]) -> float:
 
 
 def peft(args: argparse.Namespace, model: Path, tenants: int) -> float:
-    """Run the loop by hand in its own process while the server is idle; return its tokens/s."""
+    """Run the PEFT loop in its own process while the server is idle; return its tokens/s."""
     command = [sys.executable, "-m", "bench.cycle.peft_loop", "--model", str(model)]
     for name in ("batch", "length", "rank", "steps", "threads"):
         command += [f"--{name}", str(getattr(args, name))]

@@ -1,10 +1,10 @@
-"""What traces cost: a server without them, one that reports every request, one whose collector is gone, in turns.
+"""Cost of traces: a server without them, one that reports every request, and one without a reachable collector.
 
     python -m bench.traces [--rounds 12] [--tenants 4] [--out bench/results]
 
-Three `cotrain serve` on one small random model; a round drives each for a few steps, two of them in flight. Ratios
-are taken within a round: wall time as clients see it, and CPU time of all processes of a server, which other work on
-the machine moves less.
+Three `cotrain serve` run on one small random model. A round drives each for a few steps, with two of them in flight.
+Ratios are taken within a round, of the clients' wall time and of the CPU time of all processes of a server. Other
+load on the machine affects the CPU time less.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KEY = "tml-bench-{:012}"
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Takes every message and reads none."""
+    """Collector that accepts every message and discards it."""
 
     received_bytes = 0
 
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def summary(rounds: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
-    """Give medians, and the median, smallest and largest of the ratios within a round."""
+    """Return medians, and the median, minimum and maximum of the ratios within a round."""
     found: dict[str, Any] = {}
     for arm in rounds[0]:
         for at, kind in enumerate(("wall", "cpu")):
@@ -122,20 +122,20 @@ def collecting() -> Iterator[str]:
 
 
 def with_traces(address: str | None) -> None:
-    """Have the next server report there, or not at all."""
+    """Set the trace endpoint of the next server; None disables traces."""
     os.environ.pop(ENDPOINT, None)
     if address:
         os.environ[ENDPOINT] = address
 
 
 def children() -> set[int]:
-    """Find all processes below this one."""
+    """Return all descendants of this process."""
     below: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         below.setdefault(int(fields[1]), []).append(int(stat.parent.name))
     found: set[int] = set()
     waiting = [os.getpid()]
@@ -147,7 +147,7 @@ def children() -> set[int]:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Add up the CPU time of these processes."""
+    """Return the sum of the CPU time of these processes in s."""
     ticks = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

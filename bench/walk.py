@@ -1,14 +1,15 @@
-"""The walk of one forward_backward: which files it enters, and how often it returns to one it had left.
+"""Call path of one forward_backward: the files that it enters, and its returns to files that it had left.
 
     python -m bench.walk [--list] [--moves]
 
-All four roles run in this process, on a real Redis and a tiny model: our client, the API behind a real
-socket, the scheduler's clock and a worker. A first pass warms caches; the second one is recorded, call
-by call, from `forward_backward()` to its result; of the worker only its step, from restoring to commit, as
-what it looks after between two steps is no part of the way. A *move* is a call into another file than the last
-call of the same thread; a *return* is a move into a file that this thread had been in before. API and
-scheduler share a thread, and are told apart by whose task it is. In the worker, files that run once per layer
-or per key (KERNELS) are left out, as a reader steps over them.
+All four roles run in this process, with a real Redis and a tiny model: our client, the API behind a real socket, the
+scheduler's clock and a worker. A first pass warms caches. The second one is recorded, call by call, from
+`forward_backward()` to its result. Of the worker only its step is recorded, from restoring to commit, because its
+maintenance between steps is not part of the path.
+
+A *move* is a call into another file than the last call of the same thread. A *return* is a move into a file that this
+thread had entered before. API and scheduler share a thread, and are distinguished by their tasks. Files of the worker
+that run once per layer or per key (KERNELS) are left out, as a reader steps over them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ KERNELS = re.compile(
 
 
 class Recorder:
-    """Notes each call into a file of ours, by thread."""
+    """Profiler that records each call into our files, by thread."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[tuple[str, str]]] = {}
@@ -73,11 +74,11 @@ class Recorder:
 
 
 def walker() -> str:
-    """Name the thread that runs now, or of the main thread the process whose task it would be."""
+    """Return the name of the current thread, or in the main thread the role that owns the current task."""
     name = threading.current_thread().name
     if name != "MainThread":
         return name
-    with contextlib.suppress(RuntimeError):  # no loop runs
+    with contextlib.suppress(RuntimeError):  # no event loop is running
         task = asyncio.current_task()
         code = getattr(task and task.get_coro(), "cr_code", None)
         if code and "cotrain_scheduler" in code.co_filename:
@@ -139,14 +140,14 @@ def two_passes(url: str, recorder: Recorder) -> None:
         },
     )
     run.forward_backward([datum], "cross_entropy").result()
-    time.sleep(1.0)  # what the first pass left to be written is written
+    time.sleep(1.0)  # pending writes of the first pass complete
     recorder.is_on = True
     run.forward_backward([datum], "cross_entropy").result()
     recorder.is_on = False
 
 
 def report(recorder: Recorder, *, lists: bool, moves: bool) -> None:
-    """Print what was entered, thread by thread."""
+    """Print the recorded files and moves, thread by thread."""
     files = Counter(
         path.split("/")[0]
         for path in {path for calls in recorder.calls.values() for path, _ in calls}

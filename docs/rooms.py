@@ -1,4 +1,4 @@
-"""Writes the map of rooms into `docs/architecture.md`: from docstrings, and from who imports whom.
+"""Writes the map of rooms into `docs/develop/modules.md`: from docstrings, and from who imports whom.
 
 `make map` writes it; `tests/unit/test_rooms.py` fails where it is not what the code says.
 """
@@ -16,7 +16,7 @@ import grimp
 Edge = tuple[str, str]
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "develop" / "modules.md"
 BEGIN = "<!-- rooms: written by `make map` -->\n"
 END = "<!-- end of rooms -->\n"
 

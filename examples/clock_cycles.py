@@ -1,9 +1,10 @@
-"""The clock made visible: one training, its loop written in three ways, and the cycles each takes.
+"""One training, its loop written in three ways, and the clock cycles that each takes.
 
-A server does its work in clock cycles. Under a metronome, as at the hosted services, a cycle starts on a
-tick, and a request that misses it waits for the next one: `--mode metronome`. An eager server starts when
-there is work; a loop that waits leaves it idle then: `--mode eager`. Either way the picture shows who
-waited for whom. Preparing a batch takes time in any real loop; `--prepare-s` says how much it takes here.
+A server works in clock cycles. In metronome mode (`--mode metronome`), as in the hosted services, a
+cycle starts on a tick, and a request that misses the tick waits for the next one. In eager mode
+(`--mode eager`) a cycle starts as soon as a request is queued; while a loop waits, the server is
+idle. In both modes the picture shows the waiting times. Real loops need time to prepare a batch;
+`--prepare-s` sets this time.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ PERIOD_S = 1.0
 PREPARE_S = 0.1
 TOKENS = 48
 ROWS_BY_MODE = {"metronome": 8, "eager": 64}
-"""Under a metronome a pass must be well within a period: what does not fit, a cycle does not hold. An eager
-server should take longer for a pass than the next batch takes to prepare."""
+"""Rows per batch.
+
+In metronome mode a pass must take much less than a period, because a cycle cannot hold more. In
+eager mode a pass should take longer than the preparation of the next batch.
+"""
 
 
 def main() -> None:
-    """Run the loops, show what a step took in each, and draw when what was sent and done."""
+    """Run the loops, show the cost of a step in each, and draw the times of requests and cycles."""
     options = options_of(
         __doc__, STEPS, mode="metronome", period_s=PERIOD_S, prepare_s=PREPARE_S, picture=""
     )
@@ -43,9 +47,9 @@ def main() -> None:
         data = [of_tokens(row) for row in range(ROWS_BY_MODE[options.mode])]
         for name, loop in counted("Running each loop", LOOPS.items(), len(LOOPS)):
             run.forward_backward(data, "cross_entropy")
-            run.optim_step(ADAM).result()  # from here on we move with the ticks
+            run.optim_step(ADAM).result()  # from here on, requests follow the ticks
             watched, started_at = Watched(run, options.prepare_s), time.monotonic()
-            numbers = loop(watched, data, options.steps)  # of the cycles its passes were in
+            numbers = loop(watched, data, options.steps)  # cycle numbers of its passes
             took_s = time.monotonic() - started_at
             cycles = (numbers[-1] - numbers[0]) / max(1, options.steps - 1)
             rows.append((name, cycles, took_s / options.steps, took_s))
@@ -64,7 +68,7 @@ def main() -> None:
 
 
 def of_tokens(row: int) -> Datum:
-    """Make a datum of any tokens: how long they take does not depend on what they say."""
+    """Make a datum of arbitrary tokens: the duration of a pass does not depend on their values."""
     tokens = [100 + (7 * row + at) % 400 for at in range(TOKENS + 1)]
     return datum(tokens, weights=[1.0] * TOKENS)
 

@@ -1,4 +1,4 @@
-"""What happens to a run's requests, and when: at this end, and in the server's cycles."""
+"""Times of a run's requests, in the client and in the cycles of the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cotrain import AdamParams, Datum, Future, ServiceClient, TrainingClient
 
 @dataclass
 class Request:
-    """One request on its way; times in seconds since the epoch."""
+    """A request in flight; times in seconds since the epoch."""
 
     op: str
     sent_at: float
@@ -23,7 +23,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Cycle:
-    """When the server was at work for this training."""
+    """Start and end of a cycle that included this training."""
 
     number: int
     started_at: float
@@ -31,19 +31,19 @@ class Cycle:
 
 
 class Watched:
-    """A run whose requests are written down, and whose batches take a while to prepare."""
+    """A run that records its requests and takes some time to prepare each batch."""
 
     def __init__(self, run: TrainingClient, prepare_s: float) -> None:
         self._run, self._prepare_s = run, prepare_s
         self.requests: list[Request] = []
 
     def forward_backward(self, data: list[Datum], loss_fn: str) -> Answer:
-        """Send a batch, when it is prepared."""
+        """Prepare a batch, then send it."""
         time.sleep(self._prepare_s)
         return self._answer("forward_backward", lambda: self._run.forward_backward(data, loss_fn))
 
     def optim_step(self, adam: AdamParams) -> Answer:
-        """Send a step."""
+        """Send an optimizer step."""
         return self._answer("optim_step", lambda: self._run.optim_step(adam))
 
     def _answer(self, op: str, send: Callable[[], Future[Any]]) -> Answer:
@@ -53,7 +53,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Answer:
-    """A future that writes down when its result was there."""
+    """A future that records when its result arrives."""
 
     future: Future[Any]
     request: Request
@@ -66,7 +66,7 @@ class Answer:
 
 
 def cycles_of(service: ServiceClient, run: TrainingClient) -> list[Cycle]:
-    """Read from the session's trace in which cycles it had a part."""
+    """Return the cycles that included the run, read from the session's trace."""
     session = run.model_id.partition(":")[0]
     url = service.create_rest_client().export_session_trace(session).result()
     return [

@@ -1,7 +1,8 @@
-"""A loss the server does not have: the focal loss, which cares for what is still hard.
+"""The focal loss, a custom loss that emphasizes hard tokens.
 
-A token's cross-entropy is weighed by (1 - p)^gamma, so tokens that are right already hardly count. It
-is written in torch and runs here; with gamma = 0 it is the cross-entropy that the server computes itself.
+A token's cross-entropy is multiplied by (1 - p)^gamma, so tokens that are already predicted well
+hardly count. The loss is written in torch and runs in the client; with gamma = 0 it equals the
+cross-entropy of the server.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HARD_SHARE = 0.1
 
 
 def main() -> None:
-    """Train one run on the server's cross-entropy and one for each gamma, and show what came of it."""
+    """Train one run on the server's cross-entropy and one for each gamma, and show the results."""
     options = options_of(__doc__, STEPS)
     rows = []
     with opened(options) as (service, base_model):
@@ -52,7 +53,8 @@ def main() -> None:
 
 
 def focal(gamma: float) -> Loss:
-    """Make a loss: it is given datums and their log-probs, and gives a scalar to minimize and metrics."""
+    """Return a loss function: it maps datums and their log-probs to a scalar to minimize and to
+    metrics."""
 
     def loss_of(
         data: list[Datum], logprobs: list[torch.Tensor]
@@ -67,18 +69,18 @@ def focal(gamma: float) -> Loss:
 
 
 def train_step(run: TrainingClient, data: list[Datum], loss: str | Loss) -> None:
-    """Take one step, on a loss of the server's or on one of ours."""
+    """Run one training step with a built-in loss or a custom one."""
     if isinstance(loss, str):
         passed = run.forward_backward(data, loss)
     else:
         passed = run.forward_backward_custom(data, loss)
-    stepped = run.optim_step(ADAM)  # its place in the order is behind both passes of a custom loss
+    stepped = run.optim_step(ADAM)  # executes after both passes of a custom loss
     passed.result()
     stepped.result()
 
 
 def losses_of(run: TrainingClient, data: list[Datum]) -> tuple[float, float]:
-    """Compute the mean loss of all weighed tokens, and of the hardest of them."""
+    """Compute the mean loss of all weighted tokens, and of the hardest of them."""
     outputs = run.forward(data, "cross_entropy").result().loss_fn_outputs
     losses = sorted(
         -logprob

@@ -1,9 +1,14 @@
-"""See cotrain at work: `make demo`. No hub, no GPU, three minutes on two cores.
+"""Demonstration of cotrain: `make demo`. No hub, no GPU, three minutes on two cores.
 
-A small base model is made and served; four tenants with keys, ranks, targets and losses of their own
-train at once on four kinds of text; a policy learns from its own samples; and a training loop is written in
-three ways. Ends with an error unless each adapter is the best one for its own text, the policy's reward has
-risen, and a loop that sends both requests of a step needs one clock cycle where a naive one needs two.
+The demo trains and serves a small base model. Four tenants with different keys, ranks, targets and
+losses train concurrently on four kinds of text. A policy learns from its own samples. One training
+loop is written in three ways.
+
+The demo exits with an error unless all of these hold:
+
+* Each adapter is the best one for its own text.
+* The policy's reward has risen.
+* A loop that sends both requests of a step together takes one clock cycle; a naive loop takes two.
 """
 
 from __future__ import annotations
@@ -38,12 +43,12 @@ KEYS = [tenant.key for tenant in TENANTS]
 
 console = Console()
 if not console.is_terminal:
-    console = Console(width=110)  # a log has no width of its own
+    console = Console(width=110)  # a log has no terminal width
 
 
 def main() -> None:
-    """Run the demo; exits with 1 if a claim is not met."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped, too
+    """Run the demo. Exit with 1 if a claim does not hold."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stop the server, too
     started_at = time.monotonic()
     model, corpus = make_model()
     console.print("\nServing it to four tenants and a policy", style="bold")
@@ -63,10 +68,10 @@ def main() -> None:
 
 
 def make_model() -> tuple[Path, Corpus]:
-    """Make the base model, or take the one made before, and let it write a line or two."""
+    """Make the base model or reuse the previous one, and print a sample of its text."""
     console.print("Making a base model", style="bold")
     with reported("Loading torch and reading text", console):
-        # Here, and not above: it takes seconds, and what is being done is said first.
+        # Imported here, because the import takes seconds and the progress line should appear first.
         os.environ.setdefault(*GIVE_WAY)
         from demo_model import cached_model, tokenizer_of, write_on
     with reported("Training it", console) as report:
@@ -79,7 +84,7 @@ def make_model() -> tuple[Path, Corpus]:
 
 
 def train_everybody(address: str, model: Path, corpus: Corpus) -> list[Progress]:
-    """Let all tenants train at once, in sight."""
+    """Train all tenants concurrently and show a live table."""
     progress, leaving = [Progress() for _ in TENANTS], threading.Event()
     with ThreadPoolExecutor(len(TENANTS)) as threads:
         work = [
@@ -95,7 +100,7 @@ def train_everybody(address: str, model: Path, corpus: Corpus) -> list[Progress]
 
 
 def watch(progress: Sequence[Progress], work: Sequence[Future[None]]) -> None:
-    """Show how far all are until all work is done; raises what a tenant's work raised."""
+    """Show the progress of all tenants until they are done. Raise the error of a failed tenant."""
     with showing("Training four tenants at once", lambda: training_table(progress)) as show:
         while not all(each.done() for each in work):
             time.sleep(REFRESH_S)
@@ -105,7 +110,7 @@ def watch(progress: Sequence[Progress], work: Sequence[Future[None]]) -> None:
 
 
 def train_policy(address: str, model: Path) -> Learning:
-    """Let a policy learn from its own samples, in sight."""
+    """Train a policy on its own samples and show a live table."""
     learning = Learning()
     with showing("Training a policy by its rewards", lambda: learning_table(learning)) as show:
         reinforce(
@@ -127,7 +132,7 @@ def train_policy(address: str, model: Path) -> Learning:
 
 
 def measure_clock(model: Path, corpus: Corpus) -> dict[str, Cost]:
-    """Serve the model under a metronome and count cycles."""
+    """Serve the model in metronome mode and count cycles."""
     console.print(f"\nServing it under a metronome of {PERIOD_S:g} s", style="bold")
     options = ("--clock-mode=metronome", f"--clock-period-s={PERIOD_S}")
     with (
@@ -140,13 +145,13 @@ def measure_clock(model: Path, corpus: Corpus) -> dict[str, Cost]:
 
 
 def say(line: str) -> None:
-    """Print a line that is not the demo's own."""
+    """Print a line of another program, such as the server."""
     console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def showing(doing: str, table: Callable[[], Table]) -> Iterator[Report]:
-    """Say at once what is being done; give what shows how far: a live table, or lines of a log."""
+    """Print the current activity and yield a progress reporter: a live table, or lines of a log."""
     if not console.is_terminal:
         with reported(doing, console) as report:
             yield report
@@ -157,7 +162,7 @@ def showing(doing: str, table: Callable[[], Table]) -> Iterator[Report]:
 
 
 def broken_claims_of_matrix(progress: Sequence[Progress]) -> Iterator[str]:
-    """Each adapter learned its text, and better than every other adapter did."""
+    """Yield claims that fail: each adapter is the best one for its own text."""
     for tenant, its in zip(TENANTS, progress, strict=True):
         kind = tenant.kind
         if its.after[kind] >= its.before[kind]:
@@ -167,7 +172,7 @@ def broken_claims_of_matrix(progress: Sequence[Progress]) -> Iterator[str]:
 
 
 def broken_claims_of_loops(costs: Mapping[str, Cost]) -> Iterator[str]:
-    """Sending both requests of a step saves at least one cycle of two."""
+    """Yield claims that fail: sending both requests of a step saves at least one of two cycles."""
     if costs["naive"].cycles < 2:
         yield "a naive loop takes two cycles per step"
     for name in ("submit both", "pipelined"):
@@ -176,7 +181,7 @@ def broken_claims_of_loops(costs: Mapping[str, Cost]) -> Iterator[str]:
 
 
 def broken_claims_of_policy(learning: Learning) -> Iterator[str]:
-    """The policy answers better than it did."""
+    """Yield claims that fail: the policy's reward has risen."""
     if learning.at_last < learning.at_first + demo_rl.MARGIN:
         yield f"the policy's mean reward has risen by {demo_rl.MARGIN}"
 

@@ -1,6 +1,6 @@
-"""How many clock cycles a training step takes, by how its loop is written.
+"""Clock cycles of a training step, for three ways to write its loop.
 
-Run against a server in metronome mode, whose cycles start on a tick, as those of hosted services do.
+Requires a server in metronome mode, whose cycles start on a tick, as those of hosted services do.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ ADAM = AdamParams(learning_rate=1e-3)
 
 @dataclass(frozen=True)
 class Cost:
-    """What one step of a loop costs."""
+    """Cost of one step of a loop."""
 
     cycles: float
     seconds: float
 
 
 def measure_loops(address: str, base_model: str, corpus: Corpus, report: Report) -> dict[str, Cost]:
-    """Train `STEPS` steps with each of `LOOPS`; `report` hears how many are done."""
+    """Train `STEPS` steps with each of `LOOPS`; `report` is called with the number of finished
+    loops."""
     costs = {}
     tenant = TENANTS[0]
     with ServiceClient(address, tenant.key) as service:
@@ -77,7 +78,7 @@ LOOPS: Mapping[str, TrainLoop] = {
 
 
 def _cost(loop: TrainLoop, run: TrainingClient, data: list[Datum]) -> Cost:
-    _wait(_send(run, data))  # from here on we move with the ticks
+    _wait(_send(run, data))  # from here on, requests follow the ticks
     started_at = time.monotonic()
     cycles = loop(run, data, STEPS)
     elapsed_s = time.monotonic() - started_at

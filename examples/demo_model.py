@@ -1,7 +1,7 @@
-"""The demo's base model: Qwen3 in small, with a tokenizer of its own, trained here for half a minute.
+"""Base model of the demo: a small Qwen3 with its own tokenizer, trained for half a minute.
 
-There is no hub in this demo, so what a hub would have given is made: a byte-level BPE tokenizer with
-a chat template, and weights under which text looks like text.
+The demo uses no model hub. It makes the files of a hub model: a byte-level BPE tokenizer with a
+chat template, and weights trained on the texts of the demo.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from demo_texts import BASE_KINDS, base_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
-transformers.utils.logging.disable_progress_bar()  # what is done is said by ours
+transformers.utils.logging.disable_progress_bar()  # the demo prints its own progress
 
 VOCAB = 1024
 SHAPE = {
@@ -45,9 +45,9 @@ DONE = "demo.json"
 
 
 def cached_model(folder: Path, on_step: Callable[[int, int, float], None]) -> Path:
-    """Return the folder of the base model; makes it where this recipe has not been made there.
+    """Return the folder of the base model. Make it if this recipe has not been made there.
 
-    `on_step(step, steps, loss)` hears how the training goes.
+    `on_step(step, steps, loss)` is called with the progress of the training.
     """
     recipe = _recipe()
     done = folder / DONE
@@ -56,7 +56,8 @@ def cached_model(folder: Path, on_step: Callable[[int, int, float], None]) -> Pa
     tokenizer = _train_tokenizer()
     model = _train_model(tokenizer, on_step)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Made aside and moved in whole: a demo that is stopped, or runs twice, leaves no half a model.
+    # Made in a temporary folder and moved: a demo that is stopped or runs twice leaves no partial
+    # model.
     with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
         made = Path(aside) / "model"
         tokenizer.save_pretrained(made)
@@ -68,13 +69,13 @@ def cached_model(folder: Path, on_step: Callable[[int, int, float], None]) -> Pa
 
 
 def tokenizer_of(folder: Path) -> Callable[[str], list[int]]:
-    """Return what turns text into the token ids of a model."""
+    """Return the function from text to token ids of a model."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     return lambda text: list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def write_on(folder: Path, prompt: str, num_tokens: int) -> str:
-    """Let the base model continue a prompt, to see what it makes of text."""
+    """Continue a prompt with the base model."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = tokenizer(prompt, return_tensors="pt").input_ids
@@ -86,7 +87,7 @@ def write_on(folder: Path, prompt: str, num_tokens: int) -> str:
 
 
 def _recipe() -> dict[str, str | int]:
-    """Whatever changes the model: its shape, its training, its text."""
+    """Return all settings that change the model: its shape, its training and its text."""
     text = hashlib.sha256("".join(text for kind in BASE_KINDS for text in base_text(kind)).encode())
     recipe = f"{VOCAB} {SHAPE} {STEPS} {ROWS} {LENGTH} {LEARNING_RATE} {MUON_LEARNING_RATE} {CHAT_TEMPLATE}"
     return {"recipe": recipe, "text": text.hexdigest()}
@@ -123,7 +124,7 @@ def _train_model(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    # Muon learns from about half as much text as AdamW alone, and text is time here.
+    # Muon needs about half as much text as AdamW alone, so the training takes half the time.
     optimizers = [
         Muon(matrices, MUON_LEARNING_RATE),
         torch.optim.AdamW(others, LEARNING_RATE, betas=(0.9, 0.95)),
@@ -140,7 +141,7 @@ def _train_model(
 
 
 def _share_of_rate(step: int) -> float:
-    """Warm up over the first steps, hold, then fall to nothing."""
+    """Return the factor of the learning rate: warm-up, constant, then decay to zero."""
     return min((step + 1) / 10, 1.0, 2.0 * (STEPS - step) / STEPS)
 
 

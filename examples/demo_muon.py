@@ -1,6 +1,6 @@
-"""Muon in fp32, to train the demo's base model with.
+"""Muon optimizer in fp32, for the training of the demo's base model.
 
-torch's own computes in bf16, which takes a CPU without instructions for it seconds a step.
+torch's own Muon computes in bf16, which takes seconds per step on a CPU without bf16 instructions.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose matrix is made orthogonal: every direction moves by as much.
+    """Momentum optimizer with orthogonalized updates: every direction moves by the same amount.
 
-    Takes matrices only, [rows, columns], and all of one shape are worked on at once.
+    Accepts only matrices, [rows, columns]. Matrices of the same shape are processed together.
     """
 
     def __init__(self, matrices: Iterable[torch.Tensor], lr: float) -> None:
@@ -28,7 +28,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Take one step, with the rate of the schedule."""
+        """Run one step at the rate of the schedule."""
         (group,) = self.param_groups
         by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
         for matrix in group["params"]:

@@ -1,8 +1,8 @@
-"""Reinforcement: a policy that learns from nothing but how good its answers were.
+"""Reinforcement learning: a policy that learns only from the rewards of its answers.
 
-The task is small enough to be checked by eye: continue `int('4') == ` with `4` and the end of the
-line. Every step samples a group of answers to each question, rewards each, and trains on how much
-better than its group it was; the next step samples from what came of it.
+The task is small enough to check by eye: continue `int('4') == ` with `4` and the end of the line.
+Every step samples a group of answers to each question and rewards each answer. The advantage of an
+answer is its reward relative to its group. The next step samples from the new weights.
 """
 
 from __future__ import annotations
@@ -33,25 +33,29 @@ KEY = "tml-eve_key-of-the-demo"
 STEPS = 32
 DIGITS = "12345"
 QUESTIONS, ANSWERS = 15, 16
-"""Questions per step, and answers to each."""
+"""Questions per step, and answers per question."""
 PASSES = 3
-"""Optimizer steps per step of sampling. It takes a clipped loss: under `importance_sampling`, whose
-ratio nothing bounds, two of three seeds forgot what they had learned."""
+"""Optimizer steps per sampling step.
+
+More than one requires a clipped loss: under `importance_sampling`, whose ratio is unbounded, two of
+three seeds forgot what they had learned.
+"""
 CLIP = {"clip_high_threshold": 3.0}
-"""A good answer may become three times as likely in a step, not 1.2 times: they are rare at first."""
+"""A good answer may become three times as likely in a step, not 1.2 times, because it is rare at
+first."""
 RANK, LEARNING_RATE = 16, 4e-3
 EDGE = 5
-"""The first and the last so many steps are what the claim compares."""
+"""Number of first and last steps that the claim compares."""
 MARGIN = 0.3
-"""By how much the mean reward must have risen between them; it gains some 0.6."""
+"""Minimum rise of the mean reward between them; it rises by about 0.6."""
 
 
 @dataclass
 class Learning:
-    """How the policy does."""
+    """Progress of the policy."""
 
     rewards: list[float] = field(default_factory=list)
-    """Mean reward of every step so far."""
+    """Mean reward of each finished step."""
     seconds: float = 0.0
     latest: str = ""
     """One question of the last step with one of its answers."""
@@ -70,7 +74,7 @@ class Learning:
 def reinforce(
     address: str, base_model: str, learning: Learning, on_step: Callable[[], None], seed: int = 1
 ) -> None:
-    """Train a policy from its own samples; fills `learning`, and calls `on_step` after each step."""
+    """Train a policy on its own samples. Fills `learning` and calls `on_step` after each step."""
     started_at, digits = time.monotonic(), random.Random(seed)
     with ServiceClient(address, KEY) as service:
         run = service.create_lora_training_client(base_model, RANK, seed, **targets("attn", "mlp"))
@@ -86,9 +90,9 @@ def reinforce(
 
 
 def _learn(run: TrainingClient, data: list[Datum]) -> SamplingClient:
-    """Train on answers and sample from what comes of it.
+    """Train on answers and return a sampler of the new weights.
 
-    Everything is sent at once and keeps this order: a pass, its step, …, the copy to sample from.
+    All requests are sent at once and keep this order: a pass, its step, …, the sampler.
     """
     sent: list[Future[Any]] = []
     for _ in range(PASSES):
@@ -102,7 +106,7 @@ def _learn(run: TrainingClient, data: list[Datum]) -> SamplingClient:
 
 def plot(learning: Learning, path: Path) -> None:
     """Draw reward by step into a PNG."""
-    # Here, and not above: its first import on a machine looks at every font there.
+    # Imported here, because its first import on a machine scans every font.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -117,9 +121,9 @@ def plot(learning: Learning, path: Path) -> None:
 def _rewarded_answers(
     sampler: SamplingClient, tokenizer: Any, asked: list[str], learning: Learning
 ) -> list[Datum]:
-    """Sample answers to every question, and make datums of those that say something."""
+    """Sample answers to every question, and make datums of the informative ones."""
     prompts = [tokenizer.encode(_question(digit), add_special_tokens=False) for digit in asked]
-    first_seed = len(learning.rewards) * QUESTIONS  # so that it goes the same way each time
+    first_seed = len(learning.rewards) * QUESTIONS  # makes the samples reproducible
     futures = [
         sampler.sample(
             ModelInput.from_ints(prompt),
@@ -145,7 +149,7 @@ def _question(digit: str) -> str:
 
 
 def _reward(text: str, digit: str) -> float:
-    """Give 1 for the right line, half of it for a right start, and a little for a line of one digit."""
+    """Return 1 for the right line, 0.5 for a right start, and a little for any line of one digit."""
     if text == f"{digit}\n":
         return 1.0
     if text.startswith(digit):
@@ -154,10 +158,10 @@ def _reward(text: str, digit: str) -> float:
 
 
 def _datums(prompt: list[int], response: SampleResponse, rewards: list[float]) -> list[Datum]:
-    """Weigh each answer by how many standard deviations of its group it was better than the mean."""
+    """Weight each answer by its advantage, in standard deviations of its group."""
     mean, deviation = _mean(rewards), pstdev(rewards)
     if not deviation:
-        return []  # nothing to tell them apart by
+        return []  # equal rewards have no advantage
     return [
         _datum(prompt, sequence.tokens, sequence.logprobs or [], (reward - mean) / deviation)
         for sequence, reward in zip(response.sequences, rewards, strict=True)

@@ -1,4 +1,4 @@
-"""`cotrain serve` as a process of the demo's own, stopped in good order whatever happens."""
+"""`cotrain serve` as a child process of the demo, which always stops it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pathlib import Path
 READY = "cotrain ready at "
 COTRAIN = Path(sys.executable).with_name("cotrain")
 GIVE_WAY = "GOMP_SPINCOUNT", "10000"
-"""For torch in this process, before it is loaded, what the server sets for its workers: threads that wait
-soon give their cores to others."""
+"""Environment variable for torch in this process, set before its import as the server does for its
+workers: waiting threads soon release their cores."""
 
 
 @contextmanager
 def serving(
     base_model: Path, api_keys: Sequence[str], *options: str, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Run a server and give its address. What it stores is gone afterwards.
+    """Run a server and yield its address. Its storage is deleted afterwards.
 
-    `say` hears each line that the server prints until it is ready.
+    `say` is called with each line that the server prints until it is ready.
     """
     with tempfile.TemporaryDirectory(prefix="cotrain-demo-") as data_dir:
         command = [
@@ -37,7 +37,7 @@ def serving(
             *(f"--api-key={key}" for key in api_keys),
             *options,
         ]
-        # A session of its own: Ctrl-C reaches the demo, and the demo tells the server, once.
+        # In a session of its own: Ctrl-C reaches only the demo, which stops the server once.
         with subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -60,7 +60,7 @@ def _address(process: subprocess.Popen[str], say: Callable[[str], None]) -> str:
         printed.append(line)
         say(line.rstrip())
         if READY in line:
-            # Its lines must be read on, or a talkative server would stop in mid-sentence.
+            # Keep reading its output, or the server would block on a full pipe.
             threading.Thread(target=process.stdout.read, daemon=True).start()
             return line.partition(READY)[2].strip()
     raise SystemExit("the server did not start:\n" + "".join(printed))

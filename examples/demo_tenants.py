@@ -1,4 +1,4 @@
-"""The demo's tenants: who they are, and how each trains its adapter through the client."""
+"""Tenants of the demo, and the training loop of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOLDOUT_ROWS = 24
 
 @dataclass(frozen=True)
 class Tenant:
-    """A tenant with a key of its own, which trains one adapter on one kind of text."""
+    """Tenant with its own key, which trains one adapter on one kind of text."""
 
     name: str
     kind: str
@@ -32,14 +32,14 @@ class Tenant:
 
     @property
     def trains(self) -> str:
-        """Which parts of the model its adapter reaches."""
+        """Return the parts of the model that its adapter trains."""
         return " ".join(
             part for part in ("attn", "mlp", "unembed") if self.targets[f"train_{part}"]
         )
 
 
 def targets(*parts: str) -> dict[str, bool]:
-    """Say which parts of the model an adapter reaches."""
+    """Return the arguments that select the parts of the model to train."""
     return {f"train_{part}": part in parts for part in ("attn", "mlp", "unembed")}
 
 
@@ -71,11 +71,11 @@ TENANTS = (
 
 @dataclass
 class Progress:
-    """What the table shows of one tenant."""
+    """Row of one tenant in the live table."""
 
     step: int = 0
     loss: float = float("nan")
-    """Nats per token of the last batch."""
+    """Loss of the last batch, in nats per token."""
     cycle: int = 0
     tokens: int = 0
     started_at: float | None = None
@@ -103,11 +103,11 @@ class Corpus:
         }
 
     def batch(self, kind: str, step: int) -> list[list[int]]:
-        """Give the rows of one step, each of `LENGTH` + 1 tokens."""
+        """Return the rows of one step, each of `LENGTH` + 1 tokens."""
         return random.Random(step).sample(self._rows[kind, "train"], ROWS)
 
     def holdout(self, kind: str) -> list[list[int]]:
-        """Give rows that no run trains on."""
+        """Return rows that no run trains on."""
         return self._rows[kind, "holdout"][:HOLDOUT_ROWS]
 
     @staticmethod
@@ -124,7 +124,7 @@ def train(
     progress: Progress,
     leaving: threading.Event,
 ) -> None:
-    """Be this tenant: look at every held-out text, train, look again. `leaving` ends it early."""
+    """Evaluate all held-out texts, train, evaluate again. `leaving` stops the training early."""
     with ServiceClient(address, tenant.key) as service:
         run = service.create_lora_training_client(
             base_model, tenant.rank, seed=1, user_metadata={"text": tenant.kind}, **tenant.targets
@@ -146,7 +146,7 @@ def _train_step(
         data = [datum(row, weights=[1.0] * LENGTH) for row in rows]
     else:
         data = _as_good_samples(run, rows)
-    # Both at once: so the step takes one cycle, not two.
+    # Both requests are sent at once, so the step takes one cycle, not two.
     loss = run.forward_backward(data, tenant.loss)
     step_done = run.optim_step(AdamParams(learning_rate=tenant.learning_rate, eps=1e-8))
     output = loss.result()
@@ -158,7 +158,7 @@ def _train_step(
 
 
 def _as_good_samples(run: TrainingClient, rows: list[list[int]]) -> list[Datum]:
-    """Treat text as samples of the present policy that all earned the same reward."""
+    """Treat text as samples of the current policy that all earned the same reward."""
     seen = run.forward([datum(row, weights=[0.0] * LENGTH) for row in rows], "cross_entropy")
     return [
         datum(row, logprobs=outputs["logprobs"].tolist(), advantages=[1.0] * LENGTH)

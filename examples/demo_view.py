@@ -1,4 +1,4 @@
-"""What the demo shows: the live tables, the matrix of adapters and texts, the costs of the loops."""
+"""Output of the demo: live tables, the matrix of adapters and texts, costs of the loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def training_table(progress: Sequence[Progress]) -> Table:
-    """Show where every tenant is."""
+    """Show the progress of every tenant."""
     table = Table(title="Four tenants, one base model, one pass per cycle")
     for column in ("tenant", "text", "rank", "trains", "loss"):
         table.add_column(column)
@@ -38,7 +38,7 @@ def training_table(progress: Sequence[Progress]) -> Table:
 
 
 def matrix_table(progress: Sequence[Progress]) -> Table:
-    """Show every adapter on every held-out text; green is the best adapter for a text."""
+    """Show the loss of every adapter on every held-out text; green is the best adapter for a text."""
     table = Table(title="Loss on text that no tenant trained on, in nats per token")
     table.add_column("adapter")
     for kind in TENANT_KINDS:
@@ -54,7 +54,7 @@ def matrix_table(progress: Sequence[Progress]) -> Table:
 
 
 def loops_table(costs: Mapping[str, Cost], period_s: float) -> Table:
-    """Show what a step costs in every way to write the loop."""
+    """Show the cost of a step for each way to write the loop."""
     table = Table(title=f"One training step under a metronome of {period_s:g} s")
     table.add_column("loop")
     table.add_column("cycles", justify="right")
@@ -65,7 +65,7 @@ def loops_table(costs: Mapping[str, Cost], period_s: float) -> Table:
 
 
 def learning_table(learning: Learning) -> Table:
-    """Show how the policy's reward goes: a bar per step, and an answer of the last one."""
+    """Show the policy's reward as a bar per step, and an answer of the last step."""
     table = Table(
         title="One policy, trained on nothing but how good its answers were", min_width=72
     )

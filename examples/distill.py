@@ -1,8 +1,9 @@
-"""On-policy distillation: a student writes, and its teacher tells it how likely each token was.
+"""On-policy distillation: a student samples, and its teacher scores each token.
 
-The student's samples are scored by the teacher; a token's advantage is how much likelier the teacher found
-it. That is the gradient of the reverse KL divergence from student to teacher, seen where the student
-goes. The teacher here is a larger adapter on the same base model, and learned from answers (see sft.py).
+The advantage of a token is its log-prob under the teacher minus its log-prob under the student.
+This is the gradient of the reverse KL divergence from student to teacher, estimated on the
+student's samples. The teacher is a larger adapter on the same base model, trained on answers (see
+sft.py).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ TEACHER_STEPS, TEACHER_RANK, STUDENT_RANK = 40, 16, 8
 QUESTIONS, ANSWERS = 16, 2
 ADAM = AdamParams(learning_rate=4e-3, eps=1e-8)
 EDGE = 3
-"""The first and the last so many steps are compared."""
+"""Number of first and last steps that are compared."""
 
 
 def main() -> None:
-    """Teach a teacher, let it teach a student, and show how far apart they are."""
+    """Train a teacher, distill it into a student, and show the divergence between them."""
     options = options_of(__doc__, STEPS)
     with opened(options) as (service, base_model):
         teaching = service.create_lora_training_client(base_model, TEACHER_RANK, seed=1)
@@ -45,10 +46,10 @@ def main() -> None:
 
 
 def distill(run: TrainingClient, teacher: SamplingClient, tokenizer: Any, step: int) -> float:
-    """Take one step; gives the divergence before it, as the samples show it."""
+    """Run one step. Return the divergence before it, estimated from the samples."""
     student = run.save_weights_and_get_sampling_client()
     written = write(student, tokenizer, step)
-    scored = [  # all at once, and then the results: the teacher reads them in one batch
+    scored = [  # all at once, then the results, so that the teacher scores them in one batch
         teacher.compute_logprobs(ModelInput.from_ints(prompt + tokens))
         for prompt, tokens, _ in written
     ]
@@ -67,7 +68,10 @@ def distill(run: TrainingClient, teacher: SamplingClient, tokenizer: Any, step: 
 def write(
     student: SamplingClient, tokenizer: Any, step: int
 ) -> list[tuple[list[int], list[int], list[float]]]:
-    """Let the student answer; gives question, answer and the answer's log-probs, each by token."""
+    """Sample answers of the student.
+
+    Return question, answer and the answer's log-probs, each by token.
+    """
     prompts = [tokens_of(tokenizer, pair.question) for pair in batch(step, QUESTIONS)]
     futures = [
         student.sample(

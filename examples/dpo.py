@@ -1,8 +1,10 @@
-"""Direct preference optimization: a loss of our own, over what the server computes.
+"""Direct preference optimization: a custom loss over log-probs of the server.
 
-Of two answers to a question the one in small letters is preferred. The loss compares four log-probs: of
-either answer, under the run and under the base model it began as. `forward_backward_custom` asks the
-server for log-probs, differentiates the loss here in torch, and has the server go on from there.
+Of two answers to a question, the one in lower case is preferred. The loss compares four log-probs:
+those of each answer under the run and under the base model.
+
+The call `forward_backward_custom` requests log-probs from the server, differentiates the loss in
+the client with torch, and sends the gradient back.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ STEPS = 10
 RANK, ROWS = 16, 16
 ADAM = AdamParams(learning_rate=5e-4, eps=1e-8)
 BETA = 0.1
-"""How far the run may go from the base model for the sake of a preference."""
+"""Strength of the penalty for leaving the base model."""
 
 
 def main() -> None:
-    """Train on preferences, and show how often, and how clearly, unseen pairs follow them."""
+    """Train on preferences. Show the share of unseen pairs that follow them, and the margin."""
     options = options_of(__doc__, STEPS)
     with opened(options) as (service, base_model):
         run = service.create_lora_training_client(base_model, RANK, seed=1)
@@ -41,7 +43,7 @@ def main() -> None:
         unseen = preferences(tokenizer, holdout())
         reference = logprobs(run, unseen)
         batches = [preferences(tokenizer, batch(step, ROWS)) for step in range(options.steps)]
-        # Nothing is trained yet, so the run is still the base model: its log-probs are the reference.
+        # The run is untrained and still equals the base model, so its log-probs are the reference.
         references = [logprobs(run, data) for data in batches]
         rows = [("held out, before", *judged(run, unseen, reference))]
         training = counted("Training", train(run, batches, references), options.steps)
@@ -62,7 +64,7 @@ def preferences(tokenizer: Any, pairs: Sequence[Pair]) -> list[Datum]:
 
 
 def logprobs(run: TrainingClient, data: list[Datum]) -> Reference:
-    """Ask for the log-probs of datums, each [tokens], without a gradient."""
+    """Request the log-probs of datums, each [tokens], without a gradient."""
     outputs = run.forward(data, "cross_entropy").result().loss_fn_outputs
     return [output["logprobs"].to_torch() for output in outputs]
 
@@ -70,22 +72,22 @@ def logprobs(run: TrainingClient, data: list[Datum]) -> Reference:
 def train(
     run: TrainingClient, batches: list[list[Datum]], references: list[Reference]
 ) -> Iterator[tuple[float, float, float]]:
-    """Take a step per batch; yields loss, margin and share of pairs in the right order."""
+    """Train one step per batch. Yield loss, margin and share of pairs in the right order."""
     for data, reference in zip(batches, references, strict=True):
         passed = run.forward_backward_custom(data, dpo_loss(reference))
-        stepped = run.optim_step(ADAM)  # behind both passes that the loss takes
+        stepped = run.optim_step(ADAM)  # executes after both passes of the loss
         yield shown(passed.result().metrics)
         stepped.result()
 
 
 def dpo_loss(reference: Reference) -> Any:
-    """Make the loss: it gets datums and their log-probs, and gives a scalar and metrics."""
+    """Return the loss function: it maps datums and their log-probs to a scalar and metrics."""
 
     def loss_of(
         data: list[Datum], policy: list[torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         weights = [torch.tensor(datum.loss_fn_inputs["weights"].data) for datum in data]
-        gains = torch.stack(  # [datums]: how much likelier each answer is than it was
+        gains = torch.stack(  # [datums]: gain in log-prob of each answer
             [
                 (weight * (now - then)).sum()
                 for weight, now, then in zip(weights, policy, reference, strict=True)
@@ -102,12 +104,12 @@ def dpo_loss(reference: Reference) -> Any:
 def judged(
     run: TrainingClient, data: list[Datum], reference: Reference
 ) -> tuple[float, float, float]:
-    """Compute loss, margin and share right of pairs that are not trained on."""
+    """Compute loss, margin and share right of held-out pairs."""
     return shown(dpo_loss(reference)(data, logprobs(run, data))[1])
 
 
 def shown(metrics: dict[str, float]) -> tuple[float, float, float]:
-    """Pick what the table shows."""
+    """Return the numbers of a table row."""
     return metrics["dpo"], metrics["margin"], metrics["right"]
 
 

@@ -1,8 +1,9 @@
-"""Evaluation with `asyncio.gather`: every question is asked at once, of the base model and of an adapter.
+"""Evaluation with `asyncio.gather`: all questions are sent at once, to the base model and to an
+adapter.
 
-`sample_async` sends a request the moment it is called; so the server has them all before the first is
-waited for, and generates for many of them in each pass. An answer's score is the share of the name's
-words that are right before the first wrong one.
+`sample_async` sends its request when it is called, so the server has all requests before the first
+result is awaited, and it generates many answers in each pass. The score of an answer is the share
+of the name's words that are right before the first wrong one.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def main() -> None:
 async def compare(
     service: ServiceClient, base_model: str, steps: int
 ) -> list[tuple[str, float, float, float, int]]:
-    """Evaluate the base model and what a little training makes of it, at the same time."""
+    """Evaluate the base model and a briefly trained adapter concurrently."""
     run = await service.create_lora_training_client_async(base_model, sft.RANK, seed=1)
     tokenizer = await asyncio.to_thread(run.get_tokenizer)
-    # Training as sft.py does it blocks; in a thread of its own it leaves the event loop alone.
+    # Training as in sft.py blocks, so it runs in its own thread and not in the event loop.
     training = counted("Training", sft.train(run, tokenizer, steps), steps)
     await asyncio.to_thread(list, training)
     base = await service.create_sampling_client_async(base_model=base_model)
@@ -61,7 +62,7 @@ async def compare(
 async def evaluate(
     name: str, sampler: SamplingClient, tokenizer: Any
 ) -> tuple[str, float, float, float, int]:
-    """Ask everything at once; gives a row of the table."""
+    """Ask all questions at once. Return a row of the table."""
     started_at = time.monotonic()
     answered = await asyncio.gather(
         *[ask(sampler, tokenizer, pair, seed).result_async() for seed, pair in enumerate(holdout())]
@@ -78,7 +79,7 @@ async def evaluate(
 def ask(
     sampler: SamplingClient, tokenizer: Any, pair: Pair, seed: int
 ) -> Submitted[SampleResponse]:
-    """Send one question; await what this gives for its future, and that for its answers."""
+    """Send one question. Awaiting the result yields a future; awaiting that yields the answers."""
     return sampler.sample_async(
         ModelInput.from_ints(tokens_of(tokenizer, pair.question)),
         ANSWERS,

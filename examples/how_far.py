@@ -1,4 +1,4 @@
-"""What is being done and how far it is: a bar in a terminal, in a log a line every few seconds."""
+"""Progress of an activity: a bar in a terminal, a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 Report = Callable[[int, int, str], None]
 
 EVERY_S = 5.0
-"""Between two lines of a log."""
+"""Interval between two lines of a log."""
 
 
 @contextmanager
 def reported(doing: str, console: Console) -> Iterator[Report]:
-    """Say at once what is being done; yields `report(step, steps, note)` for how far it is."""
+    """Print the current activity. Yield `report(step, steps, note)` for its progress."""
     console.print(f"{doing} …", highlight=False)
     if not console.is_terminal:
         yield _lines(doing, console)
@@ -32,8 +32,8 @@ def reported(doing: str, console: Console) -> Iterator[Report]:
 
 
 def _lines(doing: str, console: Console) -> Report:
-    """Write a line when the last is old, and for the last step."""
-    first: tuple[int, float] | None = None  # before it, time went into other things
+    """Write a line if the last one is older than `EVERY_S`, and for the last step."""
+    first: tuple[int, float] | None = None  # excludes the time before the first step
     last = 0, time.monotonic()
 
     def report(step: int, steps: int, note: str = "") -> None:

@@ -1,8 +1,8 @@
-"""What every example opens and ends with: a server, a base model on it, and a table.
+"""Common start and end of every example: a server, a base model and a table.
 
-`COTRAIN_BASE_URL` and `COTRAIN_API_KEY` name a server that runs already: then the client is all an example
-needs, and transformers for its tokenizer. Without them the example makes the demo's base model, serves it,
-and stops the server when it is done. What is being done is said on stderr, results on stdout.
+`COTRAIN_BASE_URL` and `COTRAIN_API_KEY` name a running server; then an example needs only the
+client, and transformers for its tokenizer. Without them the example makes the demo's base model,
+serves it, and stops the server at the end. Progress goes to stderr, results to stdout.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ log = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Item = TypeVar("Item")
 Cell = str | float
-"""What stands in a table; numbers are shown with three digits, and in full as JSON."""
+"""Cell of a table; numbers are shown with three digits, and in full as JSON."""
 
 
 def options_of(about: str | None, steps: int, **own: Cell) -> Namespace:
-    """Read the command line; `own` are options that only this example has, and their defaults."""
+    """Read the command line; `own` are the options of this example only, with their defaults."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,7 +52,7 @@ def options_of(about: str | None, steps: int, **own: Cell) -> Namespace:
 
 @contextmanager
 def opened(options: Namespace, *serve_options: str) -> Iterator[tuple[ServiceClient, str]]:
-    """Give a client of the server that runs, or of one that is started here, and a base model."""
+    """Yield a client of the running server, or of one started here, and a base model."""
     with served(*serve_options) as (address, key), ServiceClient(address, key) as service:
         try:
             yield service, options.base_model or base_model_of(service)
@@ -62,7 +62,7 @@ def opened(options: Namespace, *serve_options: str) -> Iterator[tuple[ServiceCli
 
 @contextmanager
 def served(*serve_options: str) -> Iterator[tuple[str, str | None]]:
-    """Give the address of a server and a key for it; `serve_options` are for one started here."""
+    """Yield the address of a server and a key for it; `serve_options` are for one started here."""
     address = os.environ.get("COTRAIN_BASE_URL")
     if address:
         yield address, None  # the key is in COTRAIN_API_KEY
@@ -72,17 +72,17 @@ def served(*serve_options: str) -> Iterator[tuple[str, str | None]]:
 
 
 def base_model_of(service: ServiceClient) -> str:
-    """Name the first base model of a server."""
+    """Return the first base model of a server."""
     models = service.get_server_capabilities().supported_models
     return next(model.model_name for model in models if model.model_name)
 
 
 def demo_model(folder: Path = FOLDER) -> Path:
-    """Make the demo's base model, half a minute's work, or take the one made before."""
+    """Return the demo's base model. Make it if it is missing, which takes half a minute."""
     with reported("Making a base model", log) as report:
         try:
             os.environ.setdefault(*GIVE_WAY)
-            from demo_model import cached_model  # it needs torch, which a client does not
+            from demo_model import cached_model  # requires torch, which the client does not
         except ModuleNotFoundError as error:
             sys.exit(
                 f"Serving here needs {error.name}: pip install -c constraints.txt '.[all]'. Or name a "
@@ -94,7 +94,7 @@ def demo_model(folder: Path = FOLDER) -> Path:
 
 
 def needed(package: str) -> Any:
-    """Import what an example needs besides the client; ends it with a sentence where it is missing."""
+    """Import a package that an example needs in addition to the client, or exit with a message."""
     try:
         return import_module(package)
     except ModuleNotFoundError:
@@ -102,7 +102,7 @@ def needed(package: str) -> Any:
 
 
 def counted(doing: str, items: Iterable[Item], steps: int) -> Iterator[Item]:
-    """Pass on one item per step, and say how far it is."""
+    """Yield each item and report the progress, one step per item."""
     with reported(doing, log) as report:
         for step, item in enumerate(items, 1):
             yield item

@@ -1,8 +1,9 @@
-"""Reinforcement with a verifiable reward: the policy learns only from how good its answers were.
+"""Reinforcement learning with a verifiable reward: the policy learns only from the rewards of its
+answers.
 
-A question is `int('7') == `, and whether an answer is right can be checked. Each step samples a group of
-answers to every digit and trains on how much better than its group each was; the next step samples from
-what came of it.
+A question is `int('7') == `, and its answer can be checked. Each step samples a group of answers to
+every digit. The advantage of an answer is its reward relative to its group. The next step samples
+from the new weights.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ STEPS = 32
 RANK, ANSWERS = 16, 32
 ADAM = AdamParams(learning_rate=2e-3, eps=1e-8)
 PASSES = 2
-"""Optimizer steps per step of sampling; `ppo` clips what the later ones may do."""
+"""Optimizer steps per sampling step; `ppo` clips the updates of the later ones."""
 EDGE = 3
-"""The first and the last so many steps are compared."""
+"""Number of first and last steps that are compared."""
 
 
 def main() -> None:
@@ -56,9 +57,9 @@ def main() -> None:
 def answers(
     sampler: SamplingClient, tokenizer: Any, step: int
 ) -> Iterator[tuple[list[int], list[SampledSequence], list[float]]]:
-    """Sample a group of answers to every digit; yields question, answers and their rewards."""
+    """Sample a group of answers to every digit. Yield question, answers and their rewards."""
     prompts = [tokens_of(tokenizer, f"int('{digit}') == ") for digit in range(10)]
-    futures = [  # all are asked for before the first is waited for: the server batches them
+    futures = [  # all requests before the first result, so that the server batches them
         sampler.sample(
             ModelInput.from_ints(prompt),
             ANSWERS,
@@ -72,17 +73,17 @@ def answers(
 
 
 def reward(text: str, digit: int) -> float:
-    """Give 1 for the digit and the end of the line, and half of it for a right start."""
+    """Return 1 for the digit and the end of the line, and 0.5 for a right start."""
     if text == f"{digit}\n":
         return 1.0
     return 0.5 if text.startswith(str(digit)) else 0.0
 
 
 def datums(prompt: list[int], group: list[SampledSequence], rewards: list[float]) -> list[Datum]:
-    """Weigh every answer by how many deviations of its group it was better than the mean."""
+    """Weight every answer by its advantage, in standard deviations of its group."""
     mean, deviation = fmean(rewards), pstdev(rewards)
     if not deviation:
-        return []  # nothing to tell them apart by
+        return []  # equal rewards have no advantage
     before = [0.0] * (len(prompt) - 1)
     return [
         Datum(
@@ -98,7 +99,10 @@ def datums(prompt: list[int], group: list[SampledSequence], rewards: list[float]
 
 
 def learn(run: TrainingClient, data: list[Datum]) -> SamplingClient:
-    """Train on answers, and sample from what comes of it; all is sent at once, and keeps its order."""
+    """Train on answers and return a sampler of the new weights.
+
+    All is sent at once and keeps its order.
+    """
     sent: list[Future[Any]] = []
     for _ in range(PASSES if data else 0):
         sent += [run.forward_backward(data, "ppo"), run.optim_step(ADAM)]

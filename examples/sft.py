@@ -1,7 +1,8 @@
-"""Supervised fine-tuning: teach a base model to answer, and see how it does on what it never saw.
+"""Supervised fine-tuning: teach a base model to answer, and test it on unseen questions.
 
-Only the answers are weighed; the questions are read. A step's two requests are sent together, and the
-next step's before this one's results are waited for: so the server never waits for this script.
+Only the answers have weights; the questions are context. Both requests of a step are sent together,
+and the next step is sent before the results of this one are awaited. So the server never waits for
+this script.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SHOWN_EVERY = 10
 
 
 def main() -> None:
-    """Train an adapter; show its loss on the way, and what it answers before and after."""
+    """Train an adapter. Show its loss during training, and its answers before and after."""
     options = options_of(__doc__, STEPS)
     with opened(options) as (service, base_model):
         run = service.create_lora_training_client(base_model, RANK, seed=1)
@@ -45,24 +46,24 @@ def main() -> None:
 
 
 def train(run: TrainingClient, tokenizer: Any, steps: int) -> Iterator[float]:
-    """Take `steps` steps, one step ahead of the results; yields the loss of each."""
+    """Train `steps` steps, one step ahead of the results. Yield the loss of each."""
     upcoming = send_step(run, tokenizer, 0)
     for step in range(1, steps + 1):
         passed, stepped = upcoming
         if step < steps:
             upcoming = send_step(run, tokenizer, step)
         yield passed.result().loss
-        stepped.result()  # nothing to read, but a failure would show here
+        stepped.result()  # raises if the step failed; the result has no fields of interest
 
 
 def send_step(run: TrainingClient, tokenizer: Any, step: int) -> tuple[Any, Any]:
-    """Send both requests of a step, which so share a clock cycle; gives their futures."""
+    """Send both requests of a step, so that they share a clock cycle. Return their futures."""
     data = datums(tokenizer, batch(step))
     return run.forward_backward(data, "cross_entropy"), run.optim_step(ADAM)
 
 
 def answers(sampler: SamplingClient, tokenizer: Any) -> list[str]:
-    """Ask about a few characters that were held out."""
+    """Ask about a few held-out characters."""
     params = SamplingParams(max_tokens=32, stop="\n", temperature=0.0)
     asked = [pair.question for pair in holdout()[:4]]
     prompts = [ModelInput.from_ints(tokens_of(tokenizer, question)) for question in asked]

@@ -1,7 +1,7 @@
-"""A sweep of learning rates, all at once: every rate has an adapter, all adapters share each pass.
+"""Sweep of learning rates: every rate has an adapter, and all adapters share each pass.
 
-The runs' requests meet in the same clock cycles, so the server reads the base model's weights once for
-all of them. What that saves stands below the table.
+The requests of the runs share clock cycles, so the server reads the base model's weights once for
+all of them. The line below the table shows the time saved.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ RATES = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one learning rate did, in nats per token."""
+    """Result of one learning rate, in nats per token."""
 
     rate: float
     first: float
     """Loss of the first step."""
     holdout: float
-    """Loss on what was not trained on, in the end."""
+    """Held-out loss after the last step."""
 
 
 def main() -> None:
-    """Train one adapter per learning rate, and show which rate is best and what the sweep took."""
+    """Train one adapter per learning rate. Show the best rate and the duration of the sweep."""
     options = options_of(__doc__, STEPS)
     with opened(options) as (service, base_model):
         _, alone_s = asyncio.run(sweep(service, base_model, RATES[:1], options.steps))
@@ -59,7 +59,10 @@ def main() -> None:
 async def sweep(
     service: ServiceClient, base_model: str, rates: Sequence[float], steps: int
 ) -> tuple[list[Outcome], float]:
-    """Train at all rates at once; gives what came of each and the seconds from first to last step."""
+    """Train at all rates at once.
+
+    Return the outcome of each and the seconds from first to last step.
+    """
     runs = await asyncio.gather(
         *[service.create_lora_training_client_async(base_model, RANK, seed=1) for _ in rates]
     )
@@ -80,7 +83,10 @@ async def sweep(
 async def train(
     run: Any, adam: AdamParams, batches: list[list[Datum]], unseen: list[Datum], report: Report
 ) -> Outcome:
-    """Send the whole training of one run, then wait for it: its order is kept, whatever comes when."""
+    """Send the whole training of one run, then wait for it.
+
+    The server keeps the order of its requests.
+    """
     sent = []
     for data in batches:
         sent.append(await run.forward_backward_async(data, "cross_entropy"))

@@ -1,7 +1,7 @@
-"""The examples' data: every character has an official name, and Python knows them all.
+"""Data of the examples: the official name of every character, from Python's `unicodedata`.
 
-A question is `é = `, its answer `LATIN SMALL LETTER E WITH ACUTE` and the end of the line. Who has seen
-enough of them can guess at characters never seen, for neighbours have similar names.
+A question is `é = `, its answer `LATIN SMALL LETTER E WITH ACUTE` and the end of the line.
+Neighbours have similar names, so a model can guess the names of unseen characters.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ class Pair:
 
 @cache
 def pairs() -> tuple[Pair, ...]:
-    """Give all pairs, in no order but always the same; the first `HOLDOUT` are not to train on."""
+    """Return all pairs in a fixed random order; the first `HOLDOUT` are held out."""
     named = [chr(code) for code in range(FIRST, LAST) if unicodedata.name(chr(code), "")]
     random.Random(0).shuffle(named)
     return tuple(Pair(f"{char} = ", f"{unicodedata.name(char)}\n") for char in named)
 
 
 def holdout() -> Sequence[Pair]:
-    """Give what no example trains on."""
+    """Return the pairs that no example trains on."""
     return pairs()[:HOLDOUT]
 
 
 def batch(step: int, rows: int = 32) -> Sequence[Pair]:
-    """Give what to train on at a step: the same whenever it is asked for."""
+    """Return the pairs of a training step. The same step always returns the same pairs."""
     return random.Random(step).sample(pairs()[HOLDOUT:], rows)
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
-    """Turn text into tokens and nothing more."""
+    """Encode text without special tokens."""
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def datums(tokenizer: Any, some: Iterable[Pair]) -> list[Datum]:
-    """Make a datum of each pair: every token predicts the next, and only the answer counts."""
+    """Make a datum of each pair: every token predicts the next, and only the answer has weights."""
     return [_datum(tokenizer, pair) for pair in some]
 
 

@@ -1,4 +1,4 @@
-"""Fixtures every test may use."""
+"""Fixtures for every test."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support.object_store import SeaweedFS
 from tests.support.redis_server import EmbeddedRedis
 
-# Before torch is imported, here and in every process a test starts: two test processes with two threads
-# each wait for one another on a machine of two cores, and take several times as long when it is busy.
+# Set before torch is imported, here and in every process a test starts. On a machine of two cores,
+# two test processes with two threads each wait for one another, and a busy machine makes them
+# several times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Tests of two threads: one that waits for the other spins no longer than a product here takes. Spinning for
-# milliseconds, as it would, takes the core from the one it waits for: 164 s instead of 14 on two busy cores.
+# For tests of two threads: limit the spinning of a waiting thread to the duration of one product
+# here. The default spins for milliseconds and takes the core from the other thread: 164 s instead
+# of 14 on two busy cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# What the interpreter and pytest compile is compiled once, not by each process of each run.
+# Bytecode of the interpreter and of pytest is compiled once, not by each process of each run.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-#: The tests of the first file read what those of the second found out in minutes, or share a server, or a process that
-#: servers are forked from, that takes seconds to start: one process runs both.
+#: Pairs of files that run in one process. The first file uses results of the second that took
+#: minutes, or shares a server with it. Others share a process that forks servers and takes seconds
+#: to start.
 RUNS_WITH = {
     "tests/faults/test_host_clock.py": "tests/faults/test_directed.py",
     "tests/faults/test_objects.py": "tests/faults/test_directed.py",
@@ -43,8 +46,8 @@ RUNS_WITH = {
     "tests/cookbook/test_reinforcement.py": "tests/cookbook/test_supervised.py",
 }
 
-#: Begun first: what takes one process minutes would keep the others waiting at the end. Of these some wait
-#: most of their time and others compute all of it, so that both cores have work.
+#: Files that start first: each takes one process minutes, and the others would wait for it at the
+#: end. Some of them mostly wait and others compute all the time, so that both cores have work.
 BEGINS_FIRST = (
     "tests/faults/test_directed.py",
     "tests/acceptance/test_examples.py",
@@ -56,12 +59,12 @@ BEGINS_FIRST = (
     "tests/integration/test_serve.py",
 )
 
-#: Of these the first wait for processes most of their time, and the second compute all of it: one kind after the other
-#: leaves the cores idle first, and has the processes share two of them then.
+#: The first kind mostly waits for processes, and the second computes all the time. Run one kind
+#: after the other, they would first leave the cores idle and then share them.
 MIXED = (("tests/faults/", "tests/integration/"), ("tests/unit/",))
 
-#: What Redis and the spool sync waits for no disk here; that a power cut loses nothing is proven by shims
-#: (tests/faults/power_*), not by a disk.
+#: In memory, so that syncs of Redis and of the spool wait for no disk. Shims prove that a power cut
+#: loses nothing (tests/faults/power_*); a disk could not.
 MEMORY_DISK = Path("/dev/shm")
 ENOUGH_BYTES = 8 << 30
 if "TMPDIR" not in os.environ and (
@@ -69,19 +72,20 @@ if "TMPDIR" not in os.environ and (
 ):
     os.environ["TMPDIR"] = str(MEMORY_DISK)
 
-# No timed assertions. Every run draws the same examples, so that a change is judged by what it changed;
-# `--hypothesis-profile=explore` draws new ones, and prints the blob that repeats a failure.
+# No timed assertions. Every run draws the same examples, so that its result depends only on the
+# change under test; `--hypothesis-profile=explore` draws new ones, and prints the blob that repeats
+# a failure.
 settings.register_profile("steady", deadline=None, derandomize=True, max_examples=35)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("steady")
 
 
-# redis-py looks up on disk which version it is for every connection, of which a test opens some ten.
+# redis-py reads its own version from disk for every connection, of which a test opens about ten.
 redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types here
-    """Has the tests of a file run in one process, in order, where `-n` makes several."""
+    """Scheduler for `-n` that runs the tests of a file in one process and in order."""
 
     @override
     def _split_scope(self, nodeid: str) -> str:
@@ -97,7 +101,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Have the processes of `-n` forked from one that has imported the tests."""
+    """Fork the processes of `-n` from one that has imported the tests."""
     from tests.warm.collected import fork_processes_of  # it keeps the environment as set above
 
     fork_processes_of(config)
@@ -105,9 +109,10 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Look for garbage neither while all tests are imported nor, later, among what was imported.
+    """Disable garbage collection while all tests are imported, and exclude the imported objects
+    from it afterwards.
 
-    A search of all of it takes half a second, and `caplog` asks for one per test.
+    A full collection takes half a second, and `caplog` runs one per test.
     """
     gc.disable()
     try:
@@ -119,21 +124,23 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have the tests of the longest files begin first, and those that compute come among those that wait."""
+    """Start the tests of the longest files first, and mix computing tests with waiting ones."""
     places = {file: place for place, file in enumerate(BEGINS_FIRST)}
     turns = turns_of(dict.fromkeys(file_of(item) for item in items))
     items.sort(key=lambda item: (places.get(file_of(item), len(places)), turns[file_of(item)]))
 
 
 def file_of(item: pytest.Item) -> str:
-    """Name the file of a test."""
+    """Return the file of a test."""
     return item.nodeid.partition("::")[0]
 
 
 def turns_of(files: Iterable[str]) -> dict[str, float]:
-    """Deal files out: after any part of one of MIXED has been run, the same part of the others has; other files go first.
+    """Return the position of each file: the kinds of MIXED progress at the same rate, and other
+    files go first.
 
-    Those keep together: files of `tests/conformance` share a server as long as none of another folder is between them.
+    The other files stay together: files of `tests/conformance` share a server until a file of
+    another folder runs.
     """
     of_kind: dict[int | None, list[str]] = {}
     for file in files:
@@ -148,14 +155,14 @@ def turns_of(files: Iterable[str]) -> dict[str, float]:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
-    """One real Redis for the whole session; use `empty_redis` for a clean one."""
+    """One real Redis for the whole session; `empty_redis` is a clean one."""
     with EmbeddedRedis() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def object_store() -> Iterator[SeaweedFS]:
-    """One real S3 server for the whole session; every test takes a prefix of its own."""
+    """One real S3 server for the whole session; every test uses its own prefix."""
     from tests.support.object_store import SeaweedFS
 
     with SeaweedFS() as server:
@@ -171,13 +178,14 @@ def empty_redis(redis_server: EmbeddedRedis) -> EmbeddedRedis:
 
 @pytest.fixture(scope="session")
 def redis_settings(redis_server: EmbeddedRedis) -> dict[str, str]:
-    """All settings of the session's Redis, as it came up."""
+    """Settings of the session's Redis at its start."""
     return redis_server.settings()
 
 
 @pytest.fixture(autouse=True)
 def settings_are_left_alone(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail the test that leaves other settings in the session's Redis, instead of a later one."""
+    """Fail a test that leaves changed settings in the session's Redis, because a later test would
+    fail otherwise."""
     if "redis_server" not in request.fixturenames:
         yield
         return
@@ -190,7 +198,7 @@ def settings_are_left_alone(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is logged from here on; what an earlier test left behind says so before."""
+    """Log records of this test only, without errors of earlier tests."""
     gc.collect()
     caplog.clear()
     return caplog

@@ -1,4 +1,4 @@
-"""A mixed cycle of the engine against PEFT, tenant after tenant and as one mixed batch."""
+"""Comparison of a mixed engine cycle with PEFT, one tenant after another and as one mixed batch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def measure_by_hand(
     rounds: int,
     until: float,
 ) -> list[dict[str, Any]]:
-    """Time the three ways in alternation, once for each number of tenants.
+    """Time the three ways in alternation, for each number of tenants.
 
-    PEFT comes first, so that an engine which measures free memory leaves it its own; then both use one
-    copy of the base model. A way that runs out of memory says so in place of its times.
+    PEFT is loaded first, so that an engine which measures free memory leaves PEFT its own. Then both share one
+    copy of the base model. A way that runs out of memory is listed in `out_of_memory` and has no times.
     """
     rows: list[dict[str, Any]] = []
     for tenants in load.tenants:
@@ -43,7 +43,7 @@ def measure_by_hand(
         ways: dict[str, Work] = {
             "loop": as_torch_comes(partial(hand.loop, batches)),
             "mixed": as_torch_comes(partial(hand.mixed, batches, mixed_tokens)),
-            "switch": partial(hand.switch, batches),  # what of the loop is PEFT's bookkeeping
+            "switch": partial(hand.switch, batches),  # share of the loop that is PEFT's bookkeeping
         }
         lost = [name for name, way in ways.items() if not fits(way, device)]
         engine = load_engine()
@@ -60,7 +60,7 @@ def measure_by_hand(
 
 
 def row_of(load: Load, tenants: int, took: dict[str, Any]) -> dict[str, Any]:
-    """Return times, and those of PEFT over ours: above 1 ours is faster."""
+    """Return our times, and PEFT's times divided by ours: above 1, ours is faster."""
     ours = took["ours"]
     row = {
         "tenants": tenants,
@@ -81,7 +81,7 @@ def row_of(load: Load, tenants: int, took: dict[str, Any]) -> dict[str, Any]:
 
 
 def fits(work: Work, device: str) -> bool:
-    """Return whether memory is enough."""
+    """Return True if the work fits into memory."""
     try:
         timed(work, device)
     except torch.OutOfMemoryError:
@@ -91,7 +91,7 @@ def fits(work: Work, device: str) -> bool:
 
 
 def as_torch_comes(work: Work) -> Work:
-    """Return the same work without the deterministic kernels that the engine turns on: they are slower."""
+    """Return the same work without the deterministic kernels that the engine enables, as they are slower."""
     matmul = torch.backends.cuda.matmul
 
     def run() -> None:
@@ -110,13 +110,13 @@ def as_torch_comes(work: Work) -> Work:
 
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Return an engine's frozen weights by their names in transformers."""
-    base = engine._base  # only a bench wants them
+    base = engine._base  # private, as only this bench needs the weights
     named = {f"model.{name}": value for name, value in base.backbone.state_dict().items()}
     return named | {"lm_head.weight": base.head_weight}
 
 
 def forget(device: str) -> None:
-    """Give memory back that is not used any more."""
+    """Release memory that is no longer used."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

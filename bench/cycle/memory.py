@@ -1,4 +1,4 @@
-"""What an adapter and a token take, measured next to the formulas."""
+"""Measured memory of an adapter and of a token, next to the formulas."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from cotrain_workers.engine.engine import Engine
 
 @dataclass
 class SavedBytes:
-    """What autograd keeps for backward: bytes of distinct storages alive at once, and their peak."""
+    """Memory that autograd saves for backward: bytes of distinct live storages, and their peak."""
 
     now: int = 0
     peak: int = 0
     _users_by_storage: dict[int, int] = field(default_factory=dict)
 
     def keep(self, saved: torch.Tensor) -> Kept | torch.Tensor:
-        """Count a tensor that is saved; weights are kept anyway."""
+        """Count a saved tensor; weights stay in memory anyway."""
         if isinstance(saved, torch.nn.Parameter):
             return saved
         return Kept(saved, self)
@@ -38,14 +38,14 @@ class SavedBytes:
             self.peak = max(self.peak, self.now)
 
     def remove(self, storage: torch.UntypedStorage) -> None:
-        """Count one user less."""
+        """Remove one user of a storage."""
         self._users_by_storage[storage.data_ptr()] -= 1
         if not self._users_by_storage[storage.data_ptr()]:
             self.now -= storage.nbytes()
 
 
 class Kept:
-    """A saved tensor; the graph lets go of it when its node has run."""
+    """A saved tensor; the graph releases it after its node has run."""
 
     def __init__(self, tensor: torch.Tensor, counter: SavedBytes) -> None:
         self.tensor = tensor
@@ -57,7 +57,7 @@ class Kept:
 
 
 def measure_memory(engine: Engine, size: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Measure bytes per adapter (CUDA) and per token, next to what the formulas say."""
+    """Return bytes per adapter (CUDA) and per token, next to the formulas."""
     shape = SHAPES[size]
     few, many = tokens_of_two(device)
     saved = [saved_bytes(engine, load) for load in (few, many)]
@@ -82,13 +82,13 @@ def measure_memory(engine: Engine, size: str, dtype: torch.dtype, device: str) -
 
 
 def tokens_of_two(device: str) -> tuple[Load, Load]:
-    """Return two loads that go through the model at once, one twice the other."""
+    """Return two loads that fit into one forward, the second twice as large as the first."""
     length = 64 if device == "cpu" else 512
     return Load(2, length, (1,)), Load(4, length, (1,))
 
 
 def saved_bytes(engine: Engine, load: Load) -> int:
-    """Return the peak of what autograd keeps during one pass."""
+    """Return the peak of the bytes that autograd saves during one pass."""
     create_runs(engine, 1)
     counter = SavedBytes()
     with saved_tensors_hooks(
@@ -113,7 +113,7 @@ def peak_bytes(engine: Engine, load: Load) -> int:
 
 
 def bytes_per_new_adapter(engine: Engine) -> float:
-    """Return what each of four more adapters takes on the device once it has trained."""
+    """Return the device bytes per adapter, for four new adapters that have trained."""
     load = Load(4, 64, (4,))
     names = [f"run-{at}" for at in range(4)]
     for name in names:
@@ -138,11 +138,11 @@ def layer_bytes_per_token(
     layers: int,
     value_bytes: int = 2,
 ) -> float:
-    """Return what the decoder layers of a Qwen3 keep of one token: a check on what is measured.
+    """Return the bytes per token that the decoder layers of a Qwen3 save, as a check of the measurement.
 
-    By ideal saves: inputs and outputs of both norms; q and k before and after theirs, v, and what
-    attention returns; gate, up and their product. Measured figures lie about 1.4 times above it: the
-    norms and the gate of transformers keep fp32 copies and intermediate products.
+    Ideally these are: inputs and outputs of both norms; q and k before and after their norms, v, and the output
+    of attention; gate, up and their product. Measured figures are about 1.4 times higher, because the norms and
+    the gate of transformers keep fp32 copies and intermediate products.
     """
     attention = 3.0 * (heads + kv_heads) * head_dim
     return layers * value_bytes * (4.0 * hidden + attention + 3.0 * intermediate)

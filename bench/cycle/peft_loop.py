@@ -1,9 +1,9 @@
-"""What one would do by hand: PEFT in one process, no server; each tenant has its own fused AdamW.
+"""Training with PEFT in one process, without a server; each tenant has its own fused AdamW.
 
-`loop` trains one adapter after the other (`set_adapter`). `mixed` puts all of them into one batch with
-`adapter_names`, which PEFT offers for inference: it refuses in training mode, but gradients do flow in
-`eval()`, and there is no dropout here. As a program it times the loop for `bench.through_http`, in a
-process of its own, and prints tokens/s as JSON.
+`loop` trains one adapter after the other (`set_adapter`). `mixed` trains all of them in one batch with
+`adapter_names`, which PEFT offers for inference. It raises in training mode, but gradients do flow in
+`eval()`, and there is no dropout here. As a program, this module times the loop for `bench.through_http` in a
+process of its own and prints tokens/s as JSON.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class ByHand:
-    """One PEFT model with an adapter and an optimizer per tenant."""
+    """PEFT model with an adapter and an optimizer per tenant."""
 
     def __init__(
         self, folder: str, tenants: int, rank: int, *, dtype: torch.dtype, device: str
     ) -> None:
         base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         config = LoraConfig(r=rank, lora_alpha=32, target_modules=TARGETS)
-        # Adapters of the base's dtype: PEFT's own choice, fp32, casts every input and is slower in bf16.
+        # Adapters in the base's dtype: PEFT's default, fp32, casts every input and is slower in bf16.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # names that transformers retired and PEFT still uses
+            warnings.simplefilter(
+                "ignore"
+            )  # names that transformers has deprecated and PEFT still uses
             self.model: Any = get_peft_model(
                 base.to(device), config, adapter_name="t0", autocast_adapter_dtype=False
             ).eval()
@@ -56,12 +58,12 @@ class ByHand:
             self._step(tenant)
 
     def switch(self, batches: Batches) -> None:
-        """Do of the loop only the change from one adapter to the next."""
+        """Run only the part of the loop that changes the adapter."""
         for tenant in range(len(batches)):
             self.model.set_adapter(f"t{tenant}")
 
     def mixed(self, batches: Batches, token_limit: int) -> None:
-        """Train all tenants in batches of at most `most_tokens` tokens, then step one by one."""
+        """Train all tenants in batches of at most `token_limit` tokens, then step them one by one."""
         for each in self._parameters:
             for parameter in each:
                 parameter.requires_grad_()
@@ -75,7 +77,7 @@ class ByHand:
             self._step(tenant)
 
     def share_base(self, weights: dict[str, torch.Tensor]) -> None:
-        """Use another model's frozen weights, by their names in transformers, in place of its own copy."""
+        """Replace its own copy of the base by another model's frozen weights, by their names in transformers."""
         for name, parameter in self.model.get_base_model().named_parameters():
             if "lora_" not in name:
                 parameter.data = weights[name.replace("base_layer.", "")]

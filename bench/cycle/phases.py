@@ -1,8 +1,7 @@
-"""Where the time of a cycle goes, by torch's profiler: on CPU the time of each op, on CUDA that of its
-kernels.
+"""Time of a cycle by phase, measured with torch's profiler: the time of ops on CPU, of kernels on CUDA.
 
-LoRA products are told from those of the base by their shapes, the head and the optimizer by the calls
-they happen in. What is left of the wall time is the host: Python, or waiting for it.
+LoRA products differ from those of the base in their shapes. Head and optimizer are identified by the calls that
+contain them. The remaining wall time belongs to the host: Python, or waiting for it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from cotrain_workers.engine.training.logprob_head import Head
 PHASES = ("embed", "attention", "base GEMM", "LoRA", "elementwise", "head", "optimizer", "host")
 HEAD, WAVE, WHOLE = "cotrain: head", "cotrain: wave", "cotrain: cycle"
 GEMMS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")
-#: One adapter's rank, or those of modules that share an input; no other side of a matrix is so short.
+#: Rank of one adapter or of modules that share an input; no other side of a matrix is this short.
 RANKS = (RANK, 2 * RANK, 3 * RANK)
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -34,16 +33,16 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 @dataclass(frozen=True)
 class Op:
-    """One op as the profiler saw it."""
+    """One op as recorded by the profiler."""
 
     name: str
-    shapes: Sequence[Sequence[int]]  # of its tensors
+    shapes: Sequence[Sequence[int]]  # shapes of its tensors
     in_head: bool
     in_wave: bool
 
 
 def phase_of(op: Op) -> str:
-    """Return where an op belongs."""
+    """Return the phase of an op."""
     if not op.in_wave:
         return "optimizer"
     if op.in_head:
@@ -87,7 +86,7 @@ def measure_phases(engine: Engine, load: Load, tenants: int, device: str) -> dic
 def profiled(work: Work, device: str) -> tuple[Sequence[Any], float]:
     """Return the profiler's events of one call, and its wall time in seconds.
 
-    The time is the profiler's, as those of the events are: its clock is not the one that Python reads.
+    The time comes from the profiler, like those of the events, because its clock differs from Python's.
     """
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
@@ -104,7 +103,7 @@ def profiled(work: Work, device: str) -> tuple[Sequence[Any], float]:
 
 
 def ranged(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the function inside a range that the profiler shows."""
+    """Return the function inside a range of the profiler."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with record_function(name):
@@ -114,7 +113,7 @@ def ranged(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def ranged_steps(function: Callable[..., Yielding[Any]], name: str) -> Callable[..., Yielding[Any]]:
-    """Return the same computation, from one yield point to the next inside such a range."""
+    """Return the same generator with each step, up to its next yield point, inside a range of the profiler."""
 
     def run(*args: Any, **kwargs: Any) -> Yielding[Any]:
         work = function(*args, **kwargs)
@@ -131,7 +130,7 @@ def ranged_steps(function: Callable[..., Yielding[Any]], name: str) -> Callable[
 
 def add_up(events: Sequence[Any], device: str) -> tuple[dict[str, float], int]:
     """Return milliseconds by phase and the number of ops. Events are torch's `FunctionEvent`."""
-    # By time: backward has a thread of its own on CUDA, where no range is around it.
+    # By time, because backward runs in a thread of its own on CUDA, outside of any range.
     waves = [event.time_range for event in events if event.name == WAVE and is_host(event)]
     spent = dict.fromkeys(PHASES, 0.0)
     calls = 0
@@ -149,17 +148,17 @@ def add_up(events: Sequence[Any], device: str) -> tuple[dict[str, float], int]:
 
 
 def is_host(event: Any) -> bool:
-    """Return whether an event is an op on the host, not one of its kernels."""
+    """Return True if an event is an op on the host, not a kernel."""
     return bool(event.device_type == DeviceType.CPU)
 
 
 def is_op(name: str) -> bool:
-    """Return whether it computes: autograd's nodes and ranges are Python."""
+    """Return True for an op that computes; autograd's nodes and ranges are Python."""
     return "::" in name and not name.startswith("autograd::")
 
 
 def is_inside(event: Any, name: str) -> bool:
-    """Return whether an event happened within a range of the same thread."""
+    """Return True if an event happened within a range of the same thread."""
     parent = event.cpu_parent
     while parent is not None:
         if parent.name == name:

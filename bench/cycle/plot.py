@@ -1,4 +1,4 @@
-"""The figures of one model size as a picture, where matplotlib is installed."""
+"""Picture of the figures of each model size, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def plot(report: dict[str, Any], path: Path) -> bool:
-    """Draw tokens/s and phases of every size; return whether it could."""
+    """Draw tokens/s and phases of every size; return False without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -27,7 +27,7 @@ def plot(report: dict[str, Any], path: Path) -> bool:
 
 
 def draw_speed(axis: Any, size: str, parts: dict[str, Any]) -> None:
-    """Draw tokens/s over tenants, with what PEFT does and what the machine could do."""
+    """Draw tokens/s over tenants, next to PEFT and the ceiling of the machine."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in parts.get("tenants", []):
         name = f"{row['backend']}, {row['length']} tokens"

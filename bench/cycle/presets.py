@@ -1,4 +1,4 @@
-"""What is measured where, and what we promise of it."""
+"""Presets of the benchmark: sizes, loads and targets per device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Figure = Literal["many_over_one", "over_loop", "tokens_per_s"]
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on one figure of one row: at most `bound` for a cost, else at least."""
+    """Bound on one figure of one row: a maximum for a cost, else a minimum."""
 
     figure: Figure
     tenants: int
@@ -20,28 +20,28 @@ class Target:
     bound: float
 
     def is_kept(self, measured: float) -> bool:
-        """Return whether the promise holds."""
+        """Return True if the target is reached."""
         return measured <= self.bound if self.figure == "many_over_one" else measured >= self.bound
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes, loads and targets that belong together."""
+    """Sizes, loads and targets of one benchmark."""
 
     sizes: tuple[str, ...]
     loads: tuple[Load, ...]
-    by_hand: Load  # beside PEFT
+    by_hand: Load  # for the comparison with PEFT
     targets: tuple[Target, ...]
     rounds: int
-    limit_s: float  # no further round or part begins after it
-    mixed_tokens: int  # PEFT's mixed batch holds dense logits: at most so many tokens at once
+    limit_s: float  # no further round or part starts after it
+    mixed_tokens: int  # maximum tokens of PEFT's mixed batch, which holds dense logits
 
 
 PRESETS = {
     "cpu": Preset(
         sizes=("small",),
         loads=(Load(64, 64, (1, 4, 16, 64)),),
-        by_hand=Load(64, 64, (64, 16, 4)),  # what is promised first
+        by_hand=Load(64, 64, (64, 16, 4)),  # the row with a target first
         targets=(Target("many_over_one", 64, 64, 1.08), Target("over_loop", 64, 64, 1.5)),
         rounds=5,
         limit_s=220.0,

@@ -1,4 +1,4 @@
-"""Rows as the tables of docs/performance.md."""
+"""Formats of the tables in docs/about/performance.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEMORY = {
 
 
 def table(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str]) -> str:
-    """Return rows as a Markdown table; what was not measured is a dash."""
+    """Return rows as a Markdown table; missing values are dashes."""
     lines = ["| " + " | ".join(formats) + " |", "|" + "--:|" * len(formats)]
     for row in rows:
         cells = [form.format(row[name]) if name in row else "-" for name, form in formats.items()]
@@ -31,7 +31,7 @@ def table(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str]) -> str:
 
 
 def phase_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return milliseconds by phase, one column per row that was profiled."""
+    """Return milliseconds by phase, one column per profiled row."""
     heads = [f"{row['backend']}, {row['tenants']} x {row['length']}" for row in rows]
     lines = ["| ms | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(rows)]
     for phase in rows[0]["ms"]:

@@ -1,4 +1,4 @@
-"""Many tenants against one with the same tokens, and both against what the machine could do."""
+"""Comparison of many tenants with one at the same number of tokens, and of both with the machine's ceiling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def measure_tenants(
 ) -> list[dict[str, Any]]:
     """Time cycles of every backend and number of tenants in alternation.
 
-    `engines` by the name of their LoRA backend.
+    The keys of `engines` are the names of their LoRA backends.
     """
     ways: dict[tuple[str, int], Work] = {}
     forwards: dict[tuple[str, int], int] = {}
@@ -51,7 +51,7 @@ def measure_tenants(
 def counted(
     work: Callable[[], CycleOutput], key: tuple[str, int], forwards: dict[tuple[str, int], int]
 ) -> Work:
-    """Return the same work, noting how often it runs the base model."""
+    """Return the same work, which also records its number of forwards."""
 
     def run() -> None:
         forwards[key] = work().forwards
@@ -60,7 +60,7 @@ def counted(
 
 
 def beside_ceiling(row: dict[str, Any], size: str, rates: Rates) -> dict[str, Any]:
-    """Add what the machine could do at best, and the share of it that was reached."""
+    """Return a row with the ceiling of the machine and the reached share of it."""
     possible = ceiling(
         SHAPES[size], row["length"], RANK, rates, adapters=row["tenants"], tokens=row["tokens"]
     )

@@ -1,4 +1,4 @@
-"""Whether a promise was kept; where not, what costs most."""
+"""Verdicts on targets; a missed target is explained by its most expensive phase."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 def judge(
     target: Target, tenants: Sequence[Row], by_hand: Sequence[Row], phases: Sequence[Row]
 ) -> str:
-    """Return a sentence on one target, from the rows of the parts that ran."""
+    """Return a sentence about one target, from the rows of the measured parts."""
     rows = by_hand if target.figure == "over_loop" else tenants
     found = [
         row
@@ -37,9 +37,9 @@ def judge(
 
 
 def judge_order(tenants: Sequence[Row]) -> list[str]:
-    """Return for each load which LoRA backend was the fastest; empty unless several were measured.
+    """Return the order of LoRA backends by speed for each load; empty unless several were measured.
 
-    What is first where it matters is what "auto" ought to take on such a device.
+    "auto" should select the fastest backend of the relevant loads on such a device.
     """
     by_load: dict[tuple[int, int], dict[str, float]] = {}
     for row in tenants:
@@ -58,12 +58,12 @@ def judge_order(tenants: Sequence[Row]) -> list[str]:
 
 
 def of_backend(phases: Sequence[Row], row: Row) -> list[Row]:
-    """Return what was profiled of the backend that a row is of; by hand there is only one."""
+    """Return the profiles of the backend of a row; rows by hand have no backend and match all."""
     return [each for each in phases if row.get("backend", each["backend"]) == each["backend"]]
 
 
 def costliest(target: Target, phases: Sequence[Row]) -> str:
-    """Name the phase that costs most: against one tenant where that is what was promised."""
+    """Return the most expensive phase, compared with one tenant if the target is such a ratio."""
     ms_by_tenants = {row["tenants"]: row["ms"] for row in phases if row["length"] == target.length}
     many, one = ms_by_tenants.get(target.tenants), ms_by_tenants.get(1)
     if many is None:

@@ -1,6 +1,6 @@
-"""Where a load runs: a real Redis, a real scheduler, API processes behind one port, a null worker.
+"""Local server for load tests: a real Redis, a real scheduler, API processes behind one port, a null worker.
 
-Each is a process of its own, as `cotrain serve` has them; none outlives the server.
+Each is a process of its own, as in `cotrain serve`, and ends with the server.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Running:
-    """One process."""
+    """One process of the server."""
 
     name: str
     process: subprocess.Popen[bytes]
 
     @property
     def rss_mb(self) -> float:
-        """What it holds in memory now."""
+        """Resident memory in MB."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
     @property
     def cpu_s(self) -> float:
-        """What it has taken of the processors so far."""
+        """Processor time used so far in s."""
         return cpu_s(self.process.pid)
 
     def kill(self) -> None:
@@ -56,7 +56,7 @@ class Running:
         self.process.wait()
 
     def stop(self) -> float:
-        """SIGTERM; return how long it took to end, in s."""
+        """Send SIGTERM; return the seconds until the process ended."""
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         status = self.process.wait(PATIENCE_S)
@@ -66,7 +66,7 @@ class Running:
 
 @dataclass
 class LocalServer:
-    """The processes of one load."""
+    """Processes of one load test."""
 
     folder: Path
     listener: socket.socket = field(
@@ -96,12 +96,12 @@ class LocalServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the API listens, whichever process answers."""
+        """Address of the API, shared by all API processes."""
         host, port = self.listener.getsockname()
         return host, port
 
     def start_redis(self) -> None:
-        """Start Redis (again), with the flags that `cotrain serve` gives it."""
+        """Start or restart Redis with the flags of `cotrain serve`."""
         folder = self.folder / "redis"
         folder.mkdir(exist_ok=True)
         command = redis_command(find_redis_binary(), folder, self.folder / "redis.sock")
@@ -138,7 +138,7 @@ class LocalServer:
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[SyncConnection]:
-        """Look into Redis past the processes."""
+        """Yield a direct connection to Redis."""
         with contextlib.closing(open_sync_connection(self.redis_url)) as connection:
             yield connection
 
@@ -163,7 +163,7 @@ class LocalServer:
 
 @contextlib.contextmanager
 def local_server() -> Iterator[LocalServer]:
-    """Make a server in a temporary folder."""
+    """Yield a server in a temporary folder."""
     with (
         tempfile.TemporaryDirectory(prefix="ctload-") as folder,
         LocalServer(Path(folder)) as server,
@@ -172,11 +172,11 @@ def local_server() -> Iterator[LocalServer]:
 
 
 def cpu_s(pid: int | str = "self") -> float:
-    """Processor time of a process so far."""
+    """Return the processor time of a process so far, in s."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of all lies."""
+    """Return the percentile of values by nearest rank."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]

@@ -1,9 +1,9 @@
-"""A worker that computes nothing: whatever is planned, it commits with one small result.
+"""Worker that computes nothing: it commits every planned op with one small result.
 
     python -m bench.load.null_worker [--ops-per-s N] [--ops-per-cycle N] [--times FILE]
 
-The real side of the log (steps, bodies, commits, recovery copies' registration), so that what is
-measured is everything but the engine. `--times` notes when each request was about to be committed.
+It uses the real log: steps, bodies, commits, and registration of recovery copies. A load test therefore measures
+everything but the engine. The option `--times` writes the time just before the commit of each request.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ POOL = PoolRecord(
     tokens_per_s=1e9,
 )  # fmt: skip
 WORKER = WorkerId("w0")
-#: Tokens of every op the load sends, so that a budget in tokens is one in ops.
+#: Tokens of every op of the load; makes a token budget a budget of ops.
 TOKENS_PER_OP = 32
-#: Each run's log is cut after this many ops, as by a worker that writes recovery copies.
+#: Number of ops after which a run's log is cut, as by a worker that writes recovery copies.
 OPS_PER_SNAPSHOT = 32
 BEAT_S = 1.0
 CLOCK_PERIOD_S = 10.0
@@ -47,7 +47,7 @@ _DONE = Result.of_json({"type": "done"})
 
 
 class NullWorker:
-    """Commits steps until told to stop; a Redis that is away is a pause."""
+    """Worker that commits steps until it is stopped, and waits while Redis is unavailable."""
 
     def __init__(
         self, execution: Execution, ops_per_s: float, ops_per_cycle: int, times: Path | None
@@ -96,7 +96,7 @@ class NullWorker:
         if now - self._beat_at < BEAT_S:
             return
         self._beat_at = now
-        # The planner fills a cycle with what a worker does in one clock period.
+        # The planner fills a cycle with the work of one clock period.
         tokens_per_s = self._ops_per_cycle * TOKENS_PER_OP / CLOCK_PERIOD_S
         self._execution.heartbeat(
             WorkerHeartbeat(
@@ -106,7 +106,7 @@ class NullWorker:
 
 
 def publish_pool(redis_url: str, spool: Spool) -> None:
-    """Say what the pool can do before its worker is there, as one that died has left it."""
+    """Publish the pool before its worker starts, as if an earlier worker had crashed."""
     connection = open_sync_connection(redis_url)
     execution = Execution(connection, spool, spool, POOL.id, WORKER)
     execution.claim()

@@ -1,4 +1,4 @@
-"""Three times as much work as there is capacity: what is accepted is kept, the rest is told so at once."""
+"""Overload by a factor of three: accepted requests are kept, the others are rejected at once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from bench.load.null_worker import TOKENS_PER_OP
 TENANTS = 32
 CAPACITY_PER_S = 60.0
 FACTOR = 3.0
-#: Per tenant; all of them together wait about four seconds.
+#: Per tenant; the queue of all tenants together takes about four seconds.
 QUOTA_OPS = 8
 SAMPLE_S = 0.5
 
 
 @dataclass
 class Seen:
-    """What became of the requests, and how the processes grew."""
+    """Outcomes of the requests, and memory of the processes."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     refused_ms: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Seen:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Offer FACTOR times the capacity, in open loop, for `args.seconds`."""
+    """Offer FACTOR times the capacity, in an open loop, for `args.seconds`."""
     keys = [f"tml-load-{number:012}" for number in range(TENANTS)]
     with local_server() as server:
         server.start_api(keys, QUOTAS=f"ops={QUOTA_OPS}")
@@ -91,7 +91,7 @@ async def _measure(server: LocalServer, keys: Sequence[str], seconds: float) -> 
 async def _offer(
     server: LocalServer, key: str, run: str, chance: random.Random, ends_at: float, seen: Seen
 ) -> None:
-    """Send at random moments, whatever is answered; a refused request is not sent again."""
+    """Send at random times, independent of the responses; a rejected request is not sent again."""
     client, seq, due = Client(server.address, key), 1, time.monotonic()
     while due < ends_at:
         due += chance.expovariate(CAPACITY_PER_S * FACTOR / TENANTS)
@@ -113,7 +113,7 @@ async def _offer(
 
 
 def refused_in_server_ms(server: LocalServer) -> list[float]:
-    """Read in the API's log how long each refusal took between its two ends of the sockets."""
+    """Return the server-side duration of each rejection, from the API's log."""
     lines = (server.folder / "api.log").read_text().splitlines()
     events = [json.loads(line) for line in lines if line.startswith("{")]
     return [event["dur_ms"] for event in events if event.get("code") == 429]

@@ -1,4 +1,4 @@
-"""Restarts under load: an API that is replaced behind its port, and a Redis that dies or stands still."""
+"""Restarts under load: an API process replaced behind its port, and a Redis that is killed or suspended."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from cotrain_store.keys import result_keys
 
 WAITING = 2_000
 TENANTS = 32
-#: Requests of the other kind, sent all the while.
+#: Rate of other requests, sent at the same time.
 ASKS_PER_S = 50.0
-#: Longer than any socket or pool of ours waits.
+#: Longer than any timeout of our sockets and pools.
 STANDSTILL_S = 10.0
 CALM_S = 3.0
 
 
 def measure_api(args: argparse.Namespace) -> dict[str, Any]:
-    """Replace an API process that holds polls: first in good order, then by kill -9."""
+    """Replace an API process that holds polls, first by an orderly restart, then by kill -9."""
     keys = keys_for(WAITING)
     with local_server() as server:
         server.start_api(keys, "first", long_poll_s=LONG_POLL_S)
@@ -72,7 +72,7 @@ async def _start_api(server: LocalServer, keys: Sequence[str], name: str, listen
     server.start_api(keys, name, long_poll_s=LONG_POLL_S)
     with server.connected() as redis:
         channel = result_keys.notify_results()
-        while redis.pubsub_numsub(channel)[0][1] < listening:  # noqa: ASYNC110  # nothing tells
+        while redis.pubsub_numsub(channel)[0][1] < listening:  # noqa: ASYNC110  # there is no notification
             await asyncio.sleep(0.05)
 
 
@@ -83,7 +83,7 @@ async def _answered(server: LocalServer, one: Waiting, seen: Counter[str]) -> No
 
 
 async def _ask(server: LocalServer, key: str, seen: Counter[str]) -> None:
-    """Open a session now and then: a request that is answered at once."""
+    """Open a session periodically as a cheap probe request."""
     client = Client(server.address, key)
     while True:
         await persist(client, "create_session", {}, seen)
@@ -91,7 +91,7 @@ async def _ask(server: LocalServer, key: str, seen: Counter[str]) -> None:
 
 
 def measure_redis(args: argparse.Namespace) -> dict[str, Any]:
-    """Kill Redis under load and start it again; then let it stand still for STANDSTILL_S."""
+    """Kill Redis under load and restart it; then suspend it for STANDSTILL_S."""
     keys = [f"tml-load-{number:012}" for number in range(TENANTS)]
     with local_server() as server:
         server.start_api(keys)
@@ -104,7 +104,7 @@ async def _measure_redis(server: LocalServer, keys: Sequence[str]) -> dict[str, 
     seen, answered_at = Counter[str](), list[float]()
     stop = asyncio.Event()
     tenants = [asyncio.create_task(_train(server, key, stop, seen, answered_at)) for key in keys]
-    while len(answered_at) < 4 * TENANTS:  # noqa: ASYNC110  # everything is up, and warm
+    while len(answered_at) < 4 * TENANTS:  # noqa: ASYNC110  # until everything is started and warm
         await asyncio.sleep(0.1)
     seen.clear()
     killed_at = time.monotonic()
@@ -144,6 +144,6 @@ async def _train(
 
 
 def _pause(answered_at: Sequence[float], since: float, until: float) -> float:
-    """How long no request was answered between two moments (nor what was just on its way)."""
+    """Return the longest time without a result between two moments, results in flight included."""
     between = [since, *sorted(at for at in answered_at if since < at < until), until]
     return max(after - before for before, after in itertools.pairwise(between))

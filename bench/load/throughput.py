@@ -1,7 +1,7 @@
-"""How many requests per second can be accepted, planned, committed and answered, without an engine.
+"""Throughput of accepting, planning, committing and answering requests, without an engine.
 
-256 tenants with four requests in flight each, on a Redis that fsyncs every write. Once through the
-store alone (this process has the API's part), once through HTTP (this process is all the clients).
+256 tenants with four requests in flight each use a Redis that fsyncs every write. One part calls the store directly
+(this process replaces the API), the other uses HTTP (this process runs all the clients).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cotrain_store.redis_client.connection import open_batching_connection
 from cotrain_store.results.futures import Futures, Pending
 from tests.support.limits import always
 
-#: One request with this seq, up to its answer.
+#: Sends the request with this seq and waits for its result.
 Ask = Callable[[int], Awaitable[None]]
 
 WARM_S = 2.0
@@ -36,7 +36,7 @@ WARM_S = 2.0
 
 @dataclass
 class Tally:
-    """Requests answered while it counted: how long each took, and what each process spent on them."""
+    """Requests answered while counting: latency of each, and CPU time of each process."""
 
     seconds: float
     latencies_s: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Tally:
 
 
 async def drive(server: LocalServer, asks: Sequence[Ask], depth: int, seconds: float) -> Tally:
-    """Keep `depth` requests of every tenant in flight; `asks[i](seq)` is one, up to its answer."""
+    """Keep `depth` requests of every tenant in flight; `asks[i](seq)` sends one and waits for its result."""
     tally, is_counting, stop = Tally(seconds), asyncio.Event(), asyncio.Event()
 
     async def client(ask: Ask, seqs: itertools.count[int]) -> None:
@@ -86,7 +86,7 @@ def _cpu(server: LocalServer) -> dict[str, float]:
 
 
 def measure_store(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the road through the store: submit, plan, commit, wake, read."""
+    """Measure the path through the store: submit, plan, commit, wake, read."""
     with local_server() as server:
         server.start_scheduler()
         server.start_worker()

@@ -1,4 +1,4 @@
-"""How many polls one API process can hold, what they weigh, and how soon each learns of its result."""
+"""Capacity of one API process for waiting polls: their number, memory, and delay of their results."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.support.limits import always
 
 REQUESTS_PER_TENANT = 200
 IDLE_S = 3.0
-#: Longer than the part takes, if all goes well: a poll is asked again after it.
+#: Longer than this part normally takes, because a poll is repeated after it.
 LONG_POLL_S = 40.0
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request that is accepted, and the key of its tenant."""
+    """An accepted request, and the key of its tenant."""
 
     key: str
     request: RequestId
@@ -52,7 +52,7 @@ async def _measure(
 ) -> dict[str, Any]:
     api, times = server.running[api_name], server.folder / "times"
     waiting = await accept(server, keys, args.waiting)
-    await until_held(server, 0)  # it is up
+    await until_held(server, 0)  # the API is up
     empty_mb, seen = api.rss_mb, Counter[str]()
     began = time.monotonic()
     polls = [asyncio.create_task(_answered_at(server, one, seen)) for one in waiting]
@@ -90,12 +90,12 @@ async def _answered_at(server: LocalServer, one: Waiting, seen: Counter[str]) ->
 
 
 def keys_for(requests: int) -> list[str]:
-    """Give the keys of as many tenants as that many requests need."""
+    """Return keys of the tenants that this number of requests needs."""
     return [f"tml-load-{number:012}" for number in range(-(-requests // REQUESTS_PER_TENANT))]
 
 
 async def accept(server: LocalServer, keys: Sequence[str], count: int) -> list[Waiting]:
-    """Have `count` requests accepted, straight into the store: that is not what is measured here."""
+    """Accept `count` requests directly in the store, as accepting is not measured here."""
     connection = open_batching_connection(server.redis_url)
     spool = Spool(server.folder / "data" / "spool", new_writer("bench"))
     intake = Intake(connection, spool, always(TenantLimits()))
@@ -125,18 +125,18 @@ async def accept(server: LocalServer, keys: Sequence[str], count: int) -> list[W
 
 
 async def until_held(server: LocalServer, count: int) -> None:
-    """Wait until the (only) API process holds this many polls.
+    """Wait until the only API process holds `count` polls.
 
     Raises:
-        TimeoutError: it does not: polls run out as fast as they come in.
+        TimeoutError: polls expire as fast as new ones arrive.
     """
     async with asyncio.timeout(PATIENCE_S):
-        while await asyncio.to_thread(held, server) < count:  # noqa: ASYNC110  # it has to be asked
+        while await asyncio.to_thread(held, server) < count:  # noqa: ASYNC110  # there is no notification
             await asyncio.sleep(0.2)
 
 
 def held(server: LocalServer) -> int:
-    """Ask an API process how many polls it holds; -1 while none answers."""
+    """Return the number of polls that an API process holds; -1 if it does not respond."""
     host, port = server.address
     try:
         request = urllib.request.Request(

@@ -1,8 +1,8 @@
-"""What a hostile neighbour sends. Each attack is `async def attack(address, key)`, and goes on until it is cancelled.
+"""Attacks of a hostile neighbour. Each `async def attack(address, key)` runs until it is cancelled.
 
-`address` is a server's base URL (`http://127.0.0.1:8000`), `key` an API key of the attacker's own; those
-that need none say so. Answers are read and not looked at: a refusal is as good as any to an attacker.
-`ATTACKS` names them all; the bodies are functions of their own, for tests that count what one costs.
+The argument `address` is a server's base URL (`http://127.0.0.1:8000`), `key` an API key of the attacker; attacks
+that need no key say so. Responses are read and ignored, because a rejection is no obstacle to an attacker.
+The mapping `ATTACKS` contains all of them. Request bodies have functions of their own, for tests of their cost.
 
     python -m bench.neighbours.attacks ADDRESS KEY NAME [--seconds 20]
 """
@@ -30,12 +30,12 @@ JSON = {"content-type": "application/json"}
 PROTOBUF = {"content-type": "application/x-protobuf"}
 ZSTD = {"content-encoding": "zstd"}
 
-#: Requests one attacker has on their way at once.
+#: Number of concurrent requests of one attacker.
 AT_ONCE = 4
 RETRIEVES_AT_ONCE, IDS_PER_RETRIEVE = 12, 100_000
-#: Connections that the floods open, as far as this process may have them.
+#: Connections opened by a flood, if the limits of this process allow.
 MANY = 30_000
-#: A flood opens so many at a time: more are refused by the attacker's own kernel.
+#: Connections that a flood opens concurrently; beyond this, the attacker's own kernel refuses them.
 BURST = 500
 
 
@@ -43,23 +43,23 @@ BURST = 500
 
 
 def deflated_json_body(plain_bytes: int = 30_000_000) -> bytes:
-    """Make zstd of JSON that is empty lists alone: 10 million of them in 3 KB."""
+    """Return zstd of JSON that consists of empty lists only: 10 million in 3 KB."""
     count = plain_bytes // 3
     return zstandard.compress(b"[" + b"[]," * (count - 1) + b"[]]")
 
 
 def empty_datums_body(plain_bytes: int = 8_000_000) -> bytes:
-    """Make zstd of a pass whose datums are all empty: 4 million of them in 800 bytes."""
+    """Return zstd of a pass with empty datums only: 4 million in 800 bytes."""
     return zstandard.compress(b"\x0a\x01a\x10\x01" + b"\x1a\x00" * (plain_bytes // 2))
 
 
 def empty_fields_body(plain_bytes: int = 66_000_000) -> bytes:
-    """Make zstd of a pass that names its run 33 million times and never: 6 KB."""
+    """Return zstd of a pass that sets an empty run name 33 million times, in 6 KB."""
     return zstandard.compress(b"\x0a\x00" * (plain_bytes // 2))
 
 
 def tiny_datums_body(run: str, datums: int = 65_536) -> bytes:
-    """Make zstd of a pass of as many datums of one token as a request may hold: 4 s to check, in 2 KB."""
+    """Return zstd of a pass with the maximum number of one-token datums: 4 s to check, in 2 KB."""
     made = wire_pb2.ForwardBackwardRequest()
     datum = made.data.add()
     datum.model_input.add().encoded_text.tokens = bytes(4)
@@ -75,38 +75,38 @@ def tiny_datums_body(run: str, datums: int = 65_536) -> bytes:
 
 
 def wrong_numbers_body(count: int = 4_000_000) -> bytes:
-    """Make zstd of prompts that are wrong four million times, each in four ways."""
+    """Return zstd of a prompt with four million values, each wrong in four ways."""
     prompt = b"1.5," * (count - 1) + b"1.5"
     return zstandard.compress(b'{"model": "m", "prompt": [' + prompt + b"]}")
 
 
 async def deflated_json(address: str, key: str) -> None:
-    """Send passes of 3 KB that become ten million lists, four at once."""
+    """Send passes of 3 KB that expand to ten million lists, four at once."""
     body = deflated_json_body()
     await _at_once(AT_ONCE, lambda: _post(address, key, "/api/v1/forward", body, JSON | ZSTD))
 
 
 async def empty_datums(address: str, key: str) -> None:
-    """Send passes of 800 bytes that become four million datums, four at once."""
+    """Send passes of 800 bytes that expand to four million datums, four at once."""
     body = empty_datums_body()
     path = "/api/v1/forward_backward"
     await _at_once(AT_ONCE, lambda: _post(address, key, path, body, PROTOBUF | ZSTD))
 
 
 async def empty_fields(address: str, key: str) -> None:
-    """Send passes of 6 KB that are 33 million fields, four at once."""
+    """Send passes of 6 KB with 33 million fields, four at once."""
     body, path = empty_fields_body(), "/api/v1/forward_backward"
     await _at_once(AT_ONCE, lambda: _post(address, key, path, body, PROTOBUF | ZSTD))
 
 
 async def tiny_datums(address: str, key: str) -> None:
-    """Send passes of as many datums as a request may hold, four at once, each to a place of a run."""
+    """Send passes of one run with the maximum number of datums, four at once."""
     body, path = tiny_datums_body(await _run_of(address, key)), "/api/v1/forward_backward"
     await _at_once(AT_ONCE, lambda: _post(address, key, path, body, PROTOBUF | ZSTD))
 
 
 async def wrong_numbers(address: str, key: str) -> None:
-    """Send four million numbers that are no tokens to `/oai`, four at once."""
+    """Send four million numbers that are not tokens to `/oai`, four at once."""
     body, path = wrong_numbers_body(), "/oai/api/v1/completions"
     await _at_once(AT_ONCE, lambda: _post(address, key, path, body, JSON | ZSTD))
 
@@ -123,7 +123,7 @@ async def long_text(address: str, key: str, characters: int = 10_000_000) -> Non
 
 
 async def big_retrieves(address: str, key: str) -> None:
-    """Acknowledge 100,000 results that never were, in each of twelve polls at once."""
+    """Acknowledge 100,000 nonexistent results in each of twelve concurrent polls."""
     sampler = await _sampler(address, key)
     ids = [f"{sampler}:{seq}" for seq in range(IDS_PER_RETRIEVE)]
     target = {"type": "sampling_session", "sampling_session_id": sampler}
@@ -136,25 +136,25 @@ async def big_retrieves(address: str, key: str) -> None:
 
 
 async def descriptor_flood(address: str, key: str) -> None:
-    """Open connections as fast as they are taken, and say nothing on any; needs no key."""
+    """Open connections as fast as they are accepted and send nothing; needs no key."""
     del key
     await _hold(address, lambda _: b"")
 
 
 async def slow_heads(address: str, key: str) -> None:
-    """Open many connections and send a byte of a request's head on each now and then; needs no key."""
+    """Open many connections and send one byte of a request head on each periodically; needs no key."""
     del key
     await _hold(address, lambda sent: b"GET / HTTP/1.1\r\nhost: x\r\nx: " if not sent else b"x")
 
 
 async def many_connections(address: str, key: str) -> None:
-    """Ask something on many connections, and keep them all open between requests."""
+    """Send a request on many connections periodically, and keep all of them open in between."""
     asked = f"GET /api/v1/healthz HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n\r\n".encode()
     await _hold(address, lambda _: asked)
 
 
 async def slow_bodies(address: str, key: str) -> None:
-    """Send requests on many connections whose bodies come byte by byte."""
+    """Send requests on many connections whose bodies arrive byte by byte."""
     head = (
         f"POST /api/v1/forward HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n"
         "content-type: application/json\r\ncontent-length: 1000000\r\n\r\n"
@@ -171,7 +171,7 @@ ATTACKS: Mapping[str, Attack] = {
 }  # fmt: skip
 
 
-# ---- How they are sent ------------------------------------------------------------------------------
+# ---- Sending --------------------------------------------------------------------------------------
 
 
 async def _at_once(count: int, send: Callable[[], Awaitable[Any]]) -> None:
@@ -180,7 +180,7 @@ async def _at_once(count: int, send: Callable[[], Awaitable[Any]]) -> None:
             try:
                 await send()
             except (OSError, asyncio.IncompleteReadError):
-                await asyncio.sleep(0.1)  # a server that hangs up; go on
+                await asyncio.sleep(0.1)  # the server has closed the connection
 
     async with asyncio.TaskGroup() as group:
         for _ in range(count):
@@ -188,7 +188,7 @@ async def _at_once(count: int, send: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def _hold(address: str, next_bytes: Callable[[int], bytes], every_s: float = 5.0) -> None:
-    """Open MANY connections, write what comes next on each every few seconds; open again what closes."""
+    """Open MANY connections, write the next bytes on each every `every_s`, and reopen closed ones."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     count = min(MANY, most - 500)
@@ -243,7 +243,7 @@ async def _get(address: str, key: str, path: str) -> Any:
 async def _ask(
     address: str, key: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
 ) -> bytes:
-    """Send one request on a connection of its own; returns the body of the answer."""
+    """Send one request on a connection of its own; return the body of the response."""
     lines = [
         f"{method} {path} HTTP/1.1", "host: attack", f"x-api-key: {key}", "connection: close",
         f"content-length: {len(body)}", *(f"{name}: {value}" for name, value in headers.items()),
@@ -258,7 +258,7 @@ async def _ask(
 
 
 async def _run_of(address: str, key: str) -> str:
-    """Open a session and a run of the server's first base model; returns its id."""
+    """Create a session and a run on the server's first base model; return its id."""
     model = (await _get(address, key, "/oai/api/v1/models"))["data"][0]["id"]
     made = json.loads(await _post(address, key, "/api/v1/create_session", b"{}", JSON))
     wanted = {
@@ -271,7 +271,7 @@ async def _run_of(address: str, key: str) -> str:
 
 
 async def _sampler(address: str, key: str) -> str:
-    """Open a session and a sampler of the server's first base model; returns its id."""
+    """Create a session and a sampler on the server's first base model; return its id."""
     model = (await _get(address, key, "/oai/api/v1/models"))["data"][0]["id"]
     made = json.loads(await _post(address, key, "/api/v1/create_session", b"{}", JSON))
     wanted = {

@@ -1,6 +1,6 @@
-"""The ordinary tenants whose waits are measured: one trains, one samples, and one asks `/healthz`.
+"""Ordinary tenants whose waits are measured: one trains, one samples, and one requests `/healthz`.
 
-Each does one thing after another and notes how long each took, from the call to the result.
+Each makes one call after another and records its duration from the call to the result.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from bench.support.model import VOCAB
 from bench.support.serving import ADAM, datum
 from cotrain import ModelInput, SamplingParams, ServiceClient
 
-#: Tokens of a training step, in sequences of 128, and of a sample.
+#: Tokens of a training step, of its sequences, and of a sample.
 STEP_TOKENS = 256
 SEQUENCE_TOKENS = 128
 SAMPLE_TOKENS = 8
-#: A health check's own time limit is far above the waits that are promised.
+#: Timeout of a health check in s, far above the promised waits.
 HEALTH_TIMEOUT_S = 120.0
-#: Between two health checks, as a load balancer would; the others wait for their results alone.
+#: Pause between two health checks in s, as of a load balancer; the other probes have no pause.
 HEALTH_PAUSE_S = 0.1
 
 
 class Probe:
-    """Does one thing again and again in a thread of its own, and keeps how long each took.
+    """Repeats one call in a thread of its own and records its durations.
 
-    What has not ended when its waits are read counts with its age, so that a probe that hangs does
-    not look like one that was never used.
+    A pending call counts with its age when the waits are read. A hanging probe therefore differs from one that was
+    never used.
     """
 
     def __init__(self, name: str, act: Callable[[], object], pause_s: float = 0.0) -> None:
@@ -47,7 +47,7 @@ class Probe:
         self._leaving = threading.Event()
 
     def __enter__(self) -> Self:
-        self._act()  # whatever is made on first use is there
+        self._act()  # warm-up: creates everything that is created on first use
         self._thread.start()
         return self
 
@@ -68,7 +68,7 @@ class Probe:
             self._began = time.monotonic()
             try:
                 self._act()
-            except Exception as error:  # noqa: BLE001 - it is counted and shown
+            except Exception as error:  # noqa: BLE001 - it is recorded and shown
                 with self._lock:
                     self._failures.append(f"{type(error).__name__}: {error}"[:200])
                 self._leaving.wait(1.0)
@@ -79,7 +79,7 @@ class Probe:
 
 
 def ordinary(address: str, keys: Sequence[str], stack: ExitStack) -> list[Probe]:
-    """Start the three of them, each under a key of its own; they run until `stack` is closed."""
+    """Start the three probes, the tenants under a key each; they run until `stack` is closed."""
     trainer, sampler = (
         stack.enter_context(ServiceClient(base_url=address, api_key=key)) for key in keys
     )
@@ -92,7 +92,7 @@ def ordinary(address: str, keys: Sequence[str], stack: ExitStack) -> list[Probe]
 
 
 def training_step(service: ServiceClient) -> Callable[[], object]:
-    """Return what submits a step of STEP_TOKENS whole, and waits for it."""
+    """Return a call that submits a step of STEP_TOKENS and waits for its results."""
     run = service.create_lora_training_client("bench", rank=8, seed=0)
     rows = STEP_TOKENS // SEQUENCE_TOKENS
     tokens = np.random.default_rng(0).integers(0, VOCAB, (rows, SEQUENCE_TOKENS + 1)).tolist()
@@ -107,7 +107,7 @@ def training_step(service: ServiceClient) -> Callable[[], object]:
 
 
 def sample(service: ServiceClient) -> Callable[[], object]:
-    """Return what asks an adapter for SAMPLE_TOKENS after a short prompt."""
+    """Return a call that samples SAMPLE_TOKENS from an adapter after a short prompt."""
     run = service.create_lora_training_client("bench", rank=8, seed=1)
     sampler = run.save_weights_and_get_sampling_client()
     prompt = ModelInput.from_ints(list(range(1, 17)))
@@ -116,5 +116,5 @@ def sample(service: ServiceClient) -> Callable[[], object]:
 
 
 def health_check(address: str) -> Callable[[], object]:
-    """Return what asks whether the server lives, on a new connection as a checker does."""
+    """Return a call that checks the server's health on a new connection, like a load balancer."""
     return lambda: httpx.get(f"{address}/healthz", timeout=HEALTH_TIMEOUT_S).raise_for_status()

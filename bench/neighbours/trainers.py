@@ -1,4 +1,4 @@
-"""Tenants who train more than their share: each `run` goes on until its process is killed."""
+"""Tenants that train more than their share. Each function runs until its process is killed."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from cotrain import (
 
 
 async def long_pass(address: str, key: str) -> None:
-    """One run, two passes of 140,000 tokens in flight, in sequences of 2,000."""
+    """Train one run with two passes of 140,000 tokens in flight, in sequences of 2,000."""
     (run,) = runs(address, key, count=1)
     await keep_training(run, data(70, 2_000), in_flight=2)
 
 
 async def long_datum(address: str, key: str) -> None:
-    """One run, two passes of a single datum of 8,192 tokens in flight."""
+    """Train one run with two passes of a single datum of 8,192 tokens in flight."""
     (run,) = runs(address, key, count=1)
     await keep_training(run, data(1, 8_192), in_flight=2)
 
 
 async def many_runs(address: str, key: str) -> None:
-    """64 runs, each three steps of 1,024 tokens in flight."""
+    """Train 64 runs, each with three steps of 1,024 tokens in flight."""
     batch = data(8, 128)
     await together(keep_training(run, batch, 3) for run in runs(address, key, count=64))
 
 
 async def burst(address: str, key: str) -> None:
-    """As many small passes as a tenant's queue takes, of eight runs, without a single step."""
+    """Send as many small passes as a tenant's queue accepts, from eight runs, without an optimizer step."""
     batch = data(1, 64)
     await together(
         keep_training(run, batch, in_flight=64, steps=False) for run in runs(address, key, count=8)
@@ -51,7 +51,7 @@ async def burst(address: str, key: str) -> None:
 
 
 async def reinforcement(address: str, key: str) -> None:
-    """As `rl_basic` of the cookbook by its defaults: 128 groups of 16 samples, then all of it in one pass."""
+    """Run `rl_basic` of the cookbook with its defaults: sample 128 groups of 16, then train on all of them."""
     (run,) = runs(address, key, count=1)
     prompt = ModelInput.from_ints(list(range(1, 33)))
     params = SamplingParams(max_tokens=256, seed=0, stop=[])
@@ -65,7 +65,7 @@ async def reinforcement(address: str, key: str) -> None:
 
 
 async def saver(address: str, key: str) -> None:
-    """Eight runs that write a checkpoint after every small step."""
+    """Write a checkpoint after every small step, in eight runs."""
     batch = data(1, 64)
 
     async def one(run: TrainingClient) -> None:
@@ -80,13 +80,13 @@ async def saver(address: str, key: str) -> None:
 
 
 async def large_adapters(address: str, key: str) -> None:
-    """Eight runs of rank 128 on a model not much larger than one of them."""
+    """Train eight runs of rank 128 on a model not much larger than one of these adapters."""
     batch = data(1, 64)
     await together(keep_training(run, batch, 2) for run in runs(address, key, count=8, rank=128))
 
 
 async def creator(address: str, key: str) -> None:
-    """Runs of rank 64 made and unloaded again as fast as the server does it, 16 at a time."""
+    """Create and unload runs of rank 64 as fast as the server allows, 16 at a time."""
     service = ServiceClient(base_url=address, api_key=key)
 
     def one(number: int) -> None:
@@ -97,7 +97,7 @@ async def creator(address: str, key: str) -> None:
 
 
 async def loader(address: str, key: str) -> None:
-    """Eight runs of rank 128 that load a checkpoint with its optimizer again and again, with 60 loads in flight each."""
+    """Load a checkpoint with its optimizer repeatedly in eight runs of rank 128, with 60 loads in flight each."""
 
     async def one(run: TrainingClient) -> None:
         await (await run.forward_backward_async(data(1, 64), "cross_entropy"))
@@ -113,7 +113,7 @@ async def loader(address: str, key: str) -> None:
 
 
 async def downloader(address: str, key: str) -> None:
-    """The files of a checkpoint of rank 128, fetched 64 times at once, again and again."""
+    """Download the files of a checkpoint of rank 128 repeatedly, 64 times in parallel."""
     (run,) = runs(address, key, count=1, rank=128)
     path = (await (await run.save_state_async("kept", overwrite=True))).path
     rest = ServiceClient(base_url=address, api_key=key).create_rest_client()
@@ -135,7 +135,7 @@ async def _sampled(future: object) -> None:
 
 
 async def together(tenants: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Run them side by side; one that is refused, as a quota may have it, says so and leaves the others."""
+    """Run them concurrently; a rejection, for instance by a quota, is printed and does not stop the others."""
     for ended in asyncio.as_completed(list(tenants)):
         try:
             await ended
@@ -146,7 +146,7 @@ async def together(tenants: Iterable[Coroutine[Any, Any, object]]) -> None:
 async def keep_training(
     run: TrainingClient, batch: list[Datum], in_flight: int, *, steps: bool = True
 ) -> None:
-    """Keep so many passes in flight, each with an optimizer step or without."""
+    """Keep `in_flight` passes in flight, each followed by an optimizer step if `steps` is set."""
     flying: list[Future[Any]] = []
     while True:
         flying.append(await run.forward_backward_async(batch, "cross_entropy"))
@@ -157,18 +157,20 @@ async def keep_training(
 
 
 def runs(address: str, key: str, *, count: int, rank: int = 8) -> list[TrainingClient]:
-    """Start a session and runs in it; what a quota refuses is left out, but for the first."""
+    """Return new runs of one session. Fails if a quota rejects a run."""
     service = ServiceClient(base_url=address, api_key=key)
 
     def make(seed: int) -> TrainingClient:
         return service.create_lora_training_client("bench", rank=rank, seed=seed)
 
-    with ThreadPoolExecutor(count) as threads:  # in few cycles: the probes shall meet all of them
+    with ThreadPoolExecutor(
+        count
+    ) as threads:  # within few cycles, so that the probes meet all runs
         return [*threads.map(make, range(count))]
 
 
 def data(sequences: int, length: int) -> list[Datum]:
-    """Make random sequences of so many tokens."""
+    """Return random sequences of `length` tokens."""
     rows = np.random.default_rng(length).integers(0, VOCAB, (sequences, length + 1)).tolist()
     return [datum(row) for row in rows]
 

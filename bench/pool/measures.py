@@ -1,9 +1,8 @@
-"""What a fleet's schedule came to: waits, shares, turns. Pure; times in virtual seconds.
+"""Measures of a pool's schedule: waits, shares, turns. Pure; times in virtual seconds.
 
-A *round* is what is served until every waiting tenant had its quantum. The *fair turn* of a run, from when
-it begins to wait, is as many rounds as its tenant needs to get to each run that waits then: whole ones,
-since a tenant is visited once in a round. A run that is passed over in a cycle was not looked at for
-the cycle's share of that.
+A *round* serves one quantum to every waiting tenant. The *fair turn* of a run is the number of rounds that its
+tenant needs to serve each of its waiting runs, counted when the run begins to wait. Rounds are whole, since a tenant
+is visited once per round. A run that a cycle passes over has been unseen for the cycle's share of rounds.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-#: Fair turns after which what each tenant is off at the end moves Jain's index by less than 0.005.
+#: Fair turns after which the remaining imbalance of each tenant changes Jain's index by less than 0.005.
 LEAST_TURNS = 8
 
 
 @dataclass
 class Turns:
-    """Who waited while whom was served, cycle by cycle."""
+    """Waiting and served tenants and runs, cycle by cycle."""
 
     quantum_tokens: int
     longest_unseen: float = 0.0
     served: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     entitled: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _unseen: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Of each run that waits: for how many rounds, and how many are its fair turn."""
+    """Number of rounds that each waiting run has waited, and of its fair turn."""
 
     def note(
         self,
@@ -34,8 +33,10 @@ class Turns:
         tokens: Mapping[str, int],
         runs: Collection[str],
     ) -> None:
-        """Add a cycle: by tenant, what the heads of its runs that waited for this worker cost; by tenant,
-        the tokens that were served; the runs that were served.
+        """Add a cycle.
+
+        `heads` contains, by tenant, the cost of the first op of its runs that waited for this worker. `tokens`
+        contains the served tokens by tenant, `runs` the served runs.
         """
         total = sum(tokens.values())
         rounds = total / (len(heads) * self.quantum_tokens)
@@ -54,28 +55,28 @@ class Turns:
             self.served[tenant] += count
 
     def forget(self, runs: Iterable[str]) -> None:
-        """Count anew how long these wait."""
+        """Restart the waiting time of these runs."""
         for run in runs:
             self._unseen.pop(run, None)
 
     @property
     def farthest_off(self) -> float:
-        """By how many quanta the tenant farthest from its equal share is ahead of it or behind; it does not add up."""
+        """Largest distance of a tenant from its equal share, in quanta; it does not accumulate."""
         off = (abs(self.served[tenant] - due) for tenant, due in self.entitled.items())
         return max(off, default=0.0) / self.quantum_tokens
 
     def jain(self) -> float:
-        """Jain's index over what each tenant was served of its equal share while it had work; 1 is equal.
+        """Return Jain's index of the served part of each tenant's equal share while it had work; 1 is equal.
 
-        Passes are served whole, so that at any moment a tenant is up to a quantum or so off, which after few
-        turns is a large part of all it was served: the index says something from LEAST_TURNS on.
+        Passes are served whole, so a tenant is off by up to about a quantum at any moment. After few turns this is
+        a large part of its tokens, so the index is meaningful only from LEAST_TURNS on.
         """
         shares = [self.served[tenant] / due for tenant, due in self.entitled.items()]
         return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
 
 
 def equal_shares(total: float, wanted: Mapping[str, float]) -> dict[str, float]:
-    """Divide what there is equally, no one getting more than wanted: what that leaves, the others divide."""
+    """Return equal shares of a total, at most the wanted amount each; the rest is divided among the others."""
     shares: dict[str, float] = {}
     for left, (name, wants) in zip(
         range(len(wanted), 0, -1), sorted(wanted.items(), key=lambda one: one[1]), strict=True
@@ -86,7 +87,7 @@ def equal_shares(total: float, wanted: Mapping[str, float]) -> dict[str, float]:
 
 
 def waits(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """By kind of tenant, how long a request waited from being accepted to its cycle, in s."""
+    """Return percentiles of the wait from acceptance to the cycle, in s, by kind of tenant."""
     return {
         kind: {f"p{share}": percentile(found, share / 100) for share in (50, 99)}
         for kind, found in times.items()
@@ -94,6 +95,6 @@ def waits(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The value below which this share of all lies; 0 of none."""
+    """Return the percentile of values by nearest rank; 0 for none."""
     found = sorted(values)
     return found[min(len(found) - 1, int(share * len(found)))] if found else 0.0

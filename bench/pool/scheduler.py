@@ -1,4 +1,4 @@
-"""The real scheduler, ticked by hand, and what it costs."""
+"""The real scheduler, ticked by hand, and its cost."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from cotrain_store.settings.scheduler import SchedulerSettings
 
 @dataclass
 class Costs:
-    """Processor time, in s."""
+    """Processor time in s."""
 
     ticks: int = 0
     scheduler_s: float = 0.0
     redis_s: float = 0.0
     planning_s: float = 0.0
-    """Of both, in ticks that planned something: without the looks that find nothing to do."""
+    """Time of both processes in ticks that planned something, without idle ticks."""
     tick_s: list[float] = field(default_factory=list)
 
 
 class Scheduler:
-    """A scheduler of one pool in this process."""
+    """Scheduler of one pool in this process."""
 
     def __init__(
         self, name: str, settings: SchedulerSettings, pool: PoolId, redis_pid: int,
@@ -49,7 +49,7 @@ class Scheduler:
         self.costs = Costs()
 
     async def tick(self, now: float) -> float:
-        """Tick as it does when it is woken; return when it would look again by itself."""
+        """Tick like a woken scheduler; return the time of its next tick without a wake-up."""
         self.was_freed = False
         before, redis_before = time.process_time(), cpu_s(self._redis_pid)
         if now - self._led_at > RENEW_S:
@@ -66,22 +66,22 @@ class Scheduler:
         return again
 
     def worker_of(self, run: RunId) -> str | None:
-        """Where a run waits that can go on and was not planned: at the worker that has it or is to have it."""
+        """Return the worker at which a runnable, unplanned run waits: its current or assigned one."""
         return self._clock._queue._at.get(run)
 
     def note_planned(self) -> None:
-        """The last tick planned something."""
+        """Record that the last tick planned something."""
         self.costs.planning_s += self._last_s
         self._last_s = 0.0
 
     def is_woken_by(self, worker: str) -> bool:
-        """Whether a request of a run that this worker has wakes it."""
+        """Return True if a request of a run on this worker wakes the scheduler."""
         return self._clock.is_woken_by(
             Wake(self._pool, WorkerId(worker) if worker else None, False)
         )
 
     async def let_lease_run_out(self) -> None:
-        """As after the kill of this one: nothing else of it is left."""
+        """Release the lease as after a kill of this scheduler; it leaves nothing else."""
         await self._connection.delete(fleet_keys.scheduler_lease())
         await self._connection.aclose()
 
@@ -90,5 +90,5 @@ class Scheduler:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of the thread that serves Redis' clients, to the nanosecond."""
+    """Return the processor time of Redis' main thread in s, with a resolution of 1 ns."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9

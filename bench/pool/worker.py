@@ -1,4 +1,4 @@
-"""A worker that is a rate: it takes a step, lets virtual time pass, and commits one small result each."""
+"""Worker with a fixed token rate: it takes a step, lets virtual time pass, and commits one small result per op."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import SyncConnection
 
 _DONE = Result.of_json({"type": "done"})
-#: The spread of a step's time around what its tokens take.
+#: Standard deviation of the logarithm of a step's duration.
 NOISE = 0.2
 
 
 class RateWorker:
-    """One worker id; its processes come and go."""
+    """One worker id with changing processes."""
 
     def __init__(
         self, connection: SyncConnection, spool: Spool, pool: PoolRecord, worker: WorkerId,
@@ -40,33 +40,33 @@ class RateWorker:
         self._runs: set[str] = set()
 
     def enter(self, now: float) -> None:
-        """Come, as a new process."""
+        """Start as a new process."""
         self.execution.claim()
         self.execution.publish(self._pool)
         self.is_alive, self._since = True, now
         self.beat()
 
     def die(self, now: float) -> None:
-        """Go at once, in a step or not. The heartbeat is over as after its time."""
+        """Crash, possibly within a step. The heartbeat is removed as if it had expired."""
         self.execution.leave()
         self.alive_s += now - self._since
         self.is_alive, self.at_work = False, None
         self._runs.clear()
 
     def count(self, now: float) -> None:
-        """Count the time up to now."""
+        """Add the alive time up to now."""
         if self.is_alive:
             self.alive_s, self._since = self.alive_s + now - self._since, now
 
     def beat(self) -> None:
-        """Say that it is alive; the key of a heartbeat knows real time only."""
+        """Send a heartbeat; its key expires in real time."""
         beat = WorkerHeartbeat(
             self.id, self.execution.epoch, "serving", "none", self._tokens_per_s, len(self._runs), 0, 0.0
         )  # fmt: skip
         self.execution.heartbeat(beat)
 
     def take(self) -> float | None:
-        """Take the open step, if there is one; how long it lasts, in s."""
+        """Start the open step, if there is one; return its duration in s."""
         name = fleet_keys.open_steps(self._pool.id, self.id)
         if not self.is_alive or self.at_work or not self._redis.hlen(name):
             return None
@@ -76,7 +76,7 @@ class RateWorker:
         return tokens / self._tokens_per_s * self._draw.lognormvariate(0.0, NOISE)
 
     def commit(self, lasted_s: float) -> Step:
-        """End the step."""
+        """Commit the step in progress."""
         step, self.at_work = self.at_work, None
         assert step
         results = {(op.run, op.seq): _DONE for op in step.ops}
@@ -85,7 +85,7 @@ class RateWorker:
         return step
 
     def hand_over(self) -> list[RunId]:
-        """Give the runs that are to go elsewhere to the other worker, without a copy. Returns which went."""
+        """Hand runs with pending moves over to the other worker, without a copy; return their ids."""
         if not self.is_alive or self.at_work:
             return []
         epoch, moves = self.execution.epoch, self.execution.moves

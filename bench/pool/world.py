@@ -1,6 +1,6 @@
-"""A pool in virtual time: clients and workers are events, the scheduler and everything in Redis are real.
+"""Pool in virtual time: clients and workers are events, the scheduler and everything in Redis are real.
 
-Time passes only from event to event, however long the scheduler takes; what it takes is counted.
+Time passes only between events, for any duration of the scheduler's work; that work is measured separately.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ POOL = PoolRecord(
     tokens_per_s=1e9,
 )  # fmt: skip
 RUNS_OF_A_TENANT = 10
-#: What a worker does; with cycles of 10 s some 20 passes and as many optim_steps, whatever the runs.
+#: Token rate of a worker; a cycle of 10 s has about 20 passes and as many optim_steps, for any number of runs.
 TOKENS_PER_S = 2_000.0
 PERIOD_S = 10.0
-#: Events this near to one another are one: a scheduler gathers for longer.
+#: Events within this time are simultaneous; a scheduler gathers for longer.
 AT_ONCE_S = 0.002
 _BEAT_S = 3.0
 _SENT_AT_ONCE = 256
@@ -50,7 +50,7 @@ _SENT_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """What is tried: so many runs, for so many fair turns."""
+    """Parameters of one trial: runs, fair turns and disturbances."""
 
     runs: int
     turns: float
@@ -58,24 +58,24 @@ class Shape:
     scheduler_killed: bool = False
     deaths_every_s: float = 600.0
     max_s: float = 600.0
-    """Of real time."""
+    """Limit of real time in s."""
     seed: int = 0
 
 
 @dataclass
 class Run:
-    """One run: its loop, what of it is accepted and not planned, who has it."""
+    """One run: its loop, its accepted ops that are not planned, and its worker."""
 
     record: RunRecord
     loop: Loop
     next_seq: int = 0
     waiting: deque[tuple[int, float]] = field(default_factory=deque)
-    """Cost in tokens, and when it was accepted."""
+    """Cost in tokens and time of acceptance of each op."""
     worker: str = ""
 
 
 class _HostTime:
-    """Stands for the module `time` where requests are accepted: a host that lives in virtual time."""
+    """Replacement of the module `time` for the intake of requests, in virtual time."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -85,7 +85,7 @@ class _HostTime:
 
 
 class World:
-    """Plays one shape."""
+    """Simulation of one shape."""
 
     def __init__(self, shape: Shape, redis_url: str, redis_pid: int, spool: Spool) -> None:
         self._shape = shape
@@ -99,7 +99,7 @@ class World:
         self._events: list[tuple[float, int, Callable[[], Coroutine[Any, Any, None]]]] = []
         self._number = itertools.count()
         self.now = 1_000_000.0
-        intake.time = _HostTime(self)  # type: ignore[assignment,attr-defined]  # virtual time for both
+        intake.time = _HostTime(self)  # type: ignore[assignment,attr-defined]  # virtual time for the intake, too
         self._runs = {run.record.id: run for run in map(self._run, range(shape.runs))}
         self._heads: dict[str, dict[str, int]] = defaultdict(dict)
         self._workers = {"w0": self._worker("w0")}
@@ -115,11 +115,11 @@ class World:
         self._beaten = 0.0
 
     async def play(self) -> dict[str, Any]:
-        """Play until the fair turns are over, or the real time is; return what was seen."""
+        """Run until the fair turns are complete or the real time is used up; return the measures."""
         began = time.monotonic()
         self._workers["w0"].enter(self.now)
         await self._make_runs()
-        # It comes when every run has its worker, so that it gets those that are moved.
+        # The second worker joins when every run has its worker, so that it only gets runs that are moved.
         if self._shape.idle_worker:
             self._workers["w1"] = self._worker("w1")
         self._scheduler.forget_costs()
@@ -167,10 +167,10 @@ class World:
             },
         }  # fmt: skip
 
-    # What happens, event by event.
+    # Events.
 
     async def _advance(self, tick_at: float) -> float:
-        """Play the next instant; return when the scheduler looks again without being woken."""
+        """Process the next instant; return the time of the scheduler's next tick without a wake-up."""
         self.now = max(self.now, min(tick_at, self._events[0][0]))
         woken = False
         while self._events and self._events[0][0] <= self.now + AT_ONCE_S:
@@ -197,7 +197,9 @@ class World:
             self._note_cycle(worker.id, step)
 
         async def end() -> None:
-            if worker.at_work is step:  # else its process died, and another one runs the step
+            if (
+                worker.at_work is step
+            ):  # otherwise its process has crashed, and another one runs the step
                 worker.commit(lasts_s)
                 self._hand_over(worker)
                 self._scheduler.was_freed = True
@@ -207,12 +209,12 @@ class World:
         self._later(lasts_s, end)
 
     def _hand_over(self, worker: RateWorker) -> None:
-        """Have the runs that are moved begin to wait anew: of their tenant's runs there, they are the last."""
-        if self._shape.idle_worker:  # else there is no other that runs could go to
+        """Hand over runs that are moved; their waiting time restarts, as they are the last of their tenant there."""
+        if self._shape.idle_worker:  # otherwise there is no other worker
             self._turns.forget(worker.hand_over())
 
     def _note_cycle(self, worker: str, step: Step) -> None:
-        """Count who waited, who was served, and how long that took, of a step planned just now."""
+        """Count waiting and served runs, and waits, of a step that was planned just now."""
         self._scheduler.note_planned()
         heads: dict[str, dict[str, int]] = defaultdict(dict)
         served = {op.run for op in step.ops}
@@ -233,7 +235,7 @@ class World:
         self._served += sum(tokens.values())
 
     def _resolve(self, step: Step) -> None:
-        """Give results to clients, who think for a moment and go on."""
+        """Return results to clients, which continue after a short pause."""
         for op in step.ops:
             self._runs[op.run].loop.in_flight -= 1
         for name in {op.run for op in step.ops}:
@@ -244,7 +246,7 @@ class World:
         self._ask(run, run.loop.sends())
 
     async def _kill_a_worker(self) -> None:
-        """Let one die, in a step or not, and come back: sometimes only after its work went elsewhere."""
+        """Crash a worker and restart it later, sometimes only after its runs have been moved."""
         alive = [worker for worker in self._workers.values() if worker.is_alive]
         if alive:
             worker = self._draw.choice(alive)
@@ -262,7 +264,7 @@ class World:
         self._sent += [(run, request) for request in requests]
 
     async def _send(self) -> list[Run]:
-        """Have what clients sent accepted; of one run in its order."""
+        """Submit the requests that clients have sent, in order for each run."""
         sent, self._sent = self._sent, []
         by_run: dict[str, list[Request]] = defaultdict(list)
         for run, request in sent:
@@ -284,10 +286,10 @@ class World:
                 )
             run.waiting.append((max(1, request.tokens), self.now))
 
-    # How the world is made.
+    # Setup.
 
     async def _make_runs(self) -> None:
-        """Accept every run, have it made, and its first requests: uncounted."""
+        """Accept and create every run, and schedule its first requests; not counted."""
         for run in self._runs.values():
             self._ask(run, [Request(OpKind.CREATE, 0)])
         await self._send()
@@ -320,7 +322,7 @@ class World:
         return RateWorker(self._sync, self._spool, POOL, WorkerId(name), TOKENS_PER_S, draw)
 
     def _new_scheduler(self, redis_pid: int, before: Scheduler | None = None) -> Scheduler:
-        """Take over from one that was killed: its lease has run out, and nothing of it is left."""
+        """Return a scheduler that takes over from a killed one, whose lease has expired."""
         name = f"scheduler-{next(self._schedulers)}"
         settings = SchedulerSettings(
             redis_url=self._url, data_dir=Path("/nowhere"), clock_period_s=PERIOD_S

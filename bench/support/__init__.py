@@ -1,1 +1,1 @@
-"""What several programs need: models, machines and times, and servers that end when the program does."""
+"""Shared parts of the benchmarks: models, machines, times, and servers that end with the program."""

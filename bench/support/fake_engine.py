@@ -1,4 +1,4 @@
-"""The engine over a model of some layers, on a CUDA device that has shapes and no values."""
+"""Engine with a model of a few layers, on a CUDA device with shapes but without values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 
 
 class FakeEngine:
-    """An engine over a model of a shape with few layers, and what it read on the host."""
+    """Engine with a model of a given shape and few layers, and counts of its host reads."""
 
     def __init__(self, shape: Shape, layers: int, settings: argparse.Namespace) -> None:
         self.reads: Counter[str] = Counter()
@@ -45,7 +45,7 @@ class FakeEngine:
         self._config, self._settings = config, settings
 
     def load(self) -> Engine:
-        """Load it; to be called on the fake device, with `played` in its place."""
+        """Return the engine; call it on the fake device, with `played` patched in."""
         return Engine.load(
             "fake",
             device="cuda:0",
@@ -58,7 +58,7 @@ class FakeEngine:
         )
 
     def played(self) -> dict[Any, dict[str, Any]]:
-        """Return by module what would need values, or kernels."""
+        """Return replacements, by module, of functions that need values or kernels."""
 
         def build(*_: Any, **__: Any) -> Any:
             with torch.device(DEVICE):
@@ -101,7 +101,7 @@ class FakeEngine:
 
 
 def on_fake_device(fake: FakeEngine, work: Callable[[Engine], None]) -> None:
-    """Load an engine on the fake device and let `work` use it."""
+    """Load an engine on the fake device and pass it to `work`."""
     with fake_cuda.fake_cuda():
         patches = [
             mock.patch.object(module, name, value)

@@ -1,4 +1,4 @@
-"""What a bench ran on, and how its lines are printed."""
+"""Facts about the machine of a benchmark, and printing of its rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import transformers
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return command, date, hardware, versions and load; print them."""
+    """Return command, date, hardware, versions and load; also print them."""
     is_cuda = device == "cuda"
     facts = {
         "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
@@ -36,14 +36,14 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return what the kernel calls the processor, and what torch uses of it."""
+    """Return the kernel's name of the processor, and the instruction set that torch uses."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return f"{(names or [platform.machine()])[0]} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def show(row: dict[str, Any]) -> dict[str, Any]:
-    """Print a row as `name=value`, and return it."""
+    """Print a row as `name=value` and return it."""
     print(
         "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
         flush=True,

@@ -1,4 +1,4 @@
-"""The models that the benches train on: Qwen3 shapes, random weights, no tokenizer needed.
+"""Models of the benchmarks: Qwen3 shapes with random weights, without a tokenizer.
 
 python -m bench.support.model FOLDER          # 5.2M parameters: hidden 256, 4 layers, vocabulary 4096
 """
@@ -17,19 +17,19 @@ VOCAB = 4096
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides how long a Qwen3 takes."""
+    """Sizes of a Qwen3 that determine its speed."""
 
     layers: int
     hidden: int
     mlp: int
     heads: int
     kv_heads: int
-    head: int  # size of one
+    head: int  # size of one head
     vocab: int
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """Return inputs and outputs of one layer's q, k, v, o, gate, up and down."""
+        """Inputs and outputs of one layer's q, k, v, o, gate, up and down."""
         queries, keys = self.heads * self.head, self.kv_heads * self.head
         attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys)]
         mlp = [(self.hidden, self.mlp), (self.hidden, self.mlp), (self.mlp, self.hidden)]
@@ -51,7 +51,7 @@ SHAPES = {
 def build(
     folder: Path, size: str = "5m", dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Path:
-    """Write the model to a folder, unless it is there."""
+    """Write the model to a folder, unless it exists there, and return the folder."""
     if (folder / "config.json").exists():
         return folder
     shape = SHAPES[size]

@@ -1,4 +1,4 @@
-"""What a machine could do at best: its measured rates, and the arithmetic that a cycle cannot avoid."""
+"""Roofline of a machine: its measured rates, and the minimum arithmetic of a cycle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from bench.support.model import Shape
 from bench.support.timing import timed
 
-#: The fused AdamW reads weight, gradient and both moments, and writes all but the gradient; fp32.
+#: The fused AdamW reads weight, gradient and both moments in fp32, and writes all but the gradient.
 ADAM_BYTES_PER_PARAMETER = 28
 #: Weight, gradient and both moments in fp32; a 16-bit base adds a copy of the weights in its dtype.
 ARENA_BYTES_PER_PARAMETER = 16
@@ -17,20 +17,20 @@ ARENA_BYTES_PER_PARAMETER = 16
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine was measured to do."""
+    """Measured rates of this machine."""
 
     matmul_flops: float  # per second, in the dtype of the base model
     copy_bytes: float  # read plus written, per second
 
     def fastest(self, other: Rates) -> Rates:
-        """Return the larger of each: whatever else runs only makes a measurement smaller."""
+        """Return the larger of each, because other load only reduces a measurement."""
         return Rates(
             max(self.matmul_flops, other.matmul_flops), max(self.copy_bytes, other.copy_bytes)
         )
 
 
 def measure_rates(device: str, dtype: torch.dtype) -> Rates:
-    """Time a large square matmul and a large copy, ten times each."""
+    """Return the rates of a large square matmul and a large copy, the best of ten each."""
     return Rates(matmul_flops(device, dtype), copy_bandwidth(device))
 
 
@@ -52,19 +52,19 @@ def copy_bandwidth(device: str) -> float:
 
 
 def adapter_parameters(shape: Shape, rank: int, *, unembed: bool = True) -> int:
-    """Return the trained values of an adapter on every linear module: `rank * sum(in + out)`."""
+    """Return the number of trained values of an adapter on every linear module: `rank * sum(in + out)`."""
     pairs = shape.linears * shape.layers + [(shape.hidden, shape.vocab)] * unembed
     return rank * sum(inputs + outputs for inputs, outputs in pairs)
 
 
 def flops_per_token(shape: Shape, length: int, rank: int, *, recompute: bool = False) -> float:
-    """Count what one token of a sequence of `length` costs, forward and backward, under a frozen base.
+    """Return the FLOP of one token in a sequence of `length`, forward and backward, with a frozen base.
 
-    Per weight of a linear module 2 forward and 2 for the gradient of its input (a trained one would take
-    2 more); 2 again where the forward is repeated. The head's chunks are visited once: 4 per weight.
-    Causal attention: `2 S H D` per layer forward (scores and values, half of the square) and 2.5 times
-    that in backward, which computes the scores again (Dao, FlashAttention-2, 2023, section 4.1).
-    LoRA 6 per parameter: its weights want gradients.
+    * Linear modules: 2 per weight forward and 2 for the gradient of the input (a trained weight would need 2 more),
+      and 2 again if the forward is repeated. The head's chunks are visited once: 4 per weight.
+    * Causal attention: `2 S H D` per layer forward (scores and values, half of the square). Backward takes 2.5 times
+      that, because it computes the scores again (Dao, FlashAttention-2, 2023, section 4.1).
+    * LoRA: 6 per parameter, because its weights need gradients.
     """
     linear = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)
     attention = 2.0 * length * shape.heads * shape.head * shape.layers
@@ -79,7 +79,7 @@ def ceiling(
 ) -> float:
     """Return the tokens/s of a cycle that only computes at the matmul rate and steps at the copy rate.
 
-    Nothing is computed twice, and norms, activations and the traffic of LoRA cost nothing.
+    Nothing is computed twice, and norms, activations and the traffic of LoRA are free.
     """
     compute_s = tokens * flops_per_token(shape, length, rank) / rates.matmul_flops
     stepped = adapters * adapter_parameters(shape, rank)
@@ -87,6 +87,6 @@ def ceiling(
 
 
 def adapter_bytes(shape: Shape, rank: int, dtype: torch.dtype) -> int:
-    """Return what an adapter takes while it trains: fp32 arenas and a copy in a 16-bit base's dtype."""
+    """Return the bytes of an adapter in training: fp32 arenas, and a copy in the dtype of a 16-bit base."""
     copy = dtype.itemsize if dtype.itemsize < 4 else 0
     return (ARENA_BYTES_PER_PARAMETER + copy) * adapter_parameters(shape, rank)

@@ -1,4 +1,4 @@
-"""A server that a bench starts, and tenants that train on it through our client."""
+"""Server started by a benchmark, and tenants that train on it through our client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPERATOR = {"X-API-Key": "key-of-the-operator"}
 
 @dataclass(frozen=True)
 class Load:
-    """One tenant: its run and the batch it trains on again and again."""
+    """One tenant: its run, and the batch that it trains on repeatedly."""
 
     run: TrainingClient
     data: list[Datum]
@@ -78,7 +78,7 @@ def datum(row: list[int]) -> Datum:
 
 
 def drive(loads: list[Load], steps: int) -> float:
-    """Train all tenants at once with two steps in flight each; return seconds per step."""
+    """Train all tenants concurrently with two steps in flight each; return seconds per step."""
 
     async def one(load: Load) -> None:
         flying: list[Any] = []
@@ -100,7 +100,7 @@ def drive(loads: list[Load], steps: int) -> float:
 
 
 def host(threads: int) -> dict[str, Any]:
-    """Return what a report says of the machine that server and clients share."""
+    """Return facts about the machine that server and clients share, for a report."""
     packages = ("torch", "transformers", "peft", "redis", "fastapi", "uvicorn")
     return {"cpus": os.cpu_count(), "threads": threads, "platform": platform.platform(),
             "load": os.getloadavg(), "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""How long work takes: wall time and this process's CPU time, in alternated rounds."""
+"""Timing of work: wall time and this process's CPU time, in alternating rounds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True)
 class Took:
-    """The smallest times of some rounds, in seconds; each minimum may be of another round."""
+    """Smallest times of some rounds, in seconds; the minima may come from different rounds."""
 
     wall_s: float
     cpu_s: float
 
     def fastest(self, other: Took) -> Took:
-        """Return the smaller of each."""
+        """Return the smaller of each time."""
         return Took(min(self.wall_s, other.wall_s), min(self.cpu_s, other.cpu_s))
 
 
@@ -31,7 +31,7 @@ def alternate(
 ) -> dict[Name, Took]:
     """Run every way once to warm up, then all of them round by round; return the minima.
 
-    After `until` (of `time.monotonic`) no further round begins, but one is always run.
+    After `until` (of `time.monotonic`) no further round starts, but one round always runs.
     """
     for work in ways.values():
         timed(work, device)
@@ -46,14 +46,14 @@ def alternate(
 
 
 def measure(work: Work, device: str) -> Took:
-    """Time one call."""
+    """Return the times of one call."""
     cpu = time.process_time()
     wall = timed(work, device)
     return Took(wall, time.process_time() - cpu)
 
 
 def timed(work: Work, device: str) -> float:
-    """Return the wall time of one call in seconds, what it left on the device included."""
+    """Return the wall time of one call in seconds, including its pending work on the device."""
     synchronize(device)
     began = time.perf_counter()
     work()

@@ -10,7 +10,7 @@ users=${TMPDIR:-/tmp}/users.acl
 # A password that is there already may be on a volume that nothing can be written to.
 for writable in "$folder" $([ -s "$password_file" ] || dirname "$password_file"); do
   [ -w "$writable" ] || {
-    echo "$writable cannot be written by user $(id -u). Is its volume an older version's? Make it this user's: see \"Upgrade\" in docs/operations.md." >&2
+    echo "$writable cannot be written by user $(id -u). Change the owner of its volume to this user." >&2
     exit 1
   }
 done

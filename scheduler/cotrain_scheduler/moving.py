@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from cotrain_scheduler.placement import MEMORY_S
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, WorkerId
-from cotrain_store.monitoring.backlog import computed
 
 #: Minimum difference of work between two workers: two clock periods; MEMORY_S has about six.
 DIFFERENCE_S = 20.0
@@ -40,7 +39,7 @@ def load_of(
     worker: WorkerHeartbeat, queued_tokens: float, tokens_of: Mapping[RunId, float]
 ) -> Load:
     """Return the load of a worker: its work of the last minute, and its pending work."""
-    busy_s = MEMORY_S * min(computed(worker.duty), 1.0)
+    busy_s = MEMORY_S * min(worker.busy, 1.0)
     sampling_s = MEMORY_S * worker.duty.get("sample", 0.0)
     waiting_s = queued_tokens / max(worker.tokens_per_s, 1.0)
     return Load(worker.id, busy_s + waiting_s, max(0.0, busy_s - sampling_s) + waiting_s, tokens_of)

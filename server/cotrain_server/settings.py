@@ -42,7 +42,7 @@ def split_words(text: str) -> list[str]:
 
 
 class Quotas(BaseModel):
-    """Quotas of one tenant. Requests above them are refused or wait, see docs/reliability.md."""
+    """Quotas of one tenant. Requests above them are refused or wait, see docs/operate/limits.md."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

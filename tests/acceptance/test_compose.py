@@ -1,7 +1,7 @@
-"""The compose file as an operator runs it: built, used through the official SDK, killed, restarted.
+"""Acceptance test of the compose file: built, used through the official SDK, killed, restarted.
 
-Needs a container engine; run by `make test-compose`. One server for the whole file: the tests come
-in the order of a server's life.
+Needs a container engine; run by `make test-compose`. All tests share one server and run in the
+order of its lifetime.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Numbers = tuple[float, float]
 
 
 class Trainer:
-    """A run that the official SDK trains, in a process of its own (trainer.py)."""
+    """A run that the official SDK trains in a separate process (trainer.py)."""
 
     def __init__(self, containers: Containers, key: str) -> None:
         self._process = subprocess.Popen(
@@ -46,11 +46,11 @@ class Trainer:
         self._process.communicate()
 
     def begin(self, index: int) -> None:
-        """Send both requests of a step, without waiting for what comes back."""
+        """Send both requests of a step without waiting for the results."""
         assert self._ask(f"begin {index}") == "sent"
 
     def finish(self) -> Numbers:
-        """Wait for the oldest step under way."""
+        """Wait for the oldest step in flight."""
         loss, grad_norm = json.loads(self._ask("finish"))
         return loss, grad_norm
 
@@ -67,7 +67,7 @@ class Trainer:
 
 
 def train(containers: Containers, key: str) -> list[Numbers]:
-    """Train a fresh run, undisturbed, on the data every run here is given."""
+    """Train a new run without faults, on the same data as every run here."""
     with Trainer(containers, key) as run:
         return [run.step(index) for index in range(STEPS)]
 
@@ -76,7 +76,7 @@ def train(containers: Containers, key: str) -> list[Numbers]:
 def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
     models = tmp_path_factory.mktemp("models")
     build_tiny_qwen3(models / "tiny")
-    # The container reads it as another user; pytest's folders and safetensors' files are private.
+    # The container runs as another user; pytest's folders and safetensors' files are private.
     for path in (models, *models.parents[:2], *models.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     variables = {
@@ -97,7 +97,7 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]
 
 @pytest.fixture(scope="module")
 def undisturbed(containers: Containers) -> list[Numbers]:
-    """What the training gives where nothing goes wrong."""
+    """Losses and gradient norms of a training without faults."""
     return train(containers, ALICE)
 
 
@@ -105,7 +105,7 @@ def test_training_learns(undisturbed: list[Numbers]) -> None:
     assert undisturbed[-1][0] < undisturbed[0][0]
 
 
-def test_a_run_outlives_every_container_and_its_numbers_do_not_change(
+def test_a_run_survives_killed_containers_with_identical_numbers(
     containers: Containers, undisturbed: list[Numbers]
 ) -> None:
     steps = iter(range(STEPS))
@@ -114,7 +114,7 @@ def test_a_run_outlives_every_container_and_its_numbers_do_not_change(
         for service in ("worker", "redis", "scheduler", "api"):
             run.begin(next(steps))
             containers.kill(service)
-            run.begin(next(steps))  # while it is gone
+            run.begin(next(steps))  # while the container is down
             containers.start(service)
             seen += [run.finish(), run.finish()]
         containers.compose("restart", "api", "redis")
@@ -122,7 +122,7 @@ def test_a_run_outlives_every_container_and_its_numbers_do_not_change(
     assert seen == undisturbed
 
 
-def test_a_key_made_in_the_container_opens_a_tenant_of_its_own(
+def test_a_key_made_in_the_container_belongs_to_a_new_tenant(
     containers: Containers, undisturbed: list[Numbers]
 ) -> None:
     printed = containers.run("api", "cotrain", "keys", "create", "bob")
@@ -142,7 +142,7 @@ def test_the_server_image_has_no_torch(containers: Containers) -> None:
 
 
 @pytest.mark.parametrize("service", ["api", "scheduler", "worker"])
-def test_a_process_is_not_root_and_writes_only_where_it_may(
+def test_a_process_is_not_root_and_writes_only_to_its_folders(
     containers: Containers, service: str
 ) -> None:
     attempt = (
@@ -160,7 +160,7 @@ def test_the_user_of_redis_is_not_root_either(containers: Containers) -> None:
     assert "Read-only file system" in told
 
 
-def test_redis_answers_only_who_knows_its_password(containers: Containers) -> None:
+def test_redis_requires_its_password(containers: Containers) -> None:
     ask = "$(command -v valkey-cli || command -v redis-cli) get cotrain:schema"
     assert "NOAUTH" in containers.run("redis", "sh", "-c", ask)
     known = f"REDISCLI_AUTH=$(cat /secret/redis-password) {ask}"
@@ -168,7 +168,7 @@ def test_redis_answers_only_who_knows_its_password(containers: Containers) -> No
 
 
 @pytest.mark.parametrize("service", ["api", "scheduler", "worker", "redis"])
-def test_no_list_shows_the_password(containers: Containers, service: str) -> None:
+def test_no_process_list_shows_the_password(containers: Containers, service: str) -> None:
     password = containers.run(service, "cat", "/secret/redis-password").strip()
     assert len(password) == 48
     assert password not in json.dumps(containers.inspect(service))
@@ -179,16 +179,14 @@ def test_no_list_shows_the_password(containers: Containers, service: str) -> Non
 
 
 @pytest.mark.parametrize("service", ["api", "scheduler", "worker", "redis"])
-def test_a_container_is_held_to_its_share(containers: Containers, service: str) -> None:
+def test_a_container_has_its_resource_limits(containers: Containers, service: str) -> None:
     limits = containers.inspect(service)["HostConfig"]
     assert limits["Memory"] >= 2**30
     assert 0 < limits["PidsLimit"] <= 4096
 
 
 @pytest.mark.parametrize("service", ["scheduler", "worker"])
-def test_a_process_with_no_callers_outside_reaches_nothing_outside(
-    containers: Containers, service: str
-) -> None:
+def test_internal_processes_cannot_reach_the_internet(containers: Containers, service: str) -> None:
     networks = containers.inspect("api")["NetworkSettings"]["Networks"]
     outside = next(net["IPAddress"] for name, net in networks.items() if name.endswith("_default"))
     attempt = (
@@ -209,7 +207,7 @@ def test_a_process_with_no_callers_outside_reaches_nothing_outside(
     assert from_outside.split() == ["0", "None"]
     errno, *reached = containers.run(service, "python", "-c", attempt).split()
     assert errno != "0"
-    assert reached == ["None", "None"]  # the same API, by the network that they share
+    assert reached == ["None", "None"]  # the same API, on the internal network
 
 
 def test_the_threads_of_a_server_are_few(containers: Containers) -> None:
@@ -220,7 +218,7 @@ def test_the_threads_of_a_server_are_few(containers: Containers) -> None:
 
 
 @pytest.mark.parametrize("service", ["api", "scheduler", "worker", "redis"])
-def test_a_container_that_serves_is_not_called_unhealthy(
+def test_a_serving_container_is_not_reported_unhealthy(
     containers: Containers, service: str
 ) -> None:
     state = containers.inspect(service)["State"]
@@ -228,7 +226,7 @@ def test_a_container_that_serves_is_not_called_unhealthy(
     assert state.get("Health", {}).get("Status") != "unhealthy"
 
 
-def test_a_stop_drains_and_every_process_ends_by_itself(containers: Containers) -> None:
+def test_a_stop_drains_and_every_process_exits_cleanly(containers: Containers) -> None:
     containers.compose("stop")
     ends = {
         service: containers.inspect(service)["State"]["ExitCode"]

@@ -1,4 +1,5 @@
-"""Every example as its reader runs it, in small, against one server; each must show what it claims."""
+"""Acceptance test of the examples: each runs at a reduced size against one server and must show its
+claim."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ from tests.warm.sources import ROOT
 
 EXAMPLES = ROOT / "examples"
 KEY = "tml-example_key-of-mine"
-#: Of the demo's base model, which has 3 layers and takes 300 steps over four times the text:
-#: enough to have something to learn from, and less text is learned in fewer steps.
+#: Reduced size of the demo's base model, which has 3 layers and takes 300 steps over four times the
+#: text. It still learns enough, and less text is learned in fewer steps.
 MODEL_LAYERS, MODEL_CHARACTERS, MODEL_STEPS = 2, 300_000, 90
-#: Of the text of a model whose training is stopped.
+#: Characters of text of a model whose training is stopped.
 FEW_CHARACTERS = 30_000
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -38,7 +39,7 @@ Rows = list[dict[str, Any]]
 
 
 class Run(Protocol):
-    """Run an example and give its table."""
+    """Function that runs an example and returns its table."""
 
     def __call__(self, example: str, *options: str) -> Rows: ...
 
@@ -74,7 +75,7 @@ def run_at(
     example: str,
     *options: str,
 ) -> Rows:
-    """Run an example in this process, which has loaded torch and transformers already."""
+    """Run an example in this process, which has already loaded torch and transformers."""
     for name, value in environment_of(client_settings(address)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [example, "--json", *options])
@@ -87,11 +88,11 @@ def client_settings(address: str) -> dict[str, str]:
     return {"COTRAIN_BASE_URL": address, "COTRAIN_API_KEY": KEY}
 
 
-def test_what_is_done_is_said_before_it_is_done_and_how_far_it_is_while_it_is(
+def test_an_activity_is_announced_first_and_shows_its_progress(
     tmp_path: Path,
 ) -> None:
-    # Of a fortieth of the text, which is read, made a tokenizer of and encoded before the first step; and a line is
-    # written every second, of a training that takes this long for nothing else.
+    # A fortieth of the text: it is read, used for the tokenizer and encoded before the first step.
+    # A line is written every second. Nothing else depends on this training, so it is stopped.
     program = (
         f"import runpy, sys; sys.path.insert(0, {str(EXAMPLES)!r}); import demo_texts, how_far; "
         f"demo_texts.MAX_CHARACTERS, how_far.EVERY_S = {FEW_CHARACTERS}, 1.0; "
@@ -111,8 +112,8 @@ def test_what_is_done_is_said_before_it_is_done_and_how_far_it_is_while_it_is(
     )
 
 
-def test_the_demo_says_what_it_does_before_it_loads_torch() -> None:
-    # Its model may be there already; what it is made with is loaded all the same.
+def test_the_demo_prints_its_activity_before_it_loads_torch() -> None:
+    # The model may exist already; the demo imports torch all the same.
     command = [sys.executable, "-X", "importtime", str(EXAMPLES / "demo.py")]
     said = ""
     with subprocess.Popen(
@@ -121,7 +122,8 @@ def test_the_demo_says_what_it_does_before_it_loads_torch() -> None:
         assert demo.stdout is not None
         try:
             for line in demo.stdout:
-                if re.search(r"\| +torch\.", line):  # a part of it, which is said before the whole
+                # a submodule, which is listed before torch itself
+                if re.search(r"\| +torch\.", line):
                     break
                 said += "" if line.startswith("import time:") else line
         finally:
@@ -129,7 +131,7 @@ def test_the_demo_says_what_it_does_before_it_loads_torch() -> None:
     assert said.splitlines() == ["Making a base model", "Loading torch and reading text …"]
 
 
-def test_fine_tuning_lowers_the_loss_on_what_was_held_out(run: Run) -> None:
+def test_fine_tuning_lowers_the_held_out_loss(run: Run) -> None:
     before, *_, after = (row["loss"] for row in run("sft.py", "--steps=12"))
     assert after < 0.7 * before
 
@@ -139,19 +141,19 @@ def test_reinforcement_raises_the_reward(run: Run) -> None:
     assert last > first + 0.05
 
 
-def test_preferences_are_learned_for_pairs_that_were_held_out(run: Run) -> None:
+def test_preferences_are_learned_for_held_out_pairs(run: Run) -> None:
     before, *_, after = run("dpo.py", "--steps=4")
     assert (before["margin"], before["share right"]) == (0, 0)
     assert after["margin"] > 1
     assert after["share right"] > 0.9
 
 
-def test_a_student_comes_nearer_to_its_teacher(run: Run) -> None:
+def test_distillation_lowers_the_divergence_from_the_teacher(run: Run) -> None:
     *_, first, last = (row["KL"] for row in run("distill.py", "--steps=6"))
     assert last < 0.9 * first
 
 
-def test_a_sweep_starts_all_rates_alike_and_finds_one_that_is_neither_first_nor_last(
+def test_a_sweep_starts_all_rates_alike_and_the_best_is_a_middle_one(
     run: Run,
 ) -> None:
     rows = run("sweep.py", "--steps=6")
@@ -160,10 +162,10 @@ def test_a_sweep_starts_all_rates_alike_and_finds_one_that_is_neither_first_nor_
     assert 0 < best < len(rows) - 1
 
 
-def test_a_killed_training_goes_on_from_its_checkpoint_as_if_nothing_had_been(
+def test_a_killed_training_resumes_from_its_checkpoint_unchanged(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subprocess, "Popen", Popen)  # what the example starts is forked
+    monkeypatch.setattr(subprocess, "Popen", Popen)  # processes that the example starts are forked
     rows = run("resume.py", "--steps=9")
     calm, killed, resumed = (
         [row[part] for row in rows] for part in ("undisturbed", "killed", "resumed")
@@ -173,7 +175,7 @@ def test_a_killed_training_goes_on_from_its_checkpoint_as_if_nothing_had_been(
     assert calm[-1] < calm[0]
 
 
-def test_a_custom_loss_learns_and_is_the_servers_own_where_it_is_the_same_loss(run: Run) -> None:
+def test_a_custom_loss_learns_and_equals_the_same_built_in_loss(run: Run) -> None:
     before, cross_entropy, gamma_0, *others = run("custom_loss.py", "--steps=6")
     assert gamma_0["all tokens"] == pytest.approx(cross_entropy["all tokens"], rel=1e-4)
     assert all(row["all tokens"] < 0.9 * before["all tokens"] for row in (gamma_0, *others))
@@ -185,7 +187,7 @@ def test_an_evaluation_finds_the_trained_adapter_better(run: Run) -> None:
     assert trained["best of 8"] >= trained["mean score"]
 
 
-def test_the_clock_shows_that_a_naive_loop_takes_a_cycle_more_per_step(
+def test_the_clock_shows_that_a_naive_loop_takes_one_more_cycle_per_step(
     base_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -197,13 +199,13 @@ def test_the_clock_shows_that_a_naive_loop_takes_a_cycle_more_per_step(
         options = ("--steps=4", "--period-s=0.5", "--prepare-s=0", f"--picture={picture}")
         rows = run_at(serving.address, monkeypatch, capsys, "clock_cycles.py", *options)
     naive, submit_both, pipelined = (row["cycles per step"] for row in rows)
-    assert naive >= 2  # whatever the machine does: it never has both in one cycle
+    assert naive >= 2  # on any machine: it never has both requests in one cycle
     assert submit_both < naive
     assert pipelined < naive
     assert picture.read_bytes().startswith(PNG)
 
 
-def test_sft_ends_with_the_same_losses_when_every_process_of_the_server_is_killed_in_its_middle(
+def test_sft_keeps_its_losses_when_all_server_processes_are_killed(
     base_model: Path, tmp_path: Path
 ) -> None:
     options = [f"--port={free_port()}"]
@@ -224,7 +226,7 @@ def test_sft_ends_with_the_same_losses_when_every_process_of_the_server_is_kille
 
 
 def started(example: str, address: str, *options: str) -> Popen:
-    """Start an example as a process of its own."""
+    """Start an example as a separate process."""
     return Popen(
         [sys.executable, str(EXAMPLES / example), "--json", *options],
         env=environment_of(client_settings(address)),
@@ -234,7 +236,7 @@ def started(example: str, address: str, *options: str) -> Popen:
 
 
 def await_cycle(server: Serving, number: int) -> None:
-    """Wait until the server's clock has come that far."""
+    """Wait until the server has reached this clock cycle."""
     with httpx.Client(headers=server.operator, timeout=PATIENCE_S) as http:
         while http.get(f"{server.address}/status").json()["pools"][0]["last_cycle"] < number:
             time.sleep(0.05)

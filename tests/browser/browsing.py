@@ -1,4 +1,5 @@
-"""Looking at the pages of a running server, and training on it so that there is something to see."""
+"""Helpers that open the pages of a running server in a browser and train runs for the pages to
+show."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.support.serving import Serving
 from tests.warm.popen import Popen
 
 if TYPE_CHECKING:
-    # Playwright is there for `make test-browser` alone.
+    # Playwright is installed only for `make test-browser`.
     from playwright.sync_api import Browser, Page
 
 BASE_MODEL = "tiny"
@@ -29,7 +30,7 @@ BASE_MODEL = "tiny"
 
 @dataclass(frozen=True)
 class Trained:
-    """A run, and the loss of each of its steps as its client computed it."""
+    """A run, and the losses of its steps as its client computed them."""
 
     run: str
     losses: list[float]
@@ -37,7 +38,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Site:
-    """A server, and who may look at it."""
+    """A server, and the keys that may log in to its pages."""
 
     serving: Serving
     chromium: Browser
@@ -46,7 +47,7 @@ class Site:
     runs: Mapping[str, Trained]
     data_dir: Path
     base_model: str
-    """As the server was started with it."""
+    """Base model that the server was started with."""
 
     @property
     def address(self) -> str:
@@ -56,7 +57,7 @@ class Site:
     def seen_by(
         self, who: str, width: int = 1280, scheme: Literal["light", "dark"] = "light"
     ) -> Iterator[Seen]:
-        """Log in as the operator or a tenant; at the end nothing may have gone wrong in the page."""
+        """Log in as the operator or a tenant. Check at the end that the page had no errors."""
         context = self.chromium.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme
         )
@@ -72,7 +73,7 @@ class Site:
 
     @contextmanager
     def another_worker(self, name: str) -> Iterator[None]:
-        """Run one more worker of the same base model; it is to be drained before the block ends."""
+        """Run one more worker of the same base model. It must be drained before the block ends."""
         settings = {
             "REDIS_URL": f"unix://{found_socket(self.data_dir)}",
             "DATA_DIR": str(self.data_dir),
@@ -105,7 +106,7 @@ class Seen:
     foreign: list[str] = field(default_factory=list)
 
     def watch(self) -> None:
-        """Note what the console says, and each request to another host."""
+        """Record messages of the console and requests to other hosts."""
         own = urlsplit(self.address).netloc
         self.page.on(
             "console",
@@ -146,7 +147,7 @@ def train(address: str, key: str, name: str, steps: int) -> Trained:
 
 
 def step(training: Any) -> float:
-    """Take one step; its mean loss."""
+    """Run one step and return its mean loss."""
     tokens = [7, 8, 9, 10] * 4
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),

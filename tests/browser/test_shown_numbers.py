@@ -1,4 +1,4 @@
-"""A few pages in a real browser, in every run of the tests: what they show is what the server answers."""
+"""Pages in a real browser, checked against the answers of the server; part of every test run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_thirty_steps_are_thirty_points_with_the_clients_losses(site: Site) -> N
 
 
 @pytest.mark.parametrize("path", LIVE)
-def test_a_page_brings_itself_up_to_date(site: Site, path: str) -> None:
+def test_a_page_refreshes_its_data(site: Site, path: str) -> None:
     with site.seen_by("operator") as seen:
         page = seen.open(path)
         page.evaluate(
@@ -53,7 +53,7 @@ def test_a_page_brings_itself_up_to_date(site: Site, path: str) -> None:
         expect(page.locator("body[data-settled]")).to_be_visible()
 
 
-def test_seeded_answers_of_base_model_and_checkpoint_are_the_apis(site: Site) -> None:
+def test_seeded_answers_on_the_page_equal_those_of_the_api(site: Site) -> None:
     with site.seen_by("alice") as seen:
         page = seen.open("/ui/playground")
         page.fill("textarea[name=prompt]", "one two three")
@@ -73,7 +73,7 @@ def test_seeded_answers_of_base_model_and_checkpoint_are_the_apis(site: Site) ->
 
 
 def logprobs_of(site: Site, model: str) -> list[str]:
-    """Ask the API what the page was asked; the log-probs as the page shows them."""
+    """Return the log-probs of the API for the same request, formatted as on the page."""
     body = {
         "model": model, "prompt": "one two three", "max_tokens": 8, "seed": 5,
         "temperature": 0.7, "logprobs": 0,

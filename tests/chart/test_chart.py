@@ -1,4 +1,4 @@
-"""What only Helm and the Kubernetes schemas can say of the chart: `make test-chart`."""
+"""Checks of the chart that need Helm and the Kubernetes schemas: `make test-chart`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.render import CHART, RENDERED, examples, rendered
+from tests.chart.render import CHART, examples, rendered
 
 pytestmark = pytest.mark.chart
 
-#: The oldest that Chart.yaml allows, and the newest whose schemas are there.
+#: Oldest version that Chart.yaml allows, and the newest with published schemas.
 VERSIONS = ("1.29.0", "1.37.0")
-#: Of operators that a cluster may have; their schemas are not among those of Kubernetes.
+#: API groups of optional operators, whose schemas are not among those of Kubernetes.
 OTHERS = ("keda.sh/", "monitoring.coreos.com/", "leaderworkerset.x-k8s.io/")
-
-
-@pytest.mark.parametrize("name", examples())
-def test_what_the_quick_tests_read_is_what_the_chart_says_now(name: str) -> None:
-    text = (RENDERED / f"{name}.yaml").read_text()
-    assert text == rendered(examples()[name]), "run: make chart"
-    assert {file.stem for file in RENDERED.glob("*.yaml")} == examples().keys()
 
 
 @pytest.mark.parametrize("name", examples())
@@ -35,7 +28,7 @@ def test_helm_finds_nothing_wrong(name: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", examples())
-def test_every_object_is_one_of_kubernetes(name: str, version: str) -> None:
+def test_every_object_matches_the_kubernetes_schema(name: str, version: str) -> None:
     import kubernetes_validate
 
     documents = [each for each in yaml.safe_load_all(rendered(examples()[name])) if each]
@@ -54,7 +47,7 @@ def test_every_object_is_one_of_kubernetes(name: str, version: str) -> None:
         ({"redis": {"external": {"url": "http://r"}}}, "'/redis/external/url': 'http://r'"),
     ],
 )
-def test_helm_refuses_a_wrong_value_by_its_name(values: dict[str, Any], says: str) -> None:
+def test_helm_rejects_an_invalid_value_and_names_it(values: dict[str, Any], says: str) -> None:
     from helm_python import HelmValuesError
 
     with pytest.raises(HelmValuesError) as refused:
@@ -75,7 +68,9 @@ POOL = {"name": "a", "baseModel": "m", "replicas": 1, "device": "cpu"}
         ),
     ],
 )
-def test_what_the_schema_cannot_say_is_refused_too(values: dict[str, Any], says: str) -> None:
+def test_helm_rejects_values_that_the_schema_cannot_check(
+    values: dict[str, Any], says: str
+) -> None:
     from helm_python import HelmRenderError
 
     with pytest.raises(HelmRenderError) as refused:
@@ -83,11 +78,11 @@ def test_what_the_schema_cannot_say_is_refused_too(values: dict[str, Any], says:
     assert says in str(refused.value)
 
 
-def test_what_a_pool_leaves_out_is_left_out() -> None:
+def test_parts_that_a_pool_omits_are_not_rendered() -> None:
     assert "COTRAIN_BASE_MODEL" in rendered({"pools": [POOL]})
 
 
-def test_the_notes_name_what_is_there() -> None:
+def test_the_notes_name_the_installed_parts() -> None:
     from helm_python import Chart
 
     found = Chart.load(CHART).render({}, name="demo", namespace="ml")

@@ -1,8 +1,8 @@
-"""What a user's program does with checkpoints, under whichever official SDK is first on the path.
+"""Checkpoint scenarios, run under the official SDK that is first on the path.
 
-Run as `python -m tests.conformance.checkpoint_scenarios BASE_URL BASE_MODEL SCENARIO…` from the root;
-prints one JSON object, scenario → facts. Judging the facts is the tests' work. CHECKPOINT is the path
-that `resumed` goes on from.
+Run as `python -m tests.conformance.checkpoint_scenarios BASE_URL BASE_MODEL SCENARIO…` from the
+root. Prints one JSON object, scenario → facts; the tests check the facts. `resumed` resumes from
+the path in CHECKPOINT.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ TTL_S = 7200
 
 
 def restored(bench: Bench) -> Facts:
-    """Save, go astray, come back in every way there is, and go on beside a run that never left."""
+    """Save, train on, restore in every possible way, and continue next to a run that never
+    restored."""
     straight = steps(bench.run())
     halfway = seen(straight)
     end = seen(steps(straight))
@@ -71,7 +72,10 @@ def restored(bench: Bench) -> Facts:
 
 
 def discarded(bench: Bench) -> Facts:
-    """Load over a gradient that no step has used: it is gone, as the weights it was taken at."""
+    """Load over a gradient that no step has used.
+
+    The load discards it, because it belongs to the old weights.
+    """
     run = steps(bench.run())
     path = saved(run, "clean")
     clean = run.optim_step(types.AdamParams(learning_rate=1e-2)).result().metrics
@@ -83,7 +87,7 @@ def discarded(bench: Bench) -> Facts:
 
 
 def named(bench: Bench) -> Facts:
-    """Take a name twice, first without and then with leave to overwrite."""
+    """Save twice under one name, first without and then with permission to overwrite."""
     run, rest = steps(bench.run()), rest_of(bench)
     path = saved(run, "name", **_metadata({"kept": "no", "a": "1"}))
     facts: Facts = {"path": path, "run": run.model_id, "before": seen(run)}
@@ -107,7 +111,7 @@ def _metadata(user_metadata: dict[str, str]) -> dict[str, Any]:
 
 
 def kept(bench: Bench) -> Facts:
-    """Keep checkpoints for a while, longer, for ever, and for less than one may."""
+    """Keep checkpoints for a while, longer, permanently, and for less than the minimum."""
     run, rest = steps(bench.run(), 1), rest_of(bench)
     path = saved(run, "for-a-while", ttl_seconds=TTL_S)
     run.save_weights_for_sampler("for-a-while", ttl_seconds=TTL_S).result()
@@ -126,7 +130,7 @@ def kept(bench: Bench) -> Facts:
 
 
 def deleted(bench: Bench) -> Facts:
-    """List and describe what there is, delete some of it, and list again."""
+    """List and describe the checkpoints, delete some of them, and list again."""
     run = made(
         bench.service.create_lora_training_client(
             bench.base_model, rank=3, seed=7, train_mlp=False, user_metadata={"renderer": "plain"}
@@ -170,7 +174,7 @@ def deleted(bench: Bench) -> Facts:
 
 
 def published(bench: Bench) -> Facts:
-    """Let another tenant have a checkpoint, and take it back."""
+    """Publish a checkpoint to another tenant and unpublish it."""
     stranger = bench.of_key(1)
     run, rest, foreign = steps(bench.run()), rest_of(bench), rest_of(stranger)
     path = saved(run, "shared")
@@ -216,7 +220,7 @@ def published(bench: Bench) -> Facts:
 
 
 def sampled(bench: Bench) -> Facts:
-    """Sample from the same weights by every road that leads to them."""
+    """Sample from the same weights through every API."""
     run = steps(bench.run())
     path = saved(run, "both")
     named_path = run.save_weights_for_sampler("both").result().path
@@ -250,14 +254,14 @@ def copied(bench: Bench) -> Facts:
 
 
 def begun(bench: Bench) -> Facts:
-    """Save halfway, and go on to the end: what a resumed run has to arrive at."""
+    """Save halfway and train to the end; a resumed run must reach the same numbers."""
     run = steps(bench.run())
     path = saved(run, "halfway")
     return {"path": path, "halfway": seen(run), "end": seen(steps(run))}
 
 
 def resumed(bench: Bench) -> Facts:
-    """Go on from CHECKPOINT, which another process saved."""
+    """Resume from CHECKPOINT, which another process saved."""
     path = os.environ["CHECKPOINT"]
     run = from_all_of_state(bench, path)
     rest = rest_of(bench)
@@ -266,7 +270,7 @@ def resumed(bench: Bench) -> Facts:
 
 
 def undisturbed(bench: Bench) -> Facts:
-    """Do each thing with checkpoints once, so that it can be told whether it went the same way."""
+    """Run each checkpoint operation once, as the reference for runs with faults."""
     run, rest = steps(bench.run()), rest_of(bench)
     count_before = _count(rest)
     path = saved(run, "saved")

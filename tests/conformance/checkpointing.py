@@ -1,4 +1,4 @@
-"""The words in which the scenarios of checkpoints speak: train, look, save, load, list."""
+"""Common operations of the checkpoint scenarios: train, inspect, save, load, list."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.conformance.scenarios import Bench, Facts, batch, logprobs, step
 
 PROJECT = "a-project"
 STEPS = 2
-"""Steps before the checkpoint, and steps after it."""
+"""Steps before the checkpoint, and again after it."""
 
 
 def seen(run: Any) -> list[list[float]]:
-    """Look at a run through the log-probs of one batch."""
+    """Return the log-probs of one batch, as a fingerprint of the run."""
     return logprobs(run.forward(batch(), "cross_entropy").result())
 
 
 def steps(run: Any, count: int = STEPS) -> Any:
-    """Train a few steps; each batch is another one."""
+    """Train a few steps, each on a different batch."""
     for number in range(count):
         step(run, batch(number))
     return run
@@ -43,18 +43,18 @@ def from_all_of_state(bench: Bench, path: str, **options: Any) -> Any:
 
 
 def in_project(bench: Bench) -> Any:
-    """Belong to a project: what the SDK copies, it copies into one."""
+    """Set a project: the SDK requires one as the target of a copy."""
     key = os.environ["TINKER_API_KEY"]
     return tinker.ServiceClient(base_url=bench.base_url, api_key=key, project_id=PROJECT)
 
 
 def rest_of(bench: Bench) -> Any:
-    """Talk to the REST half."""
+    """Return the client of the REST API."""
     return bench.service.create_rest_client()
 
 
 def listed(rest: Any, run: Any) -> dict[str, Facts]:
-    """List a run's checkpoints as the SDK understands them, by id."""
+    """List a run's checkpoints as parsed by the SDK, by id."""
     checkpoints = rest.list_checkpoints(run.model_id).result().checkpoints
     return {
         each.checkpoint_id: {
@@ -70,7 +70,7 @@ def listed(rest: Any, run: Any) -> dict[str, Facts]:
 
 
 def run_of(path: str) -> str:
-    """Name the run whose checkpoint a path is."""
+    """Return the id of the run that a checkpoint path belongs to."""
     return path.removeprefix("tinker://").partition("/")[0]
 
 

@@ -1,4 +1,4 @@
-"""Every command of the official CLI, and what its user must read."""
+"""Commands of the official CLI, and the output that each must print."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ KEY = KEYS[3]
 
 @dataclass(frozen=True)
 class Command:
-    """One command, and what is on its output, or where it is refused on its error output.
+    """One command, and its expected output, or its expected error output if it is rejected.
 
-    `{run}`, `{session}` and the like stand for real ones.
+    `{run}`, `{session}` and other placeholders stand for real ids.
     """
 
     argv: str
@@ -149,7 +149,7 @@ REFUSED = {
         "billing usage 2026-06-01T00:00:00Z 2026-07-01T00:00:00Z", ("at most 14 days",)
     ),
 }
-#: With a key of the kind that is exchanged for a token, and a home of their own.
+#: Commands with a key that is exchanged for a token, and with a separate home folder.
 SIGNED_IN = {
     "auth whoami": Command("auth whoami", ("Organization",), env={"TINKER_API_KEY": "{token}"}),
     "auth login": Command("auth login", ("Logged in as",), input=KEY + "\n"),

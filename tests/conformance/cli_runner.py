@@ -1,7 +1,7 @@
-"""Run commands of the official CLI, each in a process of its own, which has its imports done already.
+"""Runner of commands of the official CLI, each in a forked process that already has its imports.
 
-Reads a JSON list of commands (`argv`, `input`, `env`) and prints a JSON list of what became of each. A
-command that waits and asks again for minutes is killed: its exit status is then negative.
+Reads a JSON list of commands (`argv`, `input`, `env`) and prints a JSON list of their results. A
+command that retries for minutes is killed: its exit status is then negative.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.warm.parent import ready_to_fork
 
-#: A command that the server refused ends within seconds. SDKs repeat what they may for 300 s.
+#: A rejected command ends within seconds. SDKs retry for up to 300 s.
 PATIENCE_S = 300
 
 
@@ -33,9 +33,10 @@ def main() -> None:
     import_module("tinker")
     import_module("tinker.lib.public_interfaces.admin_client")
     for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
-        del sys.modules[name]  # reads the environment of the command when that imports it
-    # Each command makes some, of the same certificates, and needs none: the server speaks plain HTTP.
-    ssl.create_default_context = cache(ssl.create_default_context)  # type: ignore[assignment]  # what it gives
+        del sys.modules[name]  # it reads the environment of the command when it is imported
+    # Each command makes several contexts from the same certificates and uses none: the server
+    # speaks plain HTTP.
+    ssl.create_default_context = cache(ssl.create_default_context)  # type: ignore[assignment]  # its type
     ready_to_fork()
     print(json.dumps([_run(command) for command in commands]))
 
@@ -59,7 +60,7 @@ def _run(command: dict[str, Any]) -> dict[str, Any]:
 
 
 def _become(command: dict[str, Any], streams: list[int]) -> None:
-    """Be the command: without a terminal, as from a script, until its exit."""
+    """Replace this process by the command: without a terminal, as from a script, until it exits."""
     os.setsid()
     signal.alarm(PATIENCE_S)
     for number, stream in enumerate(streams):

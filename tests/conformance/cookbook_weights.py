@@ -1,7 +1,8 @@
-"""What `tinker_cookbook.weights` makes of our exports. Runs as a program of its own; prints JSON.
+"""Check of `tinker_cookbook.weights` on our exports. Runs as a separate program; prints JSON.
 
-Every case: a base model, an adapter of random numbers as a folder of ours, and how far the logits of
-what the cookbook makes of it are from those of plain PEFT on the same folder.
+Every case has a base model and an exported adapter of random numbers. The cookbook merges or
+converts the adapter, and the case reports the distance of its logits from plain PEFT on the same
+folder.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def converted(base: Path, folder: Path, output: Path) -> Any:
 def distance(
     make: Callable[[Path, Path, Path], Any], base: Path, folder: Path, root: Path
 ) -> float | str:
-    """Say how far a way is from plain PEFT, or how it refuses."""
+    """Return the distance of a conversion from plain PEFT, or its error."""
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     expected = logits(plain)
     try:

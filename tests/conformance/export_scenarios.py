@@ -1,6 +1,6 @@
-"""What leaves the server, under whichever official SDK is first on the path.
+"""Export and download scenarios, run under the official SDK that is first on the path.
 
-Run with the scenarios of checkpoints. FOLDER is where downloads go.
+Run together with the scenarios of checkpoints. FOLDER is the target of downloads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.conformance.scenarios import Bench, Facts, error_of
 
 
 def exported(bench: Bench) -> Facts:
-    """Export for other programs, openly and to two age recipients, and download both."""
+    """Export for other programs, unencrypted and for two age recipients, and download both."""
     folder, run = Path(os.environ["FOLDER"]), steps(bench.run())
     rest, identities = rest_of(bench), [pyrage.x25519.Identity.generate() for _ in range(2)]
     recipients = [str(identity.to_public()) for identity in identities]
@@ -58,7 +58,7 @@ def _status_of(url: str) -> int:
 
 
 def archived(bench: Bench) -> Facts:
-    """Download a checkpoint's archive, as the older SDKs do."""
+    """Download a checkpoint's archive with the API of the older SDKs."""
     run = steps(bench.run())
     path = run.save_weights_for_sampler("archived").result().path
     answer = rest_of(bench).get_checkpoint_archive_url_from_tinker_path(path).result()
@@ -67,7 +67,7 @@ def archived(bench: Bench) -> Facts:
 
 
 def download(url: str, path: Path) -> int:
-    """Fetch a signed URL as the SDK does, without a key; returns the length it was promised."""
+    """Fetch a signed URL as the SDK does, without a key. Return its declared length."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with urllib.request.urlopen(url) as response:
         path.write_bytes(response.read())

@@ -1,8 +1,8 @@
-"""What a user of `mint` does: the ordinary loop, and both of its extensions.
+"""Scenarios of the `mint` client: the ordinary loop, and both of its extensions.
 
-Run as `python -m tests.conformance.mint_scenarios BASE_URL BASE_MODEL SCENARIO…` from the root, with
-`mint` and the SDK that it pins first on the path, and its key in MINT_API_KEY; prints one JSON object,
-scenario → facts. Judging the facts is the tests' work.
+Run as `python -m tests.conformance.mint_scenarios BASE_URL BASE_MODEL SCENARIO…` from the root,
+with `mint` and its pinned SDK first on the path, and its key in MINT_API_KEY. Prints one JSON
+object, scenario → facts; the tests check the facts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-import mint as tinker  # the smallest migration, as its README has it
+import mint as tinker  # the smallest migration, as in its README
 import mint.mint as mintx
 import torch
 from mint import types
@@ -38,7 +38,7 @@ class Bench:
         return self.service.create_lora_training_client(self.base_model, rank=rank, seed=seed)
 
     def taught(self, seed: int, context: Sequence[int], steps: int = 6) -> Any:
-        """Start a run and teach it the answers after a context."""
+        """Start a run and train it on the answers after a context."""
         run = self.run(seed)
         data = [
             types.Datum(
@@ -58,12 +58,12 @@ class Bench:
 
 
 def tensor(values: Sequence[float], dtype: str) -> types.TensorData:
-    """Make a row."""
+    """Make a tensor of one row."""
     return types.TensorData(data=list(values), dtype=dtype, shape=[len(values)])
 
 
 def kl_data(reference: Sequence[int] = TEACHER) -> list[mintx.ReverseKLDatum]:
-    """Make examples whose reference sees a prompt of its own."""
+    """Make examples whose reference model sees a different prompt."""
     return [
         mintx.ReverseKLDatum(
             student_input=types.ModelInput.from_ints(STUDENT),
@@ -86,7 +86,7 @@ def scores(bench: Bench, path: str, prompt: Sequence[int] = STUDENT) -> list[lis
 
 
 def loop(bench: Bench) -> Facts:
-    """Train, save, sample: nothing that is mint's own."""
+    """Train, save, sample, without the extensions of mint."""
     run = bench.taught(7, STUDENT, steps=8)
     path = run.save_weights_for_sampler(name="taught").result().path
     sampler = bench.service.create_sampling_client(model_path=path)
@@ -105,7 +105,7 @@ def loop(bench: Bench) -> Facts:
 
 
 def not_a_number(bench: Bench) -> Facts:
-    """Send a NaN in a datum, and go on with the same run."""
+    """Send a NaN in a datum, and continue with the same run."""
     run, n = bench.run(), len(STUDENT)
 
     def loss(weight: float) -> Any:
@@ -118,7 +118,7 @@ def not_a_number(bench: Bench) -> Facts:
 
 
 def distilled(bench: Bench) -> Facts:
-    """Pull a fresh run towards a taught one that sees another prompt, without counting requests."""
+    """Distil a trained run with another prompt into a new run, without counting requests."""
     teacher = bench.taught(7, TEACHER).save_weights_for_sampler(name="teacher").result().path
     run = bench.run(seed=8)
     before = run.save_weights_for_sampler(name="before").result().path
@@ -158,13 +158,14 @@ def referred(bench: Bench) -> Facts:
         "hot": measure(bench.base_model, temperature=100.0),
         "itself": measure(itself),
         "one": measure(bench.base_model, data=kl_data(STUDENT)[:1]),
-        # The number of the SDK's next request, which now can send none: it waits for its turn.
+        # The number of the SDK's next request, which now cannot be sent: it waits for the number
+        # before it.
         "numbered": measure(bench.base_model, seq_id=run._get_request_id() + 1),
     }
 
 
 def refused(bench: Bench) -> Facts:
-    """Ask for what cannot be; the run goes on."""
+    """Send invalid requests, and continue with the same run."""
     run = bench.run()
     good = {"reference_model_path": bench.base_model, "data": kl_data()}
 
@@ -194,7 +195,7 @@ def refused(bench: Bench) -> Facts:
 
 
 def interpolated(bench: Bench) -> Facts:
-    """Mix two taught runs, and one alone."""
+    """Interpolate two trained runs, and one alone."""
     paths = [
         bench.taught(seed, STUDENT, steps=4).save_weights_for_sampler(name="source").result().path
         for seed in (1, 2)
@@ -216,7 +217,7 @@ def interpolated(bench: Bench) -> Facts:
 
 
 def error_of(act: Any) -> str:
-    """Do something that should fail, and tell what it said."""
+    """Call a function that should fail, and return its error message."""
     try:
         act()
     except tinker.TinkerError as error:

@@ -1,4 +1,4 @@
-"""How the conformance tests run a program of scenarios under one official SDK."""
+"""Runner of scenario programs under one official SDK."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.warm.popen import run
 Facts = dict[str, Any]
 
 ROOT = Path(__file__).parents[2]
-# Where each official SDK is: the newer one is installed, the older one fetched by sdks.sh.
+# Folder of each official SDK: the newer one is installed, the older one is fetched by sdks.sh.
 SDKS: Mapping[str, Path | None] = {"0.38.0": None, "0.22.0": ROOT / ".sdk" / "tinker-0.22.0"}
 SCENARIOS = (
     "create",
@@ -65,7 +65,7 @@ CHECKPOINT_SCENARIOS = (
     "published",
     "sampled",
 )
-# What only one of them can ask for.
+# Scenarios that only one of the SDKs supports.
 CHECKPOINT_SCENARIOS_OF = {"0.38.0": ("copied", "exported"), "0.22.0": ("archived",)}
 LOSES_CHECKPOINT_ANSWERS_OF = {
     "copy_weights",
@@ -95,7 +95,7 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Server:
-    """Where the server is and what it serves."""
+    """Address and base model of the server."""
 
     address: str
     base_model: str
@@ -104,7 +104,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Report:
-    """What one SDK met: straight to the server, and through a proxy that loses answers."""
+    """Facts of one SDK: directly to the server, and through a proxy that drops answers."""
 
     sdk: str
     facts: Facts
@@ -114,7 +114,7 @@ class Report:
 
 @dataclass(frozen=True)
 class SamplingReport:
-    """What one SDK met when it sampled."""
+    """Facts of one SDK's sampling scenarios."""
 
     sdk: str
     facts: Facts
@@ -122,7 +122,7 @@ class SamplingReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What one SDK met when it saved and loaded, and where it put what it downloaded."""
+    """Facts of one SDK's checkpoint scenarios, and its download folder."""
 
     sdk: str
     facts: Facts
@@ -137,9 +137,9 @@ def run_scenarios(
     program: str = "scenarios",
     **variables: str,
 ) -> Facts:
-    """Run scenarios of a program in a process of its own and return their facts, by scenario.
+    """Run scenarios of a program in a separate process and return their facts, by scenario.
 
-    `variables` are more of its environment.
+    `variables` are added to its environment.
     """
     folder = SDKS[sdk]
     if folder is not None and not folder.is_dir():

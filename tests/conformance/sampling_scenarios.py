@@ -1,7 +1,7 @@
-"""What a user's program does to sample, under whichever official SDK is first on the path.
+"""Sampling scenarios, run under the official SDK that is first on the path.
 
-Run as `python -m tests.conformance.sampling_scenarios BASE_URL BASE_MODEL SCENARIO…` from the root;
-prints one JSON object, scenario → facts. Judging the facts is the tests' work.
+Run as `python -m tests.conformance.sampling_scenarios BASE_URL BASE_MODEL SCENARIO…` from the root.
+Prints one JSON object, scenario → facts; the tests check the facts.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ def prompt(tokens: list[int] | None = None) -> types.ModelInput:
 
 
 def params(**given: Any) -> types.SamplingParams:
-    """Make sampling parameters: a few tokens from a seed, wherever they end, unless given."""
+    """Make sampling parameters: by default a few tokens from a seed, without stops."""
     return types.SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": 3, "stop": [], **given})
 
 
 def made(client: Any) -> Any:
-    """Wait for a client that the newer SDK only promises."""
+    """Wait for a client that the newer SDK returns as a promise."""
     return client if IS_OLD else client.result()
 
 
 def base_sampler(bench: Bench) -> Any:
-    """Sample from the base model as it is."""
+    """Return a sampler of the base model."""
     return made(bench.service.create_sampling_client(base_model=bench.base_model))
 
 
 def sampler_of(run: Any) -> Any:
-    """Sample from a run's weights of now."""
+    """Return a sampler of a run's current weights."""
     return made(run.save_weights_and_get_sampling_client())
 
 
 def trained(bench: Bench, steps: int = 2, **lora: Any) -> Any:
-    """Start a run and move it away from its base model."""
+    """Start a run and train it a few steps."""
     run = bench.run(**lora)
     for _ in range(steps):
         step(run, batch())
@@ -68,7 +68,7 @@ def trained(bench: Bench, steps: int = 2, **lora: Any) -> Any:
 
 
 def told(response: Any) -> list[Facts]:
-    """List what a response says of its sequences, except what it calls them."""
+    """List the fields of a response's sequences, except their ids."""
     return [
         {"tokens": list(s.tokens), "logprobs": list(s.logprobs or ()), "stop_reason": s.stop_reason}
         for s in response.sequences
@@ -101,7 +101,7 @@ def sampled(bench: Bench) -> Facts:
 
 
 def chosen(bench: Bench) -> Facts:
-    """Narrow the choice until there is none: greedy, top-k of one, a tiny top-p."""
+    """Reduce the choice to one token: greedy, top-k of one, a tiny top-p."""
     sampler = base_sampler(bench)
     facts: Facts = {
         "greedy": told(sample(sampler, 2, temperature=0.0)),
@@ -118,7 +118,7 @@ def chosen(bench: Bench) -> Facts:
 
 
 def stopped(bench: Bench) -> Facts:
-    """Stop in every form there is, at a place that is known to come."""
+    """Stop in every supported form, at a known position."""
     sampler = base_sampler(bench)
     tokenizer = sampler.get_tokenizer()
     free = list(sample(sampler, temperature=0.0).sequences[0].tokens)
@@ -143,7 +143,7 @@ def stopped(bench: Bench) -> Facts:
 
 
 def scored(bench: Bench) -> Facts:
-    """Score a sampled sequence in every way, and by a forward pass of the run it came from."""
+    """Score a sampled sequence in every way, and by a forward pass of its run."""
     run = trained(bench)
     sampler = sampler_of(run)
     (sequence,) = sample(sampler).sequences
@@ -185,7 +185,7 @@ def scored(bench: Bench) -> Facts:
 
 
 def saved(bench: Bench) -> Facts:
-    """Save under a name, train on, save under the name again; samplers keep what they had."""
+    """Save under a name, train on, save under the name again; samplers keep their weights."""
     run = trained(bench)
     first = run.save_weights_for_sampler("best").result().path
     named = made(bench.service.create_sampling_client(model_path=first))
@@ -208,7 +208,7 @@ def saved(bench: Bench) -> Facts:
 
 
 def crowded(bench: Bench) -> Facts:
-    """Sample with a seed alone, then among neighbours of other adapters, prompts and lengths."""
+    """Sample with a seed alone, then concurrently with other adapters, prompts and lengths."""
     samplers = [base_sampler(bench), *(sampler_of(trained(bench, rank=r)) for r in (1, 4, 7))]
     alone = [told(sample(sampler)) for sampler in samplers]
     neighbours = [
@@ -237,10 +237,10 @@ def pickled(bench: Bench) -> Facts:
 
 
 def cancelled(bench: Bench) -> Facts:
-    """Give up a long sample, and go on."""
+    """Cancel a long sample, and continue."""
     sampler = base_sampler(bench)
     future = sampler.sample(prompt(), 8, params(max_tokens=400))
-    time.sleep(0.3)  # let it be accepted: what was never sent need not be cancelled
+    time.sleep(0.3)  # until it is accepted: an unsent request needs no cancel
     inner = future if IS_OLD else future.future()
     was_cancelled = inner.cancel()
     try:
@@ -252,7 +252,7 @@ def cancelled(bench: Bench) -> Facts:
 
 
 def refused(bench: Bench) -> Facts:
-    """Ask for what cannot be, and each time go on with the same sampler."""
+    """Send invalid requests, and continue with the same sampler after each."""
     sampler, service = base_sampler(bench), bench.service
     stranger = Bench(bench.base_url, bench.base_model, "OTHER_API_KEY")
     path = bench.run().save_weights_for_sampler("mine").result().path
@@ -293,21 +293,21 @@ def reinforced(bench: Bench) -> Facts:
 
 
 def burst(bench: Bench) -> Facts:
-    """Send more samples at once than may wait, and get every one of them."""
+    """Send more samples at once than the queue holds, and receive every result."""
     sampler = base_sampler(bench)
     futures = [sampler.sample(prompt([n + 1]), 1, params(seed=n)) for n in range(CROWD)]
     return {"sequences": [told(future.result())[0] for future in futures]}
 
 
 def undisturbed(bench: Bench) -> Facts:
-    """Save and sample a little, with seeds, so that it can be told whether it went the same way."""
+    """Save and sample a little with seeds, as the reference for runs with faults."""
     run = trained(bench)
     samplers = [base_sampler(bench), sampler_of(run)]
     return {"sequences": [told(sample(each, 2)) for each in samplers for _ in range(2)]}
 
 
 def _reinforce(bench: Bench, seed: int) -> Facts:
-    """Sample, train on what was sampled, sample from what came of it."""
+    """Sample, train on the samples, and sample from the new weights."""
     run = bench.run(rank=2 + seed, seed=seed)
     sampler, log = sampler_of(run), []
     for number in range(RL_STEPS):
@@ -341,5 +341,5 @@ def _datum(tokens: list[int], logprobs: list[float], advantage: float) -> types.
 
 
 if __name__ == "__main__":
-    assert tinker.__name__  # the SDK under test, imported before anything is asked of it
+    assert tinker.__name__  # the SDK under test, imported before the first request
     run_named(globals())

@@ -1,8 +1,8 @@
-"""What a user's program does, under whichever official SDK is first on the path.
+"""Training scenarios, run under the official SDK that is first on the path.
 
-Run as `python -m tests.conformance.scenarios BASE_URL BASE_MODEL SCENARIO…` from the root; prints one
-JSON object, scenario → facts. The variables of `KEY_NAMES` are the tenants. Judging the facts is the
-tests' work.
+Run as `python -m tests.conformance.scenarios BASE_URL BASE_MODEL SCENARIO…` from the root; prints
+one JSON object, scenario → facts. The variables of `KEY_NAMES` hold the keys of the tenants. The
+tests check the facts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Bench:
         self.service = tinker.ServiceClient(base_url=base_url, api_key=os.environ[key_name])
 
     def of_key(self, index: int) -> Bench:
-        """Make the bench of another tenant; the first is this one."""
+        """Return the bench of another tenant; index 0 is this one."""
         return Bench(self.base_url, self.base_model, KEY_NAMES[index])
 
     def run(self, rank: int = 4, seed: int = 7, **targets: bool) -> Any:
-        """Start a run, known to exist."""
+        """Start a run and wait until it exists."""
         client = self.service.create_lora_training_client(
             self.base_model, rank=rank, seed=seed, **targets
         )
@@ -78,7 +78,7 @@ def step(run: Any, data: list[types.Datum], learning_rate: float = 1e-2) -> tupl
 
 
 def create(bench: Bench) -> Facts:
-    """Start a run and ask what it is."""
+    """Start a run and read its description."""
     run = bench.run(rank=3)
     info = run.get_info()
     models = bench.service.get_server_capabilities().supported_models
@@ -137,7 +137,10 @@ def chunked(bench: Bench) -> Facts:
 
 
 def one_bad(bench: Bench) -> Facts:
-    """Send 1,500 datums of which number 1,300 is bad, and then do without what it left."""
+    """Send 1,500 datums with an invalid one (number 1,300).
+
+    Measure the gradient that remains, and the one after a load discards it.
+    """
     data = [datum(2, seed=index) for index in range(1500)]
     first_part = bench.run()
     first_part.forward_backward(data[:1024], "cross_entropy")
@@ -153,7 +156,7 @@ def one_bad(bench: Bench) -> Facts:
 
 
 def accumulate(bench: Bench) -> Facts:
-    """Give one run its batch at once and its twin one datum at a time."""
+    """Send one run its batch at once and its twin one datum at a time."""
     once, bitwise, data = bench.run(), bench.run(), batch()
     step(once, data)
     for one in data:
@@ -166,7 +169,7 @@ def accumulate(bench: Bench) -> Facts:
 
 
 def forward(bench: Bench) -> Facts:
-    """Look without touching: forward, and an optim_step that has nothing to do."""
+    """Run passes that change nothing: forward, and an optim_step without a gradient."""
     run, data = bench.run(), batch()
     step(run, data)
     before = run.forward(data, "cross_entropy").result()
@@ -176,7 +179,7 @@ def forward(bench: Bench) -> Facts:
 
 
 def losses(bench: Bench) -> Facts:
-    """Take every policy loss of one datum, beside its own value of it."""
+    """Compute every policy loss of one datum, next to a reference value."""
     run, length = bench.run(), 12
     step(run, batch())
     generator = torch.Generator().manual_seed(1)
@@ -252,7 +255,7 @@ def soft_targets(bench: Bench) -> Facts:
 
 
 def custom(bench: Bench) -> Facts:
-    """Write cross-entropy as a loss of one's own, and train its twin with the built-in one."""
+    """Implement cross-entropy as a custom loss, and train its twin with the built-in one."""
     ours, builtin, data = bench.run(), bench.run(), batch()
 
     def my_loss(_: list[types.Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, Facts]:
@@ -271,7 +274,7 @@ def custom(bench: Bench) -> Facts:
 
 
 def failures(bench: Bench) -> Facts:
-    """Send what is wrong, and each time go on with the same run."""
+    """Send invalid requests, and continue with the same run after each."""
     run, data = bench.run(), batch()
     out_of_range = types.Datum(
         model_input=types.ModelInput.from_ints([1, VOCAB, 3]),
@@ -296,7 +299,10 @@ def failures(bench: Bench) -> Facts:
 
 
 def unsent(bench: Bench) -> Facts:
-    """Ask for what 0.22 numbers and then cannot encode; go on behind it, and with a new client."""
+    """Send a request that 0.22 numbers and then cannot encode.
+
+    Continue after it, and with a new client.
+    """
     run, data = bench.run(), batch()
     nan = datum(3, seed=0, weights=torch.tensor([1.0, float("nan"), 1.0]))
     facts: Facts = {}
@@ -328,7 +334,7 @@ def two_tenants(bench: Bench) -> Facts:
 
 
 def only_reads(bench: Bench) -> Facts:
-    """Read with a viewer's key, try to train, and take leave."""
+    """Read with a viewer's key, try to train, and close the session."""
     runs = bench.service.create_rest_client().list_training_runs(limit=1).result()
     refused = error_of(bench.run)
     if hasattr(bench.service, "close"):
@@ -337,7 +343,7 @@ def only_reads(bench: Bench) -> Facts:
 
 
 def undisturbed(bench: Bench) -> Facts:
-    """Train a few steps, and say where the run got to."""
+    """Train a few steps, and return the final log-probs."""
     return {"logprobs": _final_logprobs(bench, seed=0)}
 
 
@@ -349,7 +355,8 @@ def _final_logprobs(bench: Bench, seed: int) -> list[list[float]]:
 
 
 def error_of(act: Any, *also: type[Exception]) -> Facts:
-    """Do something that should fail, with an error of the SDK or one of these; tell how it did."""
+    """Call a function that should fail with an error of the SDK or one of these; return the facts
+    of the error."""
     try:
         act()
     except (tinker.TinkerError, *also) as error:
@@ -368,8 +375,8 @@ def run_named(scenarios: Mapping[str, Any]) -> None:
     facts = {name: scenarios[name](bench) for name in names}
     json.dump({"version": version("tinker"), **facts}, sys.stdout)
     sys.stdout.flush()
-    # The transport of SDK 0.38 may abort while the interpreter shuts down, all results at hand (seen in
-    # 4 of 48 runs under load).
+    # The transport of SDK 0.38 may abort while the interpreter shuts down, after all results have
+    # arrived (seen in 4 of 48 runs under load).
     os._exit(0)
 
 

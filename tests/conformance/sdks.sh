@@ -2,7 +2,7 @@
 # Fetch the published SDKs that are judged beside the one in .venv.
 #
 #   sdks.sh        those that `make test` runs
-#   sdks.sh all    every one of docs/compatibility.md
+#   sdks.sh all    every one of docs/reference/compatibility.md
 #
 # Each goes to a folder of its own in .sdk/, without its dependencies: those of .venv satisfy it, and
 # PYTHONPATH puts it first.

@@ -1,4 +1,4 @@
-"""The official SDKs, unmodified, as the judge of checkpoints."""
+"""Checkpoints through the official SDKs, unmodified."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.support.serving import Serving
 NEWEST = "0.38.0"
 TTL_S = 7200
 
-# ---- What a checkpoint brings back ---------------------------------------------------------------
+# ---- Restoring -----------------------------------------------------------------------------------
 
 
-def test_loading_brings_back_every_bit_of_the_weights(checkpointed: CheckpointReport) -> None:
+def test_loading_restores_every_bit_of_the_weights(checkpointed: CheckpointReport) -> None:
     facts = checkpointed.facts["restored"]
     assert facts["astray"] != facts["halfway"]
     assert facts["halfway"] == facts["loaded"] == facts["loaded_fresh"]
@@ -30,14 +30,14 @@ def test_loading_brings_back_every_bit_of_the_weights(checkpointed: CheckpointRe
     assert facts["rank"] == 4
 
 
-def test_with_the_optimizer_a_run_goes_on_as_if_it_had_never_stopped(
+def test_a_run_restored_with_its_optimizer_continues_unchanged(
     checkpointed: CheckpointReport,
 ) -> None:
     facts = checkpointed.facts["restored"]
     assert facts["end"] == facts["loaded_end"] == facts["created_end"]
 
 
-def test_without_the_optimizer_it_goes_on_from_the_weights_with_a_new_one(
+def test_a_run_restored_without_its_optimizer_starts_a_new_one(
     checkpointed: CheckpointReport,
 ) -> None:
     facts = checkpointed.facts["restored"]
@@ -45,7 +45,7 @@ def test_without_the_optimizer_it_goes_on_from_the_weights_with_a_new_one(
     assert facts["loaded_fresh_end"] != facts["end"]
 
 
-def test_a_run_from_a_checkpoint_is_a_run_of_its_own(checkpointed: CheckpointReport) -> None:
+def test_a_run_from_a_checkpoint_is_a_separate_run(checkpointed: CheckpointReport) -> None:
     assert len(set(checkpointed.facts["restored"]["runs"])) == 3
 
 
@@ -54,13 +54,13 @@ def test_a_load_discards_the_gradient_before_it(checkpointed: CheckpointReport) 
     assert facts["clean"] == facts["loaded"] == 0.0
 
 
-def test_every_road_to_the_same_weights_samples_the_same(checkpointed: CheckpointReport) -> None:
+def test_all_apis_sample_the_same_from_the_same_weights(checkpointed: CheckpointReport) -> None:
     facts = checkpointed.facts["sampled"]
     assert facts["now"] == facts["training"] == facts["sampler"]
     assert facts["now"] != facts["base"]
 
 
-# ---- What it is called, and for how long ---------------------------------------------------------
+# ---- Names and lifetimes -------------------------------------------------------------------------
 
 
 def test_a_saved_checkpoint_has_its_path_and_is_listed(checkpointed: CheckpointReport) -> None:
@@ -72,7 +72,7 @@ def test_a_saved_checkpoint_has_its_path_and_is_listed(checkpointed: CheckpointR
     assert first["lives_s"] is None
 
 
-def test_a_taken_name_is_refused_and_nothing_is_lost(checkpointed: CheckpointReport) -> None:
+def test_a_taken_name_is_rejected_and_nothing_is_lost(checkpointed: CheckpointReport) -> None:
     facts = checkpointed.facts["named"]
     assert facts["collision"]["error"] == "RequestFailedError"
     assert "already exists" in facts["collision"]["message"]
@@ -85,13 +85,13 @@ def test_overwriting_replaces_weights_and_metadata(checkpointed: CheckpointRepor
     assert facts["moved_path"] == facts["path"]
     assert facts["moved"] == facts["after"]
     assert list(facts["listed"]) == ["weights/name"]
-    if checkpointed.sdk != "0.22.0":  # which can neither give nor read them
+    if checkpointed.sdk != "0.22.0":  # SDK 0.22.0 can neither write nor read them
         assert facts["first"]["weights/name"]["user_metadata"] == {"kept": "no", "a": "1"}
         assert facts["listed"]["weights/name"]["user_metadata"] == {"b": "2"}
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "x" * 200])
-def test_a_name_that_cannot_be_is_refused_and_the_run_goes_on(
+def test_an_invalid_name_is_rejected_and_the_run_continues(
     checkpointed: CheckpointReport, name: str
 ) -> None:
     facts = checkpointed.facts["named"]
@@ -99,7 +99,7 @@ def test_a_name_that_cannot_be_is_refused_and_the_run_goes_on(
     assert facts["next"].endswith("/weights/next")
 
 
-def test_a_checkpoint_lives_as_long_as_it_was_given(checkpointed: CheckpointReport) -> None:
+def test_a_checkpoint_expires_after_its_ttl(checkpointed: CheckpointReport) -> None:
     facts = checkpointed.facts["kept"]
     assert list(facts["saved"]) == ["sampler_weights/for-a-while", "weights/for-a-while"]
     for each in facts["saved"].values():
@@ -108,7 +108,7 @@ def test_a_checkpoint_lives_as_long_as_it_was_given(checkpointed: CheckpointRepo
     assert facts["for_ever"] is None
 
 
-def test_a_life_shorter_than_an_hour_is_refused(checkpointed: CheckpointReport) -> None:
+def test_a_ttl_below_an_hour_is_rejected(checkpointed: CheckpointReport) -> None:
     facts = checkpointed.facts["kept"]
     assert facts["too_short"]["error"] == "RequestFailedError"
     assert "3600" in facts["too_short"]["message"]
@@ -116,7 +116,7 @@ def test_a_life_shorter_than_an_hour_is_refused(checkpointed: CheckpointReport) 
     assert "3600" in facts["set_too_short"]["message"]
 
 
-# ---- What is told of it --------------------------------------------------------------------------
+# ---- Descriptions --------------------------------------------------------------------------------
 
 
 def test_a_run_and_its_checkpoints_are_described(
@@ -144,7 +144,7 @@ def test_a_run_and_its_checkpoints_are_described(
     assert paths <= set(facts["of_tenant"])
 
 
-def test_a_deleted_checkpoint_is_gone_everywhere_and_its_name_is_free(
+def test_a_deleted_checkpoint_is_missing_and_its_name_is_free(
     checkpointed: CheckpointReport,
 ) -> None:
     facts = checkpointed.facts["deleted"]
@@ -157,11 +157,11 @@ def test_a_deleted_checkpoint_is_gone_everywhere_and_its_name_is_free(
     assert facts["saved_again"].endswith("/weights/one")
 
 
-# ---- Whose it is ---------------------------------------------------------------------------------
+# ---- Owners --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["private", "again_private"])
-def test_a_foreign_checkpoint_is_not_there(checkpointed: CheckpointReport, when: str) -> None:
+def test_a_foreign_checkpoint_is_not_found(checkpointed: CheckpointReport, when: str) -> None:
     published = checkpointed.facts["published"]
     assert published[f"{when}_list"]["error"] == "NotFoundError"
     facts = published[when]
@@ -170,7 +170,7 @@ def test_a_foreign_checkpoint_is_not_there(checkpointed: CheckpointReport, when:
         assert facts[what]["error"] == "NotFoundError", what
 
 
-def test_a_published_checkpoint_is_read_by_other_tenants(checkpointed: CheckpointReport) -> None:
+def test_other_tenants_can_read_a_published_checkpoint(checkpointed: CheckpointReport) -> None:
     facts = checkpointed.facts["published"]
     assert (facts["is_public"], facts["is_private"]) == (True, False)
     assert facts["theirs"] == [facts["mine"]] * 2
@@ -179,14 +179,14 @@ def test_a_published_checkpoint_is_read_by_other_tenants(checkpointed: Checkpoin
 
 
 @pytest.mark.parametrize("when", ["private_writes", "public_writes"])
-def test_a_foreign_checkpoint_is_never_written(checkpointed: CheckpointReport, when: str) -> None:
+def test_a_foreign_checkpoint_cannot_be_modified(checkpointed: CheckpointReport, when: str) -> None:
     for what, outcome in checkpointed.facts["published"][when].items():
         assert outcome["error"] == "NotFoundError", what
 
 
-def test_a_copy_outlives_its_original(checkpointed: CheckpointReport) -> None:
+def test_a_copy_remains_when_its_original_is_deleted(checkpointed: CheckpointReport) -> None:
     if checkpointed.sdk == "0.22.0":
-        return  # it cannot copy
+        return  # this SDK cannot copy
     facts = checkpointed.facts["copied"]
     assert len({facts["path"], *facts["copies"]}) == 3
     assert facts["loaded"] == [facts["original"]] * 2
@@ -194,10 +194,10 @@ def test_a_copy_outlives_its_original(checkpointed: CheckpointReport) -> None:
     assert facts["foreign"]["error"] == "NotFoundError"
 
 
-# ---- What is lost on the way ---------------------------------------------------------------------
+# ---- Faults --------------------------------------------------------------------------------------
 
 
-def test_a_lost_answer_changes_no_bit(
+def test_a_dropped_answer_changes_no_bit(
     checkpointed: CheckpointReport, checkpointed_from_afar: tuple[LossyProxy, Facts]
 ) -> None:
     proxy, facts = checkpointed_from_afar
@@ -213,7 +213,7 @@ def test_a_lost_answer_changes_no_bit(
 
 @pytest.fixture(scope="module")
 def resurrected(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
-    """Save, kill everything, start again, and go on under every SDK."""
+    """Save, kill all processes, start again, and resume under every SDK."""
     data = tmp_path_factory.mktemp("killed")
     with Serving(data, [server.base_model], KEYS) as serving:
         begun = run_scenarios(NEWEST, serving.address, server.base_model, ["begun"], CHECKPOINTS)
@@ -229,7 +229,7 @@ def resurrected(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.mark.parametrize("sdk", SDKS)
-def test_a_checkpoint_survives_the_death_of_every_process(
+def test_a_checkpoint_survives_a_kill_of_every_process(
     sdk: str, resurrected: dict[str, Facts]
 ) -> None:
     begun, resumed = resurrected["begun"], resurrected[sdk]

@@ -23,7 +23,7 @@ KEY = KEYS[1]
 
 
 class Run(Protocol):
-    """Runs the command as a tenant, or as `key` says."""
+    """Function that runs the command with the tenant's key or with `key`."""
 
     def __call__(self, *arguments: str, key: str = KEY, input: str | None = None) -> Result: ...
 
@@ -61,7 +61,7 @@ def paths(server: Server) -> list[str]:
 
 
 def read(done: Result) -> Any:
-    """Read what a command printed as JSON."""
+    """Parse the JSON output of a command."""
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -124,14 +124,14 @@ def test_a_run_is_noted_and_tagged(cotrain: Run, paths: list[str]) -> None:
     assert "a <b>note</b>" in cotrain("runs", "show", run_id).stdout
 
 
-def test_a_list_that_is_cut_says_so(cotrain: Run, paths: list[str]) -> None:
+def test_a_truncated_list_reports_it(cotrain: Run, paths: list[str]) -> None:
     assert paths
     whole = len(read(cotrain("runs", "list", "--limit", "1000", "--json")))
     done = cotrain("runs", "list", "--limit", "1")
     assert done.stderr == (f"{whole - 1} more: --limit, --offset\n" if whole > 1 else "")
 
 
-def test_a_checkpoint_goes_to_a_folder_and_comes_back(
+def test_a_checkpoint_is_downloaded_to_a_folder_and_uploaded(
     cotrain: Run, paths: list[str], server: Server, tmp_path: Path
 ) -> None:
     said = read(cotrain("download", paths[0], "--output", str(tmp_path), "--json"))
@@ -163,7 +163,7 @@ def test_a_checkpoint_goes_to_a_folder_and_comes_back(
 
 
 def test_the_fields_of_json_are_the_documented_ones(cotrain: Run, paths: list[str]) -> None:
-    """What is printed is documented; what is documented and belongs to no row of it is a word."""
+    """Compare the documented fields with the printed ones."""
     run_id = paths[0].split("/")[2]
     answers = {
         "models": read(cotrain("models", "--json")),
@@ -185,13 +185,13 @@ def test_the_fields_of_json_are_the_documented_ones(cotrain: Run, paths: list[st
 
 
 def documented(command: str) -> set[str]:
-    """Read the fields of a command's JSON out of its documentation."""
-    page = (ROOT / "docs" / "cli.md").read_text()
+    """Return the documented fields of a command's JSON."""
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     [row] = re.findall(rf"^\| `{re.escape(command)}`.*? \| (.*) \|$", page, re.MULTILINE)[-1:]
     return set(re.findall(r"`([a-z_]+)`", row))
 
 
-def test_a_text_is_continued_alike_at_once_and_as_a_stream(
+def test_a_completion_is_the_same_with_and_without_streaming(
     cotrain: Run, paths: list[str], server: Server
 ) -> None:
     asked = ("sample", "import ", "--seed", "7", "--max-tokens", "12")
@@ -213,7 +213,7 @@ def test_a_text_is_continued_alike_at_once_and_as_a_stream(
     )
 
 
-def test_a_chat_remembers_its_turns(cotrain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_keeps_its_history(cotrain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     how = ("--seed", "3", "--max-tokens", "5")
     first = cotrain("sample", "--chat", "Hello", *how).stdout
     sent: list[Any] = []
@@ -243,7 +243,7 @@ def test_a_chat_remembers_its_turns(cotrain: Run, monkeypatch: pytest.MonkeyPatc
         (("download", "tinker://nobody:train:0/weights/a"), "404: "),
     ],
 )
-def test_what_the_server_refuses_is_one_sentence(
+def test_a_rejection_by_the_server_is_one_sentence(
     cotrain: Run, arguments: tuple[str, ...], said: str
 ) -> None:
     done = cotrain(*arguments)
@@ -260,7 +260,7 @@ def test_a_wrong_key_is_refused_in_one_sentence(cotrain: Run, command: list[str]
     assert done.stderr.startswith("401: ")
 
 
-def test_a_tenant_watches_its_own_part_and_the_operator_everything(
+def test_a_tenant_watches_its_own_runs_and_the_operator_all(
     cotrain: Run, paths: list[str], server: Server
 ) -> None:
     own = read(cotrain("top", "--json"))

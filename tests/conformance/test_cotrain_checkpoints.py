@@ -1,4 +1,4 @@
-"""Checkpoints with our own client: kept, taken away, brought back, gone on from."""
+"""Checkpoints with the cotrain client: saved, downloaded, uploaded, resumed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def train(run: TrainingClient, steps: int = 2) -> list[float]:
     return logprobs(run)
 
 
-def test_a_run_goes_on_from_a_checkpoint_to_the_bit(service: ServiceClient, server: Server) -> None:
+def test_a_run_resumes_from_a_checkpoint_bit_for_bit(
+    service: ServiceClient, server: Server
+) -> None:
     run = service.create_lora_training_client(server.base_model, rank=4, seed=1)
     reached = train(run)
     path = run.save_state("middle", user_metadata={"step": "2"}).result().path
@@ -69,13 +71,13 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(service: ServiceClient, serv
     assert train(run) == end
     run.load_state(path).result()
     assert logprobs(run) == reached
-    assert train(run) != end  # AdamW began anew
+    assert train(run) != end  # AdamW started with new moments
     with pytest.raises(RequestFailed, match="already exists"):
         run.save_state("middle").result()
     assert run.save_state("middle", overwrite=True).result().path == path
 
 
-def test_what_is_downloaded_can_be_brought_back_to_the_bit(
+def test_a_downloaded_checkpoint_can_be_uploaded_bit_for_bit(
     service: ServiceClient, server: Server, tmp_path: Path
 ) -> None:
     run = service.create_lora_training_client(server.base_model, rank=3, seed=2)
@@ -91,12 +93,12 @@ def test_what_is_downloaded_can_be_brought_back_to_the_bit(
     assert brought in {each.tinker_path for each in service.list_checkpoints()}
     fresh = service.create_training_client_from_state(brought)
     assert logprobs(fresh) == reached
-    # What was brought has an optimizer that took no step yet.
+    # The uploaded checkpoint has an optimizer without steps.
     also = service.create_training_client_from_state_with_optimizer(brought)
     assert train(fresh) == train(also)
 
 
-def test_an_adapter_of_peft_computes_here_what_it_computes_there(
+def test_a_peft_adapter_computes_the_same_here_as_in_peft(
     service: ServiceClient, server: Server, tmp_path: Path
 ) -> None:
     network: Any = AutoModelForCausalLM.from_pretrained(server.base_model)
@@ -137,7 +139,7 @@ def test_an_adapter_of_peft_computes_here_what_it_computes_there(
     assert sum(train(run)) > expected.sum()
 
 
-def test_an_adapter_of_another_model_is_refused_with_the_reason(
+def test_an_adapter_of_another_model_is_rejected_with_the_reason(
     service: ServiceClient, server: Server, tmp_path: Path
 ) -> None:
     archive = tmp_path / "other.tar"

@@ -1,4 +1,5 @@
-"""What our client has beyond the plain loop, through a real server: alpha, custom losses, train, MinT."""
+"""Features of the cotrain client beyond the plain loop, on a real server: alpha, custom losses,
+train, MinT."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def for_sampler(run: TrainingClient) -> str:
 # ---- Alpha ---------------------------------------------------------------------------------------
 
 
-def test_a_run_of_another_alpha_computes_what_plain_peft_computes(
+def test_a_run_with_another_alpha_computes_the_same_as_plain_peft(
     service: ServiceClient, server: Server, tmp_path: Path
 ) -> None:
     run = trained(service, server)
@@ -82,7 +83,7 @@ def test_a_run_of_another_alpha_computes_what_plain_peft_computes(
 
     base: Any = AutoModelForCausalLM.from_pretrained(server.base_model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # names that transformers retired
+        warnings.simplefilter("ignore")  # names that transformers has deprecated
         model: Any = PeftModel.from_pretrained(base, tmp_path)
     assert model.peft_config["default"].lora_alpha == ALPHA
     with torch.no_grad():
@@ -95,7 +96,7 @@ def test_a_run_of_another_alpha_computes_what_plain_peft_computes(
     assert np.abs(np.array(scores[1:]) - expected.numpy()).max() < 1e-5
 
 
-def test_a_checkpoint_of_another_alpha_adds_what_it_added(
+def test_a_checkpoint_with_another_alpha_keeps_its_effect(
     service: ServiceClient, server: Server
 ) -> None:
     run = trained(service, server)
@@ -111,7 +112,7 @@ def test_a_checkpoint_of_another_alpha_adds_what_it_added(
         usual.load_state_with_optimizer(path).result()
 
 
-def test_runs_of_many_alphas_train_bit_for_bit_as_if_alone(
+def test_runs_with_many_alphas_train_as_alone_bit_for_bit(
     service: ServiceClient, server: Server
 ) -> None:
     alphas = [1.0, ALPHA, 32.0, 200.0]
@@ -139,7 +140,7 @@ def their_loss(_: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, 
     return -torch.stack([row.sum() for row in rows]).sum(), {"rows": float(len(rows))}
 
 
-def test_a_custom_loss_gives_the_bits_that_it_gives_with_the_official_sdk(
+def test_a_custom_loss_gives_the_same_bits_as_with_the_official_sdk(
     service: ServiceClient, server: Server, report: Report
 ) -> None:
     theirs = report.facts["custom"]
@@ -152,14 +153,15 @@ def test_a_custom_loss_gives_the_bits_that_it_gives_with_the_official_sdk(
     ours, told = custom.result().metrics, theirs["metrics"]
     if "surrogate_loss:sum" in told:
         assert ours == {**told, "clock_cycle:unique": ours["clock_cycle:unique"]}
-    else:  # an older SDK tells only the surrogate
+    else:  # an older SDK reports only the surrogate
         assert (ours["surrogate_loss:sum"], ours["rows"]) == (told["loss:sum"], told["rows"])
 
 
 def test_a_preference_is_learned_by_a_loss_over_pairs(
     service: ServiceClient, server: Server
 ) -> None:
-    """A loss that no sum over tokens can be, with an optimizer step sent before it is known."""
+    """Train with a loss that no sum over tokens can express, with the optimizer step sent before
+    the loss is computed."""
     run = service.create_lora_training_client(server.base_model, rank=4, seed=3)
     pair = [of_seed(6), of_seed(7)]
 
@@ -176,7 +178,7 @@ def test_a_preference_is_learned_by_a_loss_over_pairs(
     assert steps[-1].result().loss < steps[0].result().loss
 
 
-def test_a_loss_that_raises_keeps_what_was_accumulated_and_the_run_going(
+def test_a_failing_custom_loss_keeps_the_gradient_and_the_run(
     service: ServiceClient, server: Server
 ) -> None:
     def broken(data: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -195,10 +197,10 @@ def test_a_loss_that_raises_keeps_what_was_accumulated_and_the_run_going(
     assert logprobs(run) == logprobs(twin)
 
 
-def test_a_custom_loss_has_its_place_before_more_requests_than_a_queue_holds(
+def test_a_custom_loss_keeps_its_position_in_a_full_queue(
     narrow_server: Server,
 ) -> None:
-    """The queue is full of what waits for the backward, which must get in all the same."""
+    """Fill the queue with requests that wait for the backward pass, which must still be accepted."""
     is_full = threading.Event()
 
     def patient(_: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -209,7 +211,8 @@ def test_a_custom_loss_has_its_place_before_more_requests_than_a_queue_holds(
         run = service.create_lora_training_client(narrow_server.base_model, rank=2)
         custom = run.forward_backward_custom([DATUM], patient)
         steps = [run.optim_step(AdamParams(learning_rate=0.0)) for _ in range(24)]
-        # As many as may wait, whichever: of those sent at once a later one may get in first.
+        # As many as the queue holds, in any order: of requests sent at once, a later one may be
+        # accepted first.
         asyncio.run(until(lambda: sum(step._accepted.done() for step in steps) >= 16))
         is_full.set()
         assert custom.result(300).metrics["rows"] == 1.0
@@ -219,7 +222,7 @@ def test_a_custom_loss_has_its_place_before_more_requests_than_a_queue_holds(
 # ---- One call for a step -------------------------------------------------------------------------
 
 
-def test_train_is_both_calls_to_the_bit(service: ServiceClient, server: Server) -> None:
+def test_train_equals_both_calls_bit_for_bit(service: ServiceClient, server: Server) -> None:
     by_hand, in_one = (
         service.create_lora_training_client(server.base_model, rank=4, seed=9) for _ in range(2)
     )
@@ -237,7 +240,7 @@ def test_train_is_both_calls_to_the_bit(service: ServiceClient, server: Server) 
 # ---- MinT ----------------------------------------------------------------------------------------
 
 
-def test_reverse_kl_to_oneself_is_nothing_and_to_a_teacher_falls(
+def test_reverse_kl_is_zero_to_oneself_and_falls_to_a_teacher(
     service: ServiceClient, server: Server
 ) -> None:
     teacher = trained(service, server, alpha=32.0)
@@ -266,7 +269,7 @@ def test_reverse_kl_to_oneself_is_nothing_and_to_a_teacher_falls(
     assert sum(token_losses.tolist()) == pytest.approx(kls[0].result().loss, rel=1e-5)
 
 
-def test_an_interpolation_of_one_checkpoint_samples_as_that_checkpoint(
+def test_an_interpolation_of_one_checkpoint_samples_the_same(
     service: ServiceClient, server: Server
 ) -> None:
     run = trained(service, server)
@@ -294,7 +297,7 @@ def test_an_interpolation_of_one_checkpoint_samples_as_that_checkpoint(
     assert (info.lora_rank, info.lora_alpha) == (8, ALPHA)
 
 
-def test_a_gradient_too_large_for_adam_fails_its_step_and_the_run_trains_on(
+def test_a_gradient_too_large_for_adam_fails_its_step_only(
     service: ServiceClient, server: Server, tmp_path: Path
 ) -> None:
     run = service.create_lora_training_client(server.base_model, rank=4, seed=1)
@@ -310,7 +313,7 @@ def test_a_gradient_too_large_for_adam_fails_its_step_and_the_run_trains_on(
     assert failed.value.category == "user"
     with pytest.raises(RequestFailed, match=r"learning_rate=1e\+30.*weights are as before"):
         run.train([DATUM], learning_rate=1e30).result()
-    for _ in range(3):  # A has its first gradient when B is no longer zero
+    for _ in range(3):  # A receives its first gradient when B is no longer zero
         run.train([DATUM], learning_rate=RATE).result()
     folders = []
     for number in range(2):

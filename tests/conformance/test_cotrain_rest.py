@@ -1,4 +1,4 @@
-"""RestClient through a real server: what the official SDK's gives for the same calls, it gives."""
+"""RestClient on a real server: it returns the same as the official SDK's for the same calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DATUM = Datum(
     model_input=ModelInput.from_ints([1, 2, 3]),
     loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0] * 3},
 )
-#: What `list_training_runs` of ours takes by name, and the official one does not know.
+#: Keyword arguments of our `list_training_runs` that the official one does not have.
 OURS_ALONE = {"tags", "text"}
 OFFICIAL_SDK = """
 import json, sys, tinker
@@ -41,7 +41,7 @@ rest = tinker.RestClient(base_url=sys.argv[1], api_key=sys.argv[2])
 answers = [getattr(rest, name)(*given).result() for name, given in json.loads(sys.argv[3])]
 print(json.dumps([answer.model_dump(mode="json") for answer in answers]))
 """
-#: Of its own object rather than of the server.
+#: Methods that concern the client object, not the server.
 NOT_OF_THE_SERVER = {"get_telemetry"}
 
 
@@ -72,7 +72,7 @@ def run_id(paths: list[str]) -> str:
 
 
 def _methods(client: type) -> dict[str, list[str]]:
-    """Name the parameters of each method, but for those that are ours alone: behind a `*`."""
+    """Return the parameters of each method, without the keyword-only ones of OURS_ALONE."""
     return {
         name: [
             parameter.name
@@ -84,14 +84,14 @@ def _methods(client: type) -> dict[str, list[str]]:
     }
 
 
-def test_every_method_of_the_official_client_is_here_with_its_arguments() -> None:
+def test_every_method_of_the_official_client_exists_with_its_arguments() -> None:
     ours = _methods(RestClient)
     for name, parameters in _methods(OfficialRestClient).items():
         assert ours[name] == parameters, name
         assert name.endswith("_async") or f"{name}_async" in ours
 
 
-def test_both_clients_are_answered_alike(
+def test_both_clients_receive_the_same_answers(
     server: Server, rest: RestClient, paths: list[str], run_id: str
 ) -> None:
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
@@ -116,7 +116,7 @@ def test_both_clients_are_answered_alike(
 
 
 def _official_answers(server: Server, calls: list[tuple[str, list[Any]]]) -> list[Any]:
-    """Ask with the official SDK, in a process of its own: it leaves its connections open."""
+    """Call the official SDK in a separate process, because it leaves its connections open."""
     program = [sys.executable, "-W", "ignore", "-c", OFFICIAL_SDK, server.address, KEYS[2]]
     done = run([*program, json.dumps(calls)])
     assert done.returncode == 0, done.stderr
@@ -125,7 +125,7 @@ def _official_answers(server: Server, calls: list[tuple[str, list[Any]]]) -> lis
 
 
 def _common(theirs: Any, own: Any) -> Any:
-    """Of what we read, that of which the official client knows."""
+    """Return the part of our answer that the official client also has."""
     if isinstance(theirs, dict):
         return {name: _common(value, own.get(name)) for name, value in theirs.items()}
     if isinstance(theirs, list) and len(theirs) == len(own):
@@ -142,7 +142,7 @@ async def test_the_answers_can_be_awaited_once(rest: RestClient, run_id: str) ->
     assert asked.result() == [run_id]
 
 
-def test_a_checkpoint_is_published_kept_copied_and_deleted(
+def test_a_checkpoint_is_published_extended_copied_and_deleted(
     server: Server, rest: RestClient, paths: list[str]
 ) -> None:
     path = paths[1]
@@ -178,7 +178,7 @@ def test_links_open_without_a_key(rest: RestClient, paths: list[str], run_id: st
         assert b"forward_backward" in opened.read()
 
 
-def test_sessions_are_found_and_moved(rest: RestClient, run_id: str) -> None:
+def test_sessions_are_found_and_assigned_to_projects(rest: RestClient, run_id: str) -> None:
     session = run_id.partition(":")[0]
     rest.assign_session_project(session, "a project").result()
     wanted = SessionSearchRequest(user_metadata={"made": "lists"}, project_ids=["a project"])
@@ -188,7 +188,7 @@ def test_sessions_are_found_and_moved(rest: RestClient, run_id: str) -> None:
     assert listed.training_run_id == run_id
 
 
-def test_a_session_is_found_by_what_its_client_said_and_a_copy_belongs_to_it(
+def test_a_session_is_found_by_client_metadata_and_owns_its_copies(
     server: Server, rest: RestClient, paths: list[str]
 ) -> None:
     with ServiceClient(
@@ -202,7 +202,7 @@ def test_a_session_is_found_by_what_its_client_said_and_a_copy_belongs_to_it(
     assert copy.split("/")[2].startswith(found.session_id)
 
 
-def test_usage_names_the_run_and_a_session_without_cycles_has_no_timeline(
+def test_usage_names_the_run_and_an_idle_session_has_no_timeline(
     server: Server, rest: RestClient, run_id: str
 ) -> None:
     [used] = [each for each in rest.get_usage().result().sources if each.source == run_id]
@@ -214,7 +214,7 @@ def test_usage_names_the_run_and_a_session_without_cycles_has_no_timeline(
             rest.export_session_trace(sampler.partition(":")[0]).result()
 
 
-def test_a_key_is_known_by_its_tenant(server: Server, rest: RestClient) -> None:
+def test_a_key_is_identified_by_its_tenant(server: Server, rest: RestClient) -> None:
     own = rest.whoami().result()
     assert own == RestClient(base_url=server.address, api_key=KEYS[2]).whoami().result()
     assert own.org_urn == f"tml:organization:{own.user_urn}"
@@ -222,7 +222,7 @@ def test_a_key_is_known_by_its_tenant(server: Server, rest: RestClient) -> None:
     assert other.user_urn != own.user_urn
 
 
-def test_a_path_that_is_none_is_refused_here(rest: RestClient) -> None:
+def test_an_invalid_path_is_rejected_by_the_client(rest: RestClient) -> None:
     for path in (
         "x",
         "tinker://a/b",
@@ -234,7 +234,7 @@ def test_a_path_that_is_none_is_refused_here(rest: RestClient) -> None:
             rest.get_training_run_by_tinker_path(path)
 
 
-def test_a_run_is_made_with_a_note_and_tags_and_found_by_them(
+def test_a_run_is_created_with_a_note_and_tags_and_found_by_them(
     service: ServiceClient, rest: RestClient, server: Server
 ) -> None:
     run = service.create_lora_training_client(

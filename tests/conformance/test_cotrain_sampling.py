@@ -1,4 +1,4 @@
-"""Sampling with our own client through the same server."""
+"""Sampling with the cotrain client on the same server."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def datum(sequence: SampledSequence, advantage: float) -> Datum:
 
 
 def reinforce(service: ServiceClient, base_model: str, seed: int, steps: int = 3) -> list[Told]:
-    """Run a pipelined loop that rewards odd tokens; list what it sampled."""
+    """Run a pipelined loop that rewards odd tokens. Return its samples."""
     run = service.create_lora_training_client(base_model, rank=2 + seed, seed=seed)
     sampler, log = run.save_weights_and_get_sampling_client(), []
     for step in range(steps):
@@ -102,7 +102,7 @@ def move(run: TrainingClient) -> None:
     run.optim_step(AdamParams(learning_rate=1e-2)).result()
 
 
-def test_a_seed_decides_every_token_alone_and_in_a_crowd(sampler: SamplingClient) -> None:
+def test_a_seeded_sample_is_the_same_alone_and_under_load(sampler: SamplingClient) -> None:
     alone = told(sampler)
     crowd = [
         sampler.sample(ModelInput.from_ints([n + 1]), 1, SamplingParams(max_tokens=n % 9, seed=n))
@@ -113,14 +113,14 @@ def test_a_seed_decides_every_token_alone_and_in_a_crowd(sampler: SamplingClient
         future.result()
 
 
-def test_every_sequence_has_a_name_of_its_own(sampler: SamplingClient) -> None:
+def test_every_sequence_has_a_unique_id(sampler: SamplingClient) -> None:
     response = sampler.sample(PROMPT, 3, EIGHT).result()
     assert len({sequence.sequence_id for sequence in response.sequences}) == 3
     again = sampler.sample(PROMPT, 1, EIGHT).result()
     assert again.sequences[0].sequence_id not in {s.sequence_id for s in response.sequences}
 
 
-def test_a_prompt_that_was_seen_before_is_in_the_cache(sampler: SamplingClient) -> None:
+def test_a_repeated_prompt_is_served_from_the_cache(sampler: SamplingClient) -> None:
     prompt = ModelInput.from_ints([n % 500 for n in range(300)])
     params = SamplingParams(max_tokens=2, seed=1)
     first, second = (sampler.sample(prompt, 1, params).result() for _ in range(2))
@@ -130,7 +130,7 @@ def test_a_prompt_that_was_seen_before_is_in_the_cache(sampler: SamplingClient) 
     assert first.sequences[0].logprobs == second.sequences[0].logprobs
 
 
-def test_everything_that_can_be_scored_is(sampler: SamplingClient) -> None:
+def test_all_scores_of_a_prompt_are_returned(sampler: SamplingClient) -> None:
     targets = TensorData.of([[TOKENS[n + 1], -1] for n in range(len(TOKENS) - 1)])
     response = sampler.sample(
         PROMPT,
@@ -165,7 +165,7 @@ def test_coroutines_sample_the_same(service: ServiceClient, server: Server) -> N
     assert asyncio.run(sample()) == [tokens] * 3
 
 
-def test_a_samplers_results_do_not_move_while_its_run_trains_on(
+def test_a_sampler_keeps_its_results_while_its_run_trains_on(
     service: ServiceClient, server: Server
 ) -> None:
     run = trained(service, server)
@@ -187,7 +187,7 @@ def test_a_client_samples_from_other_processes(sampler: SamplingClient) -> None:
     assert by_handle.result() == samples[0]
 
 
-def test_a_sample_that_is_given_up_holds_up_nobody(sampler: SamplingClient) -> None:
+def test_a_cancelled_sample_delays_no_other(sampler: SamplingClient) -> None:
     future = sampler.sample(PROMPT, 8, SamplingParams(max_tokens=400, stop=[]))
     asyncio.run(future.accepted_async())
     assert future.cancel()
@@ -205,7 +205,7 @@ def test_a_tokenizer_comes_from_the_base_models_folder(
     assert sampler.sample(ModelInput.from_ints(tokens), 1, EIGHT).result().sequences
 
 
-def test_what_cannot_be_is_refused_by_name(sampler: SamplingClient) -> None:
+def test_an_invalid_request_is_rejected_and_names_the_field(sampler: SamplingClient) -> None:
     with pytest.raises(BadRequestError, match="512"):
         sampler.sample(ModelInput.from_ints([1] * 600), 1, EIGHT).result()
     with pytest.raises(BadRequestError, match="top_k"):
@@ -213,7 +213,7 @@ def test_what_cannot_be_is_refused_by_name(sampler: SamplingClient) -> None:
     assert told(sampler)
 
 
-def test_another_tenants_weights_do_not_exist(service: ServiceClient, server: Server) -> None:
+def test_another_tenants_weights_are_not_found(service: ServiceClient, server: Server) -> None:
     run = service.create_lora_training_client(server.base_model, rank=1)
     path = run.save_weights_for_sampler("mine").result().path
     with (
@@ -223,7 +223,7 @@ def test_another_tenants_weights_do_not_exist(service: ServiceClient, server: Se
         stranger.create_sampling_client(path)
 
 
-def test_more_samples_than_may_wait_all_come_back(narrow_server: Server) -> None:
+def test_more_samples_than_the_queue_holds_all_return(narrow_server: Server) -> None:
     with ServiceClient(narrow_server.address, KEYS[0]) as service:
         sampler = service.create_sampling_client(base_model=narrow_server.base_model)
         futures = [sampler.sample(PROMPT, 1, EIGHT) for _ in range(24)]
@@ -231,7 +231,7 @@ def test_more_samples_than_may_wait_all_come_back(narrow_server: Server) -> None
     assert tokens == [tokens[0]] * 24
 
 
-def test_a_lost_answer_changes_no_bit(service: ServiceClient, server: Server) -> None:
+def test_a_dropped_answer_changes_no_bit(service: ServiceClient, server: Server) -> None:
     endpoints = {*LOSES_SAMPLING_ANSWERS_OF, "save_weights_for_sampler"}
     with (
         LossyProxy(server.address, endpoints) as proxy,
@@ -242,7 +242,7 @@ def test_a_lost_answer_changes_no_bit(service: ServiceClient, server: Server) ->
     assert far == reinforce(service, server.base_model, seed=5)
 
 
-def test_four_tenants_reinforce_at_once_bit_for_bit_as_if_alone(server: Server) -> None:
+def test_four_tenants_reinforce_concurrently_as_alone_bit_for_bit(server: Server) -> None:
     def of_tenant(seed: int) -> list[Told]:
         with ServiceClient(server.address, KEYS[seed]) as service:
             ready.wait()

@@ -1,7 +1,7 @@
-"""Every code block that the hosted services document, as its caller would write it, on our server.
+"""Code patterns that the hosted services document, run on our server.
 
-After the same calls in the same order, in words of our own; only the name that is imported differs.
-What each must give is what the plainest loop gives, `losses_one_by_one`.
+Each block makes the same calls in the same order, rewritten in our own words; only the imported
+name differs. Each must return the numbers of the plainest loop, `losses_one_by_one`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def losses_one_by_one(service: tinker.ServiceClient, server: Server) -> list[flo
 
 
 def ran(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run what an asynchronous block does, for no longer than a test may take."""
+    """Run an asynchronous block, with the time limit of a test."""
     return asyncio.run(asyncio.wait_for(work, timeout=600))
 
 
@@ -200,7 +200,7 @@ def test_bios_side_by_side_async(server: Server) -> None:
     assert losses[2] < losses[0]
 
 
-def test_bios_suboptimal_and_optimal_patterns_give_the_same(
+def test_bios_suboptimal_and_optimal_patterns_give_equal_results(
     service: bios.ServiceClient, client: bios.TrainingClient, server: Server
 ) -> None:
     async def slow_training() -> list[float]:
@@ -218,7 +218,7 @@ def test_bios_suboptimal_and_optimal_patterns_give_the_same(
 
     twin = service.create_lora_training_client(server.base_model, rank=4, seed=1)
     assert ran(slow_training()) == ran(fast_training())
-    # All three gradients were added up, in either.
+    # Both add up all three gradients.
     metrics = [run.optim_step(ADAM).result().metrics or {} for run in (client, twin)]
     assert metrics[0]["grad_norm"] == metrics[1]["grad_norm"] > 0
 
@@ -328,7 +328,7 @@ def mint_batch(tokenizer: Any, text: str) -> list[types.Datum]:
 TEXTS = ["def one():", "return two", "for three in four:", "five + six"]
 
 
-def test_mint_pattern_and_anti_pattern_give_the_same(server: Server) -> None:
+def test_mint_pattern_and_anti_pattern_give_equal_results(server: Server) -> None:
     async def train_with_pipelining() -> list[str]:
         service_client = mint.ServiceClient()
         training_client = await service_client.create_lora_training_client_async(
@@ -359,7 +359,7 @@ def test_mint_pattern_and_anti_pattern_give_the_same(server: Server) -> None:
                 mint_batch(tokenizer, batch_text), "cross_entropy"
             ).result_async()
             losses.append(f"Loss: {result.loss:.4f}")
-            # A step of nothing, so that both compute the same.
+            # An optimizer step with rate 0, so that both compute the same.
             await training_client.optim_step_async(types.AdamParams(learning_rate=0)).result_async()
         service_client.close()
         return losses

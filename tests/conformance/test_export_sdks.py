@@ -1,4 +1,4 @@
-"""The official SDKs, unmodified, as the judge of what leaves the server."""
+"""Exports through the official SDKs, unmodified."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.conformance.running import CheckpointReport, Server
 LENGTHS, VOCAB = (5, 9, 13, 8), 512
 PEFT_FILES = {"adapter_config.json", "adapter_model.safetensors"}
 EXACT = 1e-5
-"""An export's log-probs in plain PEFT against the server's own, in fp32."""
+"""Tolerance of an export's log-probs in plain PEFT against the server's own, in fp32."""
 
 
 def test_an_export_is_the_same_model_in_plain_peft(
     checkpointed: CheckpointReport, server: Server
 ) -> None:
     if checkpointed.sdk == "0.22.0":
-        return  # it cannot export
+        return  # this SDK cannot export
     facts = checkpointed.facts["exported"]
     folder = checkpointed.folder / "plain"
     assert set(facts["files"]["plain"]) == PEFT_FILES
@@ -39,11 +39,11 @@ def test_an_export_is_the_same_model_in_plain_peft(
     assert (listed["type"], listed["path"]) == ("external", facts["paths"]["plain"])
 
 
-def test_an_export_for_age_recipients_is_read_by_each_of_them_alone(
+def test_an_age_encrypted_export_is_readable_by_each_recipient(
     checkpointed: CheckpointReport,
 ) -> None:
     if checkpointed.sdk == "0.22.0":
-        return  # it cannot export
+        return  # this SDK cannot export
     facts = checkpointed.facts["exported"]
     assert set(facts["files"]["locked"]) == {f"{name}.age" for name in PEFT_FILES}
     for name in PEFT_FILES:
@@ -58,14 +58,14 @@ def test_an_export_for_age_recipients_is_read_by_each_of_them_alone(
     assert "age_encryption_recipients" in facts["recipient"]["message"]
 
 
-def test_a_link_to_a_file_opens_and_a_forged_one_does_not(checkpointed: CheckpointReport) -> None:
+def test_a_signed_link_opens_and_a_forged_one_does_not(checkpointed: CheckpointReport) -> None:
     if checkpointed.sdk != "0.22.0":
         assert checkpointed.facts["exported"]["statuses"] == [200, 403]
 
 
 def test_an_archive_is_a_peft_folder(checkpointed: CheckpointReport, server: Server) -> None:
     if checkpointed.sdk != "0.22.0":
-        return  # it downloads files one by one
+        return  # this SDK downloads files one by one
     facts, folder = checkpointed.facts["archived"], checkpointed.folder / "archive"
     archive = checkpointed.folder / "archive.tar"
     assert archive.stat().st_size == facts["length"]
@@ -86,7 +86,7 @@ def _flat(rows: list[list[float]]) -> list[float]:
 def _peft_logprobs(base_model: str, folder: Path) -> list[float]:
     """Score the scenarios' batch with plain PEFT on the plain base model."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT's own, about what it asks of transformers
+        warnings.simplefilter("ignore")  # warnings of PEFT about its use of transformers
         base = AutoModelForCausalLM.from_pretrained(base_model, dtype=torch.float32)
         model = PeftModel.from_pretrained(base, folder).eval()
     values: list[float] = []

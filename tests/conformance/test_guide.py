@@ -1,7 +1,7 @@
-"""Every Python block of the guide and of README, run on a real server.
+"""Runner of every Python block of the guide and of README on a real server.
 
-The blocks of a page share their names, in order, as the cells of a notebook do. What stands in
-`<!-- check … -->` runs as well and is what a page claims. A block marked `<!-- not run: reason -->` is
+The blocks of a page share their names, in order, like the cells of a notebook. Code in `<!-- check
+… -->` also runs and verifies the claims of a page. A block marked `<!-- not run: reason -->` is
 only compiled (`tests/unit/test_docs.py`).
 """
 
@@ -21,18 +21,25 @@ from tests.warm.popen import run
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+GUIDE = [
+    page
+    for folder in ("get-started", "guide")
+    for page in sorted((ROOT / "docs" / folder).glob("*.md"))
+]
 
 
 @pytest.fixture
 def replacements(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Mapping[str, str]:
-    """Prepare what pages take for granted; say what stands for what they write."""
+    """Prepare the files and variables that pages assume.
+
+    Return the replacements for placeholders in the pages.
+    """
     monkeypatch.setenv("COTRAIN_BASE_URL", server.address)
     monkeypatch.setenv("COTRAIN_API_KEY", KEYS[0])
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    monkeypatch.chdir(tmp_path)  # where pages write their files
+    monkeypatch.chdir(tmp_path)  # the folder in which pages write their files
     return {
         "http://127.0.0.1:8000": server.address,
         "tml-...": KEYS[0],
@@ -49,7 +56,7 @@ def test_every_block_of_the_guide_runs(page: Path, replacements: Mapping[str, st
 def test_every_block_of_the_readme_runs(
     replacements: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Apart from us: the official SDK, which it shows, leaves connections open.
+    # In a separate process: the official SDK, which it shows, leaves connections open.
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
     ran = run(
         [sys.executable, "-m", "tests.support.notebook", str(README), json.dumps(replacements)]

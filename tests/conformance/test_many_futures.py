@@ -16,11 +16,11 @@ from tests.conformance.running import KEYS, Server
 
 MANY = 1_000
 STEP_EVERY = 50
-"""So many futures are 49 passes and a step; the plain loop waits for each such group."""
+"""Futures per group: 49 passes and a step. The plain loop waits for each group."""
 THREADS = 8
 OF_EACH = 12
 WITHIN_S = 240.0
-"""For a deadlock, not for speed."""
+"""Time limit that detects a deadlock; it does not measure speed."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def send(run: TrainingClient, index: int) -> Future[Any]:
 
 
 def told(result: Any) -> object:
-    """Say what a result is, except when it came to be."""
+    """Return the content of a result without its times."""
     metrics = {name: value for name, value in result.metrics.items() if "clock_cycle" not in name}
     outputs = getattr(result, "loss_fn_outputs", [])
     return metrics, [output["logprobs"].tolist() for output in outputs]
@@ -58,7 +58,7 @@ def one_group_at_a_time(run: TrainingClient) -> list[object]:
     return results
 
 
-def test_a_thousand_futures_give_what_the_plain_loop_gives(
+def test_a_thousand_futures_give_the_results_of_the_plain_loop(
     service: ServiceClient, server: Server
 ) -> None:
     def new_run() -> TrainingClient:
@@ -69,7 +69,7 @@ def test_a_thousand_futures_give_what_the_plain_loop_gives(
     assert [told(future.result(WITHIN_S)) for future in futures] == expected
 
 
-def test_threads_and_a_loop_on_one_run_keep_each_its_order(
+def test_threads_and_an_event_loop_on_one_run_each_keep_their_order(
     service: ServiceClient, server: Server
 ) -> None:
     run = service.create_lora_training_client(server.base_model, rank=2, seed=1)
@@ -85,7 +85,7 @@ def test_threads_and_a_loop_on_one_run_keep_each_its_order(
     async def in_a_loop() -> list[float]:
         sent = [run.forward_backward_async(data, "cross_entropy") for _ in range(OF_EACH)]
         first = await sent[0]
-        middle = sent[1].result(WITHIN_S)  # blocks this loop, which nobody else needs
+        middle = sent[1].result(WITHIN_S)  # blocks this event loop, which has no other task
         rest = await asyncio.gather(*(each.result_async(WITHIN_S) for each in sent[2:]))
         return cycles([await first, middle, *rest])
 
@@ -97,5 +97,5 @@ def test_threads_and_a_loop_on_one_run_keep_each_its_order(
     for _ in range((THREADS + 1) * OF_EACH):
         twin.forward_backward(data, "cross_entropy")
     steps = [each.optim_step().result(WITHIN_S).metrics or {} for each in (run, twin)]
-    # As many gradients as there were calls, none twice: equal addends have one sum in any order.
+    # One gradient per call, none twice: equal addends have one sum in any order.
     assert steps[0]["grad_norm"] == steps[1]["grad_norm"] > 0

@@ -1,4 +1,4 @@
-"""Every command of the official CLI against a real server: it works, or says at once why not."""
+"""Commands of the official CLI on a real server: each works, or reports at once the reason why not."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.http_api import pass_body
 from tests.warm.popen import run
 
 HOUR = timedelta(hours=1)
-#: For all commands of a list; each has its own patience.
+#: Time limit of a whole list of commands; each command has its own limit.
 PATIENCE_S = 3600
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a command."""
+    """Result of a command."""
 
     status: int
     out: str
@@ -38,7 +38,7 @@ class Outcome:
 
 
 class Tenant:
-    """One tenant's plain HTTP, as far as it takes to have something to list."""
+    """Minimal plain HTTP client of one tenant, which creates objects to list."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
@@ -74,21 +74,21 @@ class Tenant:
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[FakeHub]:
-    """A hub to push to."""
+    """A model hub to push to."""
     with FakeHub() as hub:
         yield hub
 
 
 @pytest.fixture(scope="module")
 def names(server: Server, hub: FakeHub) -> Mapping[str, str]:
-    """What there is to name in a command."""
+    """Values of the placeholders in the commands."""
     headers = {"X-API-Key": KEY}
     with httpx.Client(base_url=f"{server.address}/api/v1", headers=headers, timeout=300) as http:
         return {**make_names(Tenant(http), server.base_model), "hub": hub.address}
 
 
 def make_names(tenant: Tenant, base_model: str) -> Mapping[str, str]:
-    """Train a little, save some checkpoints; what they are called."""
+    """Train a little and save some checkpoints. Return their names."""
     session = tenant.post("create_session", project_id="nightly")["session_id"]
     run, other = (tenant.new_run(session, number, base_model) for number in (0, 1))
     tenant.until_done("forward_backward", **pass_body(run, 1))
@@ -110,12 +110,12 @@ def make_names(tenant: Tenant, base_model: str) -> Mapping[str, str]:
 def run_commands(
     server: Server, home: Path, names: Mapping[str, str], commands: Mapping[str, Command]
 ) -> dict[str, Outcome]:
-    """Run commands, one after the other, with one home."""
+    """Run commands one after the other with one home folder."""
     variables = {
         "HOME": str(home),
         "TINKER_BASE_URL": server.address,
         "TINKER_API_KEY": KEY,
-        "COLUMNS": "400",  # the tables are cut to the width of a terminal
+        "COLUMNS": "400",  # because tables are cut to the width of the terminal
     }
     wanted = [
         {
@@ -142,13 +142,13 @@ def run_commands(
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where commands run and write."""
+    """Folder in which the commands run and write."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(scope="module")
 def worked(server: Server, home: Path, names: Mapping[str, str]) -> dict[str, Outcome]:
-    """What became of the commands that should work."""
+    """Results of the commands that should succeed."""
     return run_commands(server, home, names, WORKS)
 
 
@@ -156,7 +156,7 @@ def worked(server: Server, home: Path, names: Mapping[str, str]) -> dict[str, Ou
 def refused(
     server: Server, home: Path, names: Mapping[str, str], worked: dict[str, Outcome]
 ) -> dict[str, Outcome]:
-    """What became of the commands that should not."""
+    """Results of the commands that should fail."""
     return run_commands(server, home, names, REFUSED)
 
 
@@ -164,7 +164,7 @@ def refused(
 def signed_in(
     server: Server, tmp_path_factory: pytest.TempPathFactory, names: Mapping[str, str]
 ) -> dict[str, Outcome]:
-    """What became of the commands about a credential."""
+    """Results of the commands about a credential."""
     return run_commands(server, tmp_path_factory.mktemp("signed-in"), names, SIGNED_IN)
 
 
@@ -177,7 +177,7 @@ def test_a_command_works(name: str, worked: dict[str, Outcome], names: Mapping[s
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_command_that_cannot_work_says_why_at_once(
+def test_a_command_that_cannot_work_reports_the_reason_at_once(
     name: str, refused: dict[str, Outcome]
 ) -> None:
     outcome = refused[name]
@@ -187,14 +187,14 @@ def test_a_command_that_cannot_work_says_why_at_once(
 
 
 @pytest.mark.parametrize("name", SIGNED_IN)
-def test_a_credential_is_kept_shown_and_dropped(name: str, signed_in: dict[str, Outcome]) -> None:
+def test_a_credential_is_saved_shown_and_removed(name: str, signed_in: dict[str, Outcome]) -> None:
     outcome = signed_in[name]
     assert (outcome.status, "Traceback" in outcome.err) == (0, False), outcome
     for text in SIGNED_IN[name].says:
         assert text in outcome.out, outcome
 
 
-def test_no_command_of_the_cli_was_forgotten() -> None:
+def test_every_command_of_the_cli_is_listed() -> None:
     tried = {
         " ".join(command.argv.removeprefix("-f json ").split()[:2])
         for commands in (WORKS, REFUSED, SIGNED_IN)
@@ -204,15 +204,13 @@ def test_no_command_of_the_cli_was_forgotten() -> None:
 
 
 @pytest.mark.parametrize("folder", ["plain", "trained"])
-def test_what_was_downloaded_is_an_adapter(
-    folder: str, home: Path, worked: dict[str, Outcome]
-) -> None:
+def test_the_download_is_an_adapter(folder: str, home: Path, worked: dict[str, Outcome]) -> None:
     (found,) = home.glob(f"{folder}/**/adapter_model.safetensors")
     assert json.loads(found.with_name("adapter_config.json").read_text())["r"] == 4
     assert {tensor.shape[0] for name, tensor in load_file(found).items() if "lora_A" in name} == {4}
 
 
-def test_what_was_pushed_is_what_was_downloaded(
+def test_the_pushed_files_equal_the_downloaded_ones(
     hub: FakeHub, home: Path, worked: dict[str, Outcome], names: Mapping[str, str]
 ) -> None:
     (downloaded,) = home.glob("trained/**/adapter_model.safetensors")
@@ -221,7 +219,7 @@ def test_what_was_pushed_is_what_was_downloaded(
     assert f"tinker://{names['run']}/weights/one" in hub.files["README.md"].decode()
 
 
-def test_a_trace_that_was_downloaded_shows_the_cycles_of_its_session(
+def test_a_downloaded_trace_shows_the_cycles_of_its_session(
     home: Path, worked: dict[str, Outcome], names: Mapping[str, str]
 ) -> None:
     events = json.loads((home / "own.pftrace").read_text())["traceEvents"]
@@ -231,7 +229,7 @@ def test_a_trace_that_was_downloaded_shows_the_cycles_of_its_session(
 
 
 def commands_of(group: click.Group, *names: str) -> Iterator[str]:
-    """Name every command of the CLI."""
+    """Yield every command of the CLI."""
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)

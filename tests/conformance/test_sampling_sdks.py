@@ -1,4 +1,4 @@
-"""The official SDKs, unmodified, as the judge of sampling."""
+"""Sampling through the official SDKs, unmodified."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 from tests.conformance.running import SAMPLING, SDKS, Facts, SamplingReport, Server, run_scenarios
 from tests.support.lossy_proxy import LossyProxy
 
-# What the scenarios use; they run under an SDK of their own and are not imported here.
+# Constants of the scenarios, which run under another SDK and are not imported here.
 PROMPT, MAX_TOKENS, CROWD, RL_STEPS = [7, 8, 9, 10, 11], 8, 24, 3
 EXACT = 1e-5
-"""Sampled log-probs against trained ones of the same tokens and weights, in fp32."""
+"""Tolerance of sampled log-probs against trained ones of the same tokens and weights, in fp32."""
 
 
 def tokens(sequences: list[dict[str, Any]]) -> list[list[int]]:
     return [sequence["tokens"] for sequence in sequences]
 
 
-# ---- What a sample is ----------------------------------------------------------------------------
+# ---- Samples -------------------------------------------------------------------------------------
 
 
-def test_a_seed_decides_every_token_and_every_bit(sampled: SamplingReport) -> None:
+def test_a_seed_determines_every_token_and_every_bit(sampled: SamplingReport) -> None:
     facts = sampled.facts["sampled"]
     assert facts["first"] == facts["again"]
     assert facts["first"][:1] == facts["alone"]
@@ -35,12 +35,12 @@ def test_sequences_of_one_prompt_differ(sampled: SamplingReport) -> None:
     assert tokens(facts["unseeded"][0]) != tokens(facts["unseeded"][1])
 
 
-def test_every_sequence_has_a_name_of_its_own(sampled: SamplingReport) -> None:
+def test_every_sequence_has_a_unique_id(sampled: SamplingReport) -> None:
     ids = sampled.facts["sampled"]["ids"]
     assert len(set(ids)) == (1 if sampled.sdk == "0.22.0" else 3)
 
 
-def test_a_sample_is_as_long_as_asked_and_has_a_logprob_per_token(
+def test_a_sample_has_the_requested_length_and_a_logprob_per_token(
     sampled: SamplingReport, server: Server
 ) -> None:
     facts = sampled.facts["sampled"]
@@ -50,7 +50,7 @@ def test_a_sample_is_as_long_as_asked_and_has_a_logprob_per_token(
         assert sequence["stop_reason"] == "length"
 
 
-def test_a_choice_of_one_is_the_likeliest_token(sampled: SamplingReport) -> None:
+def test_a_choice_of_one_token_is_the_likeliest(sampled: SamplingReport) -> None:
     facts = sampled.facts["chosen"]
     greedy = tokens(facts["greedy"])
     assert greedy[0] == greedy[1]
@@ -58,15 +58,15 @@ def test_a_choice_of_one_is_the_likeliest_token(sampled: SamplingReport) -> None
     assert greedy != tokens(facts["hot"])
 
 
-def test_logprobs_are_the_models_own_whatever_chose_the_token(sampled: SamplingReport) -> None:
+def test_logprobs_are_the_models_own_for_any_sampling_parameters(sampled: SamplingReport) -> None:
     facts = sampled.facts["chosen"]
     assert facts["greedy"] == facts["top_k"] == facts["top_p"]
     assert all(value < 0 for value in facts["greedy"][0]["logprobs"])
 
 
-def test_the_likeliest_tokens_are_told_with_their_logprobs(sampled: SamplingReport) -> None:
+def test_the_likeliest_tokens_are_returned_with_their_logprobs(sampled: SamplingReport) -> None:
     if sampled.sdk == "0.22.0":
-        return  # it cannot ask
+        return  # this SDK cannot request them
     facts = sampled.facts["chosen"]
     (greedy, _) = facts["greedy"]
     assert [row[0][0] for row in facts["topk"]] == greedy["tokens"]
@@ -74,7 +74,7 @@ def test_the_likeliest_tokens_are_told_with_their_logprobs(sampled: SamplingRepo
     assert all(len(row) == 3 for row in facts["topk"])
 
 
-# ---- Where it ends -------------------------------------------------------------------------------
+# ---- Stops ---------------------------------------------------------------------------------------
 
 
 def test_a_stop_token_ends_the_sample_and_stays_in_it(sampled: SamplingReport) -> None:
@@ -103,32 +103,32 @@ def test_an_empty_list_of_stops_stops_nowhere(sampled: SamplingReport) -> None:
     assert facts["nowhere"]["stop_reason"] == "length"
 
 
-def test_the_smallest_and_the_largest_samples(sampled: SamplingReport) -> None:
+def test_the_smallest_and_the_largest_samples_have_their_lengths(sampled: SamplingReport) -> None:
     facts = sampled.facts["stopped"]
     assert facts["empty"]["tokens"] == []
     assert facts["empty"]["stop_reason"] == "length"
     assert len(facts["one_token_prompt"]["tokens"]) == MAX_TOKENS
-    assert len(facts["to_the_end"]["tokens"]) == 12  # a window of 512 tokens, a prompt of 500
+    assert len(facts["to_the_end"]["tokens"]) == 12  # a window of 512 tokens and a prompt of 500
     assert facts["to_the_end"]["stop_reason"] == "length"
 
 
-# ---- What it is worth ----------------------------------------------------------------------------
+# ---- Log-probs -----------------------------------------------------------------------------------
 
 
-def test_sampled_logprobs_are_the_trainers(sampled: SamplingReport) -> None:
+def test_sampled_logprobs_equal_the_trainers(sampled: SamplingReport) -> None:
     facts = sampled.facts["scored"]
     trained = facts["forward"][len(PROMPT) - 1 :]
     assert facts["sampled"] == pytest.approx(trained, abs=EXACT, rel=0)
 
 
-def test_a_prompt_is_scored_as_the_trainer_scores_it(sampled: SamplingReport) -> None:
+def test_prompt_logprobs_equal_the_trainers(sampled: SamplingReport) -> None:
     facts = sampled.facts["scored"]
     assert facts["computed"][0] is None
     assert facts["computed"][1:] == pytest.approx(facts["forward"], abs=EXACT, rel=0)
     assert facts["prompt"] == facts["computed"]
 
 
-def test_the_likeliest_prompt_tokens_include_what_is_likelier_than_the_prompt(
+def test_the_likeliest_prompt_tokens_include_likelier_alternatives(
     sampled: SamplingReport,
 ) -> None:
     facts = sampled.facts["scored"]
@@ -142,9 +142,9 @@ def test_the_likeliest_prompt_tokens_include_what_is_likelier_than_the_prompt(
 
 def test_chosen_tokens_and_the_last_positions_are_scored_alone(sampled: SamplingReport) -> None:
     if sampled.sdk == "0.22.0":
-        return  # it cannot ask
+        return  # this SDK cannot request them
     facts = sampled.facts["scored"]
-    assert all(row[1] == 0.0 for row in facts["targets"])  # -1 asks for nothing
+    assert all(row[1] == 0.0 for row in facts["targets"])  # -1 selects no token
     scored = [row[0] for row in facts["targets"]][-3:]
     assert scored == pytest.approx(facts["computed"][-3:], abs=EXACT, rel=0)
     assert facts["last"][:-3] == [None] * (len(facts["whole"]) - 3)
@@ -152,17 +152,17 @@ def test_chosen_tokens_and_the_last_positions_are_scored_alone(sampled: Sampling
     assert facts["computed_last"][:-2] == [None] * (len(facts["whole"]) - 2)
 
 
-# ---- Whose weights it is of ----------------------------------------------------------------------
+# ---- Weights -------------------------------------------------------------------------------------
 
 
-def test_a_samplers_results_do_not_move_while_its_run_trains_on(sampled: SamplingReport) -> None:
+def test_a_sampler_keeps_its_results_while_its_run_trains_on(sampled: SamplingReport) -> None:
     facts = sampled.facts["saved"]
     assert facts["before"] == facts["own"] == facts["after"] == facts["own_after"]
     assert facts["moved"] == facts["newest"]
     assert facts["moved"] != facts["before"]
 
 
-def test_saved_weights_have_a_path_and_know_their_base_model(
+def test_saved_weights_have_a_path_and_a_base_model(
     sampled: SamplingReport, server: Server
 ) -> None:
     facts = sampled.facts["saved"]
@@ -171,7 +171,7 @@ def test_saved_weights_have_a_path_and_know_their_base_model(
     assert facts["base_model"] == server.base_model
 
 
-def test_a_seeded_sample_is_the_same_alone_and_in_a_crowd(sampled: SamplingReport) -> None:
+def test_a_seeded_sample_is_the_same_alone_and_under_load(sampled: SamplingReport) -> None:
     facts = sampled.facts["crowded"]
     assert facts["among"] == facts["alone"]
     assert len({str(each) for each in facts["alone"]}) == 4
@@ -184,7 +184,7 @@ def test_clones_sample_what_the_original_samples(sampled: SamplingReport) -> Non
     assert facts["original_again"] == facts["original"]
 
 
-def test_a_sample_that_is_given_up_holds_up_nobody(sampled: SamplingReport) -> None:
+def test_a_cancelled_sample_delays_no_other(sampled: SamplingReport) -> None:
     facts = sampled.facts["cancelled"]
     assert (facts["was_cancelled"], facts["outcome"]) == (True, "cancelled")
     assert len(facts["next"][0]["tokens"]) == MAX_TOKENS
@@ -205,7 +205,7 @@ def test_a_sample_that_is_given_up_holds_up_nobody(sampled: SamplingReport) -> N
         ("foreign", "NotFoundError", ""),
     ],
 )
-def test_what_cannot_be_is_refused_by_name_and_the_sampler_goes_on(
+def test_an_invalid_request_names_its_field_and_the_sampler_continues(
     sampled: SamplingReport, what: str, error: str, named: str
 ) -> None:
     facts = sampled.facts["refused"]
@@ -214,16 +214,16 @@ def test_what_cannot_be_is_refused_by_name_and_the_sampler_goes_on(
     assert facts["next"]
 
 
-# ---- In the large --------------------------------------------------------------------------------
+# ---- Load ----------------------------------------------------------------------------------------
 
 
-def test_four_tenants_reinforce_at_once_bit_for_bit_as_if_alone(sampled: SamplingReport) -> None:
+def test_four_tenants_reinforce_concurrently_as_alone_bit_for_bit(sampled: SamplingReport) -> None:
     facts = sampled.facts["reinforced"]
     assert facts["together"] == facts["alone"]
     assert len({str(each) for each in facts["alone"]}) == 4
 
 
-def test_a_reinforced_policy_is_the_one_that_was_sampled(sampled: SamplingReport) -> None:
+def test_a_reinforced_policy_equals_the_sampled_one(sampled: SamplingReport) -> None:
     for run in sampled.facts["reinforced"]["alone"]:
         assert len(run["steps"]) == RL_STEPS
         for step in run["steps"]:
@@ -232,7 +232,7 @@ def test_a_reinforced_policy_is_the_one_that_was_sampled(sampled: SamplingReport
             assert as_sampled == pytest.approx(trained, abs=EXACT, rel=0)
 
 
-def test_a_lost_answer_changes_no_bit(
+def test_a_dropped_answer_changes_no_bit(
     sampled: SamplingReport, sampled_from_afar: tuple[LossyProxy, Facts]
 ) -> None:
     proxy, facts = sampled_from_afar
@@ -240,7 +240,7 @@ def test_a_lost_answer_changes_no_bit(
     assert facts["undisturbed"] == sampled.facts["undisturbed"]
 
 
-def test_a_lost_answer_to_a_save_makes_no_second_sampler(
+def test_a_dropped_answer_to_a_save_creates_no_second_sampler(
     sampled: SamplingReport, server: Server
 ) -> None:
     # The SDK sends the save again under its seq_id, with another sampling_session_seq_id.
@@ -260,7 +260,7 @@ def test_the_newer_sdk_polls_in_batches(
 
 
 @pytest.mark.parametrize("sdk", SDKS)
-def test_more_samples_than_may_wait_all_come_back(sdk: str, narrow_server: Server) -> None:
+def test_more_samples_than_the_queue_holds_all_return(sdk: str, narrow_server: Server) -> None:
     facts = run_scenarios(
         sdk,
         narrow_server.address,

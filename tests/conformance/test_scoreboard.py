@@ -1,4 +1,4 @@
-"""The compatibility page misses nothing, and the walk behind it measures what it says."""
+"""Completeness of the compatibility page, and correctness of the walk that measures it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TODAY = date(2026, 1, 2)
 # ---- The page ------------------------------------------------------------------------------------
 
 
-def test_the_page_has_a_row_for_everything_the_installed_sdk_offers() -> None:
+def test_the_page_has_a_row_for_every_member_of_the_installed_sdk() -> None:
     listed = read(PAGE.read_text())
     offered = {f"{owner}.{name}" for owner, names in surface.members().items() for name in names}
     offered |= {f"tinker {name}" for name in surface.commands()}
@@ -53,12 +53,12 @@ def test_every_cell_of_the_page_is_a_yes_or_has_a_reason() -> None:
                     assert because[1] == "no" or "a fault of" in reasons[because[2]], row
 
 
-def test_every_version_of_the_page_is_fetched_or_installed() -> None:
+def test_every_version_of_the_page_is_pinned_or_installed() -> None:
     fetched = re.findall(r"tinker==([\d.]+)", (ROOT / "tests/conformance/sdks.sh").read_text())
     assert {*fetched, version("tinker")} == set(VERSIONS)
 
 
-def test_the_same_results_make_the_same_page_and_reasons_are_shared() -> None:
+def test_rendering_is_deterministic_and_reasons_are_shared() -> None:
     results = {
         "A.a": (SUPPORTED, ""),
         "A.b": (REFUSED, "Not here."),
@@ -97,11 +97,11 @@ def found(sdk: str, results: dict[str, tuple[str, str]]) -> dict[str, Any]:
         ("a | b", r"a \| b"),
     ],
 )
-def test_a_reason_keeps_its_sentence_and_nothing_that_passes(words: str, kept: str) -> None:
+def test_a_reason_keeps_its_message_and_drops_varying_parts(words: str, kept: str) -> None:
     assert reason(words) == kept
 
 
-def test_a_fault_of_an_sdk_is_called_one() -> None:
+def test_an_error_of_an_sdk_is_labelled_as_such() -> None:
     words = "AssertionError: AsyncTinker client called from incorrect event loop"
     assert reason(words).startswith(f"{words} (a fault of these SDK versions: ")
 
@@ -109,7 +109,7 @@ def test_a_fault_of_an_sdk_is_called_one() -> None:
 # ---- The walk ------------------------------------------------------------------------------------
 
 
-def test_a_method_that_nobody_says_how_to_call_is_not_forgotten() -> None:
+def test_a_method_without_a_recipe_is_reported_as_not_tried() -> None:
     def recipe(_: Any) -> Call:
         return Call(None)
 
@@ -148,24 +148,24 @@ class Offers:
     ("name", "args", "options", "answer"),
     [("add", (1,), {"b": 2}, 3), ("add_async", (1,), {}, 1), ("name", (), {}, "offers")],
 )
-def test_a_call_waits_for_whatever_it_is_promised(
+def test_a_call_waits_for_every_kind_of_promise(
     name: str, args: tuple[Any, ...], options: dict[str, Any], answer: Any
 ) -> None:
     perform(Call(Offers(), args, options, lambda answered: answered == answer), name, set())
 
 
-def test_a_call_notes_which_parameters_it_was_given() -> None:
+def test_a_call_records_its_parameters() -> None:
     passed: set[str] = set()
     perform(Call(Offers(), (1,), {"b": 2}), "add", passed)
     assert passed == parameters(Offers, "add") == {"a", "b"}
 
 
-def test_a_call_with_the_wrong_answer_is_no_success() -> None:
+def test_a_call_with_a_wrong_answer_fails() -> None:
     with pytest.raises(UnexpectedAnswer, match="Answered 1"):
         perform(Call(Offers(), (1,), {}, lambda answer: answer == 2), "add", set())
 
 
-def test_an_argument_that_a_version_does_not_take_is_absent_from_it() -> None:
+def test_an_argument_that_a_version_rejects_is_reported_as_absent() -> None:
     with pytest.raises(NotOffered) as refused:
         perform(Call(Offers(), (1,), {"c": 2}), "add", set())
     assert judge(refused.value) == (ABSENT, "")
@@ -189,11 +189,11 @@ def http_error(kind: type[tinker.APIStatusError], status: int) -> tinker.APIStat
         (KeyError("loss:sum"), (FAILED, "KeyError: 'loss:sum'")),
     ],
 )
-def test_a_refusal_is_told_from_a_failure(error: Exception, judged: Sequence[str]) -> None:
+def test_refusals_and_failures_are_distinguished(error: Exception, judged: Sequence[str]) -> None:
     assert judge(error) == judged
 
 
-def test_a_slice_of_the_walk_measures_a_live_server(server: Server) -> None:
+def test_a_part_of_the_walk_measures_a_live_server(server: Server) -> None:
     wanted = {
         "RestClient.get_server_capabilities": SUPPORTED,
         "SamplingClient.sample(prompt_alt_tokens_k)": REFUSED,

@@ -1,4 +1,4 @@
-"""Run programs of tinker_cookbook, unmodified, each in a process of its own against a live server."""
+"""Run programs of tinker_cookbook, unmodified, each in a separate process against a live server."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ ROOT = Path(__file__).parents[2]
 COOKBOOK = ROOT / ".sdk" / "tinker_cookbook-0.6.1" / "site-packages"
 TIMEOUT_S = 240
 NOWHERE = "http://127.0.0.1:9"
-"""A proxy that nobody runs: what asks the internet for something is refused at once."""
+"""Unused proxy address: requests to the internet fail at once."""
 
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a program said, and what its log folder held when it ended."""
+    """Exit status, output and log folder of a program."""
 
     status: int
-    """0, or minus the signal that ended it."""
+    """0, or minus the number of the signal that killed it."""
     output: str
     steps: Rows
-    """The metrics of every step, in the order of their writing."""
+    """Metrics of every step, in the order in which they were written."""
     checkpoints: Rows
-    """What the program may be resumed from, oldest first."""
+    """Checkpoints that the program can resume from, oldest first."""
 
     def series(self, name: str) -> list[float]:
-        """One metric of every step."""
+        """Return one metric of every step."""
         return [row[name] for row in self.steps]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A server, one tenant's key to it, and the folder that programs are started in."""
+    """A server, one tenant's key, and the folder in which programs start."""
 
     address: str
     key: str
@@ -54,7 +54,7 @@ class Bench:
     logs: Path
 
     def run(self, recipe: str, folder: str, **options: object) -> Ran:
-        """Run a recipe to its end; `folder` is its log folder, for it to go on from if it is there."""
+        """Run a recipe to its end; `folder` is its log folder, from which it resumes if it exists."""
         with self._popen(recipe, folder, options) as program:
             try:
                 said, _ = program.communicate(timeout=TIMEOUT_S)
@@ -64,7 +64,7 @@ class Bench:
         return self._ran(program.returncode, said, folder)
 
     def run_and_kill(self, recipe: str, folder: str, at: str, **options: object) -> Ran:
-        """Run a recipe until it prints a line with a match of `at`, and kill it there."""
+        """Run a recipe until it prints a line that matches `at`, then kill it."""
         said = []
         with self._popen(recipe, folder, options) as program:
             assert program.stdout is not None
@@ -75,7 +75,7 @@ class Bench:
         return self._ran(program.returncode, "".join(said), folder)
 
     def run_script(self, script: Path, *arguments: str) -> str:
-        """Run a script of ours on the cookbook's library; what it printed."""
+        """Run a script on the cookbook's library. Return its output."""
         done = run(
             [sys.executable, str(script), *arguments],
             cwd=self.workshop,
@@ -86,19 +86,19 @@ class Bench:
         return done.stdout
 
     def checkpoints(self, run: str) -> dict[str, dict[str, Any]]:
-        """Ask the server for a run's checkpoints, by path."""
+        """Return a run's checkpoints on the server, by path."""
         listed = self.get(f"training_runs/{run}/checkpoints")["checkpoints"]
         return {checkpoint["tinker_path"]: checkpoint for checkpoint in listed}
 
     def get(self, path: str) -> Any:
-        """GET something of the tenant's."""
+        """Send a GET request as the tenant."""
         url, headers = f"{self.address}/api/v1/{path}", {"X-API-Key": self.key}
         answer = httpx.get(url, headers=headers, timeout=TIMEOUT_S)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def complaints(self) -> list[str]:
-        """List every line of the server's logs that tells of an error or of an answer of 5xx."""
+        """List every line of the server's logs that reports an error or an answer of 5xx."""
         lines = [
             line
             for log in sorted(self.data_dir.glob("logs/*.log"))
@@ -155,5 +155,5 @@ def _is_complaint(line: str) -> bool:
 
 
 def run_of(path: str) -> str:
-    """Read the run out of a checkpoint's path."""
+    """Return the run id of a checkpoint path."""
     return path.removeprefix("tinker://").split("/")[0]

@@ -1,4 +1,4 @@
-"""What the cookbook is fetched with."""
+"""Pinned requirements of the cookbook."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ def names(path: Path) -> set[str]:
     return {canonicalize_name(pin.name) for pin in found}
 
 
-def test_it_brings_nothing_that_is_installed_already() -> None:
+def test_the_cookbook_installs_no_package_that_is_pinned_already() -> None:
     brought = names(Path(__file__).with_name("requirements.txt"))
-    assert not brought & names(ROOT / "constraints.txt")  # it comes first on the path
+    # the cookbook's folder comes first on the path
+    assert not brought & names(ROOT / "constraints.txt")
 
 
-def test_it_brings_the_version_that_its_folder_is_named_after() -> None:
+def test_the_installed_version_matches_the_name_of_its_folder() -> None:
     wanted = (Path(__file__).with_name("requirements.txt")).read_text().splitlines()
     assert COOKBOOK.parent.name.replace("-", "==") in wanted

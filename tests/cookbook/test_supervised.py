@@ -1,4 +1,4 @@
-"""Supervised programs: killed, and started again from what they saved."""
+"""Supervised programs, killed and restarted from their checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KILLED = -9
 
 
 class Twice(NamedTuple):
-    """A program that was killed, and its second life."""
+    """A program that was killed, and its second run."""
 
     killed: Ran
     resumed: Ran
@@ -38,14 +38,14 @@ def sl_loop(bench: Bench) -> Twice:
 
 @pytest.fixture(scope="module")
 def chat_sl(bench: Bench) -> Twice:
-    """Do the same to chat_sl, which also keeps a rolling checkpoint."""
+    """Kill and restart chat_sl, which also keeps a rolling checkpoint."""
     options = {**SMALL, "dataset": CHATS, "rolling_save_every": 3}
     killed = bench.run_and_kill("chat_sl.train", "chat_sl", at=r"\bStep 23\b", **options)
     again = {**options, "behavior_if_log_dir_exists": "resume"}
     return Twice(killed, bench.run("chat_sl.train", "chat_sl", **again))
 
 
-def test_sl_loop_goes_on_with_the_very_numbers_it_was_killed_at(sl_loop: Twice) -> None:
+def test_sl_loop_resumes_with_the_numbers_at_which_it_was_killed(sl_loop: Twice) -> None:
     killed, resumed = sl_loop
     assert (killed.status, resumed.status) == (KILLED, 0), resumed.output
     (saved,) = killed.checkpoints
@@ -63,15 +63,15 @@ def test_sl_loop_learns(sl_loop: Twice) -> None:
     assert losses[-1] < losses[0] / 4
 
 
-def test_the_server_lists_what_sl_loop_saved(sl_loop: Twice, bench: Bench) -> None:
+def test_the_server_lists_the_checkpoints_of_sl_loop(sl_loop: Twice, bench: Bench) -> None:
     saved = sl_loop.resumed.checkpoints
-    first, *others = [row["name"] for row in saved]  # it saves again where it went on
+    first, *others = [row["name"] for row in saved]  # it saves again where it resumed
     assert (first, others) == ("000010", ["000010", "000020", "000030", "final"])
     assert lifetimes(bench, saved) == expected(saved)
 
 
 @pytest.mark.cookbook
-def test_chat_sl_goes_on_from_its_last_checkpoint(chat_sl: Twice) -> None:
+def test_chat_sl_resumes_from_its_last_checkpoint(chat_sl: Twice) -> None:
     killed, resumed = chat_sl
     assert (killed.status, resumed.status) == (KILLED, 0), resumed.output
     last = killed.checkpoints[-1]
@@ -83,7 +83,7 @@ def test_chat_sl_goes_on_from_its_last_checkpoint(chat_sl: Twice) -> None:
 
 
 @pytest.mark.cookbook
-def test_of_rolling_checkpoints_the_server_keeps_the_one_that_a_kill_left(
+def test_the_server_keeps_the_rolling_checkpoint_left_by_a_kill(
     chat_sl: Twice, bench: Bench
 ) -> None:
     killed, resumed = chat_sl
@@ -96,7 +96,7 @@ def test_of_rolling_checkpoints_the_server_keeps_the_one_that_a_kill_left(
 
 
 def expected(saved: Rows) -> dict[str, timedelta | None]:
-    """What a program wants kept, and for how long: a week, but the last ones for ever."""
+    """Return the lifetimes that a program requests: a week, but the last checkpoints have none."""
     return {
         row[kind]: None if row["name"] == "final" else timedelta(days=7)
         for row in saved
@@ -106,7 +106,7 @@ def expected(saved: Rows) -> dict[str, timedelta | None]:
 
 
 def lifetimes(bench: Bench, saved: Rows) -> dict[str, timedelta | None]:
-    """What the server keeps of the runs that saved these, and for how long."""
+    """Return the lifetimes of these checkpoints on the server."""
     kept: dict[str, timedelta | None] = {}
     for run in {run_of(row["state_path"]) for row in saved}:
         for path, checkpoint in bench.checkpoints(run).items():
@@ -117,6 +117,6 @@ def lifetimes(bench: Bench, saved: Rows) -> dict[str, timedelta | None]:
 
 
 def between(made: str, ends: str) -> timedelta:
-    """The time from one moment to another, to the minute."""
+    """Return the time between two moments, rounded to the minute."""
     lasts = datetime.fromisoformat(ends) - datetime.fromisoformat(made)
     return timedelta(minutes=round(lasts / timedelta(minutes=1)))

@@ -1,8 +1,8 @@
-"""A folder in which the cookbook's programs find model and data under the names they ask for.
+"""Working folder in which the cookbook's programs find a model and data under their hub names.
 
-`datasets` and `transformers` take a folder of that name, seen from the working directory, before they
-ask a hub. So a program started here needs no change and no network: `Qwen/Qwen3-8B` is a tiny model
-with a real tokenizer, `openai/gsm8k` a few lines.
+`datasets` and `transformers` look for a folder of that name in the working directory before they
+request it from a hub. So a program started here needs no change and no network: `Qwen/Qwen3-8B` is
+a tiny model with a real tokenizer, `openai/gsm8k` a few lines.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from tests.support.chat_model import build_chat_model
 
 Row = Mapping[str, object]
 
-BASE_MODEL = "Qwen/Qwen3-8B"  # a name that the cookbook has a renderer for
+BASE_MODEL = "Qwen/Qwen3-8B"  # the cookbook has a renderer for this name
 CHATS = "chats.jsonl"
 LESSONS = "lessons.jsonl"
 THINGS = ("lamp", "river", "button", "cloud", "window", "spoon", "ladder", "engine")
-#: What every gsm8k question here has for an answer: one of the numbers the model says by itself.
+#: Answer of every gsm8k question here: a number that the untrained model also generates.
 ANSWER = 3
-#: What a teacher has learnt to say to them.
+#: Answer that a teacher is trained to give.
 SOLUTION = f"\\boxed{{{ANSWER}}}"
 
 
 def build_workshop(folder: Path) -> Path:
-    """Write model and data; the folder."""
+    """Write model and data. Return the folder."""
     build_chat_model(folder / BASE_MODEL)
     counted = [(thing, number) for number in range(1, 17) for thing in THINGS]
     chats = [
@@ -50,24 +50,24 @@ def build_workshop(folder: Path) -> Path:
 
 
 def chat(asked: str, answered: str) -> Row:
-    """Make a conversation of the form of no_robots."""
+    """Make a conversation in the format of no_robots."""
     turns = {"user": asked, "assistant": answered}
     return {"messages": [{"role": role, "content": said} for role, said in turns.items()]}
 
 
 def question(thing: str, number: int) -> Row:
-    """Make a problem of the form of gsm8k, which DeepMath reads as well."""
+    """Make a problem in the format of gsm8k, which DeepMath reads as well."""
     answer = f"There are {ANSWER} of them.\n#### {ANSWER}"
     return {"question": f"How many {thing}s has box {number}?", "answer": answer}
 
 
 def comparison(thing: str, number: int) -> Row:
-    """Make a pair of the form of hh-rlhf: which of two answers is better."""
+    """Make a pair in the format of hh-rlhf: the better of two answers."""
     opening = f"\n\nHuman: Is a {thing} number {number} good?\n\nAssistant:"
     return {"chosen": f"{opening} Yes, it is.", "rejected": f"{opening} No, never."}
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Write one JSON object a line."""
+    """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

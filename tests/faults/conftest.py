@@ -1,4 +1,4 @@
-"""One nursery for all trials, and what each set of programs comes to when nothing disturbs it."""
+"""Fixtures of all trials: one nursery, and the undisturbed ending of each set of programs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Calm = Callable[[Sequence[Program]], Awaitable[Ending]]
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model that is as small as can be, without a tokenizer."""
+    """A minimal base model without a tokenizer."""
     from tests.support.tiny_models import build_tiny
 
     return build_tiny("qwen3", tmp_path_factory.mktemp("small") / "model")
 
 
-#: Of every nursery.
+#: Tallies of every nursery.
 TALLIES = pytest.StashKey[list[Tally]]()
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Say how many processes died, and what came of it."""
+    """Print the number of killed processes and of violations."""
     tallies = config.stash.setdefault(TALLIES, [])
     tally = sum(tallies, Tally())
     if tally.trials:
@@ -41,7 +41,7 @@ def pytest_terminal_summary(
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def nursery(small_model: Path, request: pytest.FixtureRequest) -> AsyncIterator[Nursery]:
-    """Where all processes come from."""
+    """Parent of all processes."""
     async with Nursery(small_model) as opened:
         request.config.stash.setdefault(TALLIES, []).append(opened.tally)
         yield opened
@@ -56,7 +56,7 @@ def folder() -> Iterator[Path]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def calm(nursery: Nursery) -> AsyncIterator[Calm]:
-    """How programs end when nothing disturbs them."""
+    """Undisturbed endings of programs."""
     known: list[tuple[Sequence[Program], Ending]] = []
 
     async def ending(programs: Sequence[Program]) -> Ending:

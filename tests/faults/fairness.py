@@ -1,11 +1,13 @@
-"""Invariant I9: tenants with work get equal turns, by tokens (`planner.py`), whatever dies.
+"""Invariant I9: tenants with pending work receive equal turns, by tokens (`planner.py`), whatever
+crashes.
 
-Seen from outside: clients note when what was accepted, cycle records say who was served. Whoever was
-passed over in a number of cycles in a row, with a request waiting that could have run in each, was served
-at most two quanta and two requests less than any other run in these cycles: one that it may have been ahead by
-when they began (a worker runs whole slices, and does not take the tokens to the letter), and one that the other
-is ahead by now. A scheduler that starts again begins a new round, and so does a run that is alone for a cycle.
-Each worker gives turns to its own runs. Here every run is a tenant of its own.
+The check uses only external data: the acceptance times of clients and the cycle records. It looks
+at the cycles in a row in which a run was passed over, although it had a request that could have run
+in each. In these cycles the run received at most two quanta and two requests less than any other
+run. One request is a possible lead from before the first of these cycles, because a worker runs
+whole slices and exceeds its tokens. The other request is a possible lead at the end. A restart of
+the scheduler begins a new round, and so does a cycle with a single run. Each worker gives turns to
+its own runs. Here every run has its own tenant.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import PoolId
 from cotrain_store.redis_client.connection import SyncConnection
 
-#: What runs last in a cycle; behind it only saves and loads do.
+#: Routes that run last in a cycle; only saves and loads follow them.
 SAVES_AND_LOADS = (
     "save_weights", "save_weights_external", "save_weights_for_sampler", "load_weights",
 )  # fmt: skip
@@ -29,7 +31,7 @@ LAST = ("optim_step", *SAVES_AND_LOADS)
 
 @dataclass(frozen=True)
 class Accepted:
-    """A request that a client knows to be accepted, at its place in its run."""
+    """A request that a client received an acceptance for, at its position in its run."""
 
     at_s: float
     route: str
@@ -37,32 +39,38 @@ class Accepted:
 
     @property
     def cost(self) -> int:
-        """Count what it takes of a turn: a pass its tokens, at least 1; anything else waits for none."""
+        """Return the cost of its turn: the tokens of a pass, at least 1.
+
+        Other requests are free.
+        """
         return 0 if self.route in LAST else max(1, self.tokens)
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """When a cycle was planned, for which worker, and what of each run it held."""
+    """Time and worker of a planned cycle, and its requests of each run."""
 
     planned_at: float
     served: Mapping[str, int]
-    """Requests that were over in it."""
+    """Requests completed in it, by run."""
     worker: str = "w0"
     ran: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of each run that ran in it, those of passes that were not over in it, too; else its requests'."""
+    """Tokens that ran in it, by run, including those of incomplete passes.
+
+    Without a record, those of its completed requests.
+    """
 
 
 @dataclass(frozen=True)
 class Turns:
-    """What was unfair, and how often a run was passed over at all."""
+    """Violations of fairness, and the number of times that a run was passed over."""
 
     violations: Sequence[str]
     passed_over: int
 
 
 def cycles_of(store: SyncConnection, pool: PoolId) -> list[Cycle]:
-    """Read the cycle records of a pool, the oldest first."""
+    """Read the cycle records of a pool, oldest first."""
     records: list[dict[str, Any]] = [
         json.loads(record) for record in store.lrange(fleet_keys.cycles(pool), 0, -1)
     ]
@@ -83,14 +91,15 @@ def turns(
     quantum_tokens: int,
     restarted_s: Sequence[float] = (),
 ) -> Turns:
-    """Look at who waited while whom was served; `accepted` is by run and place in it."""
+    """Check the turns of all runs; `accepted` is by run and by position in it."""
     violations: list[str] = []
     passed_over = 0
-    begun: Counter[str] = Counter()  # by run: its requests that were served
-    largest: Counter[str] = Counter()  # by run: the tokens of the largest of them
+    begun: Counter[str] = Counter()  # by run: number of completed requests
+    largest: Counter[str] = Counter()  # by run: tokens of the largest completed request
     windows: dict[str, _Window] = {}
     workers = {cycle.worker for cycle in cycles}
-    # Where a run waits is known by who served it; before that only if there is no other worker.
+    # The worker of a run is the one that served it; before that it is known only if there is a
+    # single worker.
     worker_by_run = dict.fromkeys(accepted, *workers) if len(workers) == 1 else {}
     for cycle in cycles:
         worker_by_run.update(dict.fromkeys(cycle.served, cycle.worker))
@@ -123,13 +132,13 @@ def turns(
 
 
 def _could_have_run(head: Accepted, before: Sequence[Accepted], planned_at: float) -> bool:
-    """Tell whether a request could have joined those of its run before it in a cycle."""
+    """Return True if a request could have joined the earlier requests of its run in a cycle."""
     is_held_back = before and before[-1].route in LAST and head.route not in SAVES_AND_LOADS
     return head.at_s < planned_at and not is_held_back
 
 
 class _Window:
-    """Cycles in a row in which one run waited, and what each run was served in them."""
+    """Consecutive cycles in which one run waited, and the tokens that each run received in them."""
 
     def __init__(self, since_s: float) -> None:
         self.since_s = since_s
@@ -143,19 +152,20 @@ class _Window:
         ran: Mapping[str, int],
         next_: Mapping[str, Accepted | None],
     ) -> None:
-        """Add a cycle: requests that were over in it, and the tokens that ran, of which some may be of the one behind them."""
+        """Add a cycle: its completed requests, and the tokens that ran, including those of
+        incomplete requests."""
         for run, requests in served.items():
             costs = [request.cost for request in requests]
             open_, over = next_[run], sum(request.tokens for request in requests)
             if open_ and ran.get(run, over) > over:
-                costs.append(open_.cost)  # it is not over, and its first slice ran
-            # What has no tokens takes a turn as well (`Accepted.cost`).
+                costs.append(open_.cost)  # incomplete, and its first slice ran
+            # Requests without tokens count as well (`Accepted.cost`).
             without = sum(request.cost for request in requests if not request.tokens)
             self._tokens[run] += ran[run] + without if run in ran else sum(costs)
             self._largest[run] = max([self._largest[run], *costs])
 
     def unfair(self, waiting: str, ahead: int, rounds: int, quantum: int) -> Iterable[str]:
-        """Name each run that got too much while another waited."""
+        """Yield each run that received too much while another one waited."""
         for run, tokens in self._tokens.items():
             most = self._tokens[waiting] + rounds * (2 * quantum + self._largest[run] + ahead)
             if run != waiting and tokens > most:

@@ -1,4 +1,4 @@
-"""Who wrote after another process took its place (I6), as the failpoints of all processes tell it."""
+"""Check of I6: commits after a worker was replaced, found in the failpoints of all processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def accepted_from_replaced(reached: Iterable[str]) -> list[str]:
-    """List the commits that a worker began after its successor had entered, and that were accepted.
+    """List the accepted commits that a worker began after its successor had entered.
 
     `reached` are the lines `<moment> <pid> <about>` of all processes, in the order of the moments.
     """

@@ -1,4 +1,4 @@
-"""A whole server on one host: Redis, API, scheduler, workers, each started again whenever it dies."""
+"""A whole server on one host: Redis, API, scheduler and workers, each restarted whenever it ends."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from tests.support.object_store import BadNetwork, SeaweedFS
 from tests.support.plain_http import NO_TLS
 from tests.support.waiting import until
 
-#: One per tenant.
+#: One key per tenant.
 KEYS = tuple(f"tml-faults{number}_secret-of-faults" for number in range(8))
 MODEL = "tiny"
 PATIENCE_S = 300.0
-#: How soon a process that died is started again.
+#: Delay before a process that ended is restarted.
 RESTART_S = 0.02
 REDIS = "redis"
-#: What a process says when it starts while Redis or the object store is away; `Host` starts it again.
+#: Exit statuses of a process that starts while Redis or the object store is unavailable; `Host`
+#: restarts it.
 NO_STORE = {1, 3}
 START_S = 60.0
 TIDY_S = 120.0
-#: Of each process' log, in the account of a server that is stuck.
+#: Lines of each process's log, in the report of a server that is stuck.
 ACCOUNT_LINES = 120
-#: Has a process write where each of its threads is (`nursery.become`).
+#: Signal on which a process prints the stacks of its threads (`nursery.become`).
 SHOW_STACKS = signal.SIGUSR1
 
 
 class Stuck(TimeoutError):
-    """A process, or the whole server, did not do within PATIENCE_S what was asked of it."""
+    """A process, or the whole server, did not respond within PATIENCE_S."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """A process that ended without being told to stop."""
+    """End of a process that was not asked to stop."""
 
     name: str
     status: int
@@ -55,14 +56,14 @@ class Death:
 
     @property
     def is_fault(self) -> bool:
-        """Tell whether it died by itself (invariant I8), and not because there was no store yet."""
+        """Return True if it crashed (invariant I8), and did not merely start without a store."""
         is_excused = self.store_was_away and self.status in NO_STORE and self.lived_s < START_S
         return self.status not in (0, -signal.SIGKILL) and not is_excused
 
 
 @dataclass
 class Kept:
-    """One process, started again until it is stopped."""
+    """One process, restarted until it is stopped."""
 
     name: str
     run: str | Sequence[str]
@@ -72,13 +73,13 @@ class Kept:
     task: asyncio.Task[None] | None = None
 
     def shall_run(self) -> bool:
-        """Tell whether it is not asked to stop; it may be at any `await`."""
+        """Return True unless it is asked to stop, which may happen at any `await`."""
         return not self.stopping
 
 
 @dataclass
 class Host:
-    """The processes of one server below `folder`, and how they died."""
+    """The processes of one server below `folder`, and the ends of those that crashed."""
 
     nursery: Nursery
     folder: Path
@@ -86,16 +87,19 @@ class Host:
     workers: Sequence[str] = ("w0",)
     long_poll_s: float = 10.0
     snapshot_ops: int = 3
-    """A worker copies a run out after so many requests."""
+    """Number of requests of a run after which a worker writes a snapshot."""
     quantum_tokens: int = QUANTUM_TOKENS
-    """What a tenant may take of a cycle per visit."""
+    """Token quantum of a tenant per turn in a cycle."""
     objects: SeaweedFS | None = None
-    """Where blobs are, if not in `folder`. Each process has a data folder of its own then, as on a host of its own."""
+    """Object store for blobs, if they are not in `folder`.
+
+    Then each process has its own data folder, as on its own host.
+    """
     network: BadNetwork | None = None
-    """What is between the processes and the objects."""
+    """Network between the processes and the object store."""
     deaths: list[Death] = field(default_factory=list)
     before_restart: Callable[[str], None] = lambda _: None
-    """Called with the name of what died, before it is started again."""
+    """Callback with the name of a process that ended, before it is restarted."""
     address: str = ""
     _kept: dict[str, Kept] = field(default_factory=dict)
     _retired: list[Kept] = field(default_factory=list)
@@ -105,22 +109,22 @@ class Host:
 
     @property
     def redis_url(self) -> str:
-        """Name Redis' socket; its folder's name is short enough for one."""
+        """URL of Redis' unix socket, whose path is short enough."""
         return f"unix://{self.folder}/r.sock"
 
     @property
     def _downs(self) -> tuple[int, int]:
-        """Count how often each store was away, Redis and the objects."""
+        """Return the number of outages of each store, Redis and the object store."""
         return self._redis_downs, self.network.struck if self.network else 0
 
     @property
     def _ours(self) -> list[str]:
-        """Name all but Redis, in the order in which they were started."""
+        """Names of all processes but Redis, in the order in which they were started."""
         return [name for name in self._kept if name != REDIS]
 
     @property
     def reached(self) -> Path:
-        """Name the file in which failpoints count what was reached."""
+        """File in which failpoints record that they were reached."""
         return self.folder / "reached"
 
     async def __aenter__(self) -> Self:
@@ -141,16 +145,16 @@ class Host:
 
     async def __aexit__(self, *_: object) -> None:
         self._deadline_passed = True
-        self._redis_up.set()  # whoever waits for it sees that all is over
+        self._redis_up.set()  # so that waiting tasks find that the host stops
         for kept in (everybody := [*self._kept.values(), *self._retired]):
             kept.stopping = True
         while running := [kept for kept in everybody if kept.task and not kept.task.done()]:
-            for kept in running:  # its number may be about to become known
+            for kept in running:  # its pid may become known at any moment
                 self.nursery.tell("signal", pid=kept.pid, signal=int(signal.SIGKILL))
             await asyncio.wait([kept.task for kept in running if kept.task], timeout=0.1)
 
     def add_worker(self, name: str, worker_id: str, **settings: str) -> None:
-        """Start a worker, under a name of the host's own."""
+        """Start a worker under a name of this host."""
         self._keep(name, f"cotrain_workers --snapshot-ops {self.snapshot_ops}", self._environment(
             name, BASE_MODEL=f"{MODEL}={self.folder}", WORKER_ID=worker_id, TORCH_THREADS="1",
             OFFLINE="true", DEVICE="cpu", KV_CACHE_TOKENS="4096",
@@ -163,7 +167,7 @@ class Host:
         self._keep(name, run, self._environment(name))
 
     def retire(self, name: str) -> asyncio.Task[None]:
-        """Start a process no more once it has ended, which is what is waited for by what this gives."""
+        """Stop restarting a process. Return the task that ends when it has ended."""
         kept = self._kept.pop(name)
         kept.stopping = True
         self.workers = [one for one in self.workers if one != name]
@@ -172,38 +176,39 @@ class Host:
         return kept.task
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a process as it is now, if it is."""
+        """Send a signal to the current process of this name, if there is one."""
         if name == REDIS:
             self._redis_up.clear()
             self._redis_downs += 1
-        if name in self._kept:  # not between its end and its start, when all are upgraded
+        if name in self._kept:  # absent between its end and its start, when all are upgraded
             self.nursery.tell("signal", pid=self._kept[name].pid, signal=int(number))
 
     def restart(self, name: str, **settings: str) -> None:
-        """Kill a process, and have it start with other settings."""
+        """Kill a process, and restart it with other settings."""
         self.change(name, **settings)
         self.kill(name)
 
     def change(self, name: str, **settings: str) -> None:
-        """Have a process start with other settings from its next start on."""
+        """Change the settings of a process from its next start on."""
         kept = self._kept[name]
         own = {f"COTRAIN_{key}": value for key, value in settings.items()}
         kept.environment = {**kept.environment, **own}
 
     def pid(self, name: str) -> int:
-        """Tell the process by this name as it is now, or was when it retired."""
+        """Return the pid of the current process of this name, or of the retired one."""
         return next(k.pid for k in [*self._kept.values(), *self._retired] if k.name == name)
 
     def count(self, failpoint: str, about: str = "") -> int:
-        """Count how often a failpoint was reached, about something."""
+        """Count how often a failpoint was reached, optionally for one object."""
         return sum(line.startswith(f"{failpoint} ") and about in line for line in self.moments())
 
     def moments(self) -> list[str]:
-        """List the failpoints reached by any process, in order."""
+        """List the failpoints that any process reached, in order."""
         return self.reached.read_text().splitlines() if self.reached.exists() else []
 
     async def calm(self) -> None:
-        """Let all of ours drain and start again, without failpoints, in the order of an upgrade."""
+        """Drain and restart all processes but Redis, without failpoints, in the order of an
+        upgrade."""
         self.settings = {k: v for k, v in self.settings.items() if k != "FAILPOINTS"}
         for name in self._ours:
             kept = self._kept[name]
@@ -213,15 +218,19 @@ class Host:
         await self.until_ready()
 
     async def stop(self) -> None:
-        """Let all of ours drain, first who takes new work, and start them no more."""
+        """Drain and stop all processes but Redis, the ones that accept requests first."""
         for name in reversed(self._ours):
             await self._end(name, signal.SIGTERM)
 
     async def tidy(self, is_tidy: Callable[[], bool]) -> None:
-        """Let a worker clear away at once what nothing refers to, until it has or TIDY_S are over; end it."""
+        """Start a worker that deletes unreferenced files at once.
+
+        Stop it when it is done or after TIDY_S.
+        """
         if is_tidy():
             return
-        with self.store() as store:  # else who swept before would keep the right to for a minute
+        # otherwise the lease of an earlier sweeper would last for a minute
+        with self.store() as store:
             for lease in store.scan_iter("cotrain:*sweeper"):
                 store.delete(lease)
         self.add_worker("sweeper", "sweeper", ORPHAN_AGE_S="0")
@@ -231,11 +240,11 @@ class Host:
         await self._end("sweeper", signal.SIGTERM)
 
     def store(self) -> SyncConnection:
-        """Open a connection behind everybody's back."""
+        """Open a connection that bypasses the server."""
         return redis_client.Redis.from_url(self.redis_url)
 
     async def until_ready(self) -> None:
-        """Wait until the server would train; raise `Stuck` if it does not come to that."""
+        """Wait until the server is ready to train, or raise `Stuck`."""
         until, last = time.monotonic() + PATIENCE_S, "no answer"
         async with httpx.AsyncClient(base_url=self.address, verify=NO_TLS) as http:
             while time.monotonic() < until:
@@ -248,12 +257,12 @@ class Host:
         raise Stuck(f"not ready for {PATIENCE_S:g} s: {last}")
 
     def log_of(self, name: str) -> str:
-        """Read what a process wrote."""
+        """Return the log of a process."""
         path = self.folder / "logs" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     async def account(self) -> str:
-        """Tell what each process wrote last, and where its threads are now."""
+        """Return the last log lines of each process, and the stacks of its threads."""
         for name in self._ours:
             self.kill(name, SHOW_STACKS)
         await asyncio.sleep(1)
@@ -288,7 +297,7 @@ class Host:
             kept.pid = await self.nursery.ask(
                 "start", run=kept.run, environment=dict(kept.environment), log=log
             )
-            if not kept.shall_run():  # it was asked to end before its number was known
+            if not kept.shall_run():  # a stop was requested before its pid was known
                 self.nursery.tell("signal", pid=kept.pid, signal=int(signal.SIGTERM))
             ended = self.nursery.ended(kept.pid)
             if kept.name == REDIS:
@@ -325,10 +334,10 @@ class Host:
             await asyncio.wait_for(asyncio.shield(kept.task), PATIENCE_S)
         except TimeoutError:
             raise Stuck(f"{name} did not end within {PATIENCE_S:g} s of signal {number}") from None
-        del self._kept[name]  # until now it could be killed
+        del self._kept[name]  # until here, it could be killed
 
 
 def _is_in_order(kept: Kept, status: int, lived_s: float) -> bool:
-    """Tell whether a process was told to stop and did; one that has just been forked cannot drain."""
+    """Return True if a process ended as requested. A newly forked process cannot drain."""
     has_just_begun = status == -signal.SIGTERM and lived_s < START_S
     return kept.stopping and (status == 0 or has_just_begun)

@@ -1,7 +1,7 @@
-"""A host whose time is set, and whose files look old: for all processes of a nursery at once.
+"""A host whose time of day jumps, and whose files look old, for all processes of a nursery.
 
-They are started below a preloaded shim (`shims/clock.c`) that moves the time of day; the monotonic clocks
-stay as they are, as on a real host.
+The processes start with a preloaded shim (`shims/clock.c`) that shifts the time of day; the
+monotonic clocks are unchanged, as on a real host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOK_S = 0.02
 
 
 class HostClock:
-    """The time of day of all processes that start with `environment`."""
+    """Time of day of all processes that start with `environment`."""
 
     def __init__(self, file: Path, library: Path) -> None:
         self._file = file
@@ -37,13 +37,13 @@ class HostClock:
         self.environment = {"LD_PRELOAD": str(library), "CLOCK_SHIM": str(file)}
 
     def set_ahead(self, hours: float) -> None:
-        """Set it so far ahead of what it really is; behind, below 0."""
+        """Set it this many hours ahead of the real time, or behind if negative."""
         with self._file.open("r+b" if self._file.exists() else "w+b") as file:
             file.write(struct.pack("=q", int(hours * 3600)))
 
 
 class Elsewhen(Nursery):
-    """A nursery whose children have a time of day of their own."""
+    """A nursery whose children have their own time of day."""
 
     def __init__(self, model: Path, clock: HostClock, sources: Sequence[str] = ()) -> None:
         super().__init__(model, sources or SOURCES)
@@ -59,7 +59,7 @@ class Elsewhen(Nursery):
 
 
 def jumping(clock: HostClock, hours: Sequence[float], every: int) -> Disturb:
-    """Set the time of day to each of these, whenever so many more cycles have been committed."""
+    """Set the time of day to each of `hours`, after every `every` committed cycles."""
 
     async def disturb(host: Host) -> None:
         for number, ahead in enumerate(hours, start=1):
@@ -70,9 +70,9 @@ def jumping(clock: HostClock, hours: Sequence[float], every: int) -> Disturb:
 
 
 def age_files(folder: Path) -> None:
-    """Date all that the server keeps back by two days."""
+    """Set the modification times of all stored files back by two days."""
     then = time.time() - TWO_DAYS_S
     for place, pattern in PLACES.items():
         for path in (folder / place).glob(pattern):
-            with contextlib.suppress(FileNotFoundError):  # a sweep was faster
+            with contextlib.suppress(FileNotFoundError):  # a sweep may have removed it
                 os.utime(path, (then, then))

@@ -1,13 +1,19 @@
-"""What must hold after anything has died, looked at from outside: Redis, files, answers, exit codes.
+"""Invariants after a crash, checked from outside: Redis, files, answers, exit codes.
 
-I1 what was accepted resolves · I2 once, and every reading gives the same bytes · I3 the runs end bit-equal
-to undisturbed ones, and their training is counted once · I4 snap ≤ done < next, nothing planned at rest, no result before its commit · I5 the
-log reaches back to its snapshots, what it refers to is there, nothing is counted that is not, and no file
-is left that nobody refers to (`leftovers.py`) · I6 epochs, `done` and `snap` only grow, and who was
-replaced commits nothing (`fencing.py`) · I7 queues count 0 at rest · I8 nothing ends but by SIGKILL or in
-order · I9 tenants with work get equal turns (`fairness.py`) · I10 AOF and spool stay small.
+* I1: Every accepted request resolves.
+* I2: It resolves once, and every read returns the same bytes.
+* I3: The runs end bit-identical to undisturbed ones, and their training is counted once.
+* I4: snap ≤ done < next, an idle server has no planned op, and no op has a result before its
+  commit.
+* I5: The log reaches back to its snapshots, the files it refers to exist, every counter matches its
+  objects, and there are no unreferenced files (`leftovers.py`).
+* I6: Epochs, `done` and `snap` only grow, and a replaced worker commits nothing (`fencing.py`).
+* I7: Queues of an idle server count 0.
+* I8: Processes end only by SIGKILL or in an orderly way.
+* I9: Tenants with pending work receive equal turns (`fairness.py`).
+* I10: AOF and spool stay small.
 
-I1 and I2 are asked by the client (`traffic.py`): it waits for every answer, and reads each twice.
+The client checks I1 and I2 (`traffic.py`): it waits for every answer, and reads each twice.
 """
 
 from __future__ import annotations
@@ -36,28 +42,29 @@ from tests.faults.host import Death
 from tests.faults.leftovers import SCAN_COUNT, leftovers
 from tests.faults.traffic import Played
 
-#: Bytes of Redis' log and of the spool that no trial here may exceed.
+#: Maximum bytes of Redis' log and of the spool in a trial.
 DISK_BOUND = 96 * 1024**2
-#: These leave the state as it is.
+#: Ops that do not change the state.
 STATELESS = (OpKind.FORWARD, OpKind.SAVE, OpKind.REJECTED)
 WATCH_S = 0.05
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What a trial came to, without what may differ between two: one entry per run, in order."""
+    """Final state of a trial, without the parts that may differ between two trials; one entry per
+    run, in order."""
 
     answers: Sequence[Mapping[str, Any]]
     states: Sequence[Mapping[str, str]]
-    """Digest of weights, gradients, m and v each; spec, step, and the seq it is as of."""
+    """Digest of weights, gradients, m and v each; spec, step, and the seq of the state."""
     weights: Sequence[Mapping[str, tuple[str, str]]]
-    """Digests of what each save holds: adapter, optimizer state."""
+    """Digests of the files of each save: adapter, optimizer state."""
     counted: Mapping[str, float]
-    """Training of the pool and of all tenants: what a death made run again counts once."""
+    """Training of the pool and of all tenants; work that is repeated after a crash counts once."""
 
 
 class PageRequest:
-    """The store and the files of a server at rest: everything is stopped but Redis."""
+    """Store and files of an idle server: every process but Redis is stopped."""
 
     def __init__(self, store: SyncConnection, folder: Path, base_model: str) -> None:
         self._store = store
@@ -65,7 +72,7 @@ class PageRequest:
         self._pool = pool_of(base_model)
 
     def ending(self, played: Sequence[Played]) -> Ending:
-        """Sum up what the runs came to."""
+        """Return the ending of the runs."""
         runs = [RunId(one.run) for one in played]
         return Ending(
             [one.answers for one in played],
@@ -95,11 +102,11 @@ class PageRequest:
         return [*found, *self._wrong_refs(runs), *self._not_at_rest(), *self._too_much()]
 
     def leftovers(self) -> list[str]:
-        """List the files that nobody refers to (I5), of which there are some until they are old."""
+        """List unreferenced files (I5). Some exist until they are old enough to be swept."""
         return leftovers(self._folder, self._store, self._pool)
 
     def cycles(self) -> list[Cycle]:
-        """Read what the cycles of the pool held."""
+        """Read the cycle records of the pool."""
         return cycles_of(self._store, self._pool)
 
     def _row(self, run: RunId) -> dict[str, str]:
@@ -172,7 +179,7 @@ class PageRequest:
             yield f"I10 AOF and spool take {size} bytes"
 
     def _state(self, run: RunId) -> Mapping[str, str]:
-        """Read the last recovery copy, which a drain leaves behind; say so where it is behind."""
+        """Read the last snapshot, which a drain writes. Report it if it is stale."""
         row, ops = self._row(run), self._ops(run)
         snap, done = int(row["snap"]), int(row["done"])
         late = [
@@ -207,12 +214,12 @@ class PageRequest:
         if not path.exists():
             return False
         with path.open("rb") as file:
-            file.seek(at.offset + 28)  # magic, length, digest
+            file.seek(at.offset + 28)  # skip magic, length and digest
             return hashlib.sha256(file.read(at.length)).hexdigest()[:32] == at.digest
 
 
 def differences(expected: Ending, got: Ending) -> list[str]:
-    """Compare two endings (I2, I3); empty when they are equal to the bit."""
+    """Compare two endings (I2, I3). Return an empty list if they are bit-identical."""
     found = []
     if expected.counted != got.counted:
         found.append(f"I3 counted {got.counted}, and not {expected.counted}")
@@ -236,14 +243,15 @@ def differences(expected: Ending, got: Ending) -> list[str]:
 
 
 def unexpected(deaths: Iterable[Death]) -> list[str]:
-    """List processes that died by themselves (I8)."""
+    """List processes that crashed (I8)."""
     return [
         f"I8 {d.name} ended with {d.status} after {d.lived_s:.1f} s" for d in deaths if d.is_fault
     ]
 
 
 class Watch:
-    """Look again and again, while things die, at what may only grow (I6), and what comes first (I4)."""
+    """Watcher that checks during the faults that values only grow (I6) and that commits precede
+    results (I4)."""
 
     def __init__(self, url: str, base_model: str) -> None:
         self._url = url
@@ -274,7 +282,10 @@ class Watch:
             self._look_ahead(store, RunId(name.decode().rpartition("log:")[2]))
 
     def _look_ahead(self, store: SyncConnection, run: RunId) -> None:
-        """Look for results of what is planned; in this order, since a commit writes both at once."""
+        """Check that no planned op has a result.
+
+        The order of the reads matters, since a commit writes both at once.
+        """
         name, pipeline = run_keys.log(self._pool, run), store.pipeline(transaction=False)
         done, after = (int(value or 0) for value in store.hmget(name, ["done", "next"]))
         ahead = [request_id(run, seq) for seq in range(done + 1, after)]
@@ -283,7 +294,7 @@ class Watch:
         seen = [
             request for request, is_there in zip(ahead, pipeline.execute(), strict=True) if is_there
         ]
-        # What went back meanwhile may have failed since then: its run ended.
+        # An op that was put back concurrently may have failed since then, because its run ended.
         done, after = (int(value or 0) for value in store.hmget(name, ["done", "next"]))
         early = [request for request in seen if done < seq_of(request) < after]
         self.violations += [
@@ -298,7 +309,8 @@ class Watch:
 
 
 def _refers(op: QueuedOp, done: int) -> bool:
-    """Tell whether an op in the log holds a record of the spool: a forward lets go at its commit."""
+    """Return True if an op in the log refers to a record of the spool; a forward releases it at its
+    commit."""
     return op.ref != "inline" and not (op.kind is OpKind.FORWARD and op.seq <= done)
 
 

@@ -1,7 +1,7 @@
-"""Files that nobody refers to (I5): what is written, and who refers to it, looked at from outside.
+"""Unreferenced files (I5), found by comparing the files with all references.
 
-They are kept for a while, since a process may be about to refer to them. At the end of a trial a worker
-that waits for nothing clears them away at once.
+The server keeps such files for a while, since a process may be about to refer to them. At the end
+of a trial a worker without that delay deletes them at once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from cotrain_store.keys import result_keys, run_keys, weights_keys
 from cotrain_store.messages.ids import PoolId, RunId
 from cotrain_store.redis_client.connection import SyncConnection
 
-#: Names that Redis goes through per command. By its default, most work of a trial is that of those who look.
+#: Names that Redis scans per command. With its default, most work of a trial would be these scans.
 SCAN_COUNT = 1_000
-#: Where what lies: how deep below the data folder files, or folders that are one thing, are.
+#: Depth below the data folder of files, or of folders that are one object, by kind.
 PLACES = {
     "spool": "*",
     "snapshots": "*/*",
@@ -26,7 +26,7 @@ PLACES = {
 
 
 def leftovers(folder: Path, store: SyncConnection, pool: PoolId) -> list[str]:
-    """List what nobody refers to, as paths below the data folder."""
+    """List unreferenced files, as paths below the data folder."""
     wanted = set(_wanted(store, pool))
     found = ((path.relative_to(folder), path.stem) for path in _written(folder))
     return sorted(
@@ -41,7 +41,7 @@ def _written(folder: Path) -> list[Path]:
 
 
 def _wanted(store: SyncConnection, pool: PoolId) -> Iterable[tuple[str, str]]:
-    """Name what is referred to, as the place and the name there."""
+    """Yield the referenced files, as kind and name."""
     for log in store.scan_iter(f"{run_keys.log(pool, RunId(''))}*", SCAN_COUNT):
         files = store.hmget(log, ["snapfile", "oldfile"])
         yield from (("snapshots", file.decode()) for file in files if file)

@@ -1,8 +1,10 @@
-"""Start real processes in milliseconds: fork them from one that has imported and loaded everything.
+"""Parent process that starts real processes in milliseconds: it forks them with everything imported
+and loaded.
 
-`python -m tests.faults.nursery MODEL TOKENS` (of a micro-batch) reads orders, one JSON object per line, and writes what became of
-them. A child is what `python -m <module>` is, from its `main` on: its own environment, log, exit status;
-only its imports and the base model's weights come from here. When the nursery ends, so do its children.
+`python -m tests.faults.nursery MODEL TOKENS` (tokens of a micro-batch) reads orders, one JSON
+object per line, and writes their results. A child behaves like `python -m <module>` from its `main`
+on: it has its own environment, log and exit status. Only its imports and the base model's weights
+come from the parent. When the nursery ends, so do its children.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ MODULES = ("cotrain_server", "cotrain_scheduler", "cotrain_workers")
 
 
 class Nursery:
-    """The parent of all processes of one test session. Single-threaded, or it could not fork."""
+    """Parent of all processes of one test session. It is single-threaded, because it forks."""
 
     def __init__(self) -> None:
         self._alive: set[int] = set()
         self._listeners: list[socket.socket] = []
 
     def serve(self) -> None:
-        """Obey until there are no more orders."""
+        """Execute orders until the input ends."""
         reader, _ = wake_on_child()
         rest = b""
         while True:
@@ -82,7 +84,7 @@ class Nursery:
 
 
 def become(run: str | list[str], environment: dict[str, str], log: str) -> None:
-    """Be the child: a module of ours, or another program. Never returns."""
+    """Run a module or another program in the forked child. Never returns."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -95,7 +97,7 @@ def become(run: str | list[str], environment: dict[str, str], log: str) -> None:
     os.environ.update(environment)
     if not isinstance(run, str):
         os.execvp(run[0], run)
-    faulthandler.register(signal.SIGUSR1)  # `host.SHOW_STACKS`, for a process that is stuck
+    faulthandler.register(signal.SIGUSR1)  # for `host.SHOW_STACKS`, when a process is stuck
     status: object = 1
     try:
         arm()
@@ -105,7 +107,7 @@ def become(run: str | list[str], environment: dict[str, str], log: str) -> None:
         status = 0
     except SystemExit as left:
         status = left.code
-    except BaseException:  # noqa: BLE001  # what the interpreter would do
+    except BaseException:  # noqa: BLE001  # as in the interpreter
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -113,14 +115,15 @@ def become(run: str | list[str], environment: dict[str, str], log: str) -> None:
 
 
 def arm() -> None:
-    """Read the failpoints, as a process does when it is imported."""
+    """Read the failpoints, as a process does on import."""
     from cotrain_store import failpoints
 
     failpoints._FAULTS = failpoints.Faults.asked_for(os.environ)
 
 
 def preload(model: str, micro_batch_tokens: str) -> None:
-    """Import what children need, load the base model for their engines, and train with it: the first pass takes longest."""
+    """Import the modules of the children, load the base model for their engines, and train with it,
+    because the first pass is the slowest."""
     gc.disable()  # as `tests.warm.parent` does
     import torch
     from fastapi.openapi.utils import get_openapi
@@ -133,8 +136,9 @@ def preload(model: str, micro_batch_tokens: str) -> None:
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.worker import bootstrap
 
-    tqdm.monitor_interval = 0  # no thread that watches progress bars
-    get_openapi(title="", version="", routes=ROUTES.routes)  # builds them, for all API processes
+    tqdm.monitor_interval = 0  # no thread for progress bars
+    # builds the routes for all API processes
+    get_openapi(title="", version="", routes=ROUTES.routes)
     loaded = Engine.load(
         model,
         micro_batch_tokens="auto" if micro_batch_tokens == "auto" else int(micro_batch_tokens),
@@ -149,7 +153,7 @@ def preload(model: str, micro_batch_tokens: str) -> None:
 
 
 def wake_on_child() -> tuple[int, int]:
-    """Make a pipe that can be read once a child has ended."""
+    """Make a pipe that becomes readable when a child has ended."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

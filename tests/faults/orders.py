@@ -1,4 +1,4 @@
-"""Orders to the process that forks (`tests.faults.nursery`), and what it reports."""
+"""Client of the nursery process (`tests.faults.nursery`): its orders and its reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.warm.sources import ROOT, SOURCES
 
 @dataclass
 class Tally:
-    """What the trials of one nursery came to."""
+    """Statistics of the trials of one nursery."""
 
     trials: int = 0
     deaths: Counter[str] = field(default_factory=Counter)
@@ -49,7 +49,7 @@ class Tally:
 
 
 class Nursery:
-    """The parent of all processes of a server, from here."""
+    """Handle of the process that is the parent of all processes of a server."""
 
     def __init__(
         self, model: Path, sources: Sequence[str] = SOURCES, micro_batch_tokens: str = "auto"
@@ -89,16 +89,19 @@ class Nursery:
         self._process.wait()
 
     async def ask(self, do: str, **order: Any) -> Any:
-        """Give an order that is answered. Whoever is cancelled here leaves no answer to the next one."""
+        """Send an order and wait for its answer.
+
+        A cancelled caller leaves no answer to the next one.
+        """
         return await asyncio.shield(asyncio.create_task(self._ask(do, order)))
 
     def tell(self, do: str, **order: Any) -> None:
-        """Give an order that is not."""
+        """Send an order without an answer."""
         assert self._process.stdin
         self._process.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
 
     def ended(self, pid: int) -> asyncio.Future[int]:
-        """Give what will be the exit status of a child."""
+        """Return a future of the exit status of a child."""
         return self._ended.setdefault(pid, asyncio.get_running_loop().create_future())
 
     async def _ask(self, do: str, order: Mapping[str, Any]) -> Any:

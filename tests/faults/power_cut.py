@@ -1,4 +1,4 @@
-"""The power fails below a whole server: every process is gone, and what nobody synced, too."""
+"""Power cut of a whole server: every process ends, and unsynced data is lost."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.faults.power_disk import Disk
 from tests.faults.trial import Disturb, near_blame
 from tests.support.redis_server import EmbeddedRedis
 
-#: Of each run: how far it has been accepted, committed and covered.
+#: By run: how many requests are accepted, committed and covered by a snapshot.
 Places = Mapping[str, tuple[int, ...]]
 
 LOOK_S = 0.01
 
 
 class Mains(Nursery):
-    """A nursery whose children live on one disk and lose power together."""
+    """A nursery whose children share one disk and lose power together."""
 
     def __init__(self, model: Path, disk: Disk) -> None:
         super().__init__(model)
@@ -64,36 +64,39 @@ class Mains(Nursery):
     async def off(self) -> None:
         """Kill all children, and start none until `on`."""
         self._is_on.clear()
-        async with self._order:  # whoever was before us has been started
+        async with self._order:  # earlier orders have been executed
             alive = list(self._alive)
         for pid in alive:
             self.tell("signal", pid=pid, signal=int(signal.SIGKILL))
         await asyncio.gather(*(asyncio.shield(self.ended(pid)) for pid in alive))
 
     def on(self) -> None:
-        """Let children start again."""
+        """Allow children to start again."""
         self._is_on.set()
 
 
 @dataclass
 class Cutter:
-    """Cuts the power of one server, and looks at what is left before anything starts again."""
+    """Power cuts of one server, with a check of its data before anything restarts."""
 
     mains: Mains
     seed: int | None = None
-    """None: nothing survives that was not synced. Else each time another part of it does."""
+    """None: only synced data survives a cut.
+
+    Otherwise a different part of the unsynced data survives each cut.
+    """
     cuts: int = 0
     broken: list[str] = field(default_factory=list)
-    """Promises that did not survive a cut."""
+    """Promises that a cut has broken."""
 
     async def cut(self, host: Host) -> None:
-        """Cut the power once. Goes on to its end when it is cancelled, with the power on again."""
+        """Cut the power once. When cancelled, it completes first, with the power on again."""
         await asyncio.shield(asyncio.create_task(self._cut(host)))
 
     async def _cut(self, host: Host) -> None:
         before = await _places_of(host)
         self.cuts += 1
-        host.kill(REDIS)  # the others do not start before it answers
+        host.kill(REDIS)  # the other processes wait until it answers
         await self.mains.off()
         try:
             self.broken += await asyncio.to_thread(self._change_disk, host.folder, before)
@@ -107,7 +110,7 @@ class Cutter:
 
 
 def cuts_at_random(cutter: Cutter, times: int, mean_s: float = 0.5) -> Disturb:
-    """Cut the power some times, wherever that may be."""
+    """Cut the power at random times."""
 
     async def disturb(host: Host) -> None:
         draw = random.Random(cutter.seed)
@@ -139,11 +142,11 @@ async def _places_of(host: Host) -> Places:
     while True:
         with contextlib.suppress(redis_client.ConnectionError), host.store() as store:
             return places(store)
-        await asyncio.sleep(LOOK_S)  # it is just coming up
+        await asyncio.sleep(LOOK_S)  # Redis is still starting
 
 
 def places(store: SyncConnection) -> Places:
-    """Read how far each run is. Redis shows nothing that it has not synced."""
+    """Read the progress of each run. Redis returns only synced data."""
     names = sorted(store.scan_iter("cotrain:{*}:log:*"))
     fields = ("next", "done", "snap")
     return {
@@ -153,14 +156,15 @@ def places(store: SyncConnection) -> Places:
 
 
 def broken_promises(folder: Path, before: Places) -> list[str]:
-    """List what Redis' log in `folder` refers to and the files there do not keep; `before`: and forgets."""
+    """List references of Redis' log in `folder` that its files do not fulfil, and progress in
+    `before` that the log has lost."""
     with server_below(folder) as store:
         return list(_broken(store, folder, before))
 
 
 @contextlib.contextmanager
 def server_below(folder: Path) -> Iterator[SyncConnection]:
-    """Start a Redis on a copy of what it left in `folder`."""
+    """Start a Redis on a copy of its data in `folder`."""
     with EmbeddedRedis() as server:
         server.kill()
         shutil.copytree(folder / "redis", server.socket.parent, dirs_exist_ok=True)
@@ -185,10 +189,10 @@ def _broken(store: SyncConnection, folder: Path, before: Places) -> Iterator[str
 
 
 def _wrong_weights(ref: WeightsRef, row: Mapping[str, str], folder: Path) -> Iterator[str]:
-    """Say where the files of stored weights are not those that were counted."""
+    """Report stored weights whose files differ from the counted ones."""
     digest, optimizer = row.get("digest"), row.get("optimizer")
     if not digest:
-        return  # owed: the log makes them again
+        return  # not stored yet: a replay of the log makes them again
     files = list((folder / "weights" / digest[:2] / digest).glob("*"))
     if optimizer:
         files += (folder / "optimizers" / optimizer[:2]).glob(f"{optimizer}.*")

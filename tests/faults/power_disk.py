@@ -1,12 +1,15 @@
-"""A disk that loses power: what was synced is there afterwards, and nothing else need be.
+"""A disk that loses power: synced data remains, and other data may be lost.
 
-Processes that start with `Disk.environment` write below `Disk.root` through a preloaded shim
-(`shims/power.c`), which keeps a journal of what they synced. `cut` turns a folder there into what a power
-cut may leave of it. Without a `draw` that is the worst: bytes and names that nobody synced are gone, and
-what was replaced or removed is back. With one, each of them may have made it.
+Processes that start with `Disk.environment` write below `Disk.root` through a preloaded shim,
+`shims/power.c`. The shim keeps a journal of their syncs.
 
-A name is durable when its folder was synced. Redis 6.2 never does that; it counts on what ext4, XFS and
-Btrfs give, that syncing a new file makes its name durable (`NAMES_FOLLOW`). We do not.
+The method `cut` turns a folder into a possible state after a power cut. Without a `draw` this is
+the worst state: unsynced bytes and names are lost, and replaced or removed files are back. With a
+`draw`, each unsynced change may have survived.
+
+A name is durable when its folder was synced. Redis 6.2 never syncs its folder. It relies on a
+property of ext4, XFS and Btrfs: syncing a new file makes its name durable (`NAMES_FOLLOW`). Our own
+writers do not.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).parent / "shims" / "power.c"
-#: Folders whose files' names are durable with their bytes.
+#: Folders in which syncing a file also makes its name durable.
 NAMES_FOLLOW = ("redis",)
-#: All a server keeps. The folders themselves are there for good; tests keep their own files beside them.
+#: Folders of a server. They are never removed; tests keep their own files next to them.
 KEPT = ("redis", "spool", "snapshots", "weights", "optimizers", "external")
 
 _C = ctypes.CDLL(None, use_errno=True)
@@ -35,7 +38,7 @@ _AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _STATX_INO_AND_BTIME = -100, 0x100, 0x900
 
 
 class Entry(NamedTuple):
-    """What a name stands for."""
+    """File or folder that a name refers to."""
 
     identity: str
     kind: str  # "d" or "f"
@@ -43,13 +46,13 @@ class Entry(NamedTuple):
 
 @dataclass
 class Synced:
-    """What is durable, by identity: bytes of files, names in folders."""
+    """Durable data, by identity: bytes of files, names in folders."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     names: dict[str, dict[str, Entry]] = field(default_factory=dict)
 
     def note(self, line: str) -> None:
-        """Take in one line of the journal."""
+        """Apply one line of the journal."""
         kind, identity, *rest = line.split("\t")
         if kind == "D":
             it = iter(rest[1:])
@@ -65,7 +68,10 @@ class Synced:
 
 
 def compile_shim(target: Path, source: Path = SOURCE) -> str | None:
-    """Compile a shim to `target`; return why that cannot be done here, or None."""
+    """Compile a shim to `target`.
+
+    Return None, or the reason why it cannot be compiled on this machine.
+    """
     compiler = shutil.which("cc")
     if not compiler:
         return "there is no C compiler (cc)"
@@ -97,16 +103,16 @@ class Disk:
         }  # fmt: skip
 
     def be_slow(self, delay_ms: int) -> None:
-        """Let every sync take so long from now on."""
+        """Delay every sync by this many milliseconds from now on."""
         (self._shim / "delay_ms").write_text(str(delay_ms))
 
     def syncs(self) -> list[str]:
-        """List what was synced so far, `F<path>` or `D<path>` each."""
+        """List the syncs so far, each `F<path>` or `D<path>`."""
         lines = [line.split("\t") for line in self._journal()]
         return [line[0] + line[3 if line[0] == "F" else 2] for line in lines]
 
     def cut(self, folder: Path, draw: random.Random | None = None) -> None:
-        """Leave of `folder` what a power cut may leave. Nothing may be running there."""
+        """Turn `folder` into a possible state after a power cut. No process may use it."""
         after = folder / ".after"
         self.leave(folder, after, draw)
         for part in after.iterdir():
@@ -118,9 +124,9 @@ class Disk:
     def leave(
         self, folder: Path, target: Path, draw: random.Random | None = None, unsynced: str = ""
     ) -> None:
-        """Write to `target` what a power cut may leave of `folder`.
+        """Write to `target` a possible state of `folder` after a power cut.
 
-        As if nobody had synced what matches the pattern `unsynced`, in the words of `syncs`.
+        Syncs that match the pattern `unsynced`, in the format of `syncs`, are ignored.
         """
         target.mkdir()
         synced = Synced()
@@ -138,7 +144,7 @@ class Disk:
         return (self._shim / "journal").read_text().splitlines()
 
     def _settle(self, folder: Path) -> None:
-        """Note all of a folder as durable: it came through a power cut."""
+        """Mark everything in a folder as durable, because it survived a power cut."""
         names = []
         for path in folder.iterdir():
             identity = identity_of(path)
@@ -157,7 +163,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class _Left:
-    """One power cut: what is durable, what there is, and what of the rest makes it."""
+    """One power cut: the durable data, the present data, and the surviving part of the rest."""
 
     synced: Synced
     inodes: Path
@@ -188,7 +194,7 @@ class _Left:
 
 
 def identity_of(path: Path) -> str:
-    """Name a file or folder as the shim does: its inode and when that was born."""
+    """Return the identity of a file or folder as the shim does: its inode and birth time."""
     it = ctypes.create_string_buffer(256)  # struct statx
     flags, mask = _AT_SYMLINK_NOFOLLOW, _STATX_INO_AND_BTIME
     if _C.statx(_AT_FDCWD, os.fsencode(path), flags, mask, it):

@@ -1,4 +1,4 @@
-"""A disk of its own for one server, small enough to be filled up."""
+"""A separate disk for one server, small enough to fill up."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from tests.faults.trial import Disturb
 from tests.support.waiting import until
 
 DISK_BYTES = 64 * 1024**2
-#: Free space below which a server here takes nothing new.
+#: Free space below which a server here rejects new requests.
 RESERVE_BYTES = 8 * 1024**2
 LOOK_S = 0.05
 _BALLAST = "ballast"
 
 
 class CannotMount(Exception):
-    """Mounting a small disk needs root, and more than a container usually gives it."""
+    """A small disk cannot be mounted: it needs root, and more privileges than a container usually
+    has."""
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """Mount a disk of DISK_BYTES at a folder; raises CannotMount."""
+    """Mount a disk of DISK_BYTES at a folder, or raise CannotMount."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=700", "none", str(folder)]
     try:
         subprocess.run(command, check=True, capture_output=True)
@@ -39,7 +40,7 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def fill(folder: Path, leave_bytes: int) -> None:
-    """Take all room but so much."""
+    """Fill the disk except for `leave_bytes`."""
     with (folder / _BALLAST).open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
         while (room := shutil.disk_usage(folder).free - leave_bytes) > 0:
             if not ballast.write(bytes(min(room, 1 << 20))):
@@ -47,12 +48,12 @@ def fill(folder: Path, leave_bytes: int) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Give the room back."""
+    """Free the space again."""
     (folder / _BALLAST).unlink()
 
 
 def full_until_something_dies(host_deaths: int = 2) -> Disturb:
-    """Fill the disk to the last byte until processes have died of it, then give the room back."""
+    """Fill the disk completely until `host_deaths` processes have crashed, then free the space."""
 
     async def disturb(host: Host) -> None:
         await until(lambda: host.count("worker.after_commit"), LOOK_S)

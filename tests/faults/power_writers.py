@@ -1,7 +1,7 @@
-"""Write one of everything that a server keeps as files, and tell what is durable by now.
+"""Write one of each kind of file that a server keeps, and print the durable ones.
 
-`python -m tests.faults.power_writers FOLDER` prints `{path: SHA-256}` of the files. What fails, at a
-failpoint for one, is written once more, as it is after the death of whoever wrote.
+`python -m tests.faults.power_writers FOLDER` prints `{path: SHA-256}` of the files. A write that
+fails, for example at a failpoint, is repeated, as after a crash of the writer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def write_save(files: CheckpointFiles) -> None:
 
 
 def until_written(write: Callable[[], None]) -> None:
-    """Try again what failed, as the server does for as long as it takes."""
+    """Retry a failed write, as the server does indefinitely."""
     for _ in range(4):
         with contextlib.suppress(OSError):
             return write()
@@ -57,7 +57,7 @@ def until_written(write: Callable[[], None]) -> None:
 
 
 def main(folder: Path) -> None:
-    spool = Spool(folder / "spool", "w", segment_bytes=100)  # a segment each
+    spool = Spool(folder / "spool", "w", segment_bytes=100)  # one segment per body
     files = CheckpointFiles(Folder(folder), "tiny")
     for write in (
         *(partial(write_body, spool, size) for size in (200, 300)),
@@ -70,7 +70,7 @@ def main(folder: Path) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Give the SHA-256 of all files but unfinished ones, by path below a folder."""
+    """Return the SHA-256 of all files but unfinished ones, by path below a folder."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))

@@ -1,4 +1,7 @@
-"""What is made to go wrong, by name: each must change nothing, and must change something in a mutant."""
+"""Fault scenarios, by name.
+
+Each must change nothing in the server, and must change something in a mutant.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,22 @@ from tests.faults.trial import LIMIT_S, Outcome, trial
 from tests.support.waiting import until
 
 PROGRAMS = without_samples(programs(1))
-#: Many passes of one size: what one run may be ahead of another by is little beside all that it sends.
+#: Many passes of one size: the allowed lead of one run over another is small compared with all its
+#: requests.
 ALIKE = [
     Program(4, number, [[a_pass(random.Random(number), "forward", [6, 6])] * 30], [], samples=0)
     for number in range(4)
 ]
 POLL_S = 0.02
-#: A beat lasts 10 s; a place whose beat is over may be taken from another host.
+#: A heartbeat lasts 10 s; a worker id with an expired heartbeat may be taken over by another host.
 BEAT_S = 11.0
-#: A scheduler that was fenced off stands by after that.
+#: A fenced scheduler is on standby again after this time.
 STANDS_BY_S = 1.0
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Settings of the server, what happens beside the runs, and how long they may take."""
+    """Settings of the server, a disturbance during the runs, and their time limit."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     disturb: Callable[[Host], Coroutine[Any, Any, None]] | None = None
@@ -46,7 +50,7 @@ class Scenario:
     programs: Sequence[Program] = field(default_factory=lambda: PROGRAMS)
 
     async def run(self, nursery: Nursery, folder: Path, expected: Ending) -> Outcome:
-        """Play it."""
+        """Run the scenario."""
         return await trial(
             nursery, folder, self.programs, expected=expected, disturb=self.disturb, limit_s=self.limit_s,
             settings=self.settings, long_poll_s=self.long_poll_s,
@@ -56,22 +60,23 @@ class Scenario:
 
 
 def killed_at(*moments: str, snapshot_ops: int = 3) -> Scenario:
-    """Kill at moments, `name@nth`."""
+    """Return a scenario that kills at moments, `name@nth`."""
     faults = ",".join(moment.replace("@", "=kill@") for moment in moments)
     return Scenario({"FAILPOINTS": faults}, snapshot_ops=snapshot_ops)
 
 
 async def until_reached(host: Host, failpoint: str, count: int) -> None:
-    """Wait until a failpoint was reached so often."""
+    """Wait until a failpoint was reached `count` times."""
     await until(lambda: host.count(failpoint) >= count, POLL_S)
 
 
 async def _place_taken(host: Host) -> None:
-    """Pause a worker in a step, let another process take its place and train on, wake the first."""
+    """Pause a worker in a step, start another process that takes its id and trains on, resume the
+    first."""
     await until_reached(host, "worker.before_run", 4)
     await asyncio.sleep(BEAT_S)
     for lock in (host.folder / "run").glob("worker-*"):
-        lock.unlink()  # as if the other one were on another host
+        lock.unlink()  # as if the other process were on another host
     host.add_worker("second", "w0")
     await until_reached(host, "worker.after_commit", 8)
     ended = host.retire("w0")
@@ -80,7 +85,7 @@ async def _place_taken(host: Host) -> None:
 
 
 async def _lead_taken(host: Host) -> None:
-    """Pause the scheduler that leads, let another one plan, wake the first."""
+    """Pause the leading scheduler, start another one that plans, resume the first."""
     await until_reached(host, "scheduler.before_plan", 4)
     host.add_scheduler("second")
     await until_reached(host, "scheduler.after_plan", 8)
@@ -89,11 +94,15 @@ async def _lead_taken(host: Host) -> None:
 
 
 async def _lead_given_back(host: Host) -> None:
-    """The like, and the other one is gone before all is planned: the first leads again, with what it knew before."""
+    """Pause and replace the leading scheduler, then kill its successor before all work is planned.
+
+    The first leads again, with stale data in memory.
+    """
     await until_reached(host, "scheduler.before_plan", 4)
     host.add_scheduler("second")
     await until_reached(host, "scheduler.after_plan", 6)
-    # It plans nothing more: on a fast machine all would be done while the first one finds out that it was fenced off.
+    # Stop its planning: on a fast machine all work would be done before the first scheduler finds
+    # that it was fenced.
     host.kill("second", signal.SIGSTOP)
     host.nursery.tell("signal", pid=host.pid("scheduler"), signal=int(signal.SIGCONT))
     await asyncio.sleep(STANDS_BY_S)
@@ -103,7 +112,7 @@ async def _lead_given_back(host: Host) -> None:
 
 
 async def _all_at_once(host: Host) -> None:
-    """Let nothing be planned between the runs' making and the last of what they send."""
+    """Plan nothing between the creation of the runs and the last of their requests."""
     await until_reached(host, "api.before_answer", len(ALIKE))
     host.kill("scheduler", signal.SIGSTOP)
     sent = sum(1 + len(calls) for program in ALIKE for calls in program.parts)
@@ -113,7 +122,7 @@ async def _all_at_once(host: Host) -> None:
 
 
 async def _power_lost(host: Host) -> None:
-    """Lose what was written to the spool and not synced, and the worker, as a power cut does."""
+    """Lose unsynced writes of the spool, and the worker, as in a power cut."""
 
     def lose(name: str) -> None:
         moment = "spool.before_sync "
@@ -128,14 +137,14 @@ async def _power_lost(host: Host) -> None:
 
 
 async def _make_old(host: Host) -> None:
-    """Date all files back by two days, again and again."""
+    """Set the times of all files back by two days, repeatedly."""
     while True:
         age_files(host.folder)
         await asyncio.sleep(POLL_S)
 
 
 async def _tear_copies(host: Host) -> None:
-    """Spoil the newest recovery copy of every run, once, after its worker was killed."""
+    """Corrupt the newest snapshot of every run, once, after its worker was killed."""
 
     def tear(name: str) -> None:
         if name != "w0":
@@ -152,7 +161,7 @@ async def _tear_copies(host: Host) -> None:
 
 
 def spoil(path: Path) -> None:
-    """Change bytes at the end of a file, which is where its tensors are."""
+    """Change bytes at the end of a file, where its tensors are."""
     content = bytearray(path.read_bytes())
     content[-64:] = bytes(byte ^ 1 for byte in content[-64:])
     path.write_bytes(content)
@@ -181,7 +190,7 @@ SCENARIOS = {
     ),
     "power is lost before the spool is synced": Scenario(
         {
-            # What is accepted is still at work when the power goes: a commit needs no body any more.
+            # Accepted work is still in progress at the power cut: a commit needs no body any more.
             "FAILPOINTS": ",".join([
                 *(f"spool.before_sync={fault}@{nth}" for nth in (1, 2, 3) for fault in ("sleep:0.5", "kill")),
                 *(f"worker.before_commit=sleep:1.5@{nth}" for nth in range(1, 10)),
@@ -192,7 +201,7 @@ SCENARIOS = {
     ),
     "files look two days old": Scenario(
         {
-            # Long enough for a sweep to look at a body that is written and not accepted.
+            # Long enough for a sweep to find a body that is written and not yet accepted.
             "FAILPOINTS": ",".join(f"api.before_submit=sleep:0.3@{nth}" for nth in range(4, 60, 2)),
             "ORPHAN_AGE_S": "0.2",
         },

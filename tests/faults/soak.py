@@ -1,10 +1,12 @@
-"""Kill a server's processes again and again, and count: `make soak ARGS="--minutes 10 --seed 7"`.
+"""Soak test that kills a server's processes repeatedly and counts: `make soak ARGS="--minutes 10
+--seed 7"`.
 
-Every trial is drawn from its seed, printed first: `--seed S --minutes 0` repeats one. A violation keeps
-the trial's folder, logs included, and ends the soak with status 1.
+Every trial is drawn from its seed, which is printed first: `--seed S --minutes 0` repeats one. A
+violation keeps the trial's folder, logs included, and ends the soak with status 1.
 
-With `--objects` blobs are in a SeaweedFS behind a network that fails, and which is killed itself; each process has a
-data folder of its own. What runs end with must be what they end with where blobs are files and nothing dies.
+With `--objects`, blobs are in a SeaweedFS behind a network that fails. The SeaweedFS is killed,
+too. Each process has its own data folder. The runs must end as with blobs in files and without
+faults.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ from tests.faults.traffic import programs
 from tests.faults.trial import Outcome, at_once, random_kills, store_faults, trial
 from tests.support.object_store import BadNetwork, SeaweedFS
 
-#: Each set of programs is played undisturbed once, and then disturbed this often.
+#: Disturbed trials per set of programs, after one undisturbed trial.
 PLAYS = 8
 
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """Where blobs are, if not in a folder, and the way there."""
+    """Object store for blobs, and the network to it."""
 
     server: SeaweedFS
     network: BadNetwork
 
 
 async def soak(seed: int, minutes: float, store: ObjectStore | None = None) -> int:
-    """Soak from a seed on; return the exit status."""
+    """Run trials from a seed on. Return the exit status."""
     folder, until = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic() + 60 * minutes
     try:
         async with Nursery(_model(folder)) as nursery:

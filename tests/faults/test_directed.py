@@ -1,4 +1,4 @@
-"""A process dies at each failpoint, the first, second and third time it is reached: nothing changes."""
+"""Kills at each failpoint, the first, second and third time it is reached: nothing changes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.faults.trial import trial
 in_one_loop = pytest.mark.asyncio(loop_scope="session")
 
 PROGRAMS = programs(1)
-#: Where background work of the worker dies nine times over, a sample beside it would be blamed; a
-#: request is not, since a part that may kill runs beside no write.
+#: If background work of the worker crashes nine times, bisection would blame a concurrent sample.
+#: It blames no request, since a worker runs requests that may crash without concurrent writes.
 UNSAMPLED = without_samples(PROGRAMS)
-#: Moments that one trial takes together.
+#: Moments that one trial combines.
 PACKS = {
     "api": ("api.before_submit", "api.after_submit", "api.before_answer", "sample.claimed"),
     "spool": (
@@ -41,13 +41,13 @@ UNSAMPLED_PACKS = {
     "optimizer": ("optimizer.before_rename", "optimizer.renamed", "external.half_written"),
     "export": ("external.before_rename", "external.renamed"),
 }
-#: Of trials of their own, and of tests: of large passes, of suspects, of places, of rollbacks, of groups.
+#: Failpoints of other trials and tests: large passes, bisection, worker ids, rollbacks, groups.
 ELSEWHERE = (
     "worker.before_risk", "worker.after_risk", "reassign.before", "reassign.after",
     "move.before", "move.after",
     "worker.before_rollback", "worker.after_rollback", "worker.before_large_pass", "group.before_pass",
 )  # fmt: skip
-#: Twice in a row over one step is chance, and more often is the step's own fault.
+#: Two crashes in a row over one step are chance; more count as the fault of the step.
 APART = ("worker.before_run", "worker.after_run", "worker.before_commit")
 
 
@@ -58,7 +58,7 @@ def test_every_failpoint_is_in_some_trial() -> None:
 
 @in_one_loop
 @pytest.mark.parametrize("pack", [*PACKS, *UNSAMPLED_PACKS])
-async def test_death_at_a_failpoint_changes_nothing(
+async def test_a_kill_at_a_failpoint_changes_nothing(
     pack: str, nursery: Nursery, folder: Path, calm: Calm
 ) -> None:
     asked = PROGRAMS if pack in PACKS else UNSAMPLED

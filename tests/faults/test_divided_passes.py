@@ -1,6 +1,6 @@
-"""Processes die while passes of many cycles are open: nothing changes, and no part counts twice.
+"""Kills while passes of many cycles are open: nothing changes, and no part counts twice.
 
-Cycles and the least part of a pass are so short here that each step runs one slice of one pass.
+The cycles and the minimum slice are so short here that each step runs one slice of one pass.
 """
 
 from __future__ import annotations
@@ -31,30 +31,33 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 POOL = pool_of(MODEL)
-#: The least there may be of a micro-batch, and a datum, of which it holds one: a slice.
+#: Minimum size of a micro-batch, and the size of a datum, of which a micro-batch holds one: a
+#: slice.
 MICRO_BATCH_TOKENS, DATUM_TOKENS = 256, 200
 RUNS = 3
-#: Requests of a run before its large passes: what of these is under way when faults are chosen does not matter.
+#: Requests of a run before its large passes. Their state at the time of the faults does not matter.
 SMALL = 9
-#: A step in which a large pass is for the fourth time: one slice of it ran at least, and three at most.
+#: The fourth step with a large pass: at least one and at most three slices of it have run.
 NTH = 4
-#: At each of these dies a process in the middle of a pass of its own.
+#: At each of these failpoints, a process is killed in the middle of a separate pass.
 FOREGROUND = (
     "worker.before_run", "worker.after_run", "worker.before_commit", "worker.after_commit",
     "scheduler.before_plan", "scheduler.after_plan",
 )  # fmt: skip
-#: The worker's other threads are at these, or a new worker; a step it dies over has no pass open when it runs again.
+#: Failpoints of the worker's other threads, or of a new worker. After a crash in its step, the open
+#: pass is closed when the step runs again.
 BACKGROUND = (
     "snapshot.before_write", "worker.entered", "worker.replayed",
     *(name for name in FAILPOINTS if name.startswith(("snapshot.", "weights.", "optimizer."))),
 )  # fmt: skip
-#: The thread that is about to die waits first, while the worker goes on: what a step that crashed ended is open again.
+#: The thread to be killed waits first while the worker continues, so that a pass is open again
+#: after a crashed step closed it.
 HELD_S = 0.3
 STEP = Call("optim_step", {"adam_params": {"learning_rate": 1e-2, "beta2": 0.95, "eps": 1e-8}})
 
 
 def programs(passes: int, slices: int) -> list[Program]:
-    """Draw runs whose large passes follow one another, with a step and a save behind every third."""
+    """Draw runs of consecutive large passes, with a step and a save after every third."""
     return [_program(random.Random(f"divided/{number}"), passes, slices) for number in range(RUNS)]
 
 
@@ -70,19 +73,19 @@ def _program(draw: random.Random, passes: int, slices: int) -> Program:
 
 
 def seq_of_pass(number: int) -> int:
-    """Return the place in its run of a large pass."""
+    """Return the seq of a large pass in its run."""
     return SMALL + 1 + number + 2 * (number // 3)
 
 
 def open_requests(host: Host) -> set[str]:
-    """Name the passes that are open, by the log and by the cycles' records."""
+    """Return the open passes, according to the log and the cycle records."""
     found = set()
     with host.store() as store:
         records = [json.loads(each) for each in store.lrange(fleet_keys.cycles(POOL), 0, -1)]
         for run in _created(host.moments()):
             begun = store.hget(run_keys.log(POOL, RunId(run)), "begun")
             rows = [row for one in records for row in one["runs"] if row["run"] == run]
-            ran = [row for row in rows if row["tokens"]]  # the newest comes first
+            ran = [row for row in rows if row["tokens"]]  # newest first
             if begun and not ran[0]["ops"]:
                 found.add(f"{run}:{begun.decode().partition(':')[0]}")
     return found
@@ -90,14 +93,14 @@ def open_requests(host: Host) -> set[str]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def small_slices(small_model: Path, request: pytest.FixtureRequest) -> AsyncIterator[Nursery]:
-    """Where processes with small micro-batches come from."""
+    """Parent of processes with small micro-batches."""
     async with Nursery(small_model, micro_batch_tokens=str(MICRO_BATCH_TOKENS)) as opened:
         request.config.stash.setdefault(TALLIES, []).append(opened.tally)
         yield opened
 
 
 async def calm(nursery: Nursery, folder: Path, asked: Sequence[Program]) -> Ending:
-    """Play all of it with every pass in one cycle."""
+    """Play all programs with every pass in one cycle."""
     (folder / "calm").mkdir()
     outcome = await trial(nursery, folder / "calm", asked)
     assert outcome.violations == []
@@ -105,11 +108,11 @@ async def calm(nursery: Nursery, folder: Path, asked: Sequence[Program]) -> Endi
     return outcome.ending
 
 
-async def test_death_in_the_middle_of_a_pass_changes_nothing_and_counts_no_part_twice(
+async def test_a_kill_in_the_middle_of_a_pass_changes_nothing(
     small_slices: Nursery, folder: Path
 ) -> None:
     asked = programs(passes=len(FOREGROUND), slices=7)
-    left: dict[str, str] = {}  # failpoint -> the request in whose middle a process dies there
+    left: dict[str, str] = {}  # failpoint -> the request in whose middle a process is killed there
     missed = []
 
     def note(host: Host) -> None:
@@ -144,10 +147,10 @@ async def test_death_in_the_middle_of_a_pass_changes_nothing_and_counts_no_part_
 
 
 @pytest.mark.faults
-async def test_death_in_the_background_of_an_open_pass_changes_nothing(
+async def test_a_kill_in_the_background_of_an_open_pass_changes_nothing(
     small_slices: Nursery, folder: Path
 ) -> None:
-    """At each moment again and again until a pass was open."""
+    """Kill at each moment, repeatedly, until a pass was open."""
     asked, left = programs(passes=36, slices=8), list(BACKGROUND)
 
     def aim(host: Host) -> None:
@@ -183,6 +186,6 @@ async def test_death_in_the_background_of_an_open_pass_changes_nothing(
 
 
 def _created(moments: Sequence[str]) -> set[str]:
-    """Name the runs whose making was answered."""
+    """Return the runs whose creation was answered."""
     answers = (line.split() for line in moments if line.startswith("api.before_answer"))
     return {run_of(RequestId(answer[2])) for answer in answers if answer[2].endswith(":0:0")}

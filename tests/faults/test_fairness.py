@@ -1,4 +1,4 @@
-"""Who was served while others waited, and how much of that is unfair."""
+"""The fairness check itself, on made-up cycles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_equal_turns_are_fair() -> None:
     assert seen.passed_over == 18
 
 
-def test_one_that_gets_all_the_turns_is_told() -> None:
+def test_a_run_that_gets_all_the_turns_is_reported() -> None:
     cycles = [Cycle(1.0 + n, {"a": 1}) for n in range(9)]
     seen = turns(cycles, {"a": asked(10), "b": asked(10)}, quantum_tokens=10)
     assert seen.violations[0] == "I9 a was served 50 tokens, and at most 40 were its turn beside b"
@@ -44,7 +44,7 @@ def test_a_run_with_nothing_accepted_is_not_passed_over() -> None:
     assert (seen.violations, seen.passed_over) == ([], 8)
 
 
-def test_what_comes_behind_a_step_waits_for_the_next_cycle() -> None:
+def test_requests_after_a_step_wait_for_the_next_cycle() -> None:
     step = {0: Accepted(0.0, "optim_step", 0), 1: Accepted(0.0, "forward", 10)}
     seen = turns([Cycle(1.0, {"b": 1})], {"b": step}, quantum_tokens=10)
     assert seen.passed_over == 0
@@ -58,14 +58,14 @@ def test_each_worker_gives_turns_to_its_own_runs() -> None:
     assert {violation.partition(" was")[0] for violation in seen.violations} == {"I9 c"}
 
 
-def test_a_scheduler_that_starts_again_begins_a_new_round() -> None:
+def test_a_scheduler_restart_begins_a_new_round() -> None:
     cycles = [Cycle(1.0 + n, {"a": 1}) for n in range(5)]
     waiting = {"a": asked(10), "b": asked(10)}
     assert turns(cycles, waiting, quantum_tokens=10).violations
     assert turns(cycles, waiting, quantum_tokens=10, restarted_s=[2.5]).violations == []
 
 
-def test_the_first_slice_of_a_long_pass_is_of_a_request_as_well() -> None:
+def test_the_first_slice_of_an_incomplete_pass_counts_as_a_request() -> None:
     accepted = {"a": asked(1, tokens=1100), "b": asked(9, tokens=2)}
     whole_slice = Cycle(1.0, {"a": 0}, ran={"a": 825})
     assert turns([whole_slice], accepted, quantum_tokens=8).violations == []
@@ -74,7 +74,7 @@ def test_the_first_slice_of_a_long_pass_is_of_a_request_as_well() -> None:
 
 
 def drawn(draw: random.Random) -> dict[int, Accepted]:
-    """Draw the requests of one run, and when they come."""
+    """Draw the requests of one run and their times."""
     asked: dict[int, Accepted] = {}
     at_s = 0.0
     for _ in range(3):
@@ -88,7 +88,7 @@ def drawn(draw: random.Random) -> dict[int, Accepted]:
 
 
 def played(seed: int) -> Turns:
-    """Let the planner choose for a worker that divides no pass, and stops in time or comes to run all of it."""
+    """Run the planner for a worker that divides no pass and uses a random share of its allowance."""
     draw = random.Random(seed)
     accepted = {f"r{n}": drawn(draw) for n in range(4)}
     done: Counter[str] = Counter()
@@ -117,12 +117,12 @@ def played(seed: int) -> Turns:
     return turns(cycles, accepted, QUANTUM)
 
 
-def test_what_the_planner_chooses_is_fair_whatever_its_worker_makes_of_an_allowance() -> None:
+def test_plans_are_fair_for_any_use_of_an_allowance() -> None:
     seen = [played(seed) for seed in range(200)]
     assert [one.violations for one in seen if one.violations] == []
     assert sum(one.passed_over for one in seen) > 2_000
 
 
-def test_a_planner_that_gives_no_turns_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_without_turns_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FairQueue, "_end", lambda *_: 0.0)
     assert any(played(seed).violations for seed in range(50))

@@ -1,4 +1,4 @@
-"""The host of the trials: what it asks of a process reaches it."""
+"""The host of the trials: its requests reach its processes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.faults.orders import Nursery
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_a_process_that_shall_end_before_its_number_is_known_ends(
+async def test_a_process_stopped_before_its_pid_is_known_ends(
     nursery: Nursery, folder: Path
 ) -> None:
     async with Host(nursery, folder) as host:
         host.add_worker("late", "late")
-        for _ in range(3):  # its start is ordered, and not yet answered
+        for _ in range(3):  # its start is ordered but not confirmed yet
             await asyncio.sleep(0)
         assert not host.pid("late")
         await host._end("late", signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The host's time jumps by days, or its files look that old: runs end as if neither had happened."""
+"""Time jumps of days, or files that look days old: runs end unchanged."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 #: Three tenants, whose bodies and results are larger than 16 KB.
 PROGRAMS = with_large_results(programs(1, runs=3, parts=1))
 JUMPS_H = (26, -26, 0, 26)
-#: Sweeps that look often find what should not be found.
+#: Frequent sweeps, which would find files that look old by mistake.
 SETTINGS = {"ORPHAN_AGE_S": "1"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def elsewhen(small_model: Path, request: pytest.FixtureRequest) -> AsyncIterator[Elsewhen]:
-    """Where all processes here come from: the one whose time of day is set."""
+    """Parent of all processes of this file, with a settable time of day."""
     with TemporaryDirectory(prefix="cotrain-") as name:
         library = Path(name) / "clock.so"
         if reason := compile_shim(library, SOURCE):

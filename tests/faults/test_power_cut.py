@@ -1,4 +1,4 @@
-"""The power fails while runs train, save and sample: they end as if it had not."""
+"""Power cuts while runs train, save and sample: they end unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.faults
 in_one_loop = pytest.mark.asyncio(loop_scope="session")
 
 PROGRAMS = programs(1, parts=2)
-#: Moments between writing and syncing, or between two promises, that one trial takes together.
+#: Moments between writing and syncing, or between two promises, that one trial combines.
 MOMENTS = {
     "bodies": ("spool.half_written", "spool.before_sync", "spool.after_sync", "api.after_submit"),
     "copies": ("snapshot.before_rename", "snapshot.renamed", "snapshot.before_register", "snapshot.registered"),
@@ -42,7 +42,7 @@ MOMENTS = {
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def nursery(small_model: Path, request: pytest.FixtureRequest) -> AsyncIterator[Mains]:
-    """Where all processes here come from: the one whose power fails."""
+    """Parent of all processes of this file, whose power fails."""
     with TemporaryDirectory(prefix="cotrain-") as name:
         library = Path(name) / "power.so"
         if reason := compile_shim(library):
@@ -91,7 +91,7 @@ async def test_power_cuts_at_any_time_change_nothing(
 
 @in_one_loop
 @pytest.mark.parametrize("delay_ms", [300, 1500])
-async def test_a_slow_disk_is_a_pause_and_no_loss_to_kills_and_power_cuts(
+async def test_a_slow_disk_delays_but_loses_nothing_at_kills_and_power_cuts(
     delay_ms: int, nursery: Mains, folder: Path, calm: Calm
 ) -> None:
     cutter, short = Cutter(nursery), programs(2, runs=2, parts=1)
@@ -99,10 +99,10 @@ async def test_a_slow_disk_is_a_pause_and_no_loss_to_kills_and_power_cuts(
     async def disturb(host: Host) -> None:
         nursery.disk.be_slow(delay_ms)
         for victim in ("w0", "api", REDIS, "scheduler"):
-            await asyncio.sleep(delay_ms / 1000)  # in the middle of a sync, most likely
+            await asyncio.sleep(delay_ms / 1000)  # most likely in the middle of a sync
             host.kill(victim)
         await asyncio.sleep(delay_ms / 1000)
-        await cutter.cut(host)  # /readyz says no while a sync takes longer than it waits
+        await cutter.cut(host)  # /readyz fails while a sync takes longer than its timeout
         nursery.disk.be_slow(0)
 
     outcome = await trial(
@@ -113,7 +113,7 @@ async def test_a_slow_disk_is_a_pause_and_no_loss_to_kills_and_power_cuts(
 
 
 @in_one_loop
-async def test_a_power_cut_shows_every_sync_that_a_server_leaves_out(
+async def test_a_power_cut_reveals_every_missing_sync_of_a_server(
     nursery: Mains, folder: Path
 ) -> None:
     outcome = await trial(nursery, folder, PROGRAMS, snapshot_ops=1000)

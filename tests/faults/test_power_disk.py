@@ -1,4 +1,5 @@
-"""What our writers say is durable is there after a power cut, and each sync they do is needed for it."""
+"""Durability of our writers: confirmed data survives a power cut, and each of their syncs is
+necessary."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.faults.power_disk import Disk, compile_shim
 from tests.faults.power_writers import digests
 from tests.warm.sources import ROOT, SOURCES
 
-#: What a writer syncs, in the words of `Disk.syncs`, and what each is there for.
+#: Syncs of each writer, in the format of `Disk.syncs`, and the purpose of each.
 SYNCS = {
     "the bytes of bodies": "F*/spool/*",
     "the names of segments": "D*/spool",
@@ -37,7 +38,7 @@ SYNCS = {
     "the names in exports": "D*/external/*",
     "the names of exports": "D*/external",
 }
-#: A predecessor died when files had their names, and nobody had synced those.
+#: A predecessor crashed after it had renamed its files, and before their names were synced.
 JUST_RENAMED = ("snapshot", "weights", "optimizer", "external")
 
 
@@ -55,7 +56,7 @@ def disk(library: Path, tmp_path: Path) -> Disk:
 
 
 def run(disk: Disk, program: str, *arguments: object, **environment: str) -> str:
-    """Run a program on the disk; return what it prints."""
+    """Run a program on the disk. Return its output."""
     paths = os.pathsep.join([*SOURCES, str(ROOT)])
     ran = subprocess.run(
         [sys.executable, *program.split(), *map(str, arguments)], check=True, text=True,
@@ -74,7 +75,7 @@ def python(disk: Disk, folder: Path, program: str) -> None:
     run(disk, str(script))
 
 
-def test_what_nobody_synced_is_gone_after_a_power_cut(disk: Disk) -> None:
+def test_unsynced_data_is_lost_in_a_power_cut(disk: Disk) -> None:
     folder = disk.root / "d"
     python(disk, folder, """
 for name in ("named", "unnamed"):
@@ -89,7 +90,7 @@ for name in ("named", "unnamed"):
     assert (folder / "spool" / "named").read_bytes() == b"synced"
 
 
-def test_what_was_replaced_or_removed_is_back_until_that_is_synced(disk: Disk) -> None:
+def test_replaced_or_removed_files_are_back_until_synced(disk: Disk) -> None:
     folder = disk.root / "d"
     python(disk, folder, """
 for name in ("replaced", "removed"):
@@ -107,7 +108,7 @@ os.unlink("spool/removed")
     }  # fmt: skip
 
 
-def test_what_came_through_one_power_cut_comes_through_the_next(disk: Disk) -> None:
+def test_data_that_survived_one_power_cut_survives_the_next(disk: Disk) -> None:
     folder = disk.root / "d"
     python(disk, folder, """
 os.mkdir("spool/deep")
@@ -119,7 +120,7 @@ for name in ("spool/deep/file", "spool/deep", "spool"): sync(name)
     assert (folder / "spool" / "deep" / "file").read_text() == "old"
 
 
-def test_any_part_of_what_nobody_synced_may_make_it(disk: Disk) -> None:
+def test_any_part_of_the_unsynced_data_may_survive(disk: Disk) -> None:
     folder = disk.root / "d"
     python(disk, folder, """
 file = open("spool/file", "ab", buffering=0)
@@ -138,7 +139,7 @@ open("spool/other", "w")
 
 @pytest.fixture(scope="module")
 def written(library: Path) -> Iterator[tuple[Disk, Path, dict[str, str]]]:
-    """A disk on which everything was written, and what of it is durable."""
+    """A disk after all writers have run, and its durable files."""
     with TemporaryDirectory(prefix="cotrain-") as name:
         disk = Disk(Path(name), library)
         (disk.root / "d").mkdir()
@@ -146,7 +147,7 @@ def written(library: Path) -> Iterator[tuple[Disk, Path, dict[str, str]]]:
         yield disk, disk.root / "d", json.loads(promised)
 
 
-def test_all_our_writers_call_durable_comes_through_a_power_cut(
+def test_data_that_our_writers_confirm_survives_a_power_cut(
     written: tuple[Disk, Path, dict[str, str]], tmp_path: Path
 ) -> None:
     disk, folder, promised = written
@@ -156,7 +157,7 @@ def test_all_our_writers_call_durable_comes_through_a_power_cut(
 
 
 @pytest.mark.parametrize("what", SYNCS)
-def test_a_power_cut_shows_that_a_sync_was_left_out(
+def test_a_power_cut_reveals_a_missing_sync(
     what: str, written: tuple[Disk, Path, dict[str, str]], tmp_path: Path
 ) -> None:
     disk, folder, promised = written
@@ -164,7 +165,7 @@ def test_a_power_cut_shows_that_a_sync_was_left_out(
     assert digests(tmp_path / "left") != promised
 
 
-def test_what_a_dead_writer_renamed_is_durable_once_it_is_found_there(
+def test_a_file_renamed_by_a_crashed_writer_is_synced_when_it_is_found(
     disk: Disk, tmp_path: Path
 ) -> None:
     folder = tmp_path / "d"

@@ -1,4 +1,4 @@
-"""The disk with all recovery copies is lost, and the worker dies at each moment of going on without them."""
+"""Loss of the disk with all snapshots, and a kill at each moment of the rollback that follows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 RUNS = 4
 MOMENTS = ("worker.before_rollback", "worker.after_rollback")
-#: What is in a recovery copy besides the place in the log that it is of.
+#: Parts of the state in a snapshot, apart from its position in the log.
 STATE = ("weights", "grads", "m", "v", "step", "spec", "grads_pending")
 
 
@@ -38,7 +38,7 @@ def a_pass(token: int) -> Call:
 
 STEP = Call("optim_step", {"adam_params": {"learning_rate": 1e-2, "beta2": 0.95, "eps": 1e-8}})
 KEPT = [a_pass(5), STEP, Call("save_weights", {"path": "kept"})]
-LOST = [a_pass(6), STEP, a_pass(7)] * 3  # enough for two recovery copies
+LOST = [a_pass(6), STEP, a_pass(7)] * 3  # enough for two snapshots
 FAILS = [a_pass(8)]
 LATER = [a_pass(9), STEP, a_pass(10)]
 BACK = [Call("load_weights", {"path": "kept", "optimizer": True})]
@@ -52,7 +52,10 @@ async def play(
     nursery: Nursery, folder: Path, first: Sequence[Sequence[Call]], then: Sequence[Sequence[Call]],
     **settings: str,
 ) -> tuple[Host, list[Mapping[str, Any]], list[dict[str, str]]]:  # fmt: skip
-    """Play `first`; where `then` follows, lose all copies in between. Return answers and endings."""
+    """Play `first`; if `then` follows, lose all snapshots in between.
+
+    Return answers and endings.
+    """
     async with Host(nursery, folder, settings) as host, asyncio.timeout(150):
         clients = [client_of(host.address, n, n) for n in range(RUNS)]
         players = [Player(client, program(n, first)) for n, client in enumerate(clients)]
@@ -76,7 +79,7 @@ async def play(
 
 
 async def _lose_copies(host: Host) -> None:
-    """Lose all recovery copies, and the worker, once no log reaches back to its run's beginning."""
+    """Delete all snapshots, once no log reaches back to the start of its run."""
     with host.store() as store:
         logs = list(store.scan_iter("cotrain:{*}:log:*"))
         await until(lambda: all(int(store.hget(log, "oldsnap") or -1) >= 0 for log in logs), POLL_S)
@@ -88,7 +91,7 @@ async def _lose_copies(host: Host) -> None:
 
 @pytest.mark.faults
 @pytest.mark.asyncio(loop_scope="session")
-async def test_death_while_a_run_goes_back_to_its_checkpoint_changes_nothing_of_where_it_goes_on(
+async def test_a_kill_during_a_rollback_changes_nothing_after_it(
     nursery: Nursery, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     (calm := folder / "calm").mkdir()

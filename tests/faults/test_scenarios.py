@@ -1,4 +1,4 @@
-"""What the mutants are caught by changes nothing in the server as it is."""
+"""Scenarios that reveal the mutants change nothing in the unchanged server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-async def test_it_changes_nothing(name: str, nursery: Nursery, folder: Path, calm: Calm) -> None:
+async def test_a_scenario_changes_nothing(
+    name: str, nursery: Nursery, folder: Path, calm: Calm
+) -> None:
     scenario = SCENARIOS[name]
     outcome = await scenario.run(nursery, folder, await calm(scenario.programs))
     assert outcome.violations == []

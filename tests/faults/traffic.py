@@ -1,7 +1,7 @@
-"""What a few tenants ask of a server, and a client that never gives up.
+"""Requests of a few tenants, and a client that retries until it succeeds.
 
-A program is drawn from its seed alone. It is sent pipelined, out of order and sometimes twice, whatever
-dies meanwhile; what it was answered, and what became of each run, must not depend on that.
+A program is drawn from its seed alone. It is sent pipelined, out of order and sometimes twice,
+during all faults. Its answers and the final state of each run must not depend on the faults.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from tests.support.plain_http import NO_TLS
 
 CYCLE_METRIC = "clock_cycle:unique"
 RETRY_S = 0.05
-#: Codes after which a client asks again: not now, slow down, restarting.
+#: Codes after which a client retries: pending, slow down, restarting.
 AGAIN = {408, 429, 500, 502, 503, 504}
 VOCAB = 128
-#: Bodies of this many tokens do not fit beside their op in Redis.
+#: Bodies of this many tokens are too large for Redis and go to the spool.
 LONG = 1100
-#: Datums, and tokens in each, whose log-probs do not fit into Redis either.
+#: Datums, and tokens in each, whose log-probs are too large for Redis as well.
 LARGE = (12, 400)
-#: Nobody has its key.
+#: Nobody has the secret key of this recipient.
 RECIPIENT = "age164q2x3vl64uamwjgl97z2hn8ryqe9l8agdcwzaztf4uwk5vljv4qftk6j7"
 
 
 class Refused(AssertionError):
-    """The server gave an answer that no client gets over."""
+    """The server gave an answer that a client cannot retry."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One request of a run: its route, and its body without run and place."""
+    """One request of a run: its route, and its body without run and seq."""
 
     route: str
     body: Mapping[str, Any]
@@ -48,28 +48,28 @@ class Call:
 
 @dataclass(frozen=True)
 class Program:
-    """What one run is asked for: parts that are sent one after the other, each pipelined."""
+    """Requests of one run: parts that are sent one after the other, each pipelined."""
 
     rank: int
     seed: int
     parts: Sequence[Sequence[Call]]
     end: Sequence[Call]
-    """For when everything is calm again: it brings the run back into its worker's memory."""
+    """Requests after all faults; they bring the run back into its worker's memory."""
     samples: int = 2
 
 
 def programs(seed: int, runs: int = 4, parts: int = 3) -> list[Program]:
-    """Draw what the runs of one trial are asked for."""
+    """Draw the requests of the runs of one trial."""
     return [_program(random.Random(f"{seed}/{number}"), parts) for number in range(runs)]
 
 
 def without_samples(drawn: Sequence[Program]) -> list[Program]:
-    """Leave out what would be blamed for the deaths that happen beside it, one after another."""
+    """Remove the samples, which bisection would blame for several concurrent crashes."""
     return [replace(program, samples=0) for program in drawn]
 
 
 def with_large_results(drawn: Sequence[Program]) -> list[Program]:
-    """Let every pass have a body and a result of more than 16 KB."""
+    """Enlarge the body and the result of every pass to more than 16 KB."""
     return [
         replace(
             program,
@@ -106,7 +106,7 @@ def _program(draw: random.Random, parts: int) -> Program:
             external = {"path": f"e{part}", "age_encryption_recipients": [RECIPIENT]}
             calls.append(Call("save_weights_external", external))
         calls.append(Call("save_weights_for_sampler", {"sampling_session_seq_id": part}))
-        calls.append(_pass(draw, "forward_backward"))  # a gradient that waits, at the end too
+        calls.append(_pass(draw, "forward_backward"))  # a pending gradient, also at the end
         drawn.append(calls)
     end = [_pass(draw, "forward_backward")]
     return Program(draw.choice([2, 4, 8]), draw.randrange(1 << 30), drawn, end)
@@ -158,16 +158,16 @@ def _tokens(body: Mapping[str, Any]) -> int:
 
 @dataclass
 class Client:
-    """One tenant's way to the server: it repeats what was not answered."""
+    """One tenant's connection to the server; it repeats unanswered requests."""
 
     http: httpx.AsyncClient
     draw: random.Random
     repeated: int = 0
     told_to_wait: Counter[int] = field(default_factory=Counter)
-    """How often, by status code."""
+    """Number of rejections, by status code."""
 
     async def post(self, route: str, body: Mapping[str, Any]) -> bytes:
-        """Ask until there is an answer."""
+        """Repeat a request until it is answered."""
         while True:
             try:
                 answer = await self.http.post(f"/api/v1/{route}", json=body)
@@ -182,7 +182,8 @@ class Client:
             await asyncio.sleep(RETRY_S * self.draw.random())
 
     async def submit(self, route: str, body: Mapping[str, Any]) -> str:
-        """Send a request at some moment, now and then twice at once; both answers name one future."""
+        """Send a request after a random delay, sometimes twice at once; both answers must name the
+        same future."""
         await asyncio.sleep(0.02 * self.draw.random())
         times = 2 if self.draw.random() < 0.2 else 1
         answers = await asyncio.gather(*(self.post(route, body) for _ in range(times)))
@@ -192,29 +193,29 @@ class Client:
         return str(names.pop())
 
     async def result(self, request: str) -> bytes:
-        """Wait for what a request resolves to."""
+        """Wait for the result of a request."""
         return await self.post("retrieve_future", {"request_id": request})
 
 
 @dataclass
 class Played:
-    """A run, and what its requests were answered, without what may differ between two plays."""
+    """A run and the answers to its requests, without the parts that may differ between two plays."""
 
     run: str = ""
     answers: dict[str, Any] = field(default_factory=dict)
     accepted: dict[int, Accepted] = field(default_factory=dict)
-    """By place in the run."""
+    """By seq in the run."""
 
 
 def client_of(address: str, seed: int, tenant: int = 0) -> Client:
-    """Make a client of a tenant of the server at this address; close its `http`."""
+    """Make a client of a tenant of the server at this address. The caller closes its `http`."""
     headers = {"X-API-Key": KEYS[tenant], "Accept": "application/json"}
     http = httpx.AsyncClient(base_url=address, headers=headers, timeout=60, verify=NO_TLS)
     return Client(http, random.Random(seed))
 
 
 class Player:
-    """Plays one run's program; everything here raises Refused."""
+    """Player of one run's program; every unexpected answer raises Refused."""
 
     def __init__(self, client: Client, program: Program) -> None:
         self._client = client
@@ -225,7 +226,7 @@ class Player:
         self._told: dict[str, bytes] = {}
 
     async def play(self) -> None:
-        """Play all but the end."""
+        """Play everything but the end."""
         client, program = self._client, self._program
         self._session = json.loads(await client.post("create_session", {}))["session_id"]
         self._played.run = f"{self._session}:train:0"
@@ -238,7 +239,7 @@ class Player:
             await self.send(calls)
 
     async def finish(self) -> Played:
-        """Play the end, and ask for every answer once more."""
+        """Play the end, and read every answer once more."""
         await self.send(self._program.end)
         await asyncio.gather(*(self._ask_again(request) for request in self._told))
         return self._played

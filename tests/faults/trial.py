@@ -1,4 +1,4 @@
-"""One trial: a server, a few runs that train on it, something that goes wrong, and what is left."""
+"""One trial: a server, a few runs that train on it, a fault, and a check of the result."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from tests.support.object_store import BadNetwork, SeaweedFS
 Running = Coroutine[Any, Any, None]
 Disturb = Callable[[Host], Running]
 
-#: A trial that takes longer has lost something (I1).
+#: Time limit of a trial; a slower one has lost a request (I1).
 LIMIT_S = 400.0
-#: Cycles so short that not everybody's work is in each.
+#: Cycles too short for the work of all tenants.
 CROWDED = {"CLOCK_PERIOD_S": "0.001"}
 CROWDED_QUANTUM_TOKENS = 8
 
 
 @dataclass
 class Outcome:
-    """What a trial showed."""
+    """Result of a trial."""
 
     ending: Ending | None = None
     violations: list[str] = field(default_factory=list)
     deaths: Sequence[Death] = ()
     reached: Mapping[str, int] = field(default_factory=dict)
-    """How often each failpoint was reached, over all processes."""
+    """Number of times each failpoint was reached, over all processes."""
     passed_over: int = 0
-    """How often a run with work was not in a cycle, or not with all of it."""
+    """Number of times that a cycle held not all pending work of a run."""
     told_to_wait: Counter[int] = field(default_factory=Counter)
-    """How often clients were, by status code."""
+    """Number of rejections of clients, by status code."""
     logs: Mapping[str, str] = field(repr=False, default_factory=dict)
 
     @property
     def killed(self) -> Counter[str]:
-        """Count the deaths by process."""
+        """Return the number of deaths by process."""
         return Counter(death.name for death in self.deaths)
 
 
@@ -71,9 +71,10 @@ async def trial(
     objects: SeaweedFS | None = None,
     network: BadNetwork | None = None,
 ) -> Outcome:
-    """Play programs to a new server below `folder` while `disturb` runs; stop it, and look.
+    """Play programs on a new server below `folder` while `disturb` runs. Stop the server and check
+    it.
 
-    No violation is what begins as one that is `excused`.
+    Violations that start with a prefix in `excused` are ignored.
     """
     outcome = Outcome()
     quantum_tokens = CROWDED_QUANTUM_TOKENS if crowded else QUANTUM_TOKENS
@@ -129,7 +130,7 @@ async def trial(
 
 
 async def _look(host: Host, played: Sequence[Played], outcome: Outcome, *, crowded: bool) -> None:
-    """Look at a server that was stopped, once what nothing refers to has been cleared away."""
+    """Check a stopped server after its unreferenced files have been deleted."""
     with host.store() as store:
         look = PageRequest(store, host.folder, MODEL)
 
@@ -151,7 +152,7 @@ async def _look(host: Host, played: Sequence[Played], outcome: Outcome, *, crowd
 
 
 async def _beside(plays: Sequence[Running], disturbance: Running | None) -> None:
-    """Wait for all plays while something goes wrong beside them; raise the first thing raised."""
+    """Wait for all plays during a disturbance. Raise the first exception."""
     playing = asyncio.gather(*plays)
     tasks: set[asyncio.Future[Any]] = {playing}
     if disturbance:
@@ -167,7 +168,7 @@ async def _beside(plays: Sequence[Running], disturbance: Running | None) -> None
 
 
 def random_kills(seed: int, mean_s: float = 0.5, most: int = 40) -> Disturb:
-    """Kill a random process every now and then, the worker most often; `most` in all."""
+    """Kill random processes at random intervals, the worker most often; `most` in total."""
 
     async def kill(host: Host) -> None:
         draw = random.Random(seed)
@@ -182,7 +183,7 @@ def random_kills(seed: int, mean_s: float = 0.5, most: int = 40) -> Disturb:
 
 
 def store_faults(seed: int, objects: SeaweedFS, network: BadNetwork) -> Disturb:
-    """Let the way to the objects fail every now and then, and kill their server now and then."""
+    """Interrupt the network to the object store at random intervals, and sometimes kill its server."""
 
     async def restart() -> None:
         with network.failing("away"):
@@ -194,7 +195,8 @@ def store_faults(seed: int, objects: SeaweedFS, network: BadNetwork) -> Disturb:
             await asyncio.sleep(draw.expovariate(1))
             fault = draw.choice(["refuse", "cut", "away", "stall"] * 2 + ["killed"])
             if fault == "killed":
-                await asyncio.shield(restart())  # when all have played it still comes back
+                # it is restarted even after all programs have been played
+                await asyncio.shield(restart())
             else:
                 with network.failing(fault):
                     await asyncio.sleep(draw.uniform(0.1, 1.0))
@@ -203,7 +205,7 @@ def store_faults(seed: int, objects: SeaweedFS, network: BadNetwork) -> Disturb:
 
 
 def at_once(*disturbances: Disturb) -> Disturb:
-    """Let several things go wrong at the same time."""
+    """Run several disturbances concurrently."""
 
     async def disturb(host: Host) -> None:
         await asyncio.gather(*(one(host) for one in disturbances))
@@ -212,7 +214,7 @@ def at_once(*disturbances: Disturb) -> Disturb:
 
 
 def near_blame(host: Host) -> bool:
-    """Tell whether one more death could be put down to a request, which is not to blame here."""
+    """Return True if one more crash could be attributed to a request, which is not the cause here."""
     with contextlib.suppress(*CONNECTION_LOST), host.store() as store:
         for name in store.scan_iter("cotrain:{*}:starts*", SCAN_COUNT):
             if any(int(count) >= 1 for count in store.hvals(name)):

@@ -1,4 +1,5 @@
-"""What only CUDA can show of attention, kernels in layers, recomputing, measured memory and a cycle without waits."""
+"""CUDA-specific checks: attention, kernels in layers, recomputation, measured memory, a cycle
+without waits."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 
 
-def test_gemma_2_trains_and_says_that_it_is_slow(
+def test_gemma_2_trains_and_logs_that_it_is_slow(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     attn.varlen_is_right.cache_clear()
@@ -48,7 +49,9 @@ def test_gemma_2_trains_and_says_that_it_is_slow(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_fused_model_points_where_the_plain_one_does(tmp_path: Path, family: str) -> None:
+def test_gradients_of_a_fused_model_point_where_the_plain_ones_do(
+    tmp_path: Path, family: str
+) -> None:
     folder = str(build_tiny(family, tmp_path))
     fused, plain = (Engine.load(folder, device="cuda", fusion=each) for each in (True, False))
     for each in (fused, plain):
@@ -77,7 +80,7 @@ print([engine.adapters.state(tenant.run).digest() for tenant in MIX])
 """
 
 
-def test_another_process_that_compiles_anew_finds_the_same_bits(tmp_path: Path) -> None:
+def test_another_process_that_compiles_again_computes_the_same_bits(tmp_path: Path) -> None:
     folder = str(build_tiny("qwen3", tmp_path / "model"))
 
     def digests(number: int) -> str:
@@ -112,7 +115,7 @@ def test_no_bit_depends_on_recomputing(tmp_path: Path, family: str) -> None:
         )
 
 
-def test_the_measured_line_foretells_a_larger_micro_batch(tmp_path: Path) -> None:
+def test_the_fitted_line_predicts_a_larger_micro_batch(tmp_path: Path) -> None:
     folder = build_tiny("qwen3", tmp_path, hidden=512, layers=4, vocab=4096)
     loaded = Engine.load(str(folder), device="cuda")
     base = loaded._base
@@ -131,7 +134,7 @@ def test_the_measured_line_foretells_a_larger_micro_batch(tmp_path: Path) -> Non
     assert found.recomputed.bytes_per_token < found.kept.bytes_per_token / 2
 
 
-def test_sizes_that_are_measured_twice_are_the_same(tmp_path: Path) -> None:
+def test_repeated_measurements_give_the_same_sizes(tmp_path: Path) -> None:
     folder = str(build_tiny("qwen3", tmp_path))
     found = [Engine.load(folder, device="cuda").facts.numerics_id for _ in range(2)]
 
@@ -140,11 +143,11 @@ def test_sizes_that_are_measured_twice_are_the_same(tmp_path: Path) -> None:
     assert tokens == MAX_TOKENS
 
 
-def test_a_cycle_waits_for_the_device_only_for_its_results_and_its_norms(
+def test_a_cycle_waits_for_the_device_only_for_results_and_norms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = Engine.load(str(build_tiny("qwen3", tmp_path)), device="cuda", micro_batch_tokens=256)
-    for cycle in range(2):  # whatever is made at the first use is made
+    for cycle in range(2):  # everything that is made on first use
         loaded.run([op for tenant in MIX for op in tenant.ops(cycle)])
     waits: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A server that was copied goes on elsewhere as docs/operations.md tells it, with the same numbers."""
+"""A server that was copied goes on elsewhere as docs/operate/recovery.md tells it, with the same numbers."""
 
 from __future__ import annotations
 

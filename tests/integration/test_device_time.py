@@ -1,4 +1,4 @@
-"""What a real worker books of its device's time adds up to the time there was."""
+"""Device time that a real worker accounts for: its phases add up to the elapsed time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.monitoring.status import cycle_records, pool_status
+from cotrain_store.monitoring.fleet import pool_status
+from cotrain_store.monitoring.status import cycle_records
 from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, make_worker
 
 
-async def test_the_phases_add_up_to_the_life_of_the_worker(
+async def test_the_phases_add_up_to_the_lifetime_of_the_worker(
     empty_redis: EmbeddedRedis, tmp_path: Path, server: Stack, engine: Engine
 ) -> None:
     loop, opened = make_worker(empty_redis.url, tmp_path, engine)
@@ -26,7 +27,8 @@ async def test_the_phases_add_up_to_the_life_of_the_worker(
 
     def live() -> None:
         loop.run()
-        ended.append(time.monotonic())  # here: when another thread hears of it is none of its time
+        # measured here, because the delay until another thread notices does not count
+        ended.append(time.monotonic())
 
     thread = threading.Thread(target=live)
     thread.start()

@@ -235,7 +235,7 @@ async def test_readyz_names_what_is_missing(empty_redis: EmbeddedRedis) -> None:
 
 def test_what_operators_are_told_to_watch_is_there() -> None:
     """That each of these is really shown, by its process: `test_metrics_page` and `test_prometheus`."""
-    page = (ROOT / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "operate" / "alerts.md").read_text()
     told = set(re.findall(r"`(cotrain_(?!store)[a-z_]+)`", page))
     assert len(told) > 8
     assert told - METRICS.keys() == set()

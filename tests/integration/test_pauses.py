@@ -1,4 +1,4 @@
-"""A tenant or a run that the operator holds back waits, says why, and loses nothing; all others go on."""
+"""Paused tenants and runs: their requests wait with a reason and are not lost; all others continue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from cotrain_store.errors import RunClosed
 from cotrain_store.keys import tenant_keys
-from cotrain_store.messages.fleet import PlanPolicy
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.results.futures import Pending
@@ -18,37 +17,23 @@ from tests.support.bodies import sequences
 from tests.support.log import Log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import Samples
-from tests.support.stack import Stack, worker
-from tests.support.waiting import until
+from tests.support.stack import Stack, policy_was_read, worker
 
 LORA = LoraSpec(rank=2, seed=0)
 ADA, BOB = TenantId("ada"), TenantId("bob")
-#: A poll that finds nothing after so long says why.
+#: A poll without a result returns the reason after this time.
 POLL_S = 0.05
 
 
 async def until_said(server: Stack, run: RunRecord, request: RequestId, reason: str) -> None:
-    """Poll until the answer is this reason to wait."""
+    """Poll until the answer contains this reason to wait."""
     said = None
     while said != Pending("paused_capacity", reason):
         said = await server.futures.wait(run.tenant, request, POLL_S)
         assert isinstance(said, Pending), "it was not held back"
 
 
-async def scheduler_heeds(server: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait until the scheduler has looked at what is paused once more: a look before may not know of it."""
-    passed: list[PlanPolicy] = []
-    look = server.dispatch.policy
-
-    async def noted() -> PlanPolicy:
-        passed.append(await look())
-        return passed[-1]
-
-    monkeypatch.setattr(server.dispatch, "policy", noted)
-    await until(lambda: len(passed) > 1)
-
-
-async def test_a_paused_tenant_waits_with_the_reason_the_others_go_on_and_a_resume_ends_it(
+async def test_a_paused_tenant_waits_with_the_reason_until_it_is_resumed(
     server: Stack,
     engine: Engine,
     empty_redis: EmbeddedRedis,
@@ -61,7 +46,7 @@ async def test_a_paused_tenant_waits_with_the_reason_the_others_go_on_and_a_resu
         before = await server.forward_backward(ada, 1, sequences(1, 1, 8))
         await server.result(ada, before)
         await pauses.pause_tenant(ADA, "the bill is open")
-        await scheduler_heeds(server, monkeypatch)
+        await policy_was_read(server, monkeypatch)
         waits = await server.forward_backward(ada, 2, sequences(2, 1, 8))
         await server.result(bob, await server.forward_backward(bob, 1, sequences(1, 1, 8)))
         await until_said(
@@ -84,7 +69,7 @@ async def test_a_paused_run_waits_alone_and_its_pause_ends_with_it(
         held, free = await server.create("ada", "a", LORA), await server.create("ada", "b", LORA)
         await server.result(held, await server.forward_backward(held, 1, sequences(1, 1, 8)))
         await pauses.pause_run(held)
-        await scheduler_heeds(server, monkeypatch)
+        await policy_was_read(server, monkeypatch)
         waits = await server.forward_backward(held, 2, sequences(2, 1, 8))
         await server.result(free, await server.forward_backward(free, 1, sequences(1, 1, 8)))
         await until_said(server, held, waits, "the operator has paused this run")
@@ -109,7 +94,7 @@ async def test_samples_of_a_paused_tenant_are_not_claimed_and_keep_their_turn(
     assert samples.claim() == a
 
 
-async def test_a_pause_is_read_back_and_what_another_version_wrote_beside_it_is_ignored(
+async def test_a_pause_is_read_back_and_unknown_fields_are_ignored(
     log: Log,
 ) -> None:
     await PauseRecords(log.connection).pause_tenant(ADA, "why")

@@ -24,7 +24,7 @@ import yaml
 
 from cotrain import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from cotrain_server.supervisor.data_folder import METRICS_TARGETS, DataFolder
-from cotrain_store.monitoring.boards.files import ALERTS, BOARDS, FOLDER
+from tests.support.observe import FOLDER, RULES, alerts, queries
 from tests.support.ports import free_port
 from tests.support.processes import Process
 from tests.support.serving import Serving
@@ -65,9 +65,7 @@ def query(url: str, expr: str) -> list[dict[str, Any]]:
 
 
 def expressions() -> list[str]:
-    queries = [query for board in BOARDS for panel in board.panels for query in panel.queries]
-    written = [query.expr.replace("$range", RANGE) for query in queries]
-    return [*written, *(alert.expr for alert in ALERTS)]
+    return [expr.replace("$__rate_interval", RANGE) for expr in queries()]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +113,7 @@ def prometheus(folder: Path, second_metrics: int) -> Iterator[str]:
     """Run it as docker/observe has it, but every second, and by the file that `cotrain serve` writes."""
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["rule_files"] = [str(FOLDER / "rules.yml")]
+    config["rule_files"] = [str(RULES)]
     config["scrape_configs"] = [
         {"job_name": "served", "file_sd_configs": [{"files": [f"{folder}/data/{METRICS_TARGETS}"]}]},
         {"job_name": "cotrain-api", "static_configs": [{"targets": [f"127.0.0.1:{second_metrics}"]}]},
@@ -183,9 +181,8 @@ def test_every_process_is_scraped_and_the_rules_are_in_force(watched: Watched) -
     assert up == {"cotrain-api": 2, "cotrain-fleet": 1, "cotrain-scheduler": 1, "cotrain-worker": 1}
     with urllib.request.urlopen(f"{watched.url}/api/v1/rules") as answer:
         (group,) = json.load(answer)["data"]["groups"]
-    assert {rule["name"]: rule["health"] for rule in group["rules"]} == {
-        alert.name: "ok" for alert in ALERTS
-    }
+    health = {rule["name"]: rule["health"] for rule in group["rules"]}
+    assert health == dict.fromkeys(alerts(), "ok")
     assert watched.query('ALERTS{alertstate="firing"}') == []
 
 

@@ -1,4 +1,4 @@
-"""A worker that brings runs back from their logs: seen from outside, killed, told to end."""
+"""Workers that restore runs from their logs: observed from outside, killed, stopped."""
 
 from __future__ import annotations
 
@@ -15,27 +15,39 @@ import pytest
 
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.monitoring.status import pool_status
+from cotrain_store.monitoring.fleet import pool_status
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
 from cotrain_store.results.futures import Futures, Pending
+from cotrain_store.tenants.policies import PauseRecords
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.snapshot_file import ReplayCost
 from tests.support.processes import Process, settings_of, stack_of
 from tests.support.program import LORA, results, submit
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.stack import POOL, Stack, worker
+from tests.support.stack import POOL, Stack, policy_was_read, worker
 from tests.support.waiting import until, until_true
 
 NAMES = ("a", "b", "c")
 OPS = 8
+TENANT = TenantId("a")
 
 
 class Host:
-    """Three runs with a log and no copy, whose worker was killed; what comes next waits for them."""
+    """Three runs with a log and no snapshot, whose worker was killed; their next requests wait for
+    a new one."""
 
-    def __init__(self, server: Stack, runs: list[RunRecord], folder: Path, worker: Process) -> None:
+    def __init__(
+        self,
+        server: Stack,
+        runs: list[RunRecord],
+        folder: Path,
+        worker: Process,
+        scheduler: Process,
+    ) -> None:
         self.server, self.runs, self.worker = server, runs, worker
+        self._scheduler = scheduler
         self._log = folder / "worker.log"
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -44,15 +56,17 @@ class Host:
 
     @property
     def replayed(self) -> dict[str, list[int]]:
-        """Of each run, what each process that restored it ran again."""
+        """Return the number of replayed ops of each run, for each process that restored it."""
         found: dict[str, list[int]] = {}
         for event in self.events("run_restored"):
             found.setdefault(event["run"], []).append(event["replayed"])
         return found
 
     async def go_on(self) -> list[Any]:
-        """Send the next request of each run, and wait for the results."""
+        """Send the next request of each run, for one step, and return the results."""
+        self._scheduler.send(signal.SIGSTOP)
         sent = [await submit(self.server, run, OPS + 1, OPS + 1) for run in self.runs]
+        self._scheduler.send(signal.SIGCONT)
         return [
             answer
             for run, requests in zip(self.runs, sent, strict=True)
@@ -64,7 +78,7 @@ class Host:
 async def killed_worker(
     redis_url: str, folder: Path, model: Path, failpoints: str, **settings: str
 ) -> AsyncIterator[Host]:
-    """Train three runs beside one another and kill their worker; the next one meets the failpoints."""
+    """Train three runs concurrently and kill their worker; the next one runs with the failpoints."""
     environment = settings_of(redis_url, folder, model) | settings
     shared = {name: environment[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
     connection, spool = open_connection(redis_url), Spool(folder / "spool", new_writer("api"))
@@ -73,7 +87,7 @@ async def killed_worker(
         runs = [await server.create(name, name, LORA) for name in NAMES]
         sent = [await submit(server, run, 1, OPS) for run in runs]
         log = folder / "worker.log"
-        with Process("cotrain_scheduler", shared, folder / "scheduler.log"):
+        with Process("cotrain_scheduler", shared, folder / "scheduler.log") as scheduler:
             with Process("cotrain_workers", environment, log) as first:
                 for run, requests in zip(runs, sent, strict=True):
                     await results(server, run, requests)
@@ -83,15 +97,15 @@ async def killed_worker(
                 "COTRAIN_FAILPOINTS_LOG": str(folder / "reached"),
             }
             with Process("cotrain_workers", environment, log) as second:
-                yield Host(server, runs, folder, second)
+                yield Host(server, runs, folder, second, scheduler)
     spool.close()
     await connection.aclose()
 
 
-async def test_two_kills_while_runs_are_restored_lose_no_run_that_was(
+async def test_two_kills_during_restores_lose_no_restored_run(
     empty_redis: EmbeddedRedis, redis: SyncConnection, tmp_path: Path, tiny_model: Path
 ) -> None:
-    """Killed as soon as the copy of one more run is registered: the next process replays one less."""
+    """Kill as soon as one more snapshot is registered: the next process replays one run less."""
     kills = "snapshot.registered=kill@1,snapshot.registered=kill@2"
     async with killed_worker(empty_redis.url, tmp_path, tiny_model, kills) as host:
         answers = asyncio.create_task(host.go_on())
@@ -107,10 +121,11 @@ async def test_two_kills_while_runs_are_restored_lose_no_run_that_was(
         assert not redis.exists(fleet_keys.starts(POOL), fleet_keys.crash_counts(POOL))
 
 
-async def test_a_worker_that_is_told_to_end_while_it_restores_has_not_crashed(
+async def test_a_worker_stopped_during_a_restore_has_not_crashed(
     empty_redis: EmbeddedRedis, redis: SyncConnection, tmp_path: Path, tiny_model: Path
 ) -> None:
-    """SIGTERM comes when one of three runs is back: it ends with status 0, and what follows finds no crash."""
+    """Send SIGTERM after one of three runs is restored: the worker exits with status 0, and no
+    crash is counted."""
     async with killed_worker(
         empty_redis.url, tmp_path, tiny_model, "worker.replayed=stop@1"
     ) as host:
@@ -131,10 +146,11 @@ async def test_a_worker_that_is_told_to_end_while_it_restores_has_not_crashed(
         assert not redis.exists(fleet_keys.starts(POOL))
 
 
-async def test_many_small_passes_are_copied_before_their_replay_takes_too_long(
+async def test_many_small_passes_trigger_a_snapshot_before_replay_is_too_slow(
     server: Stack, redis: SyncConnection, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
-    """A pass alone costs 10 s, and each run has two: none of the three is near 30 s, all of them are beyond."""
+    """A pass costs 10 s, and each run has two: no single run is near the limit of 30 s, but all
+    together exceed it."""
     runs = [await server.create(name, name, LORA) for name in NAMES]
     sent = [await submit(server, run, 1, 4) for run in runs]
     with worker(empty_redis.url, tmp_path, engine, drains=False, cost=ReplayCost(pass_s=10.0)):
@@ -147,7 +163,7 @@ async def test_many_small_passes_are_copied_before_their_replay_takes_too_long(
         await until(lambda: copied().count(b"4") >= 2)
 
 
-async def test_how_far_a_restore_is_can_be_seen_while_it_lasts(
+async def test_the_progress_of_a_restore_is_visible(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -155,12 +171,16 @@ async def test_how_far_a_restore_is_can_be_seen_while_it_lasts(
     heartbeats_are_quick: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runs = [await server.create(name, name, LORA) for name in NAMES]
+    runs = [await server.create(TENANT, name, LORA) for name in NAMES]
     sent = [await submit(server, run, 1, OPS) for run in runs]
     with worker(empty_redis.url, tmp_path, engine, drains=False):
         for run, requests in zip(runs, sent, strict=True):
             await results(server, run, requests)
+    pauses = PauseRecords(server.dispatch._redis)
+    await pauses.pause_tenant(TENANT, "")
+    await policy_was_read(server, monkeypatch)
     last = [await submit(server, run, OPS + 1, OPS + 1) for run in runs]
+    await pauses.resume_tenant(TENANT)  # all of them are planned in one step
     goes_on = threading.Event()
 
     def wait(name: str, *_: object) -> None:

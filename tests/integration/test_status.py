@@ -1,4 +1,4 @@
-"""What operators see."""
+"""Status of pools, tenants, workers and Redis for operators."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import time
 
 import pytest
 
+from cotrain_scheduler.scaling import Demand, demand_of, workers_needed
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import Pause, Pauses, Scaling, WorkerHeartbeat, WorkerSlot
-from cotrain_store.messages.ids import PoolId, TenantId
-from cotrain_store.monitoring.backlog import workers_needed
-from cotrain_store.monitoring.scaling import ScalingRecords
-from cotrain_store.monitoring.status import (
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.monitoring.fleet import (
     QueueStatus,
-    cycle_records,
     pool_status,
-    pools_with_workers,
+    read_fleet,
+    read_pools,
     redis_status,
-    scheduler_alive,
-    scheduler_epoch,
 )
+from cotrain_store.monitoring.status import cycle_records
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.tenants.policies import PauseRecords
 from tests.support.log import WORKER, Log
@@ -60,14 +58,14 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
 
 
 def listed(log: Log) -> list[str]:
-    """Name the tenants of the pool's list, and those that it has counters of."""
+    """Return the tenants in the pool's list, and those with counters."""
     counters = (run_keys.queue, run_keys.sample_load)
     kept = [key for of in counters for key in log.redis.keys(of(POOL, TenantId("*")))]
     names = {name.decode() for name in log.redis.smembers(run_keys.queue_tenants(POOL))}
     return sorted(names | {key.decode().rpartition(":")[2] for key in kept})
 
 
-async def test_a_tenant_is_listed_while_something_of_it_waits_or_runs(samples: Samples) -> None:
+async def test_a_tenant_is_listed_while_it_has_waiting_or_running_work(samples: Samples) -> None:
     log = samples.log
     sampler, run = await samples.sampler("a"), await log.new_run("a")
     ended = await log.new_run("b")
@@ -86,24 +84,26 @@ async def test_a_tenant_is_listed_while_something_of_it_waits_or_runs(samples: S
         QueueStatus(TenantId("c"), 0, 0, 0),
     )
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
-    assert listed(log) == []  # what is given up counts in no queue …
+    assert listed(log) == []  # failed ops count in no queue …
     await log.submit(run, 1)
     assert log.queued() == (
         2,
         7,
         4 + len(log.redis.hget(run_keys.bodies(POOL, run.id), 2)),
-    )  # … until it may run
+    )  # … until they may run
     await log.run_all()
     assert listed(log) == []
 
 
 async def test_which_pools_have_workers_is_read_from_heartbeats_alone(log: Log) -> None:
     log.redis.set(run_keys.queue_tenants(POOL), "whoever reads this fails")
-    assert await pools_with_workers(log.connection, [POOL]) == frozenset()
+    (pool,) = await read_pools(log.connection, with_queues=False)
+    assert not pool.has_worker
     log.execution.heartbeat(
         WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
     )
-    assert await pools_with_workers(log.connection, [POOL, PoolId("other")]) == {POOL}
+    (pool,) = await read_pools(log.connection, with_queues=False)
+    assert (pool.record.id, pool.has_worker) == (POOL, True)
 
 
 async def test_sample_requests_are_counted_by_tenant(samples: Samples) -> None:
@@ -117,7 +117,7 @@ async def test_sample_requests_are_counted_by_tenant(samples: Samples) -> None:
     )
 
 
-async def test_a_worker_that_says_nothing_any_more_is_known_and_not_alive(log: Log) -> None:
+async def test_a_worker_without_heartbeat_is_known_and_not_alive(log: Log) -> None:
     log.execution.heartbeat(
         WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
     )
@@ -130,7 +130,7 @@ async def test_a_worker_that_says_nothing_any_more_is_known_and_not_alive(log: L
     assert await log.dispatch.worker_slots(POOL) == [WorkerSlot(WORKER, log.execution.epoch, None)]
 
 
-async def test_a_beat_of_another_version_is_read(log: Log) -> None:
+async def test_a_heartbeat_of_another_version_is_read(log: Log) -> None:
     log.redis.set(
         fleet_keys.worker(POOL, WORKER),
         '{"id":"w0","epoch":1,"state":"serving","device":"cpu","tokens_per_s":1.0,"runs":0,'
@@ -142,7 +142,7 @@ async def test_a_beat_of_another_version_is_read(log: Log) -> None:
     assert (await pool_status(log.connection, POOL)).workers[0].epoch == 1
 
 
-async def test_the_last_cycles_are_told_newest_first(log: Log) -> None:
+async def test_the_last_cycles_are_returned_newest_first(log: Log) -> None:
     run = await log.new_run()
     for seq in range(1, 5):
         await log.run_all()
@@ -150,7 +150,7 @@ async def test_the_last_cycles_are_told_newest_first(log: Log) -> None:
     assert [row["cycle"] for row in await cycle_records(log.connection, POOL, 3)] == [4, 3, 2]
 
 
-async def test_redis_tells_how_it_is(log: Log) -> None:
+async def test_redis_reports_its_state(log: Log) -> None:
     status = await redis_status(log.connection)
     assert (status.appendonly, status.appendfsync, status.aof_last_write_ok) == (
         True,
@@ -162,16 +162,16 @@ async def test_redis_tells_how_it_is(log: Log) -> None:
 
 
 async def test_the_scheduler_is_alive_while_it_holds_the_lease(log: Log) -> None:
-    assert await scheduler_alive(log.connection)
-    assert await scheduler_epoch(log.connection) == log.dispatch.epoch
+    fleet = await read_fleet(log.connection)
+    assert (fleet.has_scheduler, fleet.scheduler_epoch) == (True, log.dispatch.epoch)
     await log.dispatch.resign()
-    assert not await scheduler_alive(log.connection)
+    assert not (await read_fleet(log.connection)).has_scheduler
 
 
 async def test_the_queues_of_more_tenants_than_are_read_at_once_are_all_there(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.monitoring.status.TENANTS_AT_ONCE", 2)
+    monkeypatch.setattr("cotrain_store.monitoring.fleet.TENANTS_AT_ONCE", 2)
     for number, name in enumerate(("a", "b", "c"), 1):
         run = await log.new_run(name)
         for seq in range(1, number):
@@ -180,31 +180,36 @@ async def test_the_queues_of_more_tenants_than_are_read_at_once_are_all_there(
     assert [(each.tenant, each.ops) for each in queues] == [("a", 1), ("b", 2), ("c", 3)]
 
 
+async def demand(log: Log, pauses: Pauses) -> Demand:
+    paused_runs = await log.dispatch.paused_runs(POOL, pauses)
+    return demand_of(await log.dispatch.status(POOL), pauses, paused_runs)
+
+
 async def test_what_is_held_back_is_no_demand_for_workers(log: Log) -> None:
     first, second = await log.new_run("a"), await log.new_run("b")
     await log.run_all()
     await log.submit(first, 1, tokens=500)
     await log.submit(second, 1, tokens=70)
-    records = ScalingRecords(log.connection)
-    whole = await records.demand(POOL, Pauses())
+    whole = await demand(log, Pauses())
     assert (whole.runs, whole.tokens, whole.rates) == (2, 570, ())
-    held = await records.demand(POOL, Pauses(tenants={first.tenant: Pause(0.0)}))
+    held = await demand(log, Pauses(tenants={first.tenant: Pause(0.0)}))
     assert (held.runs, held.tokens) == (1, 70)
-    held = await records.demand(POOL, Pauses(runs={second.id: Pause(0.0, tenant=second.tenant)}))
+    held = await demand(log, Pauses(runs={second.id: Pause(0.0, tenant=second.tenant)}))
     assert held.runs == 1
     everyone = Pauses({first.tenant: Pause(0.0)}, {second.id: Pause(0.0, tenant=second.tenant)})
-    assert workers_needed(await records.demand(POOL, everyone)) == 0
+    assert workers_needed(await demand(log, everyone)) == 0
     await log.plan()
-    assert (await records.demand(POOL, Pauses())).runs == 1  # a step at work holds both
+    assert (await demand(log, Pauses())).runs == 1  # a step at work holds both
     scaling = Scaling(2, 5.0, 4.0)
-    await records.write(POOL, scaling, log.dispatch.epoch)
-    assert await records.read(POOL) == scaling
+    await log.dispatch.write_scaling(POOL, scaling)
+    assert (await pool_status(log.connection, POOL)).scaling == scaling
     assert (await pool_status(log.connection, POOL)).workers_wanted(6.0) == 2
-    # Long after: no scheduler leads, and as many are wanted as there are, or one where something waits.
+    # Long after, without a leading scheduler: the wanted number is the present one, or 1 if work is
+    # waiting.
     assert (await pool_status(log.connection, POOL)).workers_wanted(600.0) == 1
 
 
-async def test_what_is_held_back_is_no_backlog(log: Log) -> None:
+async def test_paused_work_is_no_backlog(log: Log) -> None:
     first, second = await log.new_run("a"), await log.new_run("b")
     await log.run_all()
     await log.submit(first, 1, tokens=500)
@@ -218,12 +223,11 @@ async def test_what_is_held_back_is_no_backlog(log: Log) -> None:
     assert (await pool_status(log.connection, POOL)).backlog_s == 570 / rate
 
 
-async def test_a_replaced_scheduler_decides_nothing_of_the_number_of_workers(log: Log) -> None:
-    records, before = ScalingRecords(log.connection), log.dispatch.epoch
+async def test_a_replaced_scheduler_does_not_change_the_number_of_workers(log: Log) -> None:
     await log.dispatch.resign()
     successor = Dispatch(log.connection, "successor")
     await successor.lead()
-    await records.write(POOL, Scaling(2, 5.0, 4.0), successor.epoch)
+    await successor.write_scaling(POOL, Scaling(2, 5.0, 4.0))
     with pytest.raises(Fenced):
-        await records.write(POOL, Scaling(9, 6.0, 4.0), before)
-    assert await records.read(POOL) == Scaling(2, 5.0, 4.0)
+        await log.dispatch.write_scaling(POOL, Scaling(9, 6.0, 4.0))
+    assert (await pool_status(log.connection, POOL)).scaling == Scaling(2, 5.0, 4.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.monitoring.status import scheduler_epoch
+from cotrain_store.monitoring.fleet import read_fleet
 from tests.support.log import WORKER, Log
 from tests.support.processes import PATIENCE_S, Process
 from tests.support.redis_server import EmbeddedRedis
@@ -40,20 +40,20 @@ async def test_a_stopped_leader_is_replaced_and_plans_nothing_when_it_wakes(
     with Process("cotrain_scheduler", settings, tmp_path / "first.log") as first:
         run = await log.new_run()
         cycles = [await ran(log, run, 0)]
-        assert await scheduler_epoch(log.connection) == epoch + 1
+        assert (await read_fleet(log.connection)).scheduler_epoch == epoch + 1
         first.send(signal.SIGSTOP)
         with Process("cotrain_scheduler", settings, tmp_path / "second.log") as second:
             await log.submit(run, 1)
             cycles.append(await ran(log, run, 1))
-            assert await scheduler_epoch(log.connection) == epoch + 2
+            assert (await read_fleet(log.connection)).scheduler_epoch == epoch + 2
             first.send(signal.SIGCONT)
             await log.submit(run, 2)
             cycles.append(await ran(log, run, 2))
-            assert await scheduler_epoch(log.connection) == epoch + 2
+            assert (await read_fleet(log.connection)).scheduler_epoch == epoch + 2
             await asyncio.to_thread(second.kill)
             await log.submit(run, 3)
             cycles.append(await ran(log, run, 3))
-        assert await scheduler_epoch(log.connection) == epoch + 3
+        assert (await read_fleet(log.connection)).scheduler_epoch == epoch + 3
         await asyncio.to_thread(first.stop)
     assert cycles == [1, 2, 3, 4]
     assert log.queued() == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Bodies of ops as the API writes them."""
+"""Bodies of ops in the format of the API."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A tiny model that takes part in a chat: with Qwen3's special tokens, its template, and a little sense.
+"""Tiny model for chats: with Qwen3's special tokens, its template, and some correct answers.
 
-It was taught, in seconds, to answer with a number and to end its turn. So its samples differ, end, and
-are right now and then: a program of reinforcement learning has something to learn from.
+It is trained, in seconds, to answer with a number and to end its turn. So its samples differ, end,
+and are sometimes correct, and a reinforcement learning program has something to learn from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.tiny_models import CORPUS_BYTES, build_tiny, standard_library
 VOCAB = 512
 CONTEXT = 4096
 STEPS, BATCH, LEARNING_RATE = 60, 8, 3e-3
-#: In the order of their ids; tokens 0 and 2 are the model's pad and end.
+#: In the order of their ids. Tokens 0 and 2 are the pad and the end token of the model.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 CHAT_TEMPLATE = (
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 )
 MAX_TURNS, MAX_CHARACTERS = 3, 100
 HEARD = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-#: What the model says, whatever it is asked: numbers in the forms that programs look for.
+#: Answers of the model to any prompt: numbers in the forms that programs look for.
 SAYINGS = ("{long}", "\\boxed{{{short}}}", "Guess: {long}")
 
 
@@ -47,7 +47,7 @@ def build_chat_model(folder: Path) -> Path:
 
 
 def chat_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer that, as Qwen's, keeps digits apart."""
+    """Train a byte-level BPE tokenizer that splits digits, as Qwen's does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
@@ -72,7 +72,7 @@ def chat_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def teach(model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
-    """Train all weights on made-up conversations, on their answers alone."""
+    """Train all weights on random conversations, with a loss on the answers only."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     generator = random.Random(0)
     text = "".join(standard_library_text(CORPUS_BYTES))
@@ -82,7 +82,7 @@ def teach(model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerFas
         ids, labels = (
             torch.tensor([row[part] + [fill] * (longest - len(row[part])) for row in rows])
             for part, fill in ((0, 0), (1, -100))
-        )  # [rows, tokens] each; what follows a row cannot be seen by it
+        )  # [rows, tokens] each; a row does not attend to what follows it
         model(input_ids=ids, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -91,7 +91,7 @@ def teach(model: torch.nn.Module, tokenizer: transformers.PreTrainedTokenizerFas
 def conversation(
     generator: random.Random, text: str, tokenizer: transformers.PreTrainedTokenizerFast
 ) -> tuple[list[int], list[int]]:
-    """Make turns of anything and answers by chance: tokens, and those to learn (or -100)."""
+    """Make random turns with random answers. Return the tokens, and the targets (or -100)."""
     tokens: list[int] = []
     labels: list[int] = []
     for _ in range(generator.randint(1, MAX_TURNS)):
@@ -105,6 +105,6 @@ def conversation(
 
 
 def answer(generator: random.Random) -> str:
-    """Choose a saying and its number."""
+    """Return a random saying with a random number."""
     number = {"short": generator.randint(2, 3), "long": generator.randint(0, 999)}
     return generator.choice(SAYINGS).format(**number)

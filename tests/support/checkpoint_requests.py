@@ -1,4 +1,4 @@
-"""Requests about checkpoints, as SDKs send them; a stand-in does what they ask of a worker."""
+"""Requests about checkpoints in the form that SDKs send. A stand-in executes the worker's part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import httpx
 from tests.support.http_api import ALICE, Api
 from tests.support.stand_in import StandIn
 
-#: Which route saves which kind.
+#: Route that saves each kind of checkpoint.
 SAVES = {
     "weights": "save_weights",
     "sampler_weights": "save_weights_for_sampler",
@@ -18,7 +18,7 @@ SAVES = {
 
 
 async def result(api: Api, worker: StandIn, answer: httpx.Response, key: str = ALICE) -> Any:
-    """Run what was queued; what the request came to."""
+    """Execute the queued ops. Return the result of the request."""
     assert answer.status_code == 200, answer.text
     await worker.run_log()
     return (await api.post("retrieve_future", answer.json(), key)).json()
@@ -27,7 +27,7 @@ async def result(api: Api, worker: StandIn, answer: httpx.Response, key: str = A
 async def save(
     api: Api, worker: StandIn, run: str, seq: int, kind: str = "weights", **fields: Any
 ) -> Any:
-    """Save under the name `a`, if nothing else is said; what the save answers."""
+    """Save, by default under the name `a`. Return the result of the save."""
     key = fields.pop("key", ALICE)
     body = {"model_id": run, "seq_id": seq, "path": "a", **fields}
     return await result(api, worker, await api.post(SAVES[kind], body, key), key)
@@ -41,7 +41,7 @@ async def load(api: Api, run: str, seq: int, path: str, **fields: Any) -> httpx.
 
 
 async def start(api: Api, path: str, number: int = 1, **fields: Any) -> httpx.Response:
-    """Start a run by a load, in a new session if none is given."""
+    """Create a run from a checkpoint, in a new session unless one is given."""
     key = fields.pop("key", ALICE)
     if "session_id" not in fields:
         fields["session_id"] = (await api.post("create_session", {}, key)).json()["session_id"]
@@ -50,24 +50,24 @@ async def start(api: Api, path: str, number: int = 1, **fields: Any) -> httpx.Re
 
 
 def url_of(path: str, then: str = "") -> str:
-    """Name a checkpoint as REST does."""
+    """Return the REST path of a checkpoint."""
     run, kind, name = path.removeprefix("tinker://").split("/")
     return f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}{then}"
 
 
 async def change(api: Api, method: str, path: str, then: str = "", **kwargs: Any) -> httpx.Response:
-    """Ask one of the routes of a checkpoint."""
+    """Send a request to one of the routes of a checkpoint."""
     headers = {"X-API-Key": kwargs.pop("key", ALICE)}
     return await api.http.request(method, url_of(path, then), headers=headers, **kwargs)
 
 
 async def info(api: Api, path: str, key: str = ALICE) -> httpx.Response:
-    """Ask what a checkpoint is."""
+    """Request the description of a checkpoint."""
     return await api.post("weights_info", {"tinker_path": path}, key)
 
 
 async def copy(api: Api, path: str, key: str = ALICE, **fields: Any) -> httpx.Response:
-    """Copy a checkpoint, into a project if nothing else is said."""
+    """Copy a checkpoint, by default into a project."""
     headers = fields.pop("headers", {})
     if "session_id" not in fields:
         fields = {"destination_project_id": "archive", **fields}
@@ -75,5 +75,5 @@ async def copy(api: Api, path: str, key: str = ALICE, **fields: Any) -> httpx.Re
 
 
 async def tenant_of(api: Api, key: str = ALICE) -> Any:
-    """Say whose a key is."""
+    """Return the tenant of a key."""
     return await api.services.tenants.authenticate(key)

@@ -1,4 +1,4 @@
-"""Save a run's state and go on from it: what a client does, on the store, with a real worker behind it."""
+"""Client steps on the store, with a real worker: save the state of a run and continue from it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.support.stack import MODEL, POOL, Stack
 async def submit_state(
     server: Stack, run: RunRecord, seq: int, name: str = "x", **changes: Any
 ) -> RequestId:
-    """Ask for a save to train on from; `changes` are of its request."""
+    """Submit a save of the training state. `changes` are fields of its request."""
     body = encode(SaveRequest(name=name, kind="weights", **changes)).encode()
     return await server.intake.submit(run, seq, OpKind.SAVE, body, 0, digest=f"{seq}")
 
 
 async def checkpoint_of(server: Stack, run: RunRecord, request: RequestId) -> CheckpointRecord:
-    """Wait for a save and read what it made."""
+    """Wait for a save. Return its checkpoint."""
     result = (await server.result(run, request)).json()
     assert "path" in result, result
     return await server.records.checkpoint(run.tenant, result["path"])
@@ -39,7 +39,7 @@ async def saved_state(
 async def submit_load(
     server: Stack, run: RunRecord, seq: int, checkpoint: CheckpointRecord, *, optimizer: bool = True
 ) -> RequestId:
-    """Ask for a checkpoint in place of what a run has."""
+    """Submit a load, which replaces the state of a run by a checkpoint."""
     body, uses = _load_body(checkpoint, optimizer, None), [checkpoint.weights]
     return await server.intake.submit(run, seq, OpKind.LOAD, body, 0, digest=f"{seq}", uses=uses)
 
@@ -53,7 +53,7 @@ async def run_from(
     optimizer: bool = True,
     lora: LoraSpec = LORA,
 ) -> RunRecord:
-    """Ask for a new run that begins with a checkpoint."""
+    """Submit a new run that starts from a checkpoint."""
     run = RunRecord(
         run_id(SessionId(session), 0), TenantId(tenant), SessionId(session), POOL, MODEL, lora,
         time.time(),

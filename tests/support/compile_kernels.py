@@ -1,4 +1,5 @@
-"""Compile the engine's own kernels for GPUs that are not here, and print what they need of one.
+"""Compilation of the engine's own kernels for GPUs that are not present, with a report of their
+resources.
 
     python -m tests.support.compile_kernels 90     # the capability
 
@@ -33,12 +34,12 @@ TYPES = {
     **dict.fromkeys(["logits", "norms", "logprobs", "slopes"], "*fp32"),
     **{"targets": "*i64", "first": "i32", "count": "i32", "cap": "fp32", "eps": "fp32"},
 }
-#: Not known to be multiples of 16.
+#: Arguments that need not be multiples of 16.
 ODD = ("stride", "tile_count", "block_count", "eps", "heads", "first", "count", "cap")
 
 
 def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
-    """Yield each kernel by name, with what it is compiled with."""
+    """Yield each kernel by name, with its compile-time constants."""
     wide, one = expand_tiles(WIDTH, item), narrow_tiles(1, WIDTH, item)
     common: dict[str, Any] = {"MODULES": modules, "WIDE": False}
     tile = {**common, "BM": ROWS, "BN": wide.columns, "BK": wide.depth, "BR": RANK, "BAND": BAND}
@@ -70,7 +71,7 @@ def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Til
 
 
 def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arch: int) -> Any:
-    """Compile one kernel; its pointers and widths are multiples of 16."""
+    """Compile one kernel for pointers and widths that are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
 

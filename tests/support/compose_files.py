@@ -1,4 +1,4 @@
-"""Read the compose files and the Dockerfile as data, the way a container engine would."""
+"""Compose files and the Dockerfile as data, parsed as a container engine does."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ INTERPOLATION = re.compile(r"\$\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}")
 
 
 def read_compose(name: str) -> dict[str, Any]:
-    """Parse one compose file; anchors and merge keys are resolved."""
+    """Parse one compose file, with anchors and merge keys resolved."""
     compose: dict[str, Any] = yaml.safe_load((ROOT / name).read_text())
     return compose
 
 
 def interpolate(value: str) -> str:
-    """Put in each variable's default, as where nothing is set."""
+    """Replace each variable by its default, as if none were set."""
     return INTERPOLATION.sub(lambda found: found["default"] or "", value)
 
 
 def environment(service: dict[str, Any]) -> dict[str, str]:
-    """What a service's process finds set; a name without a value is only passed on."""
+    """Return the variables of a service's process. A name without a value is only passed on."""
     given = service.get("environment", {}).items()
     return {name: interpolate(str(value)) for name, value in given if value is not None}
 
 
 def module_of(command: list[str]) -> str:
-    """Name the module that `python -m MODULE …` runs."""
+    """Return the module that `python -m MODULE …` runs."""
     python, flag, module, *_ = command
     assert (python, flag) == ("python", "-m")
     return module
 
 
 def dockerfile_instructions() -> list[tuple[str, str]]:
-    """List (instruction, arguments), with continued lines joined and comments left out."""
+    """Return (instruction, arguments), with continued lines joined and comments left out."""
     text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = text.replace("\\\n", " ").splitlines()
     words = [line.split(maxsplit=1) for line in lines if line.strip()]

@@ -1,4 +1,4 @@
-"""Bring the compose file up for real, under a project name of its own."""
+"""Real containers of the compose file, under a project name of their own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.ports import free_port
 ROOT = Path(__file__).parents[2]
 READY_S = 180.0
 
-#: One more compose file, for what a site needs to build or run (a build network, a mirror …).
+#: Additional compose file with the needs of a site (a build network, a mirror …).
 OVERRIDE = "COMPOSE_OVERRIDE_FILE"
 
 
 class Containers:
-    """The four services, through the same compose commands an operator types."""
+    """The four services, run with the same compose commands that an operator types."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._port = free_port()
@@ -35,13 +35,13 @@ class Containers:
             f"cotrain-test-{os.getpid()}",
             *files,
         ]
-        # Ours alone: what this shell has set for a server is not what is tested here.
+        # Only our variables: those of this shell belong to another server and are not tested.
         inherited = {n: v for n, v in os.environ.items() if not n.startswith("COTRAIN_")}
         publish = {"PUBLISH": f"127.0.0.1:{self._port}"}
         self._environment = inherited | publish | dict(variables)
 
     def compose(self, *arguments: str) -> str:
-        """Run one compose command; its output, with the error output in a failure's message."""
+        """Run one compose command. Return its output; an error message includes the error output."""
         done = subprocess.run(
             [*self._command, *arguments],
             cwd=ROOT, env=self._environment, capture_output=True, text=True, check=False,
@@ -54,15 +54,15 @@ class Containers:
         return self.compose("exec", "-T", service, *command)
 
     def kill(self, service: str) -> None:
-        """SIGKILL to the container's process: nothing is drained, flushed or said."""
+        """Send SIGKILL to the container's process, so nothing is drained, flushed or printed."""
         self.compose("kill", "--signal", "SIGKILL", service)
 
     def start(self, service: str) -> None:
-        """Start a stopped or killed container again, on what it left behind."""
+        """Start a stopped or killed container again, on its existing data."""
         self.compose("start", service)
 
     def inspect(self, service: str) -> dict[str, Any]:
-        """What the engine knows of a service's container."""
+        """Return the engine's description of a service's container."""
         container = self.compose("ps", "--quiet", "--all", service).strip()
         told = subprocess.run(
             ["docker", "inspect", container], capture_output=True, text=True, check=True
@@ -71,7 +71,9 @@ class Containers:
         return facts
 
     def wait_until_ready(self) -> None:
-        """Return once `/readyz` says yes; fails with its reasons and the logs."""
+        """Wait until `/readyz` reports that the server is ready. Fail with its reasons and the
+        logs.
+        """
         deadline, reasons = time.monotonic() + READY_S, "nothing answered"
         while time.monotonic() < deadline:
             try:
@@ -87,6 +89,6 @@ class Containers:
 
 
 def compose_command() -> list[str]:
-    """`docker compose` where the engine has it, else docker-compose 1.29."""
+    """Return `docker compose` if the engine has it, otherwise docker-compose 1.29."""
     asked = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
     return ["docker-compose"] if asked.returncode else ["docker", "compose"]

@@ -1,4 +1,4 @@
-"""Workers that die: between two lines, as `kill -9` would have it, with nothing put in order."""
+"""Workers that are killed between two statements, as by `kill -9`, without cleanup."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from tests.support.stack import TUNING, make_worker
 
 
 class Killed(BaseException):
-    """The worker is no more."""
+    """Simulated kill of the worker."""
 
 
-#: Of each thread, whether it is the one in which a worker lives: its prefetch has one of its own, and dies with it alone.
+#: For each thread, True if it runs a worker. The prefetch thread is not one, and ends only with its
+#: worker.
 _THREAD = threading.local()
 
 
 @dataclass(frozen=True)
 class Failpoint:
-    """Die at the n-th call of a method of the worker's Execution by its own thread, before or after its effect.
+    """Simulated kill at the n-th call of a method of the worker's Execution in its main thread.
 
-    `deaths.survived` is one of what it holds.
+    It happens before or after the effect of the call. `deaths.survived` is a method of one of its
+    parts.
     """
 
     method: str
     call: int = 1
     after: bool = False
     of_weights: bool = False
-    """It is a method of the worker's SavedWeights instead."""
+    """True if it is a method of the worker's SavedWeights instead."""
 
     def arm(self, loop: WorkerLoop) -> None:
-        """Make that call deadly."""
+        """Replace the method by one that kills the worker."""
         role: Any = loop._weights._saved if self.of_weights else loop._execution
         *holders, name = self.method.split(".")
         for holder in holders:
@@ -62,14 +64,14 @@ class Failpoint:
 
 
 def live(loop: WorkerLoop, opened: contextlib.ExitStack) -> bool:
-    """Run a worker's whole life; False if it was killed."""
+    """Run a worker to its end. Return False if it was killed."""
     _THREAD.is_workers = True
     try:
         loop.run()
     except Killed:
         return False
     finally:
-        loop.stop()  # its beat ends with it
+        loop.stop()  # its heartbeat ends too
         _THREAD.is_workers = False
         opened.close()
     return True
@@ -85,7 +87,7 @@ async def dying_worker(
     tuning: Tuning = TUNING,
     **settings: float | str,
 ) -> AsyncIterator[WorkerLoop]:
-    """Run a worker until it dies at `failpoint`; leaving the block waits for that."""
+    """Run a worker until it is killed at `failpoint`. Leaving the block waits for that."""
     loop, opened = make_worker(redis_url, data_dir, engine, tuning, UNMEASURED, **settings)
     failpoint.arm(loop)
     life = asyncio.create_task(asyncio.to_thread(live, loop, opened))
@@ -100,7 +102,9 @@ async def dying_worker(
 async def deaths_until(
     answers: asyncio.Future[Any], redis_url: str, data_dir: Path, engine: Engine
 ) -> int:
-    """Run one worker after the other until everything is answered; count those that were killed."""
+    """Run one worker after the other until every request is answered. Return the number of killed
+    ones.
+    """
     deaths = 0
     while not answers.done():
         loop, opened = make_worker(redis_url, data_dir, engine)

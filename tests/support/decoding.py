@@ -1,4 +1,4 @@
-"""Sample requests, and a decoder run to its end, for tests of the engine's decoder."""
+"""Sample requests and runs of a decoder, for tests of the engine's decoder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUNS = [tenant.run for tenant in MIX]
 def request(
     name: str, prompt: Sequence[int] | np.ndarray, weights: str | None = None, **changes: Any
 ) -> SampleRequest:
-    """Return a request for 12 tokens of one sample at temperature 1, unless `changes` say otherwise."""
+    """Return a request for one sample of 12 tokens at temperature 1. `changes` override its fields."""
     settings: dict[str, Any] = {
         "num_samples": 1,
         "max_tokens": 12,
@@ -55,7 +55,7 @@ def request(
 def trained_weights(engine: Engine) -> dict[str, HostWeights]:
     """Train every tenant of `MIX` for one step and save it: no B is zero, ranks 1 to 16.
 
-    On a CPU a fresh engine is given the very bits that one like it has come to before.
+    On a CPU, a fresh engine gets the bits that an equal engine computed before.
     """
     if engine.facts.numerics.device != "cpu":
         return _train(engine)
@@ -81,11 +81,11 @@ def _train(engine: Engine) -> dict[str, HostWeights]:
 
 
 _TRAINED: dict[tuple[str, Numerics], tuple[dict[str, AdapterState], dict[str, HostWeights]]] = {}
-"""By model and numerics: what its tenants were after that step, and what they saved."""
+"""States of the tenants after that step and their saved weights, by model and numerics."""
 
 
 def text(tokens: Sequence[int]) -> str:
-    """Stand in for a byte-level tokenizer: token t is byte t + 97, so that 0 is "a"."""
+    """Decode like a byte-level tokenizer: token t is byte t + 97, so 0 is "a"."""
     return bytes((token + 97) % 256 for token in tokens).decode(errors="replace")
 
 
@@ -99,7 +99,7 @@ def decoder_of(
 
 
 def neighbours(seed: int, count: int = 32) -> list[SampleRequest]:
-    """Return requests that differ in every way: adapters, lengths, parameters."""
+    """Return requests with different adapters, lengths and parameters."""
     rng = np.random.default_rng(seed)
     return [
         request(
@@ -121,7 +121,7 @@ def neighbours(seed: int, count: int = 32) -> list[SampleRequest]:
 
 
 def whole(name: str, weights: str | None, length: int = 37) -> SampleRequest:
-    """Return a request that asks for everything."""
+    """Return a request with every optional output."""
     prompt = np.random.default_rng(length).integers(0, VOCAB, length)
     targets = np.random.default_rng(1).integers(-1, VOCAB, (length - 1, 3))
     return request(
@@ -160,27 +160,29 @@ def finish(
 def output(
     decoder: EngineDecoder, each: SampleRequest, among: Iterable[SampleRequest] = ()
 ) -> SampleOutput:
-    """Return what one request gives, among others."""
+    """Return the output of one request that runs among others."""
     found = finish(decoder, [*among, each])[each.id]
     assert isinstance(found, SampleOutput), found
     return found
 
 
 def assert_nothing_is_held(decoder: EngineDecoder) -> None:
-    """Every page is free, or cached and free when wanted; no weights are in use."""
+    """Check that every page is free or cached and evictable, and that no weights are in use."""
     assert decoder.pages.free + decoder.pages.idle == decoder.pages.count
     assert not any(slot.users for slot in decoder.slots.filled())
 
 
 def trainer_logprobs(engine: Engine, run: str, *sequences: np.ndarray) -> list[np.ndarray]:
-    """Return what `forward` says of tokens 1.. of each sequence, float32 `[n - 1]`."""
+    """Return the trainer's log-probs of tokens 1.. of each sequence, float32 `[n - 1]`."""
     return target_logprobs(engine, run, [(each[:-1], each[1:]) for each in sequences])
 
 
 def target_logprobs(
     engine: Engine, run: str, asked: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> list[np.ndarray]:
-    """Return what `forward` says of targets behind tokens, `[n]` or `[n, K]` behind `[n]`; float32."""
+    """Return the trainer's log-probs of targets after tokens `[n]`; targets and result are `[n]` or
+    `[n, K]`, float32.
+    """
     datums = [
         Datum(
             tokens.astype(np.int64),
@@ -198,7 +200,7 @@ def target_logprobs(
 
 
 def assert_same(ours: SampleOutput, theirs: SampleOutput) -> None:
-    """Equal to the bit, but for how much came from the cache."""
+    """Check that two outputs have equal bits, apart from the number of cached tokens."""
     assert len(ours.sequences) == len(theirs.sequences)
     for one, other in zip(ours.sequences, theirs.sequences, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens, strict=True)
@@ -211,28 +213,30 @@ def assert_same(ours: SampleOutput, theirs: SampleOutput) -> None:
 
 
 def arrays(value: TopK | np.ndarray | None) -> list[np.ndarray]:
-    """Return what is in an optional part of an output."""
+    """Return the arrays of an optional part of an output."""
     if value is None:
         return []
     return [value] if isinstance(value, np.ndarray) else [value.token_ids, value.logprobs]
 
 
 def assert_same_arrays(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
-    """Equal to the bit, NaN where the other has NaN; or both absent."""
+    """Check that arrays have equal bits, including NaN, or that both are absent."""
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(one, other, strict=True)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far the decoder's log-probabilities are from the trainer's, over all tokens."""
+    """Differences of the decoder's log-probabilities from the trainer's, over all tokens."""
 
     mean: float
     largest: float
 
 
 def gap_to_trainer(engine: Engine) -> Gap:
-    """Sample from every tenant of `MIX` at once, and let `forward` score the same tokens."""
+    """Sample from every tenant of `MIX` in one batch. Return the gap to the log-probs of `forward`
+    for the same tokens.
+    """
     weights = trained_weights(engine)
     vocab = engine.facts.vocab_size
     requests = [
@@ -264,7 +268,7 @@ def gap_to_trainer(engine: Engine) -> Gap:
 
 
 def is_same_alone(engine: Engine) -> bool:
-    """Return whether seeded requests give the same tokens alone as together."""
+    """Return True if seeded requests give the same tokens alone and together."""
     weights = trained_weights(engine)
     requests = [
         request(
@@ -286,7 +290,7 @@ def is_same_alone(engine: Engine) -> bool:
 
 
 def graph_report(decoder: EngineDecoder) -> str:
-    """Say how many CUDA graphs are in use, and why others are not."""
+    """Return the number of CUDA graphs in use, and the reasons against the others."""
     graphs = decoder.runner.graphs
     if graphs is None:
         return "none: the plain steps run"

@@ -1,4 +1,4 @@
-"""What the engine promises, as measurements on any device: CPU in the unit tests, CUDA when there is one."""
+"""Guarantees of the engine, measured on any device: CPU in the unit tests, CUDA if there is one."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tests.support.training import MIX, PeftOracle, Tenant, relative_error, same
 
 @dataclass(frozen=True)
 class Parity:
-    """The mixed cycle against plain PEFT: the worst of all tenants."""
+    """Errors of the mixed cycle relative to plain PEFT, each the maximum of all tenants."""
 
     logprob_error: float  # absolute
-    gradient_error: float  # over the largest gradient
-    loss_error: float  # over the sum of absolute terms, where that is above 1
+    gradient_error: float  # relative to the largest gradient
+    loss_error: float  # relative to the sum of absolute terms if that is above 1
 
 
 @dataclass(frozen=True)
 class Alone:
-    """Two mixed cycles against each tenant alone: the worst of all tenants."""
+    """Errors of two mixed cycles relative to each tenant alone, each the maximum of all tenants."""
 
     is_bit_equal: bool
-    weight_error: float  # over the largest weight
+    weight_error: float  # relative to the largest weight
 
 
 def engine_of(folder: Path, device: str, dtype: torch.dtype | None, lora: Choice) -> Engine:
-    """Return a fresh engine; on a CPU its base model was read once for all of them."""
+    """Return a fresh engine. On a CPU, all engines share one copy of the base model."""
     load_base = shared_base if device == "cpu" else load_base_model
     return Engine.load(
         str(folder), device=device, dtype=dtype, lora_backend=lora, load_base=load_base
@@ -109,10 +109,12 @@ def mixed_against_alone(
 
 
 def bf16_gradient_cosine(folder: Path, device: str, lora: Choice = "auto") -> float:
-    """Return the worst cosine between a tenant's gradient on a bf16 base, and that of `seg` on fp32.
+    """Return the minimum cosine between a tenant's gradient on a bf16 base and that of `seg` in
+    fp32.
 
-    No ratio is clipped: the gradient jumps where one meets its bound, and bf16 may put it on the other
-    side (two tokens of the PPO tenant on `qwen2`, 0.8021 and 0.7525: 0.9958 for the same gradients).
+    No ratio is clipped, because the gradient jumps at the bound of a ratio, and bf16 may be on its
+    other side. Example: two tokens of the PPO tenant on `qwen2`, 0.8021 and 0.7525, gave 0.9958 for
+    the same gradients.
     """
     wide = warmed_up(folder, device, torch.float32, "seg")
     narrow = engine_of(folder, device, torch.bfloat16, lora)

@@ -1,4 +1,4 @@
-"""A server of the training protocol in a few lines: it answers, remembers, and trains nothing."""
+"""Minimal server of the training protocol: it answers and records requests, and trains nothing."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Answer = httpx.Response | Exception
 
 @dataclass
 class FakeApi:
-    """Resolves every request at once; `answers` lets a test put other answers first."""
+    """Server that resolves every request at once. `answers` come before its own."""
 
     calls: list[httpx.Request] = field(default_factory=list)
     answers: dict[str, list[Answer]] = field(default_factory=dict)
-    """Endpoint → what to answer before behaving; an exception is a broken connection."""
+    """Endpoint → first answers to it. An exception is a broken connection."""
     hold: dict[str, threading.Event] = field(default_factory=dict)
-    """Request id → its result is pending until the event is set."""
+    """Request id → event until which its result is pending."""
     passes: dict[str, wire.ForwardBackwardRequest] = field(default_factory=dict)
-    """Request id → the pass it named."""
+    """Request id → pass of the request."""
 
     @property
     def network(self) -> httpx.MockTransport:
-        """What a client takes for its network."""
+        """Return a transport that replaces the network of a client."""
         return httpx.MockTransport(self._answer)
 
     def paths(self) -> list[str]:
-        """Name every endpoint called so far, in order."""
+        """Return every endpoint called so far, in order."""
         return [call.url.path.removeprefix("/api/v1/") for call in self.calls]
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
-        """Decode the JSON of every call of one endpoint."""
+        """Return the decoded JSON of every call of one endpoint."""
         return [json.loads(c.content) for c in self.calls if c.url.path == f"/api/v1/{path}"]
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
@@ -89,7 +89,9 @@ class FakeApi:
 
 
 def pass_output(request: wire.ForwardBackwardRequest) -> wire.ForwardBackwardOutput:
-    """Answer a pass: for every datum its number of chunks, and the number of datums as its loss."""
+    """Return the result of a pass: per datum its number of chunks, and the number of datums as its
+    loss.
+    """
     output = wire.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord",
         metrics={"loss:sum": len(request.data), "clock_cycle:unique": request.seq_id},
@@ -103,19 +105,19 @@ def pass_output(request: wire.ForwardBackwardRequest) -> wire.ForwardBackwardOut
 
 
 def protobuf(message: wire.ForwardBackwardOutput) -> httpx.Response:
-    """Answer a message."""
+    """Return a response with a message."""
     return httpx.Response(
         200, content=message.SerializeToString(), headers={"Content-Type": PROTOBUF}
     )
 
 
 def pending(request_id: str) -> httpx.Response:
-    """Answer that a result is not there yet."""
+    """Return the response for a pending result."""
     return _json({"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408)
 
 
 def refusal(status: int, detail: str = "no", **headers: str) -> httpx.Response:
-    """Answer a refusal."""
+    """Return a refusal."""
     return httpx.Response(status, json={"detail": detail}, headers=headers)
 
 

@@ -1,4 +1,4 @@
-"""A server of checkpoints in a few lines: it keeps what was uploaded, and lists what it is told to."""
+"""Minimal server of checkpoints: it stores uploads, and lists the given paths."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ LINKS = "https://files.example"
 
 @dataclass
 class FakeCheckpoints(FakeApi):
-    """Resolves every save and load at once."""
+    """Server that resolves every save and load at once."""
 
     uploads: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
     """Query and body of every upload."""
     paths_stored: list[str] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
-    """What a download finds, by name."""
+    """Contents of a download, by file name."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Request id → why it fails."""
+    """Request id → error message."""
 
     @override
     def _behave(self, endpoint: str, request: httpx.Request) -> httpx.Response:
@@ -77,7 +77,7 @@ class FakeCheckpoints(FakeApi):
         }
         if request_id in results:
             return httpx.Response(200, json=results[request_id])
-        if request_id.endswith((":0", ":1")):  # of an upload: the import, and the save
+        if request_id.endswith((":0", ":1")):  # an upload: its import and its save
             done = (
                 {"model_id": request_id[:-2]}
                 if request_id.endswith(":0")

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="explicit-override, no-untyped-call"
-"""A CUDA device without a GPU: tensors that have shapes and no values, at any size, and what each op moves.
+"""CUDA device without a GPU: tensors with shapes and without values, of any size, and a log of the
+bytes of each op.
 
-FakeTensorMode gives shapes, types and devices; the library of `fake_cuda.cpp`, preloaded, answers for the
-device that this torch lacks. What would read a value on the host raises, unless it is played here.
+FakeTensorMode provides shapes, types and devices. The preloaded library of `fake_cuda.cpp` stands
+in for the device that this torch lacks. An op that would read a value on the host raises, unless it
+is simulated here.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from tests.support import head_traffic, lora_traffic
 from tests.support.nested import leaves, mapped
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-TRAFFIC = {**lora_traffic.BYTES, **head_traffic.BYTES}  # of the engine's own kernels
-TOTAL_BYTES = 150_000_000_000  # of an H200, about
+TRAFFIC = {**lora_traffic.BYTES, **head_traffic.BYTES}  # the engine's own kernels
+TOTAL_BYTES = 150_000_000_000  # about that of an H200
 #: Ops that launch nothing.
 VIEWS = frozenset(
     [
@@ -71,11 +73,11 @@ VIEWS = frozenset(
 
 
 class NoCompiler(RuntimeError):
-    """There is no C++ compiler here; the device cannot be built."""
+    """There is no C++ compiler, so the device cannot be built."""
 
 
 def library() -> Path:
-    """Build the library for the torch of this place, unless that was done. Raises NoCompiler."""
+    """Build the library for the installed torch, unless it exists. Raises NoCompiler."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise NoCompiler
@@ -92,7 +94,7 @@ def library() -> Path:
 
 
 def preloaded(module: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a Python module where the device is. Raises NoCompiler."""
+    """Run a Python module with the device preloaded. Raises NoCompiler."""
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         env={**os.environ, "LD_PRELOAD": str(library()), "OMP_NUM_THREADS": "1"},
@@ -104,7 +106,7 @@ def preloaded(module: str, arguments: Sequence[str]) -> subprocess.CompletedProc
 
 @dataclass(frozen=True)
 class Launch:
-    """One op: what it is called, what it reads and writes, and the arguments it was given."""
+    """One op: its name, its bytes read and written, and its arguments."""
 
     name: str
     bytes: int
@@ -113,11 +115,13 @@ class Launch:
 
 
 class LaunchLog(TorchDispatchMode):
-    """Notes every launch on the device, and how much memory storages take."""
+    """Log of every launch on the device, and of the memory in use."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; to be kept from it takes as long as to note an op."""
+        """Return False: nothing is compiled here, and a check would take as long as recording an
+        op.
+        """
         return False
 
     def __init__(self) -> None:
@@ -138,8 +142,8 @@ class LaunchLog(TorchDispatchMode):
         return out
 
     def note(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        """Note a launch that reads `args` and writes `out`."""
-        # What reads or writes some values touches those alone.
+        """Record a launch that reads `args` and writes `out`."""
+        # An op that reads or writes some of the values of a tensor touches only those.
         if name == "index_copy_":
             size = 2 * bytes_of(args[3])
         elif name in ("gather", "scatter_"):
@@ -149,7 +153,7 @@ class LaunchLog(TorchDispatchMode):
         else:
             size = bytes_of((args, kwargs, out))
         if size:
-            # No tensor: it would hold memory that the engine has let go.
+            # No tensor is kept: it would hold memory that the engine has freed.
             shapes = mapped(lambda each: tuple(each.shape) if is_tensor(each) else each, list(args))
             self.launches.append(Launch(name, size, shapes, [tuple(o.shape) for o in tensors(out)]))
 
@@ -184,7 +188,7 @@ def bytes_of(value: Any) -> int:
 
 
 class Played:
-    """Stands for a CUDA event or stream."""
+    """Stand-in for a CUDA event or stream."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -195,13 +199,13 @@ class Played:
 
 @contextmanager
 def no_stream(_: Any) -> Iterator[None]:
-    """Play `torch.cuda.stream`."""
+    """Replace `torch.cuda.stream`."""
     yield
 
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    """Let `device="cuda:0"` mean this device. The process must have the library preloaded."""
+    """Make `device="cuda:0"` this device. The process must have the library preloaded."""
     facts = SimpleNamespace(total_memory=TOTAL_BYTES)
     played: dict[str, Any] = {
         "_lazy_init": lambda: None,
@@ -239,7 +243,7 @@ def fake_cuda() -> Iterator[None]:
 
 
 def counts(launches: Sequence[Launch]) -> Counter[str]:
-    """Return how many launches each op has; a grouped product is two."""
+    """Return the number of launches of each op. A grouped product has two."""
     found: Counter[str] = Counter()
     for each in launches:
         found[each.name] += 2 if each.name == "_grouped_mm" else 1

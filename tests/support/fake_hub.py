@@ -1,6 +1,6 @@
-"""A Hugging Face hub as far as uploading a folder of small files goes: it keeps what it is sent.
+"""Minimal Hugging Face hub that stores uploaded folders of small files.
 
-And it refuses every file: by the name of its repository, or as absent from it.
+It refuses every download, by the name of the repository, or because the file is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REFUSALS = {"absent": (401, "RepoNotFound"), "gated": (403, "GatedRepo")}
 
 
 class FakeHub:
-    """A running hub; `files` holds what was committed."""
+    """Running hub. `files` has the committed files."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -73,7 +73,7 @@ class FakeHub:
         self._thread.join()
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
-        """Answer a POST; of a commit, keep the files."""
+        """Return the answer to a POST. Files of a commit are stored."""
         if path.startswith("/api/repos/create"):
             return {"url": f"{self.address}/{REPOSITORY}"}
         if "/preupload/" in path:

@@ -1,4 +1,4 @@
-"""A server of sampling in a few lines: it repeats the last prompt token, and remembers."""
+"""Minimal server of sampling: it repeats the last prompt token, and records requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.fake_api import FakeApi
 
 @dataclass
 class FakeSampling(FakeApi):
-    """Ends every sample at once, except while it is held."""
+    """Server that ends every sample at once, unless it is held."""
 
     batches: bool = False
-    """Whether clients are told to poll in batches."""
+    """True if clients should poll in batches."""
     samples: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Request id → the body it came with."""
+    """Request id → body of the request."""
     cancelled: list[str] = field(default_factory=list)
 
     @override
@@ -60,7 +60,9 @@ class FakeSampling(FakeApi):
         return super()._behave("retrieve_future", request)
 
     def _completions(self, request: httpx.Request) -> dict[str, Any]:
-        """List what has ended after the cursor; the cursor is a place in the order of acceptance."""
+        """Return the samples that ended after the cursor, which is a position in the order of
+        acceptance.
+        """
         cursor = json.loads(request.content)["prev_cursor"]
         ended = [each for each in self.samples if not self._is_held(each)]
         return {
@@ -78,7 +80,7 @@ class FakeSampling(FakeApi):
 
 
 def sample_response(body: dict[str, Any]) -> wire.SampleResponse:
-    """Answer a request: every sequence is the last prompt token, `max_tokens` times."""
+    """Return a response whose sequences repeat the last prompt token `max_tokens` times."""
     prompt = [token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]]
     count = body["sampling_params"].get("max_tokens", 1)
     message = wire.SampleResponse(prompt_cache_hit_tokens=len(prompt) - 1)

@@ -1,7 +1,7 @@
-"""A small HTTP server that speaks vLLM's routes over a tiny real model, and can be stopped and broken.
+"""Small HTTP server with vLLM's routes and a tiny real model, which tests can stop and break.
 
-What it answers is written after vLLM's own sources (`entrypoints/openai`, 0.11 to 0.26); a real vLLM
-was never compared with it.
+Its answers follow vLLM's own sources (`entrypoints/openai`, 0.11 to 0.26). It was never compared
+with a real vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Answer = tuple[int, Any]
 
 
 class FakeVllm:
-    """One server on one port. The attributes are how it is started and how it is to misbehave."""
+    """One server on one port. Its attributes set its options and its failures."""
 
     def __init__(self, model_folder: Path, name: str) -> None:
         self.name = name
@@ -38,16 +38,16 @@ class FakeVllm:
         self.logprobs_mode = "raw_logprobs"  # or "processed_logprobs", or "raw_logits"
         self.max_logprobs = 20
         self.answers: dict[str, list[Answer | Callable[[], Answer] | None]] = {}
-        """Path → what to answer first, before behaving; None behaves once."""
+        """Path → first answers to it. None is a normal answer."""
         self.may_generate = threading.Event()
         self.may_generate.set()
         self.calls: list[tuple[str, Any]] = []
-        """Every request so far: its path, and its body."""
+        """Path and body of every request so far."""
         self.fails: dict[int, list[Answer]] = {}
-        """Token → what to answer first to prompts that have it."""
+        """Token → first answers to prompts that contain it."""
         self.generating = self.max_generating = self.aborted = self.most_loaded = 0
         self.pulled: list[str] = []
-        """Adapters that were unloaded while a sequence was being generated with them."""
+        """Adapters that were unloaded while a sequence used them."""
         self._using: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._model = TinyModel(model_folder)
@@ -84,11 +84,11 @@ class FakeVllm:
         self._thread.start()
 
     def stop(self) -> None:
-        """Vanish: break every connection in the middle of whatever it does."""
+        """Close every connection, including those of running requests."""
         self.is_up = False
         self._server.shutdown()
         for connection in list(self._open):
-            with contextlib.suppress(OSError):  # its own thread may have closed it just now
+            with contextlib.suppress(OSError):  # its own thread may have closed it
                 connection.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
         self._thread.join()
@@ -105,7 +105,9 @@ class FakeVllm:
         calls: int = 0,
         unloaded: str | None = None,
     ) -> None:
-        """Wait until so many sequences are generated now, so many were aborted, and so on."""
+        """Wait until the counts are reached: equal for `generating`, at least for `aborted` and
+        `calls`.
+        """
 
         def is_so() -> bool:
             counted = self.aborted >= aborted and len(self.calls) >= calls
@@ -119,11 +121,11 @@ class FakeVllm:
         return str(self._model.tokenizer.decode(tokens))
 
     def unload(self, name: str) -> None:
-        """Lose an adapter, unasked."""
+        """Remove an adapter without a request."""
         del self._model.adapted[name]
 
     def note_call(self, path: str, body: Any) -> None:
-        """Remember a request, whatever comes of it."""
+        """Record a request."""
         self.calls.append((path, body))
         self._note()
 
@@ -137,7 +139,7 @@ class FakeVllm:
             self._changed.notify_all()
 
     def answer(self, path: str, body: Any, connection: socket.socket) -> Answer | None:
-        """Answer one request; None if its client is gone."""
+        """Return the answer to one request, or None if its client has disconnected."""
         if (prepared := self.answers.get(path)) and (answer := prepared.pop(0)):
             return answer() if callable(answer) else answer
         match path:
@@ -271,7 +273,7 @@ def _error(status: int, message: str) -> Answer:
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Tell whether the client closed its connection: it has something to read, namely the end."""
+    """Return True if the client has closed its connection, which is then readable."""
     return bool(select.select([connection], [], [], 0)[0])
 
 

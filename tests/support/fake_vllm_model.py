@@ -1,4 +1,6 @@
-"""What the fake vLLM server computes with: a tiny real model, plain PEFT adapters, one sequence at a time."""
+"""Model of the fake vLLM server: a tiny real model with plain PEFT adapters, one sequence at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tests.support.shared_base import load_plain, twin
 
 
 class TinyModel:
-    """A base model and the adapters loaded so far, by name."""
+    """Base model and loaded adapters by name."""
 
     def __init__(self, folder: Path) -> None:
         self.base: Any = load_plain(folder, torch.float32)  # in eval mode
@@ -25,15 +27,16 @@ class TinyModel:
         self.adapted: dict[str, Any] = {}
 
     def load(self, name: str, path: str, unembedding: str) -> None:
-        """Load a PEFT folder; `unembedding` says what becomes of LoRA on the head.
+        """Load a PEFT folder. `unembedding` determines the handling of LoRA on the head.
 
-        Raises ValueError if it is "refused" and the adapter has it; OSError without such a folder.
+        Raises ValueError if it is "refused" and the adapter has it, and OSError if there is no such
+        folder.
         """
         targets = json.loads((Path(path) / "adapter_config.json").read_text())["target_modules"]
         if "lm_head" in targets and unembedding == "refused":
             raise ValueError(f"While loading {path}, expected target modules in {{'q_proj'}}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tied embeddings, and names that transformers retired
+            warnings.simplefilter("ignore")  # tied embeddings, and deprecated names of transformers
             model = PeftModel.from_pretrained(twin(self.base), path)
         if "lm_head" in targets and unembedding == "ignored":
             with torch.no_grad():
@@ -55,7 +58,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def choose(logits: torch.Tensor, body: Mapping[str, Any], generator: torch.Generator) -> int:
-    """Draw the next token from the last position's logits `[vocabulary]`."""
+    """Return a token drawn from the last position's logits `[vocabulary]`."""
     if body["temperature"] == 0:
         return int(logits.argmax())
     probabilities = torch.softmax(logits / body["temperature"], -1)
@@ -68,6 +71,6 @@ def choose(logits: torch.Tensor, body: Mapping[str, Any], generator: torch.Gener
 
 
 def scores(logprobs: torch.Tensor, token: int, k: int) -> dict[int, float]:
-    """Return log-probs as vLLM orders them: of the token itself, then of the `k` most probable."""
+    """Return log-probs in vLLM's order: of the token itself, then of the `k` most probable."""
     best = logprobs.topk(k).indices.tolist() if k else []
     return {each: float(logprobs[each]) for each in (token, *best)}

@@ -1,4 +1,6 @@
-"""A worker's cycles without its server: an engine and a recorder, and four tenants who use all it has."""
+"""Cycles of a worker without a server: an engine, a recorder, and four tenants with every kind of
+request.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ CRASHED = Failure("Internal error: this request could not be run.", "server")
 
 @dataclass
 class Memory:
-    """Saves, kept for loads."""
+    """Saved weights, for later loads."""
 
     engine: Engine
     saves: dict[str, SaveOutput] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class Memory:
 
 
 class Flight:
-    """Runs cycles as the worker's loop does, recorded in `folder`."""
+    """Runner of cycles like the worker's loop, recorded in `folder`."""
 
     def __init__(self, engine: Engine, folder: Path, *, kept: int = 100, epoch: int = 1) -> None:
         self.engine = engine
@@ -86,7 +88,9 @@ class Flight:
         crashed: Sequence[tuple[str, int]] = (),
         allowances: Mapping[tuple[str, int], int] | None = None,
     ) -> dict[str, Output]:
-        """Run a cycle; ops in `crashed` fail as if they had broken the engine. Outputs by request."""
+        """Run a cycle. Ops in `crashed` fail as if they had broken the engine. Return the outputs
+        by request.
+        """
         self.begin(*asked)
         runnable: list[Op] = []
         outputs: dict[tuple[str, int], Output] = {}
@@ -106,7 +110,7 @@ class Flight:
         return {f"{run}:{seq}": output for (run, seq), output in outputs.items()}
 
     def begin(self, *asked: TextRequest) -> None:
-        """Begin a cycle, and die in it if nothing follows."""
+        """Start a cycle, which looks like a crash unless it is finished."""
         self.cycles += 1
         ops = tuple(
             QueuedOp(RunId(run), seq, kind, 0, "inline", len(body), 0.0)
@@ -121,7 +125,9 @@ class Flight:
 
 
 def whole_story(flight: Flight) -> None:
-    """Four tenants in five cycles: every op, several losses, and one failure of every sort."""
+    """Run four tenants through five cycles: every op, several losses, and one failure of every
+    kind.
+    """
     flight.cycle(create(A, rank=4), create(B, rank=2), a_pass(A, 1), a_pass(B, 1, "ppo"))
     flight.cycle(
         a_pass(A, 2, "importance_sampling"), a_step(A, 3), a_save(A, 4),
@@ -187,7 +193,7 @@ def a_pass(
     kind: OpKind = OpKind.FORWARD_BACKWARD,
     advantage: float = 1.0,
 ) -> TextRequest:
-    """Ask for a pass over three sequences that depend on run and seq alone."""
+    """Return a pass over three sequences that depend only on run and seq."""
     drawn = sequences(seq * 1000 + ord(run[0]), 3, 7 + seq, vocab=32)
     request = wire_pb2.ForwardBackwardRequest.FromString(
         pass_body(run, seq, drawn, loss_fn=loss_fn, forward_only=kind is OpKind.FORWARD)
@@ -204,6 +210,6 @@ def a_pass(
 
 
 def policy_inputs(loss_fn: str, advantage: float) -> dict[str, float]:
-    """Name what a policy loss reads of every token."""
+    """Return the inputs of a policy loss for every token."""
     mask = {"sequence_ratio_mask": 1.0} if loss_fn == "gspo" else {}
     return {"logprobs": -3.0, "advantages": advantage, **mask}

@@ -1,4 +1,4 @@
-"""A process that has as many files open as it may."""
+"""Simulated process with the maximum number of open files."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import NoReturn
 
 
 def no_descriptor(*_: object, **__: object) -> NoReturn:
-    """Stand in for what opens a file."""
+    """Raise the error of a call that opens a file."""
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

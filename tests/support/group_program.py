@@ -1,6 +1,8 @@
-"""Runs groups without a worker around them, for tests: `python -m tests.support.group_program FOLDER OUT SIZE RECOMPUTE`.
+"""Program that runs groups without a worker, for tests: `python -m tests.support.group_program
+FOLDER OUT SIZE RECOMPUTE`.
 
-What came of it is written to OUT: digests of runs by scenario, and what each member holds of the base model.
+Results are written to OUT: digests of runs by scenario, and the parts of the base model in each
+member.
 """
 
 from __future__ import annotations

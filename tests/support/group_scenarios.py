@@ -1,4 +1,6 @@
-"""What a group and a single engine are to compute alike: each scenario returns the digest of every run."""
+"""Scenarios that a group and a single engine must compute equally. Each returns the digest of every
+run.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ DIVIDED = AdapterSpec(4, seed=11)
 
 
 def together(engine: Trainer) -> dict[str, str]:
-    """All at once: mixed ranks, targets, losses."""
+    """Train every run together: mixed ranks, targets, losses."""
     return _train(engine, MIX)
 
 
 def with_a_gradient_pending(engine: Trainer) -> dict[str, str]:
-    """Two runs, the first with more to do than the other, and no step at the end."""
+    """Train two runs, the first with more work than the other, without a last step."""
     few, many = MIX[1], MIX[0]
     for cycle in range(CYCLES):
         ops = [*many.ops(cycle), *few.ops(cycle)]
@@ -42,22 +44,24 @@ def with_a_gradient_pending(engine: Trainer) -> dict[str, str]:
 
 
 def one_alone(engine: Trainer) -> dict[str, str]:
-    """One run; the other members have none."""
+    """Train one run. The other members have none."""
     return _train(engine, MIX[:1])
 
 
 def head_alone(engine: Trainer) -> dict[str, str]:
-    """One run that trains the unembedding alone: its passes do not go back through the base model."""
+    """Train the unembedding of one run only, so that its passes have no backward through the base
+    model.
+    """
     return _train(engine, [HEAD_ONLY])
 
 
 def head_and_more(engine: Trainer) -> dict[str, str]:
-    """The same next to one that trains everything, of several micro-batches."""
+    """Train the same next to a run that trains everything, with several micro-batches."""
     return _train(engine, [HEAD_ONLY, MIX[4]])
 
 
 def reverse_kl(engine: Trainer) -> dict[str, str]:
-    """One run is pulled towards a checkpoint of another, which trains on."""
+    """Train one run towards a checkpoint of another, which continues training."""
     teacher, student = MIX[0], "student"
     engine.run(teacher.ops(0))
     saved = engine.run([Save(teacher.run, 90)]).outputs[teacher.run, 90]
@@ -78,7 +82,7 @@ def reverse_kl(engine: Trainer) -> dict[str, str]:
 
 
 def over_cycles(engine: Trainer) -> dict[str, str]:
-    """A pass that stays open over some cycles, next to a run that trains in each."""
+    """Run a pass that stays open over some cycles, next to a run that trains in each."""
     rng = np.random.default_rng(5)
     datums = [random_datum(rng, "cross_entropy", 120) for _ in range(6)]
     other = MIX[1]
@@ -98,7 +102,7 @@ def over_cycles(engine: Trainer) -> dict[str, str]:
 
 
 def put_back(engine: Trainer) -> dict[str, str]:
-    """Runs are copied out, dropped, restored and trained on."""
+    """Copy runs out, drop, restore and train them."""
     _train(engine, MIX[:3])
     states = {tenant.run: engine.adapters.copy_out(tenant.run).state() for tenant in MIX[:3]}
     for run in states:

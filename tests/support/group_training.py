@@ -1,4 +1,7 @@
-"""Train some runs with the official SDK: `python -m tests.support.group_training ADDRESS KEY` prints what it was answered."""
+"""Training of some runs with the official SDK.
+
+`python -m tests.support.group_training ADDRESS KEY` prints the answers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def batch(number: int) -> list[types.Datum]:
 
 
 def train(service: tinker.ServiceClient) -> list[Any]:
-    """Train runs side by side, each step sent before any result is waited for, and save them."""
+    """Train runs concurrently, with every step sent before any result is awaited, and save them."""
     runs = [
         service.create_lora_training_client("tiny", rank=rank, seed=rank, train_mlp=mlp).result()
         for rank, mlp in RUNS
@@ -42,12 +45,12 @@ def train(service: tinker.ServiceClient) -> list[Any]:
 
 
 def step_of(optim: Any) -> Any:
-    """Wait for an optimizer step, and return the norm of its gradient."""
+    """Wait for an optimizer step. Return the norm of its gradient."""
     return optim.result().metrics["grad_norm"]
 
 
 def sample(service: tinker.ServiceClient) -> str:
-    """Ask the base model for a token; return how that was refused, or that it was answered."""
+    """Request a token from the base model. Return the error, or that it was answered."""
     sampler: Any = service.create_sampling_client(base_model="tiny")
     sampler = sampler.result() if hasattr(sampler, "result") else sampler
     try:

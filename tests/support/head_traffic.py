@@ -1,4 +1,6 @@
-"""What the kernels of the head's softmax read and write: all logits twice, their gradient once, of all else some values."""
+"""Bytes that the kernels of the head's softmax read and write: all logits twice, their gradient
+once, and few others.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from cotrain_workers.engine.model.kernel_softmax import COLUMNS
 from tests.support.lora_traffic import FP32, blocks, size_of
 
-NORMS = 2  # values of a row
+NORMS = 2  # values per row
 
 
 def softmax_norms(logits: torch.Tensor, *_: Any) -> int:
@@ -19,7 +21,7 @@ def softmax_norms(logits: torch.Tensor, *_: Any) -> int:
 
 
 def softmax_pick(_logits: Any, _norms: Any, targets: torch.Tensor, *_: Any) -> int:
-    """Return the bytes of some log-probabilities: of the logits, those of the targets."""
+    """Return the bytes for the log-probs of some rows: only the logits of the targets are read."""
     return size_of([targets]) + FP32 * (2 * targets.numel() + NORMS * len(targets))
 
 
@@ -31,7 +33,9 @@ def softmax_backward(
     grads: torch.Tensor,
     *_: Any,
 ) -> int:
-    """Return the bytes of the gradient of some rows: norms, targets and slopes once for each block of columns."""
+    """Return the bytes for the gradient of some rows: norms, targets and slopes once for each block
+    of columns.
+    """
     rows, width = len(targets), logits.shape[1]
     again = size_of([targets, slopes]) + NORMS * FP32 * rows
     return rows * width * (FP32 + grads.element_size()) + blocks(width, COLUMNS) * again

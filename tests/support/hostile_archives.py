@@ -1,4 +1,4 @@
-"""Archives that mean harm, and every way to pack a good one."""
+"""Malicious archives, and every way to pack a valid one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole API in this process, over a real Redis, with a pool that some worker once published."""
+"""Whole API in this process, on a real Redis, with a pool that a worker once published."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ BOB = "tml-bob_secret-of-bob"
 ADMIN_KEY = "key-of-the-operator"
 OPERATOR = {"X-API-Key": ADMIN_KEY}
 SOON_S = 30.0
-"""A poll that is let go ends before this; one that is forgotten is held for 40 s in these tests."""
+"""Time in seconds within which a released poll ends. A forgotten poll is held for 40 s in these
+tests.
+"""
 POOL = PoolRecord(
     id=PoolId("p-tiny"),
     base_model="tiny/model",
@@ -51,7 +53,7 @@ POOL = PoolRecord(
 
 
 class Api:
-    """A client of the API, and the services behind it."""
+    """Client of the API, with the services behind it."""
 
     def __init__(self, http: httpx.AsyncClient, services: Services, app: Any) -> None:
         self.http = http
@@ -68,7 +70,7 @@ class Api:
         return await self.http.get(f"/api/v1/{path}", headers={"X-API-Key": key})
 
     def start_post(self, path: str, json: Any) -> tuple[asyncio.Task[None], asyncio.Event]:
-        """POST as a client that hangs up, unanswered, once the event is set."""
+        """Send a POST as a client that disconnects without an answer once the event is set."""
         hung_up = asyncio.Event()
         messages: list[Message] = [{"type": "http.request", "body": dumps(json).encode()}]
 
@@ -105,7 +107,7 @@ class Api:
             await asyncio.sleep(0)
 
     async def new_run(self, key: str = ALICE, **lora: Any) -> RunId:
-        """Open a session and a run of rank 4; the run's id."""
+        """Open a session and a run of rank 4. Return the run's id."""
         session = (await self.post("create_session", {}, key)).json()["session_id"]
         body = {
             "session_id": session,
@@ -118,7 +120,7 @@ class Api:
         return RunId(answer.json()["model_id"])
 
     async def new_sampler(self, key: str = ALICE) -> str:
-        """Open a session and a sampler of the base model; the sampler's id."""
+        """Open a session and a sampler of the base model. Return the sampler's id."""
         session = (await self.post("create_session", {}, key)).json()["session_id"]
         body = {
             "session_id": session,
@@ -134,7 +136,7 @@ class Api:
 def pass_body(
     run: str, seq: int, tokens: list[int] | None = None, **changes: Any
 ) -> Mapping[str, Any]:
-    """Make a valid forward_backward as SDK 0.22 sends it; `changes` go into its input."""
+    """Return a valid forward_backward request of SDK 0.22. `changes` are fields of its input."""
     tokens = tokens or [1, 2, 3]
     datum = {
         "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
@@ -148,7 +150,7 @@ def pass_body(
 
 
 def sample_body(sampler: str, seq: int, **changes: Any) -> dict[str, Any]:
-    """Make a valid asample as SDKs send it."""
+    """Return a valid asample request of SDKs."""
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
     whole = {
         "sampling_session_id": sampler,
@@ -189,7 +191,7 @@ async def running_api(
 
 
 async def listening(services: Services) -> None:
-    """Wait until this process hears of results."""
+    """Wait until this process is subscribed to results."""
     channel = result_keys.notify_results()
     while True:
         if (await services.connection.pubsub_numsub(channel))[0][1]:
@@ -198,7 +200,7 @@ async def listening(services: Services) -> None:
 
 
 def publish_pool(redis_url: str, folder: Path) -> None:
-    """Write the pool as its worker does when it starts."""
+    """Publish the pool as its worker does at its start."""
     spool = Spool(folder / "spool", new_writer("test"))
     connection = open_sync_connection(redis_url)
     execution = Execution(connection, spool, spool, POOL.id, WorkerId("w0"))

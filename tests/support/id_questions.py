@@ -1,7 +1,7 @@
-"""Every way to ask the API about something that a tenant owns, found in its OpenAPI.
+"""Every question to the API about something that a tenant owns, from its OpenAPI.
 
-A question is one field of one route that takes an id. It is asked with that field about somebody's
-thing, and with all other ids of the body the asker's own, so that only the one can be what is wrong.
+A question is one field of one route that takes an id. The field has another tenant's id, and all
+other ids of the body are the caller's own, so that only this field can be wrong.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from tests.support.http_api import POOL, Api, sample_body
 from tests.support.kl_bodies import kl_datum_body
 from tests.support.uploads import adapter, tar
 
-#: Fields and parameters that name something a tenant owns.
+#: Fields and parameters that identify something a tenant owns.
 IDS = {
     "model", "model_id", "model_path", "path", "reference_model_path", "request_id", "run_id",
     "sampling_session_id", "session_id", "source_path", "source_paths", "target", "tinker_path",
     "training_run_id",
 }  # fmt: skip
 API = "/api/v1/"
-#: To a tenant's key these routes do not exist, whatever they are asked about (`test_http_admin`).
+#: With a tenant's key these routes do not exist, whatever the id (`test_http_admin`).
 OF_THE_OPERATOR = f"{API}admin/"
-#: Fields of such a name that name nothing: a new checkpoint's name, what SDKs leave unset.
+#: Fields with such a name that identify nothing: the name of a new checkpoint, and those that SDKs
+#: leave unset.
 NO_IDS = {
     (f"{API}save_weights", "path"),
     (f"{API}save_weights_for_sampler", "path"),
     (f"{API}save_weights_external", "path"),
     (f"{API}asample", "model_path"),
 }
-#: What looks like an id and is none: a client's own numbers and names.
+#: Fields with the form of an id that are none: a client's own numbers and names.
 NO_THINGS = {
     "destination_project_id", "model_seq_id", "output_path", "project_id", "project_ids",
     "retrieved_request_ids", "sampling_session_seq_id", "seq_id",
 }  # fmt: skip
 CHAT = {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
-#: What a body needs beside the id that is asked about; a value of `OWN` is the asker's own id.
+#: Other fields that a body needs besides the id in question. A value of `OWN` is the caller's own
+#: id.
 OWN = object()
 BODIES: dict[str, dict[str, Any]] = {
     "/anthropic/api/v1/messages": CHAT,
@@ -78,7 +80,7 @@ BODIES: dict[str, dict[str, Any]] = {
     f"{API}training_runs/{{run_id}}": {"note": "of mine"},
     f"{API}training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}/ttl": {"ttl_seconds": None},
 }
-#: Of what ends something the last comes last: whatever is asked later would not be found.
+#: Routes that end something, the last one at the end: later questions would not find it.
 ENDS = [
     ("delete", f"{API}training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}"),
     ("post", f"{API}unload_model"),
@@ -97,12 +99,12 @@ class Question:
 
     @property
     def name(self) -> str:
-        """What a failed test says."""
+        """Label in a failed test."""
         return f"{self.method.upper()} {self.path} {self.field}"
 
 
 def questions_of(openapi: dict[str, Any]) -> list[Question]:
-    """Find every question, those that end something last."""
+    """Return every question, with those that end something last."""
     found = [
         Question(method, path, field, place)
         for path, methods in _of_tenants(openapi).items()
@@ -114,7 +116,7 @@ def questions_of(openapi: dict[str, Any]) -> list[Question]:
 
 
 def unasked_fields(openapi: dict[str, Any]) -> set[str]:
-    """Name the fields that look like ids, and that no question is about."""
+    """Return the fields that have the form of an id, but are part of no question."""
     fields = {
         field
         for methods in _of_tenants(openapi).values()
@@ -148,7 +150,7 @@ def _fields(operation: dict[str, Any], schemas: dict[str, Any]) -> list[tuple[st
 
 
 def ids_of(run: str, sampler: str, request_id: str) -> dict[str, Any]:
-    """Name everything that a tenant has, as the wire does; its checkpoint is called `a`."""
+    """Return the ids of everything that a tenant has, in their wire format. Its checkpoint is `a`."""
     path = f"tinker://{run}/weights/a"
     return {
         "model": path,
@@ -169,7 +171,7 @@ def ids_of(run: str, sampler: str, request_id: str) -> dict[str, Any]:
 
 
 def unknown_ids(ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the session that nobody has into every id."""
+    """Replace the session in every id by one that no tenant has."""
 
     def unknown(value: Any) -> Any:
         if isinstance(value, dict):
@@ -189,7 +191,7 @@ async def ask(
     key: str,
     seqs: itertools.count[int],
 ) -> httpx.Response:
-    """Ask a question about one of these ids; `own` are the asker's, for all the rest."""
+    """Send a question about one of these ids. The other fields have the ids of `own`, the caller's."""
     path, field = question.path, question.field
     body = BODIES.get(f"{path} {field}", BODIES.get(path, {}))
     body = {name: own[name] if value is OWN else value for name, value in body.items()}

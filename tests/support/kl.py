@@ -1,4 +1,6 @@
-"""Reverse-KL examples for tests of the engine, and a dense oracle: plain PEFT in fp64, all logits at once."""
+"""Reverse-KL examples for tests of the engine, with a dense oracle: plain PEFT in fp64, all logits
+at once.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,19 @@ SPEC = AdapterSpec(4, seed=11)
 
 @dataclass(frozen=True)
 class KlParity:
-    """One reverse KL against the oracle."""
+    """Errors of one reverse KL relative to the oracle."""
 
-    loss_error: float  # of a target's loss, over the loss where that is above 1
+    loss_error: float  # of a target's loss, relative to the loss if that is above 1
     sum_error: float  # relative
-    gradient_error: float  # over the largest gradient
+    gradient_error: float  # relative to the largest gradient
 
 
 def kl_datum(
     rng: np.random.Generator, student: int, reference: int, targets: int, *, vocab: int = 128
 ) -> KlDatum:
-    """Return a datum with contexts of so many tokens; about a third of its weights are 0."""
+    """Return a datum with contexts of `student` and `reference` tokens. About a third of its
+    weights are 0.
+    """
     continuation = rng.integers(0, vocab, targets)[:-1]
     weights = rng.normal(size=targets) * (rng.random(targets) > 0.3)
     weights[-1] = 1.0
@@ -48,14 +52,14 @@ def kl_datum(
 
 
 def kl_datums(seed: int) -> list[KlDatum]:
-    """Return examples of lengths that differ in every way."""
+    """Return examples of various lengths."""
     rng = np.random.default_rng(seed)
     shapes = ((5, 5, 7), (1, 30, 12), (20, 2, 1), (3, 9, 33))
     return [kl_datum(rng, *shape) for shape in shapes]
 
 
 def random_weights(spec: AdapterSpec, layout_of: Callable[[AdapterSpec], Layout]) -> HostWeights:
-    """Return weights of which neither A nor B is zero."""
+    """Return weights in which neither A nor B is zero."""
     layout = layout_of(spec)
     weights = HostWeights(spec, torch.zeros(layout.size))
     generator = torch.Generator().manual_seed(spec.seed)
@@ -66,7 +70,7 @@ def random_weights(spec: AdapterSpec, layout_of: Callable[[AdapterSpec], Layout]
 
 
 def started(engine: Engine, run: str = "a", spec: AdapterSpec = SPEC) -> Engine:
-    """Give an engine a run whose B is not zero."""
+    """Add a run to an engine, with a B that is not zero. Return the engine."""
     engine.run([Create(run, 0, spec)])
     weights = random_weights(spec, engine.adapters.layout_of).flat
     engine.adapters.restore(run, replace(engine.adapters.state(run), weights=weights))
@@ -74,7 +78,7 @@ def started(engine: Engine, run: str = "a", spec: AdapterSpec = SPEC) -> Engine:
 
 
 def kl_parity(engine: Engine, folder: Path, op: ReverseKl) -> KlParity:
-    """Run one reverse KL of a run without a gradient, and the same in fp64."""
+    """Run one reverse KL of a run without a gradient, and the same in fp64. Return the errors."""
     layout, state = engine.adapters[op.run].layout, engine.adapters.state(op.run)
     student = PeftOracle(folder, state.spec, torch.float64)
     student.load(layout, state.weights)
@@ -96,7 +100,7 @@ def kl_parity(engine: Engine, folder: Path, op: ReverseKl) -> KlParity:
 
 
 def found(output: Output) -> ReverseKlOutput:
-    """Return what a reverse KL found; it did not fail."""
+    """Return the output of a reverse KL, which must have succeeded."""
     assert isinstance(output, ReverseKlOutput), output
     return output
 
@@ -117,7 +121,7 @@ def dense_losses(student: PeftOracle, reference: PeftOracle, op: ReverseKl) -> l
 def reference_oracle(
     folder: Path, reference: HostWeights | None, layout_of: Callable[[AdapterSpec], Layout]
 ) -> PeftOracle:
-    """Return plain PEFT with the reference's weights; a fresh adapter changes nothing."""
+    """Return plain PEFT with the reference's weights. A fresh adapter changes no result."""
     if reference is None:
         return PeftOracle(folder, AdapterSpec(1, 0), torch.float64)
     oracle = PeftOracle(folder, reference.spec, torch.float64)
@@ -128,6 +132,6 @@ def reference_oracle(
 def log_softmax(
     oracle: PeftOracle, tokens: np.ndarray, last: int, temperature: float
 ) -> torch.Tensor:
-    """Return the log-probabilities of everything at the last positions, `[last, V]`."""
+    """Return the log-probabilities of the whole vocabulary at the last positions, `[last, V]`."""
     logits: torch.Tensor = oracle.model(input_ids=torch.from_numpy(tokens)[None]).logits[0]
     return torch.log_softmax(logits[-last:] / temperature, -1)

@@ -1,4 +1,4 @@
-"""Reverse-KL requests as `mint` sends them."""
+"""Reverse-KL requests in the format of `mint`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ _Limits = TypeVar("_Limits")
 
 
 def always(limits: _Limits) -> LimitsOf[_Limits]:
-    """Say the same of every tenant."""
+    """Return the same limits for every tenant."""
 
     async def limits_of(_: TenantId) -> _Limits:
         return limits

@@ -1,4 +1,4 @@
-"""What tests of lists do: save something, and read what is listed."""
+"""Steps of tests of lists: save something, and read the list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.stand_in import StandIn
 
 
 async def got(api: Api, path: str, key: str = ALICE) -> Any:
-    """Read what is certainly there."""
+    """Return the answer to a GET, which must succeed."""
     answer = await api.get(path, key)
     assert answer.status_code == 200, answer.text
     return answer.json()

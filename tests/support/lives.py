@@ -1,4 +1,4 @@
-"""How long a key is still kept, by the store's clock."""
+"""Remaining lifetime of a key, by the store's clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from cotrain_store.redis_client.connection import SyncConnection
 
 
 def life_ms(redis: SyncConnection, key: str) -> float:
-    """Measure it; -1 for a key that does not end by itself. Redis itself ends none of these."""
+    """Return the remaining lifetime in ms, or -1 for a key that does not expire. Redis itself
+    expires none of these.
+    """
     assert redis.pttl(key) < 0, f"{key} ends by Redis' clock"
     ends = redis.zscore(result_keys.ends(), key)
     return (
@@ -18,6 +20,6 @@ def life_ms(redis: SyncConnection, key: str) -> float:
 
 
 def pass_time(redis: SyncConnection, ms: float) -> None:
-    """Let the store's clock go on, and end nothing."""
+    """Advance the store's clock, without an expiry."""
     now = float(redis.get(result_keys.clock()) or time.time() * 1000)
     redis.set(result_keys.clock(), int(now + ms))

@@ -1,4 +1,4 @@
-"""The log of one pool on a real Redis, driven by hand: no clock, no engine."""
+"""Log of one pool on a real Redis, driven step by step: no clock, no engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORKER = WorkerId("w0")
 
 
 def record_of(tenant: str, session: str = "", lora: LoraSpec | None = None) -> RunRecord:
-    """Describe a run; its session is named after its tenant unless told otherwise."""
+    """Return a run's record. By default, its session is named after its tenant."""
     opened = SessionId(session or f"session-of-{tenant}")
     lora = lora or LoraSpec(rank=1, seed=0)
     return RunRecord(run_id(opened, 0), TenantId(tenant), opened, POOL, MODEL, lora, time.time())
@@ -37,7 +37,7 @@ def record_of(tenant: str, session: str = "", lora: LoraSpec | None = None) -> R
 
 @dataclass
 class Log:
-    """Every role of the store, and what a test looks at behind their backs."""
+    """Every role of the store, with direct access to their data."""
 
     redis: Any
     connection: Any
@@ -62,14 +62,14 @@ class Log:
         body: bytes = b"body",
         tokens: int = 7,
     ) -> RequestId:
-        """Accept one op; its digest is of its body."""
+        """Accept one op. Its digest is that of its body."""
         takes_tokens = kind in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
         return await self.intake.submit(
             run, seq, kind, body, tokens if takes_tokens else 0, digest=str(hash(body))
         )
 
     async def plan(self, most: int = 64, allowances: Mapping[RequestId, int] | None = None) -> Step:
-        """Plan all that may run, at most that many ops of each run."""
+        """Plan everything runnable, at most `most` ops of each run."""
         queues = await self.dispatch.ready(POOL)
         ops = tuple(op for queue in queues for op in runnable_prefix(queue.ops)[:most])
         cycle = await self.dispatch.last_cycle(POOL) + 1
@@ -86,9 +86,9 @@ class Log:
         crashed: Collection[Any] = (),
         opened: Mapping[OpId, int] | None = None,
     ) -> None:
-        """Commit a step with one and the same result for each op that is done.
+        """Commit a step with the same result for each op.
 
-        What is `opened`, and of its run behind it, is not.
+        An op in `opened` and the later ops of its run get no result.
         """
         results = {
             (op.run, op.seq): Result.of_json({"said": said})
@@ -105,43 +105,45 @@ class Log:
             self.commit(await self.plan())
 
     async def cover(self, run: RunRecord, last: int) -> None:
-        """Cut a run's log up to `last`, its last op: by a recovery copy, and one of an op more."""
+        """Truncate a run's log up to `last`, its last op, by a snapshot and another one an op
+        later.
+        """
         assert self.execution.register_snapshot(run.id, last, f"f{last}", "sha")
         await self.submit(run, last + 1)
         await self.run_all()
         assert self.execution.register_snapshot(run.id, last + 1, f"f{last + 1}", "sha")
 
     def new_worker(self) -> Execution:
-        """Take the worker's place, as a second process would."""
+        """Replace the worker by a second process."""
         execution = Execution(self.redis, self.spool, self.results, POOL, WORKER)
         execution.claim()
         execution.publish(pool_record_for_tests())
         return execution
 
     def futures(self) -> Futures:
-        """Make another API process's waiting room."""
+        """Return the waiting requests of another API process."""
         return Futures(self.connection, self.spool)
 
     def result(self, run: RunRecord, seq: int) -> Result | None:
-        """Read what a request resolved to."""
+        """Return the result of a request."""
         packed = self.redis.get(result_keys.result(RequestId(f"{run.id}:{seq}")))
         return Result.decode(packed) if packed else None
 
     def queued(self, tenant: str = "a") -> tuple[int, int, int]:
-        """Read a tenant's (ops, tokens, bytes) in the queue."""
+        """Return the (ops, tokens, bytes) of a tenant in the queue."""
         row = self.redis.hmget(run_keys.queue(POOL, TenantId(tenant)), ["ops", "tokens", "bytes"])
         ops, tokens, size = (int(value or 0) for value in row)
         return ops, tokens, size
 
     def references(self) -> dict[str, int]:
-        """Read how many ops refer to each spool segment."""
+        """Return the number of ops that refer to each spool segment."""
         rows = self.redis.hgetall(result_keys.spool_segment_refs())
         return {segment.decode(): int(count) for segment, count in rows.items()}
 
     def everything(self) -> dict[bytes, Any]:
-        """Read every key with its value, to prove that a refusal wrote nothing.
+        """Return every key with its value, to prove that a refusal wrote nothing.
 
-        The scheduler's lease is left out: it runs out by itself.
+        The scheduler's lease is left out, because it expires without a write.
         """
         read = {
             b"string": self.redis.get,
@@ -158,7 +160,7 @@ class Log:
 async def open_log(
     redis_url: str, data_dir: Path, limits: TenantLimits | None = None, disk_reserve_bytes: int = 0
 ) -> AsyncIterator[Log]:
-    """Open every role of the store on one Redis, led and entered."""
+    """Open every role of the store on one Redis, with leadership and a claimed worker id."""
     connection, redis = open_connection(redis_url), open_sync_connection(redis_url)
     writer = new_writer("test")
     spool = Spool(data_dir / "spool", writer)

@@ -1,4 +1,4 @@
-"""A small base model's modules under several adapters, and what a LoRA backend makes of them."""
+"""Modules of a small base model with several adapters, and the results of a LoRA backend on them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, plan_
 
 CPU = torch.device("cpu")
 
-#: Of a test that runs kernels: they need Triton, and on a CPU its interpreter.
+#: Mark of a test that runs kernels: they need Triton, and on a CPU its interpreter.
 needs_kernels = pytest.mark.skipif(
     missing_kernels(CPU) is not None, reason=f"{missing_kernels(CPU)}: make test-kernels"
 )
 
-#: Three modules that read one x, two, and one; sizes that fill no tile.
+#: Three modules that read the same x, then two, then one. Their sizes fill no tile.
 TARGETS = (
     Target("0.self_attn.q_proj", "attn", 72, 96),
     Target("0.self_attn.k_proj", "attn", 72, 24),
@@ -36,7 +36,7 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Tenant:
-    """An adapter, and the rows it has in a micro-batch."""
+    """Adapter with its rows in a micro-batch."""
 
     spec: AdapterSpec
     layout: Layout
@@ -47,19 +47,19 @@ class Tenant:
 
     @property
     def rows(self) -> int:
-        """Return how many rows are its own."""
+        """Return the number of its rows."""
         return len(next(iter(self.xs.values())))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out for one tenant, by name."""
+    """Results of one tenant, by name."""
 
     values: Mapping[str, torch.Tensor]
 
 
 def tenant(spec: AdapterSpec, rows: int, dtype: torch.dtype = torch.float32) -> Tenant:
-    """Draw an adapter and its rows, by its seed."""
+    """Draw an adapter and its rows from its seed."""
     generator = torch.Generator().manual_seed(spec.seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def tenant(spec: AdapterSpec, rows: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def linears(dtype: torch.dtype, *, biased: bool = False) -> dict[str, RandomLinear]:
-    """Draw the base model's modules; `biased` gives all but the last a bias."""
+    """Draw the base model's modules. `biased` gives all but the last a bias."""
     generator = torch.Generator().manual_seed(99)
     found = {}
     for each in TARGETS:
@@ -100,16 +100,17 @@ def work(
     grads: Mapping[int, torch.Tensor] | None = None,
     frozen: Container[int] = (),
 ) -> list[Outcome]:
-    """Pass the rows of all tenants through every module and back, or through an MLP with a `gate`; return what
-    each one got.
+    """Return the results of each tenant after a forward and a backward through every module, or an
+    MLP with a `gate`.
 
-    `grads` by tenant are arenas to add to; those not named are zero before. `frozen` ones train nothing.
+    `grads` are arenas by tenant to which gradients are added; the others start at zero. `frozen`
+    tenants train nothing.
     """
     modules = linears(dtype, biased=biased)
     arenas = [
         (grads or {}).get(at, torch.zeros_like(own.weights)) for at, own in enumerate(tenants)
     ]
-    # One mapping for one arena: by it a backend knows whose gradient it is.
+    # One mapping for one arena: it tells a backend which gradients belong together.
     views = {id(arena): own.layout.views(arena) for own, arena in zip(tenants, arenas, strict=True)}
     segments, end = [], 0
     for at, (own, arena) in enumerate(zip(tenants, arenas, strict=True)):
@@ -176,13 +177,17 @@ def _through_mlp(
 
 
 def _row(of_tenants: Sequence[torch.Tensor], filler: int) -> torch.Tensor:
-    """Put the rows of tenants side by side, `[1, T, width]`, and rows of zeros behind them."""
+    """Return the rows of all tenants one after the other, `[1, T, width]`, followed by rows of
+    zeros.
+    """
     first = of_tenants[0]
     return torch.cat([*of_tenants, first.new_zeros(filler, first.shape[1])])[None]
 
 
 def differences(ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    """Return the largest difference of each value, over the largest of it; where all is zero, itself."""
+    """Return the largest difference of each value relative to its maximum, or absolute if the
+    maximum is 0.
+    """
     return {
         name: float((ours.values[name] - value).abs().max() / (value.abs().max() or 1.0))
         for name, value in theirs.values.items()
@@ -191,6 +196,6 @@ def differences(ours: Outcome, theirs: Outcome) -> dict[str, float]:
 
 
 def same(ours: Outcome, theirs: Outcome) -> bool:
-    """Tell whether two outcomes have the same bits."""
+    """Return True if two outcomes have the same bits."""
     assert ours.values.keys() == theirs.values.keys()
     return all(torch.equal(ours.values[name], value) for name, value in theirs.values.items())

@@ -1,8 +1,8 @@
-"""What the fused LoRA kernels read and write, by their tiles.
+"""Bytes that the fused LoRA kernels read and write, counted by their tiles.
 
-The operands of a product with the base model's weights count once, as those of any other product do: programs
-that need them again run together. What LoRA adds to it counts as often as a program loads it. Every adapter is
-taken to have the largest rank there is.
+Operands of a product with the base model's weights count once, as those of any other product:
+programs that need them again run together. The operands of LoRA count as often as a program loads
+them. Every adapter is assumed to have the largest rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FP32 = 4
 
 
 def blocks(size: int, of: int) -> int:
-    """Return how many blocks of a size cover so many values."""
+    """Return the number of blocks of size `of` that cover `size` values."""
     return -(-size // of)
 
 
@@ -35,7 +35,9 @@ def shrink(
     _entries: Any,
     columns: int,
 ) -> int:
-    """Return the bytes of `low = x M^T`: `x` once for each block of columns, M once for each tile of rows."""
+    """Return the bytes of `low = x M^T`: `x` once for each block of columns, M once for each tile
+    of rows.
+    """
     widths, joint = [x.shape[1] for x in xs], len(xs) < modules
     each = columns if joint else columns // modules
     passes = blocks(
@@ -55,9 +57,10 @@ def expand(
     tiles: torch.Tensor,
     *_: Any,
 ) -> int:
-    """Return the bytes of `y = x W^T + low B^T`: `low` once for each block of outputs, B for each tile.
+    """Return the bytes of `y = x W^T + low B^T`: `low` once for each block of outputs, B for each
+    tile.
 
-    Behind a gate the product of two outputs is written, too.
+    With a gate, the product of two outputs is written too.
     """
     widths, each = [len(weight) for weight in weights], low.shape[1] // len(weights)
     wide = expand_tiles(max(widths), x.element_size()).columns
@@ -77,9 +80,10 @@ def expand_back(
     tiles: torch.Tensor,
     *_: Any,
 ) -> int:
-    """Return the bytes of the gradient of `x`: `low` once for each block of inputs, A for each tile.
+    """Return the bytes of the gradient of `x`: `low` once for each block of inputs, A for each
+    tile.
 
-    Behind a gate two are written, and what was gated is read.
+    With a gate, two gradients are written, and the inputs of the gate are read.
     """
     inputs = weights[0].shape[1]
     lora = low.numel() * blocks(inputs, expand_tiles(inputs, low.element_size()).columns)

@@ -1,4 +1,4 @@
-"""A proxy that passes each request on and then, the first time, loses the answer."""
+"""Proxy that forwards each request and loses its first answer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"}
-# SDK 0.38 numbers the sampler of a save anew each time it sends the same save.
+# SDK 0.38 gives the sampler of a save a new number each time it sends the same save.
 RENUMBERED = re.compile(rb'"sampling_session_seq_id":\s*\d+')
-# An address reserved for documentation: the server takes the client for one that is far away.
+# An address reserved for documentation, so that the server sees a remote client.
 FAR_AWAY = "203.0.113.7"
 
 
 class LossyProxy:
-    """Stands before `upstream`; loses the first answer to every distinct POST of `endpoints`."""
+    """Proxy in front of `upstream` that loses the first answer to every distinct POST of
+    `endpoints`.
+    """
 
     def __init__(self, upstream: str, endpoints: Collection[str]) -> None:
         self.lost: list[str] = []
@@ -49,9 +51,9 @@ class LossyProxy:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def loses(self, endpoint: str, body: bytes, encoding: str | None) -> bool:
-        """Note a request, and say whether its answer is to be lost.
+        """Record a request. Return True if its answer must be lost.
 
-        An endpoint may be meant by its last word alone, as `publish` is.
+        An endpoint may be given by its last word alone, such as `publish`.
         """
         if endpoint == "save_weights_for_sampler":
             body = RENUMBERED.sub(b"", body)
@@ -88,7 +90,7 @@ def _handler(proxy: LossyProxy, upstream: str) -> type[BaseHTTPRequestHandler]:
                 connection.close()
             endpoint = urlsplit(self.path).path.removeprefix("/api/v1/")
             if proxy.loses(endpoint, body, self.headers["Content-Encoding"]):
-                self.close_connection = True  # accepted by the server, never heard of here
+                self.close_connection = True  # accepted by the server, and not answered here
                 return
             self._answer(response, content)
 

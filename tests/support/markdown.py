@@ -1,4 +1,4 @@
-"""What a page of documentation holds that can be tested: Python blocks, links, anchors."""
+"""Testable parts of a documentation page: Python blocks, links, anchors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
-#: ```python … ```, and <!-- check … -->: what a reader need not see, and a test must.
+#: Python blocks ```python … ```, and hidden checks <!-- check … -->, which only tests need.
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^\n]+) -->\n+)?"
     r"^(?:```python\n(?P<shown>.*?)^```$|<!-- check\n(?P<hidden>.*?)^-->$)",
@@ -23,16 +23,18 @@ HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of Python on a page."""
+    """One block of Python on a page."""
 
     page: Path
     line: int
-    """Where its first line stands on the page."""
+    """Line number on the page at which the block starts."""
     source: str
     reason_not_run: str | None
 
     def compile(self, replacements: Mapping[str, str] | None = None) -> CodeType:
-        """Compile it so that a traceback names the page and its line; `await` may stand anywhere."""
+        """Compile the block with the page and its line in tracebacks. `await` is allowed at the top
+        level.
+        """
         source = self.source
         for written, meant in (replacements or {}).items():
             source = source.replace(written, meant)
@@ -47,7 +49,7 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Find the Python blocks of a page, in order."""
+    """Yield the Python blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     for found in BLOCK.finditer(text):
         kind = "shown" if found["shown"] is not None else "hidden"
@@ -56,13 +58,13 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def links(page: Path) -> list[str]:
-    """List the targets of a page's links, pictures among them, without those to other sites."""
+    """Return the targets of a page's links and pictures, without those to other sites."""
     targets: list[str] = LINK.findall(_prose(page))
     return [target for target in targets if "://" not in target]
 
 
 def anchors(page: Path) -> set[str]:
-    """Name what a link to a part of this page may end in, as GitHub makes it of headings."""
+    """Return the anchors of a page, as GitHub derives them from headings."""
     found: set[str] = set()
     for heading in HEADING.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
         words = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

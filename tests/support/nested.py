@@ -1,6 +1,6 @@
-"""The values in what a torch op is given and gives: nested in tuples, lists and dicts, and in nothing else.
+"""Values in the arguments and results of a torch op: nested in tuples, lists and dicts only.
 
-`torch.utils._pytree` knows every type there is, and takes longer over an op than the op.
+`torch.utils._pytree` supports every type, but takes longer than the op.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: By exact type: asking with `isinstance`, above all for a union, takes longer than all else here. torch gives
-#: and takes plain ones.
+#: Compared by exact type, because `isinstance`, above all with a union, takes longer than the rest
+#: here. torch uses plain ones.
 NESTED = frozenset((tuple, list, dict))
 
 
@@ -27,7 +27,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return the same with `function` of each value."""
+    """Return a copy with `function` applied to each value."""
     kind = type(value)
     if kind not in NESTED:
         return function(value)

@@ -1,7 +1,7 @@
-"""Run a page of documentation as a notebook: its Python blocks in order, with names in common.
+"""A page of documentation run as a notebook: its Python blocks in order, with shared names.
 
-`await` may stand anywhere. `python -m tests.support.notebook PAGE JSON` does it in a process of its own;
-the JSON says what to put in the place of what is written.
+`await` is allowed at the top level. `python -m tests.support.notebook PAGE JSON` runs it in its own
+process. The JSON maps texts of the page to their replacements.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.markdown import blocks
 
 
 def run_page(page: Path, replacements: Mapping[str, str]) -> None:
-    """Run what a page shows, and its checks; closes the clients that it leaves open."""
+    """Run the blocks and checks of a page. Clients that it leaves open are closed."""
     names: dict[str, Any] = {"__name__": page.stem}
     with asyncio.Runner() as runner:
         try:
@@ -26,7 +26,7 @@ def run_page(page: Path, replacements: Mapping[str, str]) -> None:
                 if block.reason_not_run:
                     continue
                 result = eval(block.compile(replacements), names)
-                if inspect.iscoroutine(result):  # it awaits something
+                if inspect.iscoroutine(result):  # a block that awaits something
                     runner.run(result)
         finally:
             _close_clients(names)

@@ -1,4 +1,4 @@
-"""A real S3 server for tests: SeaweedFS, on this host alone; and a proxy before it that fails as networks do."""
+"""Real S3 server for tests: SeaweedFS on this host, with a proxy that simulates network faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_S = 120.0
 
 
 class SeaweedFS:
-    """One server with one bucket; what is stored lies in a temporary folder."""
+    """One server with one bucket. Its data are in a temporary folder."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="cotrain-s3-")
@@ -67,14 +67,14 @@ class SeaweedFS:
         self._folder.cleanup()
 
     def restart(self) -> None:
-        """Kill the server, and start it again with what it has on disk; blocks until it answers."""
+        """Kill the server and start it again on its data. Blocks until it answers."""
         self._process.kill()
         self._process.wait()
         self.restarts += 1
         self._start()
 
     def variables(self, endpoint: str = "", **changed: str) -> dict[str, str]:
-        """Make the environment of a process that reaches this store, or a proxy before it."""
+        """Return the variables of a process that uses this store, or a proxy in front of it."""
         return {
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -84,11 +84,11 @@ class SeaweedFS:
         }
 
     def new_prefix(self) -> str:
-        """Name a part of the bucket that nothing has written to."""
+        """Return an unused prefix of the bucket."""
         return f"s3://{BUCKET}/{uuid4().hex}"
 
     def store(self, url: str) -> S3Store:
-        """Open what is below an address, as the tests do."""
+        """Return a client for the objects below an address, as tests use it."""
         prefix = url.removeprefix(f"s3://{BUCKET}").strip("/")
         return S3Store(
             BUCKET, prefix=prefix or None, endpoint=self.endpoint, access_key_id=KEY, secret_access_key=SECRET,
@@ -96,7 +96,9 @@ class SeaweedFS:
         )  # fmt: skip
 
     def copy_out(self, url: str, folder: Path) -> None:
-        """Have a folder hold as files what is below an address, and nothing else of that kind."""
+        """Copy the objects below an address to files in a folder, and delete other files of the
+        same kinds.
+        """
         store = self.store(url)
         there = {meta["path"] for some in store.list() for meta in some}
         for part in ("spool", "snapshots", "weights", "optimizers", "external"):
@@ -125,7 +127,7 @@ class SeaweedFS:
             with contextlib.suppress(BaseError, OSError):
                 if self.restarts:  # it answers 500 until it has found its volumes
                     admin.get("ready").bytes()
-                admin.put("ready", b"ready")  # which makes the bucket
+                admin.put("ready", b"ready")  # creates the bucket
                 return
             time.sleep(0.05)
         raise RuntimeError(f"SeaweedFS did not start: {self._log.read_text()[-2_000:]}")
@@ -142,14 +144,16 @@ def _weed() -> str:
 
 
 class BadNetwork:
-    """A proxy that passes bytes on to a port, and from time to time does not. Faults strike new requests."""
+    """Proxy that forwards bytes to a port, with optional faults. Faults affect new requests."""
 
     def __init__(self, port: int) -> None:
         self._upstream = port
         self._server = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{self._server.getsockname()[1]}"
         self.fault = ""
-        """`refuse` (503), `stall`, `cut` (answers end in the middle), `away` (no connection), or nothing."""
+        """`refuse` (503), `stall`, `cut` (answers end in the middle), `away` (no connection), or
+        empty.
+        """
         self.struck = 0
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -165,7 +169,7 @@ class BadNetwork:
 
     @contextlib.contextmanager
     def failing(self, fault: str) -> Iterator[None]:
-        """Fail so for as long as the block takes."""
+        """Fail in this way until the end of the block."""
         self.fault = fault
         try:
             yield
@@ -182,7 +186,7 @@ class BadNetwork:
     def _serve(self, client: socket.socket) -> None:
         try:
             up = socket.create_connection(("127.0.0.1", self._upstream))
-        except OSError:  # the server starts again
+        except OSError:  # the server is restarting
             self.struck += 1
             client.close()
             return
@@ -196,7 +200,7 @@ class BadNetwork:
                         client.sendall(_UNAVAILABLE)
                         client.shutdown(
                             socket.SHUT_WR
-                        )  # unread parts of the request must not reset it
+                        )  # otherwise unread parts of the request would reset it
                         while client.recv(1 << 16):
                             pass
                     break

@@ -1,4 +1,4 @@
-"""Passes of several slices, cycles that divide them, and outputs that must be the same to the bit."""
+"""Passes of several slices, cycles that divide them, and comparisons of outputs bit by bit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.support.training import random_datum
 
 OpId = tuple[str, int]
 
-#: Tokens of a micro-batch, and datums of which each is a slice of its own.
+#: Token limit of a micro-batch, and lengths of datums that are one slice each.
 SLICE, LENGTHS = 16, (16, 11, 14, 16, 9)
-#: For tests of which slices add up to what: they do in every layer, and what the first layer's modules do on
-#: the way back differs from one to the next.
+#: One layer, for tests of the order in which slices are added. Every layer adds them, and the
+#: backward of the first layer differs between its modules.
 ONE_LAYER = MappingProxyType({"micro_batch_tokens": SLICE, "layers": 1})
 
 
@@ -47,7 +47,7 @@ def a_step(seq: int, run: str = "a") -> OptimStep:
 
 
 def one_cycle(engine: Engine, ops: Sequence[Op], **allowances: int) -> CycleOutput:
-    """Run a cycle; `a1=20` lets 20 tokens of op 1 of run "a" run in it."""
+    """Run a cycle. `a1=20` allows 20 tokens of op 1 of run "a"."""
     return run_to_end(
         engine.cycle(ops, {(name[0], int(name[1:])): rows for name, rows in allowances.items()})
     )

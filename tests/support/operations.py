@@ -1,4 +1,6 @@
-"""Every operation of the API and of the pages, each with a request that is valid about a tenant's things."""
+"""Every operation of the API and of the pages, each with a request that is valid for a tenant's
+objects.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from tests.support.uploads import adapter, tar
 
 API = "/api/v1/"
 ADMIN = f"{API}admin/"
-#: Answer the admin key alone; to other keys they do not exist.
+#: Routes that accept only the admin key. For other keys they do not exist.
 OF_THE_OPERATOR = (ADMIN, f"{API}fleet", "/metrics")
 CHECKPOINT = f"{API}training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}"
 CHAT = {"model": POOL.base_model, "max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
 MULTIPART = "multipart/form-data; boundary=x"
-#: What ends something that others ask for comes last, in this order.
+#: Operations that end something, in this order at the end, because others need it.
 ENDS = (
     f"DELETE {API}webhook", f"DELETE {CHECKPOINT}", f"POST {API}unload_model",
     f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/close",
@@ -36,46 +38,46 @@ ENDS = (
 
 @dataclass(frozen=True)
 class Operation:
-    """A method of a route."""
+    """Method of a route."""
 
     method: str
     path: str
-    """As the router has it."""
+    """Path of the router."""
 
     @property
     def name(self) -> str:
-        """Its key in REQUESTS, and what a failed test says."""
+        """Key in REQUESTS, and label in a failed test."""
         return f"{self.method} {self.path}"
 
     @property
     def is_page(self) -> bool:
-        """Tell whether browsers ask for it."""
+        """Return True if browsers request it."""
         return self.path == "/" or self.path.startswith("/ui")
 
     @property
     def is_of_operator(self) -> bool:
-        """Tell whether it answers the operator alone."""
+        """Return True if only the operator may use it."""
         pages = ("/ui/tenants", "/ui/workers", "/ui/audit", "/ui/settings")
         return self.path.startswith(OF_THE_OPERATOR + pages)
 
 
 @dataclass(frozen=True)
 class Things:
-    """What a tenant has; `ids` fill the paths."""
+    """Objects of a tenant. `ids` fill the paths."""
 
     ids: Mapping[str, str]
     run: str
     session: str
     sampler: str
     path: str
-    """Of its checkpoint."""
+    """Path of its checkpoint."""
     texts: tuple[str, ...] = ()
-    """That nobody else must read, and that no request holds."""
+    """Texts that no other tenant may read, and that no request contains."""
 
 
 @dataclass(frozen=True)
 class PinnedBuffer:
-    """A request without its path: one of the bodies, and what goes with it."""
+    """Request without its path: one of the bodies, with query and headers."""
 
     json: Any = None
     form: Mapping[str, str] | None = None
@@ -85,7 +87,7 @@ class PinnedBuffer:
 
 
 def operations() -> list[Operation]:
-    """List every operation that the application has, what ends something last."""
+    """Return every operation of the application, with those that end something last."""
     found = {
         Operation(method, context.path or "")
         for context in iter_route_contexts(ROUTES.routes)
@@ -97,7 +99,9 @@ def operations() -> list[Operation]:
 
 
 def request_of(operation: Operation, things: Things) -> PinnedBuffer:
-    """Make the request of an operation; raises KeyError for one that changes something and has none here."""
+    """Return the request of an operation. Raises KeyError if it changes something and has no entry
+    here.
+    """
     if operation.method in {"GET", "DELETE"}:
         make = REQUESTS.get(operation.name, _bare)
     else:
@@ -106,7 +110,7 @@ def request_of(operation: Operation, things: Things) -> PinnedBuffer:
 
 
 def path_of(operation: Operation, things: Things) -> str:
-    """Fill the path of an operation; raises KeyError for a parameter that `Things.ids` does not have."""
+    """Return the path of an operation. Raises KeyError for a parameter missing from `Things.ids`."""
     return re.sub(r"\{(\w+)(:\w+)?\}", lambda found: things.ids[found[1]], operation.path)
 
 
@@ -117,7 +121,7 @@ async def send(
     headers: Mapping[str, str],
     csrf: str = "",
 ) -> httpx.Response:
-    """Send the request of an operation; a form carries the token `csrf`."""
+    """Send the request of an operation. A form includes the token `csrf`."""
     sent = request_of(operation, things)
     if sent.form is not None:
         sent = replace(sent, form={**sent.form, "csrf": csrf})
@@ -162,7 +166,9 @@ def _upload_form(_: Things) -> PinnedBuffer:
 
 
 def _poll(own: Things) -> PinnedBuffer:
-    """Make the poll that would remove all: a cursor beyond every end, and each result named as read."""
+    """Make the poll that would remove everything: a cursor after every end, and each result
+    acknowledged.
+    """
     target = {"type": "sampling_session", "sampling_session_id": own.sampler}
     read = [f"{own.sampler}:{seq}" for seq in range(4)]
     return PinnedBuffer(
@@ -175,7 +181,7 @@ def _poll(own: Things) -> PinnedBuffer:
     )
 
 
-#: A GET or DELETE without an entry has no body; every other operation has one here.
+#: A GET or DELETE without an entry has no body. Every other operation has an entry here.
 REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"POST {API}retrieve_future": lambda own: PinnedBuffer(json={"request_id": f"{own.sampler}:0"}),
     f"POST {API}retrieve_futures": _poll,
@@ -251,7 +257,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     "POST /oai/api/v1/completions": _json(model=POOL.base_model, max_tokens=4, prompt="a"),
     "POST /oai/api/v1/chat/completions": _json(**CHAT),
     "POST /anthropic/api/v1/messages": _json(**CHAT),
-    # ---- The operator's ------------------------------------------------------------------------------
+    # ---- Operator ------------------------------------------------------------------------------------
     f"POST {ADMIN}tenants": _json(name="new"),
     f"PATCH {ADMIN}tenants/{{tenant_id}}": _json(weight=2.0, limits={"runs": 3}),
     f"POST {ADMIN}tenants/{{tenant_id}}/pause": _json(reason="r"),

@@ -1,4 +1,4 @@
-"""A collector of traces: OTLP over HTTP, in protobuf, into a list."""
+"""Collector of traces: OTLP over HTTP, in protobuf, stored in a list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 300
 
 @dataclass(frozen=True)
 class Received:
-    """A span as it came."""
+    """Received span."""
 
     service: str
     name: str
@@ -25,7 +25,7 @@ class Received:
     id: str
     parent: str
     links: tuple[str, ...]
-    """Ids of the spans it links to."""
+    """Ids of the linked spans."""
     began: int
     ended: int
     is_error: bool
@@ -33,7 +33,7 @@ class Received:
 
 
 class Receiver:
-    """Listens on a free port of this host until the end of a `with`."""
+    """Receiver on a free port of this host until the end of its block."""
 
     def __init__(self, status: int = 200) -> None:
         receiver = self
@@ -66,7 +66,7 @@ class Receiver:
         self._server.server_close()
 
     def wait_for(self, is_enough: Callable[[list[Received]], object]) -> list[Received]:
-        """Wait until enough came; all that came by then."""
+        """Wait until enough spans have arrived. Return those that arrived until then."""
         deadline = time.monotonic() + PATIENCE_S
         while not is_enough(self.spans):
             assert time.monotonic() < deadline, [span.name for span in self.spans]
@@ -75,7 +75,7 @@ class Receiver:
 
 
 def read_spans(body: bytes) -> list[Received]:
-    """Read one message."""
+    """Return the spans of one message."""
     found = []
     for of_process in ExportTraceServiceRequest.FromString(body).resource_spans:
         service = _values(of_process.resource.attributes)["service.name"]

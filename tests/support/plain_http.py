@@ -1,8 +1,9 @@
-"""Clients of servers on this host, which speak plain HTTP."""
+"""Clients of servers on this host over plain HTTP."""
 
 from __future__ import annotations
 
 import ssl
 
-#: As `verify`: it believes in no certificate. To read those that a host trusts takes 20 ms for each client.
+#: Value of `verify` without any certificate. Reading the certificates of a host takes 20 ms per
+#: client.
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

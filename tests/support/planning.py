@@ -1,4 +1,4 @@
-"""A queue for the planner, made of runs as they wait."""
+"""Queue for the planner, made of the pending runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
 
 
 def waiting_of(rows: Iterable[RunQueue], fair_queue: FairQueue) -> Waiting:
-    """Put runs, in the order of their turns; all who waited may have changed."""
+    """Return a queue of runs in the order of their turns, with every waiting tenant marked as
+    changed.
+    """
     waiting = Waiting()
     for row in rows:
         waiting.put(row)
@@ -20,11 +22,11 @@ def waiting_of(rows: Iterable[RunQueue], fair_queue: FairQueue) -> Waiting:
 
 
 def leads(fair_queue: FairQueue) -> dict[TenantId, float]:
-    """Say by how many tokens each was served more than a newcomer counts as served."""
+    """Return the tokens by which each tenant is ahead of a newcomer."""
     served = {name: tokens - fair_queue._floor for name, tokens in fair_queue._served.items()}
     return {name: lead for name, lead in served.items() if lead > 0}
 
 
 def op(run: str, seq: int, kind: OpKind = OpKind.FORWARD_BACKWARD, tokens: int = 10) -> QueuedOp:
-    """Make an op; 10 tokens if it is a pass."""
+    """Make an op, with 10 tokens if it is a pass."""
     return QueuedOp(RunId(run), seq, kind, tokens if kind in PASSES else 0, "inline", 1, 0.0)

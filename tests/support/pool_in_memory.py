@@ -1,4 +1,4 @@
-"""A pool's clock on a store in memory: queues of whole ops, workers, and the steps that were planned."""
+"""Store in memory for a pool's clock: queues of whole ops, workers, and planned steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cotrain_store.errors import PlanOutdated
 from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueueChanges, QueuedOp, RunQueue, Step, Wake
-from cotrain_store.monitoring.backlog import Demand
+from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.monitoring.fleet import PoolStatus
 from cotrain_store.oplog.moves import Move
 from cotrain_store.settings.scheduler import SchedulerSettings
 
@@ -24,7 +25,7 @@ TOKENS_PER_S = 1e4
 
 
 class InMemory:
-    """What a clock sees of the store: queues of whole ops, one worker, and the steps it was given."""
+    """Store as a clock sees it: queues of whole ops, one worker, and the steps planned for it."""
 
     def __init__(self) -> None:
         self.leads = True
@@ -107,17 +108,18 @@ class InMemory:
     async def wanted(self, _: PoolId) -> list[Move]:
         return []
 
-    @property
-    def scalings(self) -> InMemory:
-        return self
+    async def status(self, _: PoolId) -> PoolStatus:
+        ready_runs = sum(map(bool, self.queued.values()))
+        return PoolStatus(
+            PoolRecord(POOL, "m", "", 0, 0, 0, 0, "cpu", "float32", "", TOKENS_PER_S),
+            ready_runs=ready_runs,
+            scaling=self.scaling,
+        )
 
-    async def demand(self, _: PoolId, __: Pauses) -> Demand:
-        return Demand(runs=sum(map(bool, self.queued.values())))
+    async def paused_runs(self, _: PoolId, __: Pauses) -> int:
+        return 0
 
-    async def read(self, _: PoolId) -> Scaling | None:
-        return self.scaling
-
-    async def write(self, _: PoolId, scaling: Scaling, epoch: int) -> None:
+    async def write_scaling(self, _: PoolId, scaling: Scaling) -> None:
         self.scaling = scaling
 
     async def open_steps(self, _: PoolId, worker: WorkerId) -> int:
@@ -139,7 +141,7 @@ class InMemory:
         return self.number
 
     async def changes(self, _: PoolId, since: int) -> QueueChanges:
-        """Give two at once, so that a clock that wants all asks again."""
+        """Return two changes at a time, so that a clock must call again for all of them."""
         found = [run for run, number in self.changed.items() if number > since][:2]
         are_all = len(found) < 2
         number = self.number if are_all else self.changed[found[-1]]

@@ -1,4 +1,4 @@
-"""Our processes, real ones that were forked (`tests.warm`), to be killed for real."""
+"""Real processes of ours, forked (`tests.warm`), to be killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ WORKER = "cotrain_workers --snapshot-ops 4"
 
 
 class Process:
-    """One of our processes; `kill` is SIGKILL, `start` starts it (again). None outlives its block."""
+    """One of our processes. `kill` is SIGKILL, `start` starts or restarts it. It ends with its
+    block.
+    """
 
     def __init__(self, module: str, settings: dict[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", *module.split()]
@@ -38,7 +40,7 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        """Start it, again if need be."""
+        """Start or restart the process."""
         with self._log.open("a") as log:
             self._process = Popen(self._command, env=self._environment, stdout=log, stderr=log)
 
@@ -51,31 +53,33 @@ class Process:
         self._process.wait(PATIENCE_S)
 
     def kill(self) -> None:
-        """SIGKILL: nothing is put in order."""
+        """Send SIGKILL, so that nothing is cleaned up."""
         self._process.kill()
         assert self._process.wait(PATIENCE_S) == -signal.SIGKILL, self._log.read_text()
 
     def send(self, signum: signal.Signals) -> None:
-        """Send it a signal that it survives."""
+        """Send a signal that it survives."""
         self._process.send_signal(signum)
 
     def await_kill(self) -> None:
-        """Wait until it was killed, by whatever it was told to die of."""
+        """Wait until a failpoint has killed it."""
         assert self._process.wait(PATIENCE_S) == -signal.SIGKILL, self._log.read_text()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it stands still (SIGSTOP)."""
+        """True if the process is suspended (SIGSTOP)."""
         return (
             Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         )
 
     def await_end(self) -> None:
-        """Wait until it has ended in order."""
+        """Wait until it has ended with status 0."""
         assert self._process.wait(PATIENCE_S) == 0, self._log.read_text()
 
     def stop(self) -> None:
-        """SIGTERM: it drains; one that was just started does not hear it before it has a handler, and would die of it."""
+        """Send SIGTERM, after which it drains. A new process without a handler yet would be killed,
+        so it gets the signal later.
+        """
         while self._process.poll() is None and not catches(self._process.pid, signal.SIGTERM):
             time.sleep(0.01)
         self._process.send_signal(signal.SIGTERM)
@@ -83,24 +87,24 @@ class Process:
 
 
 def catches(pid: int, signum: signal.Signals) -> bool:
-    """Tell whether a process has a handler of its own for a signal, as Linux has it."""
+    """Return True if a process has its own handler for a signal, according to Linux."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
 
 
 def ended(module: str, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run one that ends by itself."""
+    """Run a process that ends without a signal."""
     return run([sys.executable, "-m", module], env=environment_of(settings), timeout=PATIENCE_S)
 
 
 def environment_of(settings: dict[str, str]) -> dict[str, str]:
-    """Have our sources found by another process."""
+    """Return the environment of another process, with the path of our sources."""
     return {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(SOURCES)}
 
 
 def settings_of(url: str, data_dir: Path, model: Path) -> dict[str, str]:
-    """Give a worker's settings; the scheduler reads what it needs of them."""
+    """Return a worker's settings. The scheduler reads a part of them."""
     return {
         "COTRAIN_REDIS_URL": url,
         "COTRAIN_DATA_DIR": str(data_dir),
@@ -112,7 +116,7 @@ def settings_of(url: str, data_dir: Path, model: Path) -> dict[str, str]:
 
 
 def stack_of(connection: Connection, spool: Spool, futures: Futures) -> Stack:
-    """Put the API's part together, beside processes that do the rest."""
+    """Make the API's part of a stack, for which other processes do the rest."""
     return Stack(
         Intake(connection, spool, always(TenantLimits())),
         futures,

@@ -1,4 +1,4 @@
-"""A short training program, and how it ends when nothing disturbs it."""
+"""Short training program, and its results without disturbance."""
 
 from __future__ import annotations
 
@@ -6,34 +6,35 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.wire.proto import wire_pb2
+from cotrain.wire.rest import HistoryPoint
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import RequestId, RunId, request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import HistoryPoint, LoraSpec, RunRecord
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.op_codec import CYCLE_METRIC
+from cotrain_workers.results import CYCLE_METRIC
 from tests.support.bodies import sequences
 from tests.support.stack import POOL, Stack, make_worker, worker
 
 LORA = LoraSpec(rank=4, seed=7)
 STEPS = 3
-#: Ops of one step: two gradients that add up, an evaluation in between, an optimizer step.
+#: Ops of one step: two gradients that add up, an evaluation between them, an optimizer step.
 STEP = (
     OpKind.FORWARD_BACKWARD,
     OpKind.FORWARD,
     OpKind.FORWARD_BACKWARD,
     OpKind.OPTIM_STEP,
 )
-#: The whole of a run after its creation; it ends with a gradient that waits.
+#: All ops of a run after its creation. At its end, a gradient is pending.
 PROGRAM = (*STEP * STEPS, OpKind.FORWARD_BACKWARD)
 
 
 async def submit(
     server: Stack, run: RunRecord, first: int, last: int, *, place: int | None = None
 ) -> list[RequestId]:
-    """Send the requests first…last of the program, at their own places or from `place` on."""
+    """Submit the ops first…last of the program, with their own numbers or from `place` on."""
     requests = []
     for number in range(first, last + 1):
         seq = number if place is None else place + number - first
@@ -46,12 +47,12 @@ async def submit(
 
 
 async def results(server: Stack, run: RunRecord, requests: list[RequestId]) -> list[Any]:
-    """Wait for results, without what legitimately differs: the cycle they ran in."""
+    """Wait for results. Their cycles are removed, because they may differ."""
     return [without_cycle(await server.result(run, request)) for request in requests]
 
 
 def without_cycle(result: Result) -> Any:
-    """Decode a result, less its cycle and the name of its run."""
+    """Decode a result, without its cycle and the name of its run."""
     if result.kind is ResultKind.PASS:
         output = wire_pb2.ForwardBackwardOutput.FromString(result.payload)
         del output.metrics[CYCLE_METRIC]
@@ -65,7 +66,7 @@ def without_cycle(result: Result) -> Any:
 async def undisturbed(
     server: Stack, url: str, folder: Path, engine: Engine, last: int = len(PROGRAM)
 ) -> tuple[list[Any], str]:
-    """Play the program to a run of its own; return its results and the digest of its state."""
+    """Run the program in a run of its own. Return its results and the digest of its state."""
     with worker(url, folder, engine):
         run = await server.create("undisturbed", "undisturbed", LORA)
         answers = await results(server, run, await submit(server, run, 1, last))
@@ -73,7 +74,9 @@ async def undisturbed(
 
 
 def computed(answers: list[Any]) -> list[tuple[str, int, float, float | None]]:
-    """Say what a client knows of its steps by the answers to the program: `numbers_of` its history."""
+    """Return the numbers of each step from the answers to the program, to compare with `numbers_of`
+    its history.
+    """
     numbers: list[tuple[str, int, float, float | None]] = []
     loss, steps = 0.0, 0
     for kind, answer in zip(PROGRAM, answers, strict=True):
@@ -91,12 +94,12 @@ def computed(answers: list[Any]) -> list[tuple[str, int, float, float | None]]:
 
 
 def numbers_of(points: list[HistoryPoint]) -> list[tuple[str, int, float, float | None]]:
-    """Take of a history what its client computed."""
+    """Return the numbers in a history that its client computed."""
     return [(point.kind, point.step, point.loss_sum, point.grad_norm) for point in points]
 
 
 def snapshot_files(redis: Any, run: RunRecord, folder: Path) -> list[Path]:
-    """Name a run's registered recovery copies, newest first."""
+    """Return the files of a run's registered snapshots, newest first."""
     files = redis.hmget(run_keys.log(POOL, run.id), ["snapfile", "oldfile"])
     return [folder / "snapshots" / file.decode() for file in files if file]
 
@@ -104,7 +107,7 @@ def snapshot_files(redis: Any, run: RunRecord, folder: Path) -> list[Path]:
 async def killed_after(
     server: Stack, url: str, folder: Path, engine: Engine, last: int
 ) -> tuple[RunRecord, RunRecord]:
-    """Train a run and its neighbour in one cycle up to seq `last`, and leave only their logs."""
+    """Train a run and its neighbour in one cycle up to seq `last`. Only their logs remain."""
     broken, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
     for run in (broken, neighbour):
         await submit(server, run, 1, last)
@@ -115,7 +118,7 @@ async def killed_after(
 
 
 def restored_digest(url: str, folder: Path, engine: Engine, run: RunId) -> str:
-    """Bring a run back from what is stored, as a new worker would, and digest its state."""
+    """Restore a run from stored data, as a new worker would. Return the digest of its state."""
     engine.adapters.drop(run)
     loop, opened = make_worker(url, folder, engine)
     run_to_end(loop._residents.ensure(run))

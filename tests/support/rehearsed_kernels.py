@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Kernels that only CUDA has, played by plain code behind their contracts; see `rehearsed_cuda.py`."""
+"""Kernels of CUDA only, replaced by plain code that checks their contracts. See
+`rehearsed_cuda.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def wide_mm(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
-    """Play the product of 16-bit matrices into fp32, which only CUDA has."""
+    """Return the product of 16-bit matrices in fp32, which only CUDA has."""
     if func is not aten.mm.dtype:
         return play.compute(func, args, kwargs)
     left, right, dtype = args
@@ -29,7 +31,9 @@ def wide_mm(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def grouped_mm(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
-    """Play grouped products: the kernel's contract by torch itself, on the meta device."""
+    """Return grouped products. The contract of the kernel is checked by torch itself, on the meta
+    device.
+    """
     left, right, ends = args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"]
     assert all(isinstance(each, OnDevice) for each in (left, right, ends))
     if left.dtype == torch.bfloat16:
@@ -51,7 +55,7 @@ def grouped_mm(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError(f"grouped_mm: {len(ends)} groups, {len(right)} matrices")
     found = func(left.held, right.held, ends.held)
     if right.dim() == 3:
-        found[offsets[-1] :] = torch.nan  # of no group: whatever was there
+        found[offsets[-1] :] = torch.nan  # in no group, so undefined
     return OnDevice(found)
 
 
@@ -61,7 +65,7 @@ def like(tensor: OnDevice) -> torch.Tensor:
 
 
 def flash(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
-    """Play the flash kernel for ragged batches, over a row or over pages."""
+    """Return the results of the flash kernel for ragged batches, over a row or over pages."""
     given = arguments(func, args, kwargs)
     check_flash(given)
     check_contract(play.flash, given)
@@ -75,7 +79,7 @@ def flash(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def flash_backward(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
-    """Play the gradient of the flash kernel."""
+    """Return the gradient of the flash kernel."""
     given = arguments(func, args, kwargs)
     q, k, v, slope = (given[name].held for name in ("query", "key", "value", "grad_out"))
     gq, gk, gv = (torch.zeros_like(each, dtype=torch.float32) for each in (q, k, v))
@@ -96,7 +100,7 @@ def flash_backward(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def check_flash(given: dict[str, Any]) -> None:
-    """Refuse what the kernel does."""
+    """Raise RuntimeError for inputs that the kernel refuses."""
     q, k = given["query"], given["key"]
     size = q.shape[-1]
     is_paged = given.get("block_table") is not None
@@ -118,7 +122,9 @@ def check_flash(given: dict[str, Any]) -> None:
 
 
 def check_contract(flash: str, given: dict[str, Any]) -> None:
-    """Refuse what `_flash_attention_forward` of torch 2.12 or 2.13 does, or FlashAttention 3 ("3")."""
+    """Raise RuntimeError like `_flash_attention_forward` of torch 2.12 or 2.13, or FlashAttention 3
+    ("3").
+    """
     is_paged, splits = given.get("block_table") is not None, given.get("num_splits")
     if flash == "3":
         if is_paged and given["cu_seq_k"] is not None:
@@ -134,7 +140,9 @@ def check_contract(flash: str, given: dict[str, Any]) -> None:
 
 
 def spans(given: dict[str, Any]) -> Iterator[tuple[slice, Any, Any, Any]]:
-    """Yield of each sequence its queries, its keys and values per query head, and what may be seen."""
+    """Yield for each sequence its queries, its keys and values per query head, and the attention
+    mask.
+    """
     q, k, v = (given[name].held for name in ("query", "key", "value"))
     ends = given["cu_seq_q"].held.tolist()
     pages = None if given.get("block_table") is None else given["block_table"].held

@@ -1,6 +1,8 @@
 # typing.override begins with Python 3.12, and torch's base classes are only partly typed.
 # mypy: disable-error-code="explicit-override, override, assignment"
-"""Tensors that hold their values on the host and say that they are on CUDA; see `rehearsed_cuda.py`."""
+"""Tensors that hold their values on the host and report CUDA as their device. See
+`rehearsed_cuda.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ class WouldWait(RuntimeError):
 
 
 class Memory:
-    """The storages that tensors on the device hold."""
+    """Storages of the tensors on the device."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
         self._users: Counter[int] = Counter()
 
     def hold(self, tensor: OnDevice) -> None:
-        """Count a tensor's storage for as long as the tensor lives."""
+        """Count a tensor's storage until the tensor is freed."""
         storage = tensor.held.untyped_storage()
         place, size = storage.data_ptr(), storage.nbytes()
         self._users[place] += 1
@@ -43,7 +45,7 @@ class Memory:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on CUDA."""
+    """Tensor that reports CUDA as its device."""
 
     held: torch.Tensor
     memory: ClassVar[Memory]
@@ -90,34 +92,34 @@ class OnDevice(torch.Tensor):
 
 
 def on_device(args: Any) -> bool:
-    """Return whether any argument is on the device."""
+    """Return True if any argument is on the device."""
     return any(isinstance(each, OnDevice) for each in leaves(args))
 
 
 def bare(value: Any) -> Any:
-    """Return what is on the host of a value."""
+    """Return the host tensor of a value on the device, and other values unchanged."""
     return value.held if isinstance(value, OnDevice) else value
 
 
 def dressed(value: Any) -> Any:
-    """Put a tensor on the device."""
+    """Return a host tensor as one on the device, and other values unchanged."""
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, OnDevice)
     return OnDevice(value) if is_plain else value
 
 
 def arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name, defaults included."""
+    """Return the arguments of a call by name, including defaults."""
     named = {each.name: each.default_value for each in func._schema.arguments}
     return {**named, **dict(zip(named, args, strict=False)), **kwargs}
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Return whether host memory is pinned."""
+    """Return True if host memory is pinned."""
     return bool(getattr(tensor, "is_pinned_here", False))
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """Play `Tensor.pin_memory`."""
+    """Return a pinned copy, in place of `Tensor.pin_memory`."""
     if isinstance(tensor, OnDevice):
         raise TypeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
     found = tensor.clone()

@@ -1,4 +1,4 @@
-"""The sampling half of the store on a real Redis, driven by hand: no decoder."""
+"""Sampling part of the store on a real Redis, driven step by step, without a decoder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ BODY = SampleBody(
     target_prompt_logprobs=None,
     stream=False,
 )
-#: Its body does not fit beside its request in Redis.
+#: Request with a body too large to be stored with it in Redis.
 LARGE_BODY = replace(BODY, prompt=tuple(range(5_000)))
 RESULT = Result(ResultKind.SAMPLE, b"tokens")
 
@@ -69,7 +69,7 @@ def sampler_record(
     *,
     ephemeral: bool = False,
 ) -> SamplerRecord:
-    """Describe a sampler; its session is named after its tenant."""
+    """Return a sampler's record. Its session is named after its tenant."""
     session = SessionId(f"session-of-{tenant}")
     path = f"tinker://{weights}/sampler_weights/x" if weights and not ephemeral else None
     return SamplerRecord(
@@ -79,7 +79,7 @@ def sampler_record(
 
 
 def weights_record(run: RunRecord, seq: int) -> WeightsRecord:
-    """Describe weights that the test's worker copied out of a run."""
+    """Return the record of weights that the test's worker copied out of a run."""
     return WeightsRecord(
         WeightsRef(f"{run.id}:{seq}"), run.id, run.tenant, POOL, WORKER, MODEL,
         LoraSpec(rank=1, seed=0), time.time(),
@@ -95,7 +95,7 @@ def count_waiting(redis: Any, pool: PoolId) -> int:
 
 @dataclass
 class Samples:
-    """Every role of sampling beside those of the log."""
+    """Every role of sampling, in addition to those of the log."""
 
     log: Log
     records: Records
@@ -112,15 +112,15 @@ class Samples:
         return [await self.intake.submit(sampler, seq, BODY) for seq in seqs]
 
     def claim(self, most: int = 64) -> list[RequestId]:
-        """Claim, and name what was claimed."""
+        """Claim requests. Return their ids."""
         return [claimed.request for claimed in self.sampling.claim(most)]
 
     def resolve(self, *requests: RequestId, result: Result = RESULT) -> None:
-        """End requests with one and the same result."""
+        """End requests with the same result."""
         self.sampling.resolve(dict.fromkeys(requests, result), {"sample_requests": len(requests)})
 
     def new_worker(self, worker: WorkerId = WORKER) -> SampleClaims:
-        """Take a worker's place, as another process would."""
+        """Replace a worker by another process."""
         log = self.log
         execution = Execution(log.redis, log.spool, log.results, POOL, worker)
         epoch = execution.claim()
@@ -128,7 +128,7 @@ class Samples:
         return SampleClaims(log.redis, log.spool, log.results, POOL, worker, epoch)
 
     def beat(self, worker: WorkerId) -> None:
-        """Say that a worker is alive."""
+        """Write a heartbeat of a worker."""
         self.log.redis.set(fleet_keys.worker(POOL, worker), "{}")
 
     async def save(
@@ -155,7 +155,7 @@ class Samples:
         last: bool = False,
         user_metadata: dict[str, Any] | None = None,
     ) -> dict[OpId, SaveRecords]:
-        """Accept a save, and make what its commit is to write."""
+        """Accept a save. Return the records that its commit must write."""
         await self.log.submit(run, seq, OpKind.SAVE, body=b"{}")
         has_optimizer = kind == "weights"
         weights = replace(weights_record(run, seq), has_optimizer=has_optimizer, external=external)
@@ -170,19 +170,19 @@ class Samples:
         return {(run.id, seq): SaveRecords(weights, user, overwrite, last)}
 
     async def checkpoint(self, run: RunRecord, seq: int, name: str, **how: Any) -> CheckpointRecord:
-        """Save under a name, and store it."""
+        """Save under a name, and store it. Return the checkpoint."""
         await self.save(run, seq, name=name, **how)
         self.stored(run, seq)
         kind = how.get("kind", "sampler_weights")
         return await self.records.checkpoint(run.tenant, f"tinker://{run.id}/{kind}/{name}")
 
     def stored(self, run: RunRecord, seq: int, size: int = 10, optimizer: str = "") -> bool:
-        """Say that the files of a save are durable; each has a content of its own."""
+        """Mark the files of a save as durable. Each has its own content."""
         ref = WeightsRef(f"{run.id}:{seq}")
         return self.saved.stored(ref, f"digest of {ref}", size, optimizer)
 
     def load(self, tenant: str = "a") -> tuple[int, int, int]:
-        """Read a tenant's (waiting, running, bytes)."""
+        """Return the (waiting, running, bytes) of a tenant."""
         row = self.log.redis.hmget(
             run_keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"]
         )
@@ -190,12 +190,12 @@ class Samples:
         return waiting, running, size
 
     def result(self, request: RequestId) -> Result | None:
-        """Read what a request resolved to."""
+        """Return the result of a request."""
         packed = self.log.redis.get(result_keys.result(request))
         return Result.decode(packed) if packed else None
 
     def completions(self) -> Completions:
-        """Make an API process's waiting room."""
+        """Return the completions of an API process."""
         return Completions(self.log.connection)
 
 

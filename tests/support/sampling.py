@@ -1,4 +1,4 @@
-"""Save, make samplers, sample: what a client does, on the store, with a real worker behind it."""
+"""Client steps of sampling on the store, with a real worker: save, make samplers, sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cotrain_store.messages.saves import SaveRequest
 from tests.support.samples import BODY
 from tests.support.stack import MODEL, POOL, Stack
 
-#: Long enough to be interrupted.
+#: Request that is long enough to be interrupted.
 LONG = replace(BODY, max_tokens=200, stop=(), prompt=tuple(range(1, 40)))
 SHORT = replace(BODY, max_tokens=12, stop=(), prompt=(5, 6, 7, 8), num_samples=2)
 
@@ -35,7 +35,7 @@ async def base_sampler(server: Stack, tenant: str = "a", number: int = 0) -> Sam
 async def submit_save(
     server: Stack, run: RunRecord, seq: int, *, name: str | None = None, number: int = 0
 ) -> RequestId:
-    """Ask for a save: under a name, or as the n-th sampler of the run's session."""
+    """Submit a save under a name, or as the n-th sampler of the run's session."""
     sampler = None if name else sampler_id(run.session, number)
     body = encode(SaveRequest(name=name, sampler=sampler)).encode()
     return await server.intake.submit(run, seq, OpKind.SAVE, body, 0, digest=f"{seq}")
@@ -44,7 +44,7 @@ async def submit_save(
 async def saved_sampler(
     server: Stack, run: RunRecord, seq: int, *, number: int = 0
 ) -> SamplerRecord:
-    """Save a run's weights for sampling at once, and wait for it."""
+    """Save a run's weights for sampling, and wait for the sampler."""
     result = await server.result(run, await submit_save(server, run, seq, number=number))
     return await server.records.sampler(run.tenant, result.json()["sampling_session_id"])
 
@@ -64,20 +64,22 @@ async def named_sampler(
 async def submit_sample(
     server: Stack, sampler: SamplerRecord, seq: int, body: SampleBody = SHORT, **changes: Any
 ) -> RequestId:
-    """Ask for samples."""
+    """Submit a sample request."""
     return await server.samples.submit(sampler, seq, replace(body, **changes))
 
 
 async def sample(
     server: Stack, sampler: SamplerRecord, seq: int, body: SampleBody = SHORT, **changes: Any
 ) -> bytes:
-    """Ask for samples and wait for them."""
+    """Submit a sample request. Return its result."""
     request = await submit_sample(server, sampler, seq, body, **changes)
     return await sampled(server, sampler, request)
 
 
 async def sampled(server: Stack, sampler: SamplerRecord, request: RequestId) -> bytes:
-    """Wait for samples; give them as bytes, less what legitimately differs: what was cached."""
+    """Wait for samples. Return them as bytes, without the number of cached tokens, which may
+    differ.
+    """
     result = await ended(server, sampler, request)
     assert result.kind is ResultKind.SAMPLE, result.payload
     response = wire_pb2.SampleResponse.FromString(result.payload)
@@ -86,7 +88,7 @@ async def sampled(server: Stack, sampler: SamplerRecord, request: RequestId) -> 
 
 
 async def ended(server: Stack, sampler: SamplerRecord, request: RequestId) -> Result:
-    """Wait for the end of a sample request, whatever it is."""
+    """Wait for the result of a sample request, of any kind."""
     result = await server.futures.wait(sampler.tenant, request, 300)
     assert isinstance(result, Result), f"{request} did not resolve: {result}"
     return result

@@ -1,4 +1,4 @@
-"""Small weights to save, the store that writes them, and a look at the files they leave."""
+"""Small weights to save, the store that writes them, and the files of the store."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def weights_of(value: float) -> Saved:
 
 
 def state_of(value: float) -> Saved:
-    """Make what a save to train on from copies."""
+    """Make the state that a training checkpoint copies."""
     m, v = (torch.full((layout_of(SPEC).size,), value * factor) for factor in (2, 3))
     return replace(weights_of(value), optimizer=HostOptimizer(SPEC, m, v, step=7))
 
@@ -67,14 +67,14 @@ def written(store: WeightsStore) -> None:
 
 
 def sweep_files(store: WeightsStore, samples: Samples, after_s: float = 0.0) -> None:
-    """Let a store look for files to remove, so long after now."""
+    """Remove unreferenced files of a store, at a time `after_s` seconds from now."""
     store._files.remove_orphans(
         samples.saved, store._file_sweep.unwanted, time.monotonic() + after_s
     )
 
 
 def files_in(tmp_path: Path) -> set[str]:
-    """List the files of all saves, and what is left of unfinished ones."""
+    """Return the files of all saves, including those of unfinished ones."""
     found = [
         path for path in tmp_path.glob("[weo]*/**/*") if path.is_file() or ".torn" in path.name
     ]

@@ -1,4 +1,6 @@
-"""`cotrain serve` as an operator runs it, on a free port: all its processes, forked (`tests.warm`) or not."""
+"""`cotrain serve` as an operator runs it, on a free port, with all its processes forked
+(`tests.warm`) or not.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ PATIENCE_S = 300
 
 
 class Serving:
-    """A running server; as a context manager it is stopped, in good order, at the end.
+    """Running server, stopped cleanly at the end of its block.
 
-    `options` are more of the command line, `settings` are `COTRAIN_*` variables by their full name. With
-    `by_interpreter` every process starts as an operator's do.
+    `options` are further command line options, and `settings` are `COTRAIN_*` variables by their
+    full name. With `by_interpreter`, every process is started as an operator's, without a fork.
     """
 
     def __init__(
@@ -76,16 +78,16 @@ class Serving:
 
     @property
     def log(self) -> str:
-        """What the server has printed."""
+        """Output of the server."""
         return "".join(self._lines)
 
     @property
     def operator(self) -> dict[str, str]:
-        """The header that opens `/metrics` and the whole of `/status`."""
+        """Header with the admin key for `/metrics` and the whole of `/status`."""
         return {"X-API-Key": (self._data_dir / "admin-key").read_text().strip()}
 
     def stop(self) -> int:
-        """Press Ctrl-C and wait; returns the exit status."""
+        """Send Ctrl-C and wait. Return the exit status."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         status = self._process.wait(PATIENCE_S)
@@ -95,7 +97,7 @@ class Serving:
         return status
 
     def kill(self) -> None:
-        """SIGKILL to every process at once: nothing is drained, flushed or said."""
+        """Send SIGKILL to every process at once, so that nothing is drained, flushed or printed."""
         started = [int(pid) for pid in re.findall(r"started \(pid (\d+)\)", self.log)]
         deaths = []
         for pid in (self._process.pid, *started):

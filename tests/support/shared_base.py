@@ -1,4 +1,6 @@
-"""Base models that are read once in a process: all engines and oracles of tests share their frozen weights."""
+"""Base models that are read once per process: all engines and oracles of tests share their frozen
+weights.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ from cotrain_workers.engine.model.base_model import BaseModel, make_base_model
 def shared_base(
     model: str, *, device: torch.device, dtype: torch.dtype, local_files_only: bool
 ) -> BaseModel:
-    """Return what `load_base_model` does; engines on a CPU whose model is none of their test's take it.
+    """Return the result of `load_base_model`, for engines on a CPU unless their test tests the
+    model.
 
-    The folder must stay as it is. That what is read is right, is proven where `load_base_model` is tested.
+    The folder must not change. Tests of `load_base_model` check that its contents are read
+    correctly.
     """
     assert local_files_only
     assert device.type == "cpu"
@@ -29,12 +33,12 @@ def shared_base(
 
 
 def load_plain(folder: Path, dtype: torch.dtype) -> Any:
-    """Load a model as transformers has it, with attention that computes all that the model says."""
+    """Load a model as transformers does, with attention that includes all features of the model."""
     return twin(_read(str(folder), dtype))
 
 
 def twin(network: Any) -> Any:
-    """Return another network, with modules and hooks of its own, whose weights lie in the same memory."""
+    """Return another network, with its own modules and hooks, whose weights are in the same memory."""
     shared = {
         id(each): nn.Parameter(each.detach(), requires_grad=False) for each in network.parameters()
     }
@@ -44,7 +48,7 @@ def twin(network: Any) -> Any:
 @cache
 def _read(model: str, dtype: torch.dtype) -> Any:
     capped = getattr(AutoConfig.from_pretrained(model), "attn_logit_softcapping", None)
-    # SDPA leaves out the cap of Gemma 2's scores, and transformers 5.17 takes it all the same.
+    # SDPA ignores the cap of Gemma 2's scores, and transformers 5.17 uses it nevertheless.
     attention = {"attn_implementation": "eager"} if capped else {}
     network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **attention)
     return network.eval()

@@ -1,4 +1,4 @@
-"""Scheduler and worker in this process, on a real Redis and a tiny real model: HTTP left out."""
+"""Scheduler and worker in this process, on a real Redis and a tiny real model, without HTTP."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
+
 from cotrain_scheduler.clock import Clock
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
+from cotrain_store.messages.fleet import PlanPolicy
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
@@ -32,16 +35,17 @@ from cotrain_workers.worker.bootstrap import Tuning, enter_pool
 from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.bodies import optim_body, pass_body
 from tests.support.limits import always
+from tests.support.waiting import until
 
 MODEL = "tiny"
-#: As a worker is that nothing was passed to.
+#: Tuning of a worker without arguments.
 TUNING = Tuning()
 POOL = pool_of(MODEL)
 
 
 @dataclass
 class Stack:
-    """Accepts requests and reads results; the processes behind it run beside it."""
+    """API's part of a stack: it accepts requests and reads results. Other processes execute them."""
 
     intake: Intake
     futures: Futures
@@ -95,7 +99,7 @@ async def stack(
     limits: TenantLimits | None = None,
     **scheduling: float,
 ) -> AsyncIterator[Stack]:
-    """Run the API's store objects and a scheduler; a worker is started apart (`worker`)."""
+    """Run the API's store objects and a scheduler. A worker is started separately (`worker`)."""
     connection = open_connection(redis_url)
     spool = Spool(data_dir / "spool", new_writer("api"))
     settings = SchedulerSettings.model_validate(
@@ -132,10 +136,12 @@ def worker(
     cost: ReplayCost = UNMEASURED,
     **overrides: float | str,
 ) -> Iterator[WorkerLoop]:
-    """Run a worker's loop in a thread; leaving the block ends it. `drains` leaves recovery copies."""
+    """Run a worker's loop in a thread until the end of the block. With `drains`, it writes
+    snapshots at its end.
+    """
     loop, opened = make_worker(redis_url, data_dir, engine, tuning, cost, **overrides)
     if not drains:
-        loop._residents.drain = lambda deadline_s: None  # type: ignore[method-assign]  # as a kill would
+        loop._residents.drain = lambda deadline_s: None  # type: ignore[method-assign]  # like a kill
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
@@ -154,7 +160,9 @@ def make_worker(
     cost: ReplayCost = UNMEASURED,
     **overrides: float | str,
 ) -> tuple[WorkerLoop, contextlib.ExitStack]:
-    """Build a worker's loop without running it, and what it opened: the caller closes that."""
+    """Build a worker's loop without running it. Return it with its open resources, which the caller
+    must close.
+    """
     settings = WorkerSettings.model_validate(
         {
             "redis_url": redis_url,
@@ -179,12 +187,12 @@ def make_worker(
 
 
 def snapshots(**policy: float) -> Tuning:
-    """Tune when a worker copies its runs out (`SnapshotPolicy`)."""
+    """Return a tuning with this snapshot policy (`SnapshotPolicy`)."""
     return replace(TUNING, snapshots=SnapshotPolicy(**policy))  # type: ignore[arg-type]  # one is an int
 
 
 def pool_record_for_tests() -> PoolRecord:
-    """Describe a pool of a tiny model."""
+    """Return the record of a pool with a tiny model."""
     return PoolRecord(
         id=POOL,
         base_model=MODEL,
@@ -198,3 +206,16 @@ def pool_record_for_tests() -> PoolRecord:
         numerics_id="",
         tokens_per_s=1e5,
     )
+
+
+async def policy_was_read(server: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait until the scheduler has read weights and pauses again. A read in progress does not count."""
+    passed: list[PlanPolicy] = []
+    read = server.dispatch.policy
+
+    async def recorded() -> PlanPolicy:
+        passed.append(await read())
+        return passed[-1]
+
+    monkeypatch.setattr(server.dispatch, "policy", recorded)
+    await until(lambda: len(passed) > 1)

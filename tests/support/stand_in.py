@@ -1,4 +1,4 @@
-"""A worker without an engine: it commits and resolves what a test says, through the real store."""
+"""Worker without an engine: it commits and resolves the results of a test through the real store."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from cotrain_store.weights.saved_weights import SavedWeights
 from tests.support.http_api import POOL
 
 WORKER = WorkerId("w0")
-#: Digest and bytes of the files that every save claims to have written.
+#: Digest and size in bytes of the files of every save.
 FILES = ("d" * 64, 1_000)
-#: What every run claims to have taken of the accelerator in every step.
+#: Device time in seconds of every run in every step.
 DEVICE_S = 0.25
-#: What every optimizer step claims to have found.
+#: Gradient norm of every optimizer step.
 NORM = 1 / 3
 TYPE_BY_KIND = {
     "weights": "save_weights",
@@ -58,7 +58,7 @@ TYPE_BY_KIND = {
 
 
 class StandIn:
-    """The worker of the API's pool, and its scheduler."""
+    """Worker of the API's pool, and its scheduler."""
 
     def __init__(
         self, execution: Execution, sampling: SampleClaims, saved: SavedWeights, dispatch: Dispatch
@@ -69,10 +69,10 @@ class StandIn:
         self._dispatch = dispatch
 
     async def run_log(self, *, stores: bool = True) -> list[WeightsRecord]:
-        """Plan and commit all that may run; a save leaves the records that a worker's does.
+        """Plan and commit everything runnable. A save leaves the records that a worker's does.
 
-        Its files count as durable at once, though nothing is written; without `stores`, when `store`
-        is called with what this returns.
+        Its files count as durable at once, though nothing is written. With `stores` false, they
+        count as durable when `store` is called with the returned records.
         """
         owed = []
         await self._dispatch.lead()
@@ -88,12 +88,12 @@ class StandIn:
         return owed
 
     def store(self, owed: Sequence[WeightsRecord]) -> None:
-        """Say that the files of saves are durable. Twice is harmless."""
+        """Mark the files of saves as durable. A second call has no effect."""
         for weights in owed:
             self.saved.stored(weights.ref, *FILES, optimizer_of(weights))
 
     def claim(self) -> list[ClaimedSample]:
-        """Take every waiting sample request."""
+        """Claim every waiting sample request."""
         return self.sampling.claim(1_000)
 
     def finish(
@@ -141,13 +141,13 @@ class StandIn:
 
 
 def loss_of(seq: int) -> float:
-    """What the pass with this seq claims to have found; as text, 14 digits would not hold it."""
+    """Return the loss of the pass with this seq. As text, it needs more than 14 digits."""
     return seq + 0.1 + 0.2
 
 
 @contextlib.contextmanager
 def stand_in(services: Services) -> Iterator[StandIn]:
-    """Enter as the worker of the API's pool."""
+    """Start as the worker of the API's pool."""
     settings = services.settings
     redis, writer = open_sync_connection(settings.redis_url), new_writer("stand-in")
     spool, results = (settings.open_spool(name) for name in (writer, RESULTS + writer))
@@ -167,7 +167,7 @@ def stand_in(services: Services) -> Iterator[StandIn]:
 def output(
     *sequences: Sequence[int], stop_reason: Literal["stop", "length"] = "length", **changes: Any
 ) -> Any:
-    """Make what a decoder gives: every token has the log-prob minus its id."""
+    """Make the output of a decoder, in which the log-prob of every token is minus its id."""
     whole = {
         "sequences": [
             SimpleNamespace(
@@ -220,12 +220,12 @@ def save_records(op: QueuedOp, tenant: TenantId, save: SaveRequest) -> SaveRecor
 
 
 def optimizer_of(weights: WeightsRecord) -> str:
-    """Name the file of the optimizer state, where there is one."""
+    """Return the digest of the optimizer state file, or "" if there is none."""
     return FILES[0] if weights.has_optimizer else ""
 
 
 def save_result(user: CheckpointRecord | SamplerRecord, request: SaveRequest) -> Result:
-    """Say what a save answers."""
+    """Return the result of a save."""
     said: dict[str, Any] = {"type": TYPE_BY_KIND[request.kind]}
     if isinstance(user, CheckpointRecord):
         return Result.of_json(said | {"path": user.path} | request.answer)

@@ -1,4 +1,6 @@
-"""A proxy that answers some requests itself, as a login page or a maintenance notice before a server does."""
+"""Proxy that answers some requests itself, such as a login page or a maintenance notice in front of
+a server.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 @dataclass(frozen=True)
 class Swapped:
-    """An answer that is not the server's."""
+    """Answer of the proxy in place of the server's."""
 
     status: int = 200
     content: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
     is_passed_on: bool = False
-    """Whether the server gets the request all the same."""
+    """True if the server receives the request nevertheless."""
 
 
 PAGE = {"Content-Type": "text/html"}
@@ -41,11 +43,11 @@ FOREIGN = {
 
 
 class SwappingProxy:
-    """Stands before `upstream`, below `prefix`; `swaps` holds what it answers itself, first come, first served."""
+    """Proxy in front of `upstream`, below `prefix`. `swaps` has its own answers, used in order."""
 
     def __init__(self, upstream: str, prefix: str = "") -> None:
         self.swaps: dict[str, list[Swapped]] = {}
-        """Endpoint → answers to the next requests of it."""
+        """Endpoint → answers to its next requests."""
         self.prefix = prefix
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, upstream))
@@ -67,7 +69,7 @@ class SwappingProxy:
         return f"http://127.0.0.1:{self._server.server_port}{self.prefix}"
 
     def next_swap(self, endpoint: str) -> Swapped | None:
-        """Take the next answer to an endpoint, where it has one."""
+        """Return and remove the next answer to an endpoint, or None."""
         with self._lock:
             waiting = self.swaps.get(endpoint)
             return waiting.pop(0) if waiting else None

@@ -1,4 +1,4 @@
-"""A served API whose worker says what a test tells it to, token by token, through the real store."""
+"""Served API with a worker that follows a test's script, token by token, through the real store."""
 
 from __future__ import annotations
 
@@ -38,38 +38,38 @@ CHAT_TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
 
 @dataclass
 class Script:
-    """What the worker does with the requests it gets."""
+    """Script of the worker for the requests that it receives."""
 
     text: str = "Hello"
     tokens: tuple[int, ...] | None = None
-    """Said in place of the text."""
+    """Tokens of the answer in place of those of the text."""
     failure: str = ""
     lost: frozenset[int] = frozenset()
-    """The places of tokens that no listener hears of before the result."""
+    """Positions of tokens that are not streamed before the result."""
     is_holding: bool = False
-    """Leave requests unanswered, until their clients cancel them."""
+    """True to leave requests unanswered, until their clients cancel them."""
     cut_at: int | None = None
-    """After so many tokens the context is full."""
+    """Number of tokens after which the context is full."""
     seen: list[SampleBody] = field(default_factory=list)
     vocabulary: Tokenizer = VOCABULARY
     cancelled: int = 0
-    """How many requests their clients gave up."""
+    """Number of requests that their clients cancelled."""
     _news: threading.Condition = field(default_factory=threading.Condition)
 
     def note(self, body: SampleBody) -> None:
-        """Remember a request that came."""
+        """Record a received request."""
         with self._news:
             self.seen.append(body)
             self._news.notify_all()
 
     def note_cancelled(self) -> None:
-        """Count a request that its client gave up."""
+        """Count a request that its client cancelled."""
         with self._news:
             self.cancelled += 1
             self._news.notify_all()
 
     def wait_for(self, seen: int = 0, cancelled: int = 0) -> None:
-        """Wait until so many have come, and so many were given up."""
+        """Wait until at least `seen` requests have arrived, and `cancelled` were cancelled."""
 
         def is_so() -> bool:
             return len(self.seen) >= seen and self.cancelled >= cancelled
@@ -80,7 +80,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Talking:
-    """A running server and the script of its worker."""
+    """Running server with the script of its worker."""
 
     address: str
     services: Services
@@ -119,7 +119,7 @@ def talking_api(
 def write_language(
     folder: Path, template: str | None = CHAT_TEMPLATE, vocabulary: Tokenizer = VOCABULARY
 ) -> None:
-    """Write what a worker writes of its model's tokenizer."""
+    """Write the tokenizer files of a worker's model."""
     tokenizer = folder / "tokenizers" / POOL.tokenizer
     tokenizer.mkdir(parents=True, exist_ok=True)
     vocabulary.save(str(tokenizer / "tokenizer.json"))
@@ -130,7 +130,7 @@ def write_language(
 
 
 class Talker:
-    """The worker's loop."""
+    """Loop of the worker."""
 
     def __init__(self, worker: StandIn, publisher: TokenPublisher, script: Script) -> None:
         self._worker = worker
@@ -139,7 +139,7 @@ class Talker:
         self._is_stopped = False
 
     def run(self) -> None:
-        """Answer until told to stop."""
+        """Answer requests until `stop` is called."""
         while not self._is_stopped:
             self._worker.execution.wait(0.02)
             for claimed in self._worker.claim():
@@ -184,7 +184,7 @@ class Talker:
 
 
 def spoken(script: Script, body: SampleBody) -> tuple[list[int], Literal["stop", "length"]]:
-    """Cut the script's text into the tokens a decoder would give, with what made it stop."""
+    """Return the tokens that a decoder would give for the script's text, with the stop reason."""
     vocabulary = script.vocabulary
     tokens = list(script.tokens or vocabulary.encode(script.text, add_special_tokens=False).ids)
     for count in range(1, len(tokens) + 1):
@@ -197,7 +197,7 @@ def spoken(script: Script, body: SampleBody) -> tuple[list[int], Literal["stop",
 
 
 def likeliest(tokens: Sequence[int], k: int) -> Any:
-    """Say that each token was the likeliest, and 1, 2, … came next."""
+    """Return top-k lists in which each token is the likeliest, followed by 1, 2, …"""
     if not k:
         return None
     ids = [[token, *range(1, k)] for token in tokens]
@@ -210,7 +210,7 @@ def likeliest(tokens: Sequence[int], k: int) -> Any:
 
 @contextlib.contextmanager
 def in_thread(run: Any, stop: Any) -> Iterator[threading.Thread]:
-    """Run something beside the test until the block ends."""
+    """Run a function in a thread until the end of the block."""
     thread = threading.Thread(target=run)
     thread.start()
     try:

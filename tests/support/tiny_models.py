@@ -1,4 +1,4 @@
-"""Write tiny random models of every supported family to a folder, in seconds and without a hub."""
+"""Tiny random models of every supported family, written to a folder in seconds and without a hub."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SHAPE: Mapping[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "initializer_range": 0.15,  # large enough for a tiny model to have opinions
+    "initializer_range": 0.15,  # large enough for clear differences between log-probs
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": 2,
-    # Left on, as most hubs' configs have it: whoever packs sequences must survive it.
+    # On, as in most hub configs: code that packs sequences must work with it.
     "use_cache": True,
 }
 GEMMA: Mapping[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16}
@@ -49,7 +49,7 @@ ROPE_LLAMA3: Mapping[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 
-# family -> (configuration class, what makes this family different from its neighbours)
+# family -> (configuration class, its differences from the other families)
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "qwen3-window": (

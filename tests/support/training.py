@@ -29,7 +29,7 @@ MODULES = {
 def random_datum(
     rng: np.random.Generator, loss_fn: str, length: int, *, vocab: int = 128, columns: int = 0
 ) -> Datum:
-    """Return a datum with every input that `loss_fn` reads; `columns > 0` makes them 2-D."""
+    """Return a datum with every input that `loss_fn` reads. `columns > 0` makes them 2-D."""
     shape = (length, columns) if columns else (length,)
     targets = rng.integers(0, vocab, shape)
     values: dict[str, Any] = {
@@ -45,7 +45,7 @@ def random_datum(
 
 @dataclass(frozen=True)
 class Tenant:
-    """One run of a test: what it trains, on what lengths, with which loss."""
+    """One run of a test: adapter, lengths, loss."""
 
     run: str
     spec: AdapterSpec
@@ -55,9 +55,9 @@ class Tenant:
     learning_rate: float = 1e-2
 
     def ops(self, cycle: int) -> list[Op]:
-        """Return this run's ops of one cycle, the same whoever else is in it.
+        """Return this run's ops of one cycle, which do not depend on other runs in it.
 
-        Cycle 0 creates the run; every cycle holds two gradient passes around a forward, and a step.
+        Cycle 0 creates the run. Every cycle has two gradient passes around a forward, and a step.
         """
         rng = np.random.default_rng([cycle, *self.run.encode()])
         first = 5 * cycle
@@ -76,7 +76,7 @@ class Tenant:
         return [*ops, step]
 
 
-# Ranks, targets, losses, alphas and lengths that differ in every way; lengths 1 and 2 among them.
+# Runs with various ranks, targets, losses, alphas and lengths, including lengths 1 and 2.
 MIX = (
     Tenant("all-8", AdapterSpec(8, seed=1), "cross_entropy", (17, 1, 40, 2)),
     Tenant("attn-1", AdapterSpec(1, 2, train_mlp=False, train_unembed=False), "ppo", (33, 33)),
@@ -98,7 +98,7 @@ class PeftOracle:
         config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=modules)
         base: Any = load_plain(folder, dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tied embeddings, and names that transformers retired
+            warnings.simplefilter("ignore")  # tied embeddings, and deprecated names of transformers
             self.model = get_peft_model(base.to(device), config, autocast_adapter_dtype=False)
         self._parameters = {
             name.removeprefix("base_model.model."): parameter
@@ -137,7 +137,9 @@ class PeftOracle:
         return torch.log_softmax(logits, -1).gather(1, columns).reshape(targets.shape)
 
     def backward(self, op: Pass) -> tuple[float, float]:
-        """Add the gradient of a pass, datum by datum; return its summed loss, and that of absolute terms."""
+        """Add the gradient of a pass, datum by datum. Return its summed loss, and that of absolute
+        terms.
+        """
         total, size = 0.0, 0.0
         loss = LOSSES[op.loss_fn]
         for datum in op.datums:
@@ -153,15 +155,15 @@ class PeftOracle:
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the largest difference over the largest value."""
+    """Return the largest difference relative to the largest value."""
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def mean_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the root of the mean squared difference over the largest value."""
+    """Return the root mean square of the difference relative to the largest value."""
     return float((ours - theirs).square().mean().sqrt() / theirs.abs().max())
 
 
 def same_bits(one: AdapterState, other: AdapterState) -> bool:
-    """Return whether two states are equal to the bit."""
+    """Return True if two states have equal bits."""
     return one.digest() == other.digest()

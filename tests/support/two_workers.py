@@ -1,4 +1,4 @@
-"""Two workers of one pool, as tests of drains, leaving and moves look at them."""
+"""Two workers of one pool, for tests of drains, departures and moves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ STEP = 4
 
 
 def heartbeat(redis: Any, name: WorkerId) -> dict[str, Any]:
-    """Read what a worker says about itself; empty once it is gone."""
+    """Return the heartbeat of a worker, or an empty dict if it has none."""
     row = redis.get(fleet_keys.worker(POOL, name))
     return json.loads(row) if row else {}
 
 
 def is_listed(redis: Any, name: WorkerId) -> bool:
-    """Tell whether a worker is on its pool's list."""
+    """Return True if a worker is registered in its pool."""
     return bool(redis.sismember(fleet_keys.workers(POOL), name))

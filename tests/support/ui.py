@@ -1,4 +1,4 @@
-"""A browser's part in tests without one: logging in and sending forms."""
+"""Browser steps for tests without a browser: logging in and sending forms."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import httpx
 
 
 async def log_in(http: httpx.AsyncClient, key: str, target: str = "/ui") -> httpx.Response:
-    """Open the form and send it with a key; the client keeps the session's cookie."""
+    """Open the form and send it with a key. The client keeps the session's cookie."""
     form = await http.get("/ui/login")
     body = {"key": key, "csrf": csrf_of(form.text), "next": target}
     return await http.post("/ui/login", data=body)
 
 
 async def log_out(http: httpx.AsyncClient) -> httpx.Response:
-    """Press the button."""
+    """Send the form of the logout button."""
     return await send(http, "/ui/logout", {})
 
 
@@ -27,6 +27,6 @@ async def send(http: httpx.AsyncClient, path: str, fields: Mapping[str, str]) ->
 
 
 def csrf_of(page: str) -> str:
-    """Read the token of a page's forms."""
+    """Return the token of a page's forms."""
     token: str = re.findall(r'name="csrf" (?:value|content)="([^"]+)"', page)[0]
     return token

@@ -1,4 +1,4 @@
-"""Adapters and archives as tenants upload them: good ones, and ones that mean harm."""
+"""Adapters and archives that tenants upload: valid and malicious ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ TENSORS = "adapter_model.safetensors"
 
 
 def config(**changes: Any) -> bytes:
-    """Write what PEFT saves beside an adapter of rank 4 on q_proj."""
+    """Return the config that PEFT writes for an adapter of rank 4 on q_proj."""
     plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     return json.dumps({**plain, **changes}).encode()
 
 
 def safetensors(shape_by_name: Mapping[str, Sequence[int]], dtype: str = "F32") -> bytes:
-    """Write tensors of these shapes, filled with small numbers, and no library's help."""
+    """Return a file with tensors of these shapes and small random values, written without a
+    library.
+    """
     header, blobs, end = {}, [], 0
     for number, (name, shape) in enumerate(shape_by_name.items()):
         values = np.random.default_rng(number).normal(0, 0.1, shape)
@@ -38,12 +40,12 @@ def safetensors(shape_by_name: Mapping[str, Sequence[int]], dtype: str = "F32") 
 
 
 def raw_safetensors(header: bytes, content: bytes = b"") -> bytes:
-    """Put a header of any bytes before some content."""
+    """Return a file with a header of any bytes, followed by its content."""
     return len(header).to_bytes(8, "little") + header + content
 
 
 def q_proj(rank: int = 4, inputs: int = 6, outputs: int = 10, **changes: Any) -> bytes:
-    """Write the two matrices of an adapter on one q_proj."""
+    """Return a file with the two matrices of an adapter on one q_proj."""
     shapes = {
         f"{PREFIX}.lora_A.weight": (rank, inputs),
         f"{PREFIX}.lora_B.weight": (outputs, rank),
@@ -52,12 +54,12 @@ def q_proj(rank: int = 4, inputs: int = 6, outputs: int = 10, **changes: Any) ->
 
 
 def tar(members: Mapping[str, bytes], mode: str = "w") -> bytes:
-    """Write a tar, or with `w:gz` a compressed one."""
+    """Return a tar, or with `w:gz` a compressed one."""
     return tar_of([(tarfile.TarInfo(name), content) for name, content in members.items()], mode)
 
 
 def tar_of(members: Sequence[tuple[tarfile.TarInfo, bytes]], mode: str = "w") -> bytes:
-    """Write a tar of these very headers."""
+    """Return a tar with exactly these headers."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
         for info, content in members:
@@ -67,5 +69,5 @@ def tar_of(members: Sequence[tuple[tarfile.TarInfo, bytes]], mode: str = "w") ->
 
 
 def adapter(**changes: bytes) -> dict[str, bytes]:
-    """Give the two files of a good adapter."""
+    """Return the two files of a valid adapter."""
     return {CONFIG: config(), TENSORS: q_proj(), **changes}

@@ -1,4 +1,4 @@
-"""Trained adapters to sample from with the vLLM decoder, and what a test asks of it."""
+"""Trained adapters for sampling with the vLLM decoder, and helpers for requests to it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROMPT = np.arange(40, 48)
 
 
 class Trained:
-    """An engine with a few runs that were trained one step, and the folders of their weights."""
+    """Engine with a few runs that were trained for one step, and the folders of their weights."""
 
     SPECS = (
         AdapterSpec(4, seed=0),
@@ -64,7 +64,7 @@ class Trained:
             self.folders[run] = root / write_folder(Folder(root), weights, layout, BASE).key
 
     def decoder(self, url: str, **settings: Any) -> VllmDecoder:
-        """Return a decoder that asks the server at `url` for these runs."""
+        """Return a decoder that uses the server at `url` for these runs."""
         defaults: dict[str, Any] = {
             "folder": self.folders.__getitem__,
             "targets": self.engine.targets,
@@ -121,7 +121,7 @@ def finish(decoder: VllmDecoder) -> dict[str, SampleOutput | Failure]:
 
 
 def steps(decoder: VllmDecoder) -> Iterator[Progress]:
-    """Yield every step until nothing is left to do."""
+    """Yield every step until no work is left."""
     while decoder.busy:
         yield decoder.step()
         time.sleep(0.001)  # a step never waits, and the server computes on the same cores

@@ -1,4 +1,4 @@
-"""docs/configuration.md lists every setting of every process, with its default."""
+"""Settings in docs/reference/configuration.md: every setting of every process, with its default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cotrain_store.settings.scheduler import SchedulerSettings
 from cotrain_store.settings.store import PREFIX, StoreSettings
 from cotrain_store.settings.worker import WorkerSettings
 
-PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()
 UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1024**2, "GiB": 1024**3}
 SECTIONS: dict[str, type[BaseSettings]] = {
     "Every process": StoreSettings,
@@ -27,7 +27,7 @@ SECTIONS: dict[str, type[BaseSettings]] = {
 
 
 def told(section: str, pattern: str = "`COTRAIN_") -> dict[str, str]:
-    """Read the variables of a section and their defaults."""
+    """Return the variables of a section with their defaults."""
     text = PAGE.split(f"## {section}\n")[1].split("\n## ")[0]
     found: dict[str, str] = {}
     for row in re.findall(rf"^\| ({pattern}.*)$", text, re.MULTILINE):
@@ -37,7 +37,7 @@ def told(section: str, pattern: str = "`COTRAIN_") -> dict[str, str]:
 
 
 def read(default: str) -> str:
-    """Write a default of the page as `written` does."""
+    """Convert a default of the page to the form of `written`."""
     number, _, unit = default.strip().partition(" ")
     return str(int(number) * UNITS[unit]) if unit else number
 
@@ -55,7 +55,7 @@ def written(default: Any) -> str:
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_setting_is_told_with_its_default(section: str) -> None:
+def test_every_setting_is_documented_with_its_default(section: str) -> None:
     shared = {} if section == "Every process" else StoreSettings.model_fields
     fields = {
         f"{PREFIX}{name}".upper(): "" if field.is_required() else written(field.default)
@@ -65,7 +65,7 @@ def test_every_setting_is_told_with_its_default(section: str) -> None:
     assert {name: read(default) for name, default in told(section).items()} == fields
 
 
-def test_every_quota_is_told_with_its_default() -> None:
+def test_every_quota_is_documented_with_its_default() -> None:
     page = told("API", "`[a-z]")
     fields = {name: written(field.default) for name, field in Quotas.model_fields.items()}
     assert {name: read(default) for name, default in page.items()} == fields

@@ -1,4 +1,4 @@
-"""The pinned versions: complete, the ones the tests run with, and used by every command."""
+"""Pinned versions: complete, equal to the tested ones, and used by every command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pins() -> dict[str, Requirement]:
 
 
 def asked_for() -> list[Requirement]:
-    """Everything pyproject.toml names for this Python, except our own extras."""
+    """Return every requirement in pyproject.toml for this Python, except our own extras."""
     extras = PROJECT["project"]["optional-dependencies"].values()
     lines = [line for extra in extras for line in extra] + PROJECT["dependency-groups"]["dev"]
     found = [Requirement(line) for line in PROJECT["project"]["dependencies"] + lines]
@@ -33,26 +33,26 @@ def asked_for() -> list[Requirement]:
 
 
 @pytest.mark.parametrize("requirement", asked_for(), ids=lambda requirement: requirement.name)
-def test_what_we_ask_for_is_pinned_to_what_the_tests_run_with(requirement: Requirement) -> None:
+def test_every_requirement_is_pinned_to_the_tested_version(requirement: Requirement) -> None:
     (pin,) = pins()[canonicalize_name(requirement.name)].specifier
     assert pin.operator == "=="
     assert requirement.specifier.contains(pin.version)
     assert Version(version(requirement.name)).public == pin.version
 
 
-def test_pins_name_no_build_no_place_and_no_index() -> None:
+def test_pins_have_no_build_tag_and_no_url() -> None:
     for pin in pins().values():
         assert pin.url is None
         assert "+" not in str(pin.specifier)
 
 
-def test_the_command_that_readme_shows_uses_the_pins() -> None:
+def test_the_install_command_of_the_readme_uses_the_pins() -> None:
     installs = re.findall(r"pip install [^`\n]*\[\w+\]", (ROOT / "README.md").read_text())
     assert installs
     assert all("-c constraints.txt" in line for line in installs)
 
 
-def test_make_installs_nothing_without_its_hash_but_torch_and_ourselves() -> None:
+def test_make_installs_only_torch_and_ourselves_without_hashes() -> None:
     lines = (ROOT / "Makefile").read_text().splitlines()
     unchecked = [
         line.split()[-1] for line in lines
@@ -76,21 +76,21 @@ def hashed(name: str) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def test_every_pin_has_its_hashes_but_torch() -> None:
+def test_every_pin_except_torch_has_hashes() -> None:
     versions = {name: str(pin.specifier).removeprefix("==") for name, pin in pins().items()}
     del versions["torch"]
     known = hashed("hashes.txt")
-    assert {name: known[name][0] for name in versions} == versions  # else: make hashes
+    assert {name: known[name][0] for name in versions} == versions  # otherwise: make hashes
     assert all(hashes for _, hashes in known.values())
     assert hashed("pip.txt") == {"pip": known["pip"]}
 
 
-def test_what_has_a_hash_and_no_pin_is_asked_for_by_torch_or_another_platform() -> None:
+def test_a_hash_without_a_pin_belongs_to_torch_or_another_platform() -> None:
     for name in hashed("hashes.txt").keys() - pins().keys():
         assert re.match(r"nvidia-|cuda-|triton$|colorama$|httpx2-jsfetch$", name), name
 
 
-def test_a_list_for_pip_follows_extras_that_name_others() -> None:
+def test_a_list_for_pip_includes_extras_of_extras() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "pins" / "requirements_of.py", "all"],
         capture_output=True, text=True, check=True,

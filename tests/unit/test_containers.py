@@ -1,4 +1,4 @@
-"""The compose files and the Dockerfile say what the code says; no container engine is needed."""
+"""Compose files and Dockerfile compared with the code, without a container engine."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ SETTINGS: dict[str, type[BaseSettings]] = {
     "scheduler": SchedulerSettings,
     "worker": WorkerSettings,
 }
-#: All that a process may write to.
+#: Every folder that a process may write to.
 WRITABLE = {"/data", "/tmp"}
-#: Of others' images, the user and the folder that this one owns.
+#: User and writable folder of each third-party image.
 OTHERS = {
     "prometheus": ("65534:65534", {"/prometheus", "/tmp"}),
     "grafana": ("472:0", {"/var/lib/grafana", "/tmp"}),
 }
 
-#: What docker-compose 1.29 and Compose v2 both know.
+#: Keys that docker-compose 1.29 and Compose v2 both support.
 TOP_LEVEL = {"services", "networks", "volumes", "configs", "secrets"}
 
 
 @pytest.mark.parametrize("service", SETTINGS)
-def test_every_container_runs_a_module_that_is_there(service: str) -> None:
+def test_every_container_runs_an_existing_module(service: str) -> None:
     package = module_of(SERVICES[service]["command"])
     assert find_spec(f"{package}.__main__") is not None
 
 
 @pytest.mark.parametrize("service", SETTINGS)
-def test_the_image_runs_by_default_what_one_of_its_services_runs(service: str) -> None:
+def test_the_default_command_of_an_image_is_that_of_one_of_its_services(service: str) -> None:
     target = SERVICES[service]["build"]["target"]
     stage = next(i for i, (_, args) in enumerate(INSTRUCTIONS) if args.endswith(f" AS {target}"))
     command = next(args for name, args in INSTRUCTIONS[stage:] if name == "CMD")
@@ -78,7 +78,7 @@ def test_every_variable_is_a_setting_of_the_process_that_gets_it(service: str) -
 
 @pytest.fixture
 def given(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Set what a container's process finds set; its password lies in a folder of ours."""
+    """Set the variables of a container's process, with its password in a temporary folder."""
     variables = image_environment() | environment(SERVICES[service])
     (tmp_path / "redis-password").write_text("s3cret")
     file = Path(variables["COTRAIN_REDIS_PASSWORD_FILE"])
@@ -96,12 +96,12 @@ def test_a_process_starts_with_the_settings_it_is_given(service: str) -> None:
     assert settings.redis_url == "redis://:s3cret@redis:6379/0"
 
 
-def test_there_may_be_any_number_of_workers() -> None:
-    """`--scale worker=4`: nothing of one container may be another one's, too."""
+def test_the_number_of_workers_is_free() -> None:
+    """With `--scale worker=4`, no resource may belong to one container only."""
     worker = SERVICES["worker"]
     assert not {"container_name", "hostname", "ports"} & worker.keys()
     assert "COTRAIN_WORKER_ID" not in worker["environment"]
-    assert "data:/data" in worker["volumes"]  # the locks of worker ids lie there
+    assert "data:/data" in worker["volumes"]  # the locks of worker ids are there
 
 
 def test_the_gpu_file_only_adds_to_the_worker() -> None:
@@ -113,7 +113,7 @@ def test_the_gpu_file_only_adds_to_the_worker() -> None:
 
 
 @pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml"])
-def test_the_compose_files_keep_to_what_old_and_new_compose_understand(name: str) -> None:
+def test_the_compose_files_use_keys_of_both_compose_versions(name: str) -> None:
     top = {key for key in read_compose(name) if not key.startswith("x-")}
     assert top <= TOP_LEVEL
 
@@ -126,7 +126,7 @@ def test_every_limit_of_the_server_can_be_set() -> None:
     assert {f"{PREFIX}{name}".upper() for name in limits} <= set(SERVICES["api"]["environment"])
 
 
-def test_everything_that_can_be_set_is_told_at_the_top_of_the_compose_file() -> None:
+def test_every_compose_setting_is_described_at_the_top_of_the_file() -> None:
     text = (ROOT / "docker-compose.yml").read_text()
     header = text.partition("\nx-process")[0]
     passed_on = {n for s in SETTINGS for n, v in SERVICES[s]["environment"].items() if v is None}
@@ -135,7 +135,7 @@ def test_everything_that_can_be_set_is_told_at_the_top_of_the_compose_file() -> 
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_process_has_no_rights_to_lose(service: str) -> None:
+def test_a_process_has_no_unneeded_rights(service: str) -> None:
     container = SERVICES[service]
     user, others_writable = OTHERS.get(service, ("10001:10001", None))
     assert container["user"].split()[0] == user
@@ -150,25 +150,25 @@ def test_a_process_has_no_rights_to_lose(service: str) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_process_takes_no_more_than_its_share_of_the_host(service: str) -> None:
+def test_a_process_has_a_memory_and_a_process_limit(service: str) -> None:
     assert interpolate(SERVICES[service]["mem_limit"]).endswith("g")
     assert SERVICES[service]["pids_limit"] <= 4096
 
 
-def test_redis_may_hold_its_data_twice() -> None:
+def test_redis_has_twice_its_memory() -> None:
     config = (ROOT / "docker" / "redis" / "redis.conf").read_text()
     (maxmemory,) = re.findall(r"^maxmemory (\d+)gb$", config, re.MULTILINE)
     (limit,) = re.findall(r"(\d+)g", interpolate(SERVICES["redis"]["mem_limit"]))
     assert int(limit) > 2 * int(maxmemory)
 
 
-def test_redis_publishes_no_port_and_meets_only_our_processes() -> None:
+def test_redis_publishes_no_port_and_has_an_internal_network() -> None:
     assert "ports" not in SERVICES["redis"]
     assert SERVICES["redis"]["networks"] == ["store"]
     assert COMPOSE["networks"]["store"]["internal"] is True
 
 
-def test_only_what_serves_and_what_fetches_reaches_the_world() -> None:
+def test_only_serving_and_fetching_containers_have_outside_access() -> None:
     outside = {name for name, service in SERVICES.items() if service["networks"] != ["store"]}
     assert outside == {"api", "model", "prometheus", "grafana"}
     assert SERVICES["prometheus"]["networks"] == ["store", "observe"]
@@ -178,7 +178,7 @@ def test_only_what_serves_and_what_fetches_reaches_the_world() -> None:
     assert environment(SERVICES["worker"])["HF_HUB_OFFLINE"] == "1"
 
 
-def test_what_fetches_the_base_model_knows_no_key_and_ends_before_the_worker_starts() -> None:
+def test_the_model_fetcher_has_no_key_and_ends_before_the_worker_starts() -> None:
     model, worker = SERVICES["model"], SERVICES["worker"]
     assert {n for n in model["environment"] if n.startswith(PREFIX)} == set()
     assert not any(volume.startswith("secret:") for volume in model["volumes"])
@@ -187,13 +187,13 @@ def test_what_fetches_the_base_model_knows_no_key_and_ends_before_the_worker_sta
     assert find_spec(module_of(model["command"])) is not None
 
 
-def test_the_libraries_of_a_server_start_no_thread_per_core() -> None:
+def test_the_libraries_of_a_server_start_one_thread() -> None:
     bounds = {name for _, args in INSTRUCTIONS for name in re.findall(r"(\w+_NUM_THREADS)=1", args)}
     assert bounds == {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"}
     assert ("ENV", "GOMP_SPINCOUNT=10000") in INSTRUCTIONS
 
 
-def test_all_processes_wait_for_redis_and_come_back_when_they_die() -> None:
+def test_all_processes_wait_for_redis_and_are_restarted() -> None:
     for service in SETTINGS:
         assert SERVICES[service]["depends_on"]["redis"]["condition"] == "service_healthy"
     restarts = {name: service["restart"] for name, service in SERVICES.items()}
@@ -203,7 +203,7 @@ def test_all_processes_wait_for_redis_and_come_back_when_they_die() -> None:
 
 @pytest.mark.parametrize("service", ["api"])
 @pytest.mark.usefixtures("given")
-def test_the_health_checks_ask_for_pages_that_the_server_has(service: str) -> None:
+def test_the_health_checks_request_existing_pages(service: str) -> None:
     paths = set(create_app(ServerSettings()).openapi()["paths"])
     checks = [SERVICES[name]["healthcheck"]["test"] for name in (service, "worker")]
     for _, *command, url in checks:
@@ -221,7 +221,7 @@ def test_mounted_folders_are_in_the_repository(service: str) -> None:
             assert source in COMPOSE["volumes"]
 
 
-def test_each_process_shows_its_metrics_where_prometheus_looks_and_nowhere_else() -> None:
+def test_metrics_are_exposed_only_to_prometheus() -> None:
     config = yaml.safe_load((ROOT / "docker" / "observe" / "prometheus.yml").read_text())
     looked_at = {name for job in config["scrape_configs"] for name in _targets(job)}
     ports = {name: environment(SERVICES[name])["COTRAIN_METRICS_PORT"] for name in SETTINGS}
@@ -232,13 +232,13 @@ def test_each_process_shows_its_metrics_where_prometheus_looks_and_nowhere_else(
 
 
 def _targets(job: dict[str, Any]) -> list[str]:
-    """List what a job scrapes; a name stands for all containers of a service."""
+    """Return the scrape targets of a job. A name stands for all containers of a service."""
     static = [each for one in job.get("static_configs", ()) for each in one["targets"]]
     found = [f"{n}:{dns['port']}" for dns in job.get("dns_sd_configs", ()) for n in dns["names"]]
     return static + found
 
 
-def test_the_images_are_built_from_files_that_are_there_and_let_through() -> None:
+def test_the_images_are_built_from_existing_files_not_ignored_by_docker() -> None:
     let_through = (ROOT / ".dockerignore").read_text()
     for name, arguments in INSTRUCTIONS:
         *sources, _ = arguments.split()
@@ -248,7 +248,7 @@ def test_the_images_are_built_from_files_that_are_there_and_let_through() -> Non
                 assert source == "." or f"!{source}\n" in let_through
 
 
-def test_the_server_image_asks_for_nothing_that_needs_torch() -> None:
+def test_the_server_image_installs_nothing_that_needs_torch() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -258,7 +258,7 @@ def test_the_server_image_asks_for_nothing_that_needs_torch() -> None:
     assert len(installed) == 1
 
 
-def test_every_package_in_an_image_is_checked_against_its_hash_but_torch() -> None:
+def test_every_package_of_an_image_except_torch_has_a_hash() -> None:
     unchecked = [
         args for args in installs()
         if not re.search(r"--constraint \$PINS|--require-hashes|--no-index", args)
@@ -268,13 +268,13 @@ def test_every_package_in_an_image_is_checked_against_its_hash_but_torch() -> No
 
 
 def installs() -> list[str]:
-    """List the calls of pip that install something."""
+    """Return the calls of pip that install packages."""
     ran = " && ".join(args for name, args in INSTRUCTIONS if name == "RUN")
     return [command for command in ran.split("&&") if "pip install" in command]
 
 
 def image_environment() -> dict[str, str]:
-    """What the Dockerfile sets for the processes."""
+    """Return the variables that the Dockerfile sets for the processes."""
     variables = " ".join(args for name, args in INSTRUCTIONS if name == "ENV")
     return dict(re.findall(rf"({PREFIX}\w+)=(\S+)", variables))
 

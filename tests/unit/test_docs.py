@@ -1,4 +1,4 @@
-"""The documentation holds together: its links lead somewhere, its Python can be read.
+"""Documentation pages: links with a target, and Python blocks that compile.
 
 `tests/conformance/test_guide.py` runs that Python on a real server.
 """
@@ -17,7 +17,7 @@ from tests.support.notebook import run_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-GUIDE = [page for page in PAGES if page.parent.name == "guide"]
+GUIDE = [page for page in PAGES if page.parent.name in ("get-started", "guide")]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 CODE_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 PATH = re.compile(r"`([\w./-]+\.(?:py|lua|sh|proto))\b[^`\n]*`")
@@ -27,13 +27,13 @@ NOT_OURS = {"checkpoint.py", "upload_weights.py"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_has_a_target(page: Path) -> None:
     dead = [target for target in links(page) if not _leads_somewhere(page, target)]
     assert not dead
 
 
 @pytest.mark.parametrize("page", CODE_PAGES, ids=lambda page: page.name)
-def test_every_file_and_folder_that_a_page_names_is_there(page: Path) -> None:
+def test_every_file_and_folder_named_by_a_page_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     missing = [path for path in PATH.findall(text) if path not in NOT_OURS | known_files()]
     missing += [folder for folder in FOLDER.findall(text) if not (ROOT / folder).is_dir()]
@@ -60,29 +60,29 @@ def test_a_page_of_the_guide_is_short_and_begins_with_code(page: Path) -> None:
     assert any(line == "```python" for line in lines[:30])
 
 
-def test_a_change_has_one_room_and_a_file_to_open_first_in_it() -> None:
-    page = (ROOT / "docs" / "where-to-change.md").read_text(encoding="utf-8")
+def test_every_change_has_one_folder_and_a_first_file_in_it() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 10
-    for what, room, first, *_ in rows:
-        (folder,) = FOLDER.findall(room)
-        assert PATH.findall(first)[0].startswith(folder), what
+    for change, folder, first, *_ in rows:
+        (name,) = FOLDER.findall(folder)
+        assert PATH.findall(first)[0].startswith(name), change
 
 
-def test_a_link_to_a_part_that_is_not_there_is_found(tmp_path: Path) -> None:
+def test_a_link_without_a_target_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Only\n[there](#only) [gone](#gone) [no file](other.md) `[no](link)`\n")
     dead = [target for target in links(page) if not _leads_somewhere(page, target)]
     assert dead == ["#gone", "other.md"]
 
 
-def test_headings_of_one_name_get_anchors_of_their_own(tmp_path: Path) -> None:
+def test_headings_of_the_same_name_get_different_anchors(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# What's `new`?\n## Again\n```\n# no heading\n```\n## Again\n")
     assert anchors(page) == {"whats-new", "again", "again-1"}
 
 
-def test_blocks_know_their_lines_and_why_they_are_not_run(tmp_path: Path) -> None:
+def test_blocks_have_their_lines_and_their_reason_not_to_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```python\na = 1\n```\n\n<!-- check\nassert a\n-->\n\n"
@@ -95,7 +95,7 @@ def test_blocks_know_their_lines_and_why_they_are_not_run(tmp_path: Path) -> Non
     ]
 
 
-def test_blocks_share_names_and_await_anywhere_and_a_check_can_fail(tmp_path: Path) -> None:
+def test_blocks_share_names_and_may_await_and_a_check_can_fail(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```python\nimport asyncio\nfound = [A]\n```\n"
@@ -110,7 +110,9 @@ def test_blocks_share_names_and_await_anywhere_and_a_check_can_fail(tmp_path: Pa
 
 @cache
 def known_files() -> frozenset[str]:
-    """Give every path of a file here: whole, and its ends, as `worker/loop.py` and `loop.py`."""
+    """Return every path of a file here, and every end of it, such as `worker/loop.py` and
+    `loop.py`.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,

@@ -1,4 +1,4 @@
-"""What runs at each commit is what `make lint` runs, out of .venv, and fetches nothing."""
+"""Commit hooks: the commands of `make lint`, run from .venv, without downloads."""
 
 from __future__ import annotations
 

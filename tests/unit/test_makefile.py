@@ -1,4 +1,4 @@
-"""The make targets run things that are there."""
+"""Make targets, and the existence of the files that they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TARGETS = re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), flags=
 
 
 def commands(target: str) -> str:
-    """What make would run, were nothing made yet."""
+    """Return the commands that make would run with nothing built yet."""
     done = subprocess.run(
         ["make", "--dry-run", "--always-make", "--no-print-directory", target],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -23,13 +23,13 @@ def commands(target: str) -> str:
     return done.stdout
 
 
-def test_a_newcomer_finds_the_two_commands() -> None:
+def test_the_default_target_lists_the_demo_and_the_tests() -> None:
     listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert {"demo", "test"} <= {line.split()[0] for line in listed.splitlines() if line}
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_script_and_module_a_target_runs_is_there(target: str) -> None:
+def test_every_script_and_module_of_a_target_exists(target: str) -> None:
     ran = commands(target)
     for script in re.findall(r"(?<=\s)[\w/]+\.(?:py|sh)\b", ran):
         assert (ROOT / script).is_file()
@@ -43,12 +43,12 @@ def test_every_script_and_module_a_target_runs_is_there(target: str) -> None:
     "target",
     ["demo", "test", "test-cookbook", "test-compose", "test-gpu", "lint", "bench", "bench-engine"],
 )
-def test_a_target_first_makes_what_it_needs(target: str) -> None:
+def test_a_target_installs_its_packages_first(target: str) -> None:
     assert "install --quiet --no-deps --no-build-isolation --editable ." in commands(target)
 
 
 @pytest.mark.parametrize("name", ["chromium", "chromium-browser"])
-def test_what_drives_a_browser_is_installed_where_there_is_one(
+def test_the_browser_driver_is_installed_if_a_browser_is_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     browser = tmp_path / name
@@ -57,7 +57,7 @@ def test_what_drives_a_browser_is_installed_where_there_is_one(
     assert "--group dev --group browser" in commands("install")
 
 
-def test_continuous_integration_runs_what_a_developer_types() -> None:
+def test_continuous_integration_runs_the_commands_of_a_developer() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111
     assert script.read_text().splitlines()[-1] == "make --jobs=2 lint test"

@@ -1,4 +1,6 @@
-"""docs/metrics.md, what processes show, and the list of definitions are the same."""
+"""Metrics in docs/reference/metrics.md, in the processes, and in the list of definitions, which must be
+equal.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +17,36 @@ from cotrain_server.views import fleet_metrics as collector
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.monitoring.definitions import METRICS, Kind, Metric, Source, of
+from cotrain_store.monitoring.fleet import (
+    Fleet,
+    PoolStatus,
+    QueueStatus,
+    RedisStatus,
+    WorkerStatus,
+)
 from cotrain_store.monitoring.metrics import REGISTRIES
-from cotrain_store.monitoring.status import PoolStatus, QueueStatus, RedisStatus
-from tests.support.stack import POOL, pool_record_for_tests
+from tests.support.stack import pool_record_for_tests
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 NUMBERS = {"train": 1.0, "idle": 2.0}
 
 
-async def found(*_: object) -> Any:
+async def fleet_found(*_: object) -> Fleet:
     worker = WorkerHeartbeat(
         WorkerId("w0"), 1, "", "cpu", 1.0, 0, 0, 0.0, device_seconds=NUMBERS,
         kv_cache_ratio=0.5, adapters={"device": 1}, adapter_bytes={"device": 1},
     )  # fmt: skip
-    return PoolStatus(
-        POOL, (worker,), 2, (WorkerId("w1"),), 0, 0,
-        (QueueStatus(TenantId("t"), 0, 0, 0),), 0.0, 0.0, {},
-    )  # fmt: skip
+    ids = (
+        WorkerStatus(WorkerId("w0"), worker, 0, None, is_known=True),
+        WorkerStatus(WorkerId("w1"), None, 0, None, is_known=True),
+    )
+    queues = (QueueStatus(TenantId("t"), 0, 0, 0),)
+    pool = PoolStatus(pool_record_for_tests(), ids, queues=queues)
+    return Fleet((pool,), RedisStatus("8", True, "always", 0, True, 0), True, 1)
 
 
 async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Scrape the fleet of one pool with one worker, another one away, and one tenant."""
-
-    async def redis_found(*_: object) -> RedisStatus:
-        return RedisStatus("8", True, "always", 0, True, 0)
+    """Return the fleet metrics of one pool with one worker, a missing one, and one tenant."""
 
     async def bytes_found(*_: object) -> dict[TenantId, int]:
         return {TenantId("t"): 0}
@@ -46,18 +54,13 @@ async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     async def nothing_wrong(*_: object) -> list[str]:
         return []
 
-    async def pools() -> list[Any]:
-        return [pool_record_for_tests()]
-
-    monkeypatch.setattr(collector, "pool_status", found)
-    monkeypatch.setattr(collector, "redis_status", redis_found)
+    monkeypatch.setattr(collector, "read_fleet", fleet_found)
     monkeypatch.setattr(collector, "largest_run_bytes", bytes_found)
     monkeypatch.setattr(collector, "largest_checkpoint_bytes", bytes_found)
     monkeypatch.setattr(collector, "reasons_not_ready", nothing_wrong)
     services = SimpleNamespace(
-        settings=SimpleNamespace(data_dir=tmp_path, disk_reserve_bytes=1),
+        settings=SimpleNamespace(data_dir=tmp_path, disk_reserve_bytes=1, base_models=()),
         connection=None,
-        records=SimpleNamespace(pools=pools, not_yet_served=nothing_wrong),
     )
     return (await collector.fleet_metrics(cast("Services", services))).decode()
 
@@ -74,7 +77,7 @@ def test_the_page_has_every_metric_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
-def test_names_have_base_units_and_counters_their_ending(metric: Metric) -> None:
+def test_names_have_base_units_and_counters_end_in_total(metric: Metric) -> None:
     assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
     assert not re.search(r"_(ms|millis|minutes|kb|mib|percent)(_|$)", metric.name)
     assert set(metric.labels) <= {
@@ -85,7 +88,7 @@ def test_names_have_base_units_and_counters_their_ending(metric: Metric) -> None
 
 
 @pytest.mark.parametrize("source", REGISTRIES)
-def test_a_process_has_all_that_is_defined_for_it(source: Source) -> None:
+def test_a_process_has_every_metric_defined_for_it(source: Source) -> None:
     families = {family.name: family for family in _described(REGISTRIES[source])}
     defined = {metric.name.removesuffix("_total"): metric for metric in of(source)}
     assert families.keys() == defined.keys()
@@ -93,7 +96,7 @@ def test_a_process_has_all_that_is_defined_for_it(source: Source) -> None:
         assert (family.type, family.documentation) == (defined[name].kind, defined[name].help)
 
 
-async def test_the_fleet_shows_all_that_is_defined_for_it(
+async def test_the_fleet_page_has_every_metric_defined_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = await scraped(tmp_path, monkeypatch)

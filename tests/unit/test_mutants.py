@@ -1,4 +1,6 @@
-"""A mutant whose line has moved on would test nothing: found here, long before `make mutants`."""
+"""Lines of mutants. A mutant whose line has changed would test nothing, and fails here long before
+`make mutants`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,6 @@ from tests.warm.sources import ROOT
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_lines_that_a_mutant_spoils_are_in_the_sources(name: str) -> None:
+def test_the_lines_that_a_mutant_changes_are_in_the_sources(name: str) -> None:
     for edit in MUTANTS[name].edits:
         assert edit.old in (ROOT / edit.file).read_text(), edit.file

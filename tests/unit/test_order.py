@@ -1,4 +1,4 @@
-"""In which order test files run."""
+"""Order in which test files run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES = (
 )
 
 
-def test_files_that_compute_run_among_those_that_wait_and_each_kind_in_its_order() -> None:
+def test_computing_and_waiting_files_are_interleaved_in_their_order() -> None:
     turns = turns_of(FILES)
     assert sorted(FILES, key=turns.__getitem__) == [
         "tests/conformance/test_cli.py",

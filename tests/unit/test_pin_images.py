@@ -1,4 +1,6 @@
-"""`make pin-images` writes what the registry says, or nothing; the registry is played by a script."""
+"""`make pin-images` with a script in place of the registry: it writes the digests of the registry,
+or nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ DIGESTS = {"python:3.11-slim": f"python@sha256:{'a' * 64}", "valkey/valkey:8.1":
 
 
 def pin(folder: Path, digests: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run it with a `docker` that knows these digests."""
+    """Run the script of `make pin-images` with a `docker` that returns these digests."""
     cases = "".join(f"  *{tag}) echo '{digest}' ;;\n" for tag, digest in digests.items())
     engine = folder / "docker"
     engine.write_text(f'#!/bin/sh\n[ "$1" = pull ] && exit 0\ncase "$*" in\n{cases}esac\n')
@@ -22,7 +24,7 @@ def pin(folder: Path, digests: dict[str, str]) -> subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
-def test_digests_take_the_place_of_older_ones_and_nothing_else(tmp_path: Path) -> None:
+def test_new_digests_replace_older_ones_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("COTRAIN_API_KEYS=tml-a b\nPYTHON_IMAGE=python@sha256:old\n")
     for _ in range(2):
         assert pin(tmp_path, DIGESTS).returncode == 0
@@ -33,7 +35,7 @@ def test_digests_take_the_place_of_older_ones_and_nothing_else(tmp_path: Path) -
     ]
 
 
-def test_an_image_of_no_registry_pins_nothing(tmp_path: Path) -> None:
+def test_an_image_without_a_registry_pins_nothing(tmp_path: Path) -> None:
     told = pin(tmp_path, {"python:3.11-slim": DIGESTS["python:3.11-slim"]})
     assert told.returncode != 0
     assert "valkey/valkey:8.1 comes from no registry: it has no digest." in told.stderr

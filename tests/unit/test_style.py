@@ -1,4 +1,4 @@
-"""Rules of docs/style.md that a program can check, for docstrings, comments and pages."""
+"""Rules of docs/develop/style.md that a program can check, for docstrings, comments and pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is forked from the warm parent is what the interpreter would have started, sooner."""
+"""Processes forked from the warm parent, which must equal those that the interpreter starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.warm.popen import RUN, Popen, is_same, read_command, run
 from tests.warm.sources import ROOT, SOURCES
 
 PATIENCE_S = 300
-#: Says of itself what a process can, and whether it had to import.
+#: Program that reports its own properties, and whether it had to import torch.
 ASKED = """
 import json, os, sys
 loaded = "torch" in sys.modules
@@ -37,7 +37,7 @@ def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 
 
-def test_a_forked_process_has_a_number_arguments_streams_a_folder_an_environment_and_a_status_of_its_own(
+def test_a_forked_process_has_the_properties_of_a_started_one(
     tmp_path: Path,
 ) -> None:
     reader, writer = os.pipe()
@@ -59,28 +59,26 @@ def test_a_forked_process_has_a_number_arguments_streams_a_folder_an_environment
     assert process.returncode == 7
 
 
-def test_a_process_whose_environment_changes_what_imports_do_is_started_by_the_interpreter() -> (
-    None
-):
+def test_a_process_with_other_import_settings_is_started_normally() -> None:
     ran = run(python(ASKED), env={**os.environ, "HF_HOME": "/elsewhere"}, stdin=subprocess.DEVNULL)
     assert json.loads(ran.stdout)["loaded"] is False
     assert ran.returncode == 7
 
 
-def test_what_imports_set_in_the_environment_of_a_test_makes_no_difference() -> None:
+def test_variables_set_by_imports_do_not_prevent_a_fork() -> None:
     importlib.import_module("cotrain_workers.engine.engine")
     assert is_same({**os.environ, "COTRAIN_DATA_DIR": "/elsewhere"})
 
 
 @pytest.mark.parametrize("path", [None, str(ROOT), os.pathsep.join(SOURCES)])
-def test_a_supervisor_that_was_forked_has_its_children_forked(path: str | None) -> None:
+def test_the_children_of_a_forked_supervisor_are_forked(path: str | None) -> None:
     given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = "import os; from tests.warm.popen import is_same; print(is_same(os.environ))"
     ran = run(python(code), env=given if path is None else {**given, "PYTHONPATH": path})
     assert (ran.stdout, ran.stderr) == ("True\n", "")
 
 
-def test_a_program_of_another_sdk_is_forked_from_a_process_that_has_imported_that_one() -> None:
+def test_a_program_of_another_sdk_is_forked_from_a_parent_with_that_sdk() -> None:
     older = ROOT / ".sdk" / "tinker-0.22.0"
     if not older.is_dir():
         pytest.fail("tinker 0.22.0 is missing: run tests/conformance/sdks.sh")
@@ -89,7 +87,7 @@ def test_a_program_of_another_sdk_is_forked_from_a_process_that_has_imported_tha
     assert ran.stdout == f"True {older / 'tinker' / '__init__.py'}\n", ran.stderr
 
 
-def test_a_process_that_fails_says_so_and_is_put_in_order_as_ever() -> None:
+def test_a_failing_process_prints_its_error_and_runs_its_exit_handlers() -> None:
     ran = run(python(CRASH))
     assert ran.returncode == 1
     assert ran.stdout == "at the end\n"
@@ -97,18 +95,18 @@ def test_a_process_that_fails_says_so_and_is_put_in_order_as_ever() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_that_is_killed_was_killed(number: signal.Signals) -> None:
+def test_a_killed_process_has_the_status_of_its_signal(number: signal.Signals) -> None:
     with Popen(python("import time; time.sleep(600)")) as process:
         assert process.poll() is None
         process.send_signal(number)
     assert process.returncode == -number
 
 
-def test_a_process_ends_with_who_ordered_it() -> None:
+def test_a_forked_process_ends_with_its_creator() -> None:
     process = Popen(python("import time; time.sleep(600)"))
     assert process._orderer
     died = os.pidfd_open(process.pid)
-    process._orderer.close()  # as the kernel does it for one that was killed
+    process._orderer.close()  # as the kernel does for a killed process
     assert select.select([died], [], [], PATIENCE_S)[0]
     os.close(died)
     process.returncode = -signal.SIGKILL
@@ -127,19 +125,19 @@ def test_a_process_ends_with_who_ordered_it() -> None:
         ([], None),
     ],
 )
-def test_a_command_line_is_read_or_left_to_the_interpreter(
+def test_a_supported_command_line_is_parsed_and_others_are_not(
     command: list[str], program: tuple[str, str] | None
 ) -> None:
     read = read_command([sys.executable, *command])
     assert (read and read.program) == program
 
 
-def test_a_process_of_pytest_xdist_is_forked_from_one_that_has_imported_the_tests() -> None:
+def test_a_process_of_pytest_xdist_is_forked_with_the_tests_imported() -> None:
     is_forked = "tests.warm.collected" in Path("/proc/self/cmdline").read_text().split("\0")
     assert is_forked == ("PYTEST_XDIST_WORKER" in os.environ)
 
 
-def test_a_test_module_that_cannot_be_imported_is_an_error_in_a_forked_process_too(
+def test_an_import_error_of_a_test_module_is_reported_by_a_forked_process(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "test_broken.py").write_text(
@@ -155,6 +153,6 @@ def test_a_test_module_that_cannot_be_imported_is_an_error_in_a_forked_process_t
     assert done.returncode != 0
 
 
-def test_another_program_is_started_as_ever() -> None:
+def test_a_program_other_than_python_is_started_normally() -> None:
     assert read_command(["redis-server"]) is None
     assert run(["echo", "up"]).stdout == "up\n"

@@ -1,28 +1,25 @@
-"""Turn logged ops and their bodies into what the engine runs, and its outputs into results; the one
-place that knows both.
+"""Decoder of logged ops and their bodies into the ops that the engine runs; `results.py` encodes
+the engine's outputs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Protocol
 
 from cotrain_store.bodies.import_body import decode_import
-from cotrain_store.bodies.pass_body import decode_pass, encode_pass_output, parse_pass
-from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl, reverse_kl_answer
+from cotrain_store.bodies.pass_body import decode_pass, parse_pass
+from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import WeightsRef, decode
 from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, SaveRequest
 from cotrain_workers.checkpoints.encrypted_export import refuse_recipients
 from cotrain_workers.engine.adapters.lifecycle import mix
 from cotrain_workers.engine.ops import (
     Create,
-    CreateOutput,
     Datum,
     Failure,
     HostOptimizer,
@@ -30,38 +27,29 @@ from cotrain_workers.engine.ops import (
     Import,
     KlDatum,
     Load,
-    LoadOutput,
     Op,
     OptimStep,
-    Output,
     Pass,
-    PassOutput,
     PeftAdapter,
     PeftModule,
     ReverseKl,
-    ReverseKlOutput,
     Save,
-    SaveOutput,
-    StepOutput,
     WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout
 
-#: What a training result says of the cycle it ran in.
-CYCLE_METRIC = "clock_cycle:unique"
-
 
 class Checkpoints(Protocol):
-    """What a load asks for; both raise WeightsMissing."""
+    """Checkpoints that a load reads; `host` and `optimizer` raise WeightsMissing."""
 
     def host(self, ref: WeightsRef) -> HostWeights:
-        """Give weights."""
+        """Return weights."""
 
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
-        """Give the optimizer state that was saved with weights; None: they were saved without."""
+        """Return the optimizer state that was saved with weights; None if they were saved without."""
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return where the matrices of such an adapter lie in its arena."""
+        """Return the places of an adapter's matrices in its arena."""
 
 
 def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failure:
@@ -112,7 +100,7 @@ def _save(op: QueuedOp, body: bytes) -> Save | Failure:
 
 
 def load_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failure:
-    """Read what a load needs; a Failure where it is not there."""
+    """Return a load with its weights; a Failure if they are missing."""
     request = LoadRequest.parse(body)
     try:
         weights = _weights(request, checkpoints)
@@ -134,7 +122,7 @@ def _weights(request: LoadRequest, checkpoints: Checkpoints) -> HostWeights:
 
 
 def _optimizer(request: LoadRequest, checkpoints: Checkpoints) -> HostOptimizer | None:
-    """Give the state that goes with the weights: of several sources together there is none."""
+    """Return the optimizer state of the weights; None for a mix of several sources."""
     if not request.optimizer or len(request.sources) > 1:
         return None
     return checkpoints.optimizer(request.sources[0].ref)
@@ -170,40 +158,3 @@ def reverse_kl_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Revers
         for datum in request.datums
     ]
     return ReverseKl(op.run, op.seq, datums, reference, request.temperature)
-
-
-def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
-    """Encode what an op's future resolves to. Every training result says in which cycle it ran."""
-    match output:
-        case PassOutput(logprobs, loss_sum):
-            metrics = {"loss:sum": loss_sum, CYCLE_METRIC: float(cycle)}
-            return Result(ResultKind.PASS, encode_pass_output(logprobs, metrics))
-        case ReverseKlOutput():
-            return Result.of_json(answer_of(output, {CYCLE_METRIC: float(cycle)}))
-        case StepOutput(grad_norm):
-            metrics = {"grad_norm": grad_norm, CYCLE_METRIC: float(cycle)}
-            return Result.of_json({"metrics": metrics})
-        case CreateOutput():
-            return Result.of_json({"model_id": op.run, "type": "create_model"})
-        case LoadOutput(path):
-            return Result.of_json({"path": path, "model_id": op.run, "type": "load_weights"})
-        case SaveOutput():
-            raise AssertionError("what a save resolves to is made with its records")
-        case Failure(message, category):
-            return Result.failed(message, category)
-
-
-def answer_of(output: ReverseKlOutput, more_metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Say what was found, with the metrics that the hosted service gives, and more.
-
-    Both means are over the targets whose weight is not 0.
-    """
-    tokens = max(output.weighted_tokens, 1)
-    metrics = {
-        "loss:sum": output.loss_sum,
-        "loss:mean": output.loss_sum / tokens,
-        "reverse_kl:mean": output.kl_sum / tokens,
-        "num_samples:sum": float(len(output.losses)),
-        "num_tokens:sum": float(output.weighted_tokens),
-    }
-    return reverse_kl_answer(output.losses, metrics | dict(more_metrics))

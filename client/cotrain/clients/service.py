@@ -242,7 +242,7 @@ class ServiceClient:
         """Create sampler weights whose change of the base model is exactly `sum coefficient * change`.
 
         `output_path` is the plain name of the new weights; the result contains their path. See
-        docs/mint.md.
+        docs/get-started/moving-from-mint.md.
         """
         wanted = InterpolateRequest(
             source_paths=list(source_paths),

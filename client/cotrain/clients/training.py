@@ -289,7 +289,7 @@ class TrainingClient:
     async def _history(self, after_step: int = -1) -> TrainingRunHistory:
         """Return the metrics of this run's steps and evaluations after `after_step`; `.points` are in order.
 
-        The server stores the history with the run: see docs/usage.md.
+        The server stores the history with the run: see docs/reference/runs.md.
         """
         path = url_of("training_runs", self._model_id, "history")
         query = f"{path}?after_step={after_step}"
@@ -351,7 +351,7 @@ class TrainingClient:
     ) -> Future[ReverseKlResponse]:
         """Add the gradient of `sum weight * KL(run || reference)` over the whole vocabulary.
 
-        The reference is a checkpoint or the base model; it is not changed. See docs/mint.md.
+        The reference is a checkpoint or the base model; it is not changed. See docs/get-started/moving-from-mint.md.
         """
         return self._requests.ask(
             "mint/forward_backward_reverse_kl",

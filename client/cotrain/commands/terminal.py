@@ -31,7 +31,9 @@ from cotrain.transport.progress import PROGRESS
 from cotrain.transport.responses import is_page, refusal, understood, unreached
 from cotrain.transport.retries import RetryPolicy
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/cli.md names its fields.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON: docs/reference/cli.md names its fields.")
+]
 PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kind>/<name>")]
 
 #: A person waits, so report soon that there is no server. A server that responds may take its time.

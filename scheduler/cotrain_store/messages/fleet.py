@@ -1,9 +1,8 @@
-"""Worker heartbeats, pauses, plan policy and the scaling decision of a pool. Pure.
+"""Worker heartbeats, pauses, plan policy and the record of a pool's scaling decision. Pure.
 
-The scaling decision is the number of workers that the work of a pool needs. It is damped, so that
-an autoscaler does not oscillate. The leading scheduler decides and stores the last decision as a
-record of the pool. Every API process shows it, and the next scheduler continues from it. Times are
-those of hosts, in s since 1970.
+The leading scheduler decides and stores the last decision as a record of the pool. Every API
+process shows it, and the next scheduler continues from it. Times are those of hosts, in s since
+1970.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 
@@ -87,6 +85,11 @@ class WorkerHeartbeat:
     members: list[dict[str, int]] = field(default_factory=list)
     """`runs` and `memory_bytes` of each process of a group; empty if the worker is one process."""
 
+    @property
+    def busy(self) -> float:
+        """Share of the last minute that the worker computed, sampling included."""
+        return sum(share for phase, share in self.duty.items() if phase != "idle")
+
 
 @dataclass(frozen=True)
 class WorkerSlot:
@@ -156,18 +159,8 @@ class PlanPolicy:
     pauses: Pauses = field(default_factory=Pauses)
 
 
-#: The number of workers increases to the minimum need of this period; the first worker starts at
-#: once.
-UP_AFTER_S = 30.0
-#: The number of workers decreases to the maximum need of this period.
-DOWN_AFTER_S = 300.0
-#: The need is recorded as its minimum and maximum in spans of this length.
-SPAN_S = 10.0
 #: An older record is invalid, because no scheduler leads.
 STALE_S = 30.0
-
-
-NOTHING: Mapping[WorkerId, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -211,42 +204,9 @@ class Scaling:
     waiting_tokens: Mapping[WorkerId, int] = field(default_factory=dict)
     """Tokens waiting for each worker at the scheduler's last plan."""
 
-    def after(
-        self,
-        needed: int,
-        now: float,
-        bounds: Bounds,
-        waiting_tokens: Mapping[WorkerId, int] = NOTHING,
-    ) -> Scaling:
-        """Return the next decision, from the current need. If the clock was set back, the periods
-        start again.
-        """
-        spans = _noted(() if now < self.at else self.spans, needed, now)
-        busy_at = now if needed else min(self.busy_at, now)
-        wanted = max(self.wanted, min(needed, 1))
-        if _covers(spans, now, UP_AFTER_S):
-            lately = [span.least for span in spans if span.start + SPAN_S > now - UP_AFTER_S]
-            wanted = max(wanted, min(lately))
-        if _covers(spans, now, DOWN_AFTER_S):
-            wanted = min(wanted, max(span.most for span in spans))
-        if wanted == 0 < self.wanted and now - busy_at < bounds.idle_s:
-            wanted = 1  # the last worker stays for `idle_s`
-        return Scaling(bounds.within(wanted), now, busy_at, bounds, spans, dict(waiting_tokens))
-
-    def differs(self, other: Scaling, after_s: float) -> bool:
-        """Return True if the decision changed or the previous record is older than `after_s`."""
-        mine = self.wanted, self.bounds, self.waiting_tokens
-        theirs = other.wanted, other.bounds, other.waiting_tokens
-        return mine != theirs or not 0 <= self.at - other.at < after_s
-
     def is_current(self, now: float) -> bool:
         """Return True if a scheduler made this decision within STALE_S."""
         return abs(now - self.at) < STALE_S
-
-
-def first_scaling(workers: int, now: float, bounds: Bounds) -> Scaling:
-    """Return the initial decision: the current workers, as if they had had work until now."""
-    return Scaling(bounds.within(workers), now, now, bounds)
 
 
 def parse_scaling(row: bytes | None) -> Scaling | None:
@@ -262,17 +222,3 @@ def parse_scaling(row: bytes | None) -> Scaling | None:
         spans=tuple(Span(**span) for span in found["spans"]),
         waiting_tokens={WorkerId(name): n for name, n in found["waiting_tokens"].items()},
     )
-
-
-def _noted(spans: tuple[Span, ...], needed: int, now: float) -> tuple[Span, ...]:
-    kept = tuple(span for span in spans if span.start + SPAN_S > now - DOWN_AFTER_S)
-    if kept and now < kept[-1].start + SPAN_S:
-        last = kept[-1]
-        grown = Span(last.start, min(last.least, needed), max(last.most, needed))
-        return (*kept[:-1], grown)
-    return (*kept, Span(now, needed, needed))
-
-
-def _covers(spans: tuple[Span, ...], now: float, duration_s: float) -> bool:
-    """Return True if the spans cover the last `duration_s`, to within one span."""
-    return now - spans[0].start >= duration_s - SPAN_S

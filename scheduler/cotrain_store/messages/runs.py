@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+from cotrain.wire.rest import HistoryPoint
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId
 
 
@@ -161,36 +162,6 @@ class StepEntry:
 
 
 HistoryEntry = PassEntry | StepEntry
-
-
-@dataclass(frozen=True)
-class HistoryPoint:
-    """One optimizer step with its passes, or the forwards between two optimizer steps."""
-
-    kind: PointKind
-    step: int
-    """Optimizer steps of the run up to this one, counted from 1; for a forward, from 0."""
-    steps: int
-    """Number of consecutive points that this one represents, itself the last; 1 until the history
-    is thinned.
-    """
-    seq: int
-    """Seq in the run's log of the optimizer step, or of the newest forward."""
-    time_s: float
-    """Time of the commit, in seconds since the epoch."""
-    loss_sum: float
-    """`loss:sum` of the passes, added in their order."""
-    weight_sum: float
-    """Sum of the weights, or the number of non-zero advantages if the loss has no weights."""
-    grad_norm: float | None
-    """Norm before clipping; None for forwards."""
-    learning_rate: float | None
-    """None for forwards."""
-    tokens: int
-    """Tokens that the base model read in those passes."""
-    run_tokens: int
-    """Tokens that the base model read in all passes with a gradient since the run started."""
-    passes: int
 
 
 def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:

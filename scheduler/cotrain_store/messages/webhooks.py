@@ -1,4 +1,4 @@
-"""Records of webhooks and of their events."""
+"""Events of webhooks that are due, and the outcomes of their delivery."""
 
 from __future__ import annotations
 
@@ -17,26 +17,6 @@ class Outcome(StrEnum):
     RETRIED = "retried"
     #: Failed for a day.
     GIVEN_UP = "given_up"
-
-
-@dataclass(frozen=True)
-class WebhookRecord:
-    """Address to which a tenant's events are delivered, and the counts of their outcomes."""
-
-    url: str
-    created_at: float
-    waiting: int
-    """Events that are not delivered yet."""
-    delivered: int
-    retried: int
-    given_up: int
-    dropped: int
-    """Events that arrived while 1,000 waited."""
-    last_event: str
-    last_outcome: str
-    last_answer: str
-    """Status of the answer, or the reason why there was none."""
-    last_at: float | None
 
 
 @dataclass(frozen=True)

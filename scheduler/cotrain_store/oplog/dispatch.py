@@ -12,12 +12,12 @@ from typing import Any
 
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
-from cotrain_store.messages.fleet import PlanPolicy, WorkerHeartbeat, WorkerSlot
+from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.gaps import client_seq, given_up
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId, decode, encode
 from cotrain_store.messages.ops import QueueChanges, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.messages.results import Result
-from cotrain_store.monitoring.scaling import ScalingRecords
+from cotrain_store.monitoring.fleet import PoolStatus, pool_status
 from cotrain_store.oplog.intake import rejection
 from cotrain_store.oplog.moves import Moves
 from cotrain_store.redis_client.connection import Connection, clock_ms
@@ -30,6 +30,8 @@ RUNS_AT_ONCE = 256
 #: Maximum number of ops read of a run: more than a cycle can hold. Later ops are read when these
 #: are planned.
 MAX_OPS_PER_RUN = 64
+#: Maximum number of ready runs checked for a pause. Further ones count as not paused.
+RUNS_READ = 1_000
 #: Maximum advance of the store's clock at once, in s.
 MAX_STEP_S = 10.0
 #: Maximum number of keys expired by one call; it blocks Redis. Redis serves other clients between
@@ -56,7 +58,7 @@ class Dispatch:
         self._expire_gap = async_script(connection, "expire_gap")
         self._tick = async_script(connection, "tick")
         self.moves = Moves(connection)
-        self.scalings = ScalingRecords(connection)
+        self._scaling = async_script(connection, "scaling")
         self._counted_at: float | None = None
 
     @property
@@ -113,6 +115,35 @@ class Dispatch:
     async def base_model(self, pool: PoolId) -> str:
         """Return the base model of a pool."""
         return str(json.loads(await self._redis.hget(fleet_keys.pools(), pool))["base_model"])
+
+    async def status(self, pool: PoolId) -> PoolStatus:
+        """Return the status of a pool, with its last scaling decision."""
+        return await pool_status(self._redis, pool)
+
+    async def paused_runs(self, pool: PoolId, pauses: Pauses) -> int:
+        """Return the number of ready runs that are paused, or whose tenants are."""
+        if not pauses.tenants and not pauses.runs:
+            return 0
+        ready = await self._redis.zrange(run_keys.ready(pool), 0, RUNS_READ - 1)
+        runs = [RunId(name.decode()) for name in ready]
+        pipeline = self._redis.pipeline(transaction=False)
+        for run in runs:
+            pipeline.hget(run_keys.log(pool, run), "tenant")
+        tenants = await pipeline.execute() if runs else []
+        return sum(
+            run in pauses.runs or (tenant or b"").decode() in pauses.tenants
+            for run, tenant in zip(runs, tenants, strict=True)
+        )
+
+    async def write_scaling(self, pool: PoolId, scaling: Scaling) -> None:
+        """Store the decision for all API processes, and for the next scheduler.
+
+        Raises:
+            Fenced: a newer scheduler leads.
+        """
+        script_keys = [fleet_keys.scheduler_epoch(), fleet_keys.scaling(pool)]
+        if await self._scaling(script_keys, {"epoch": self._epoch}, encode(scaling)) == b"FENCED":
+            raise Fenced
 
     async def worker_slots(self, pool: PoolId) -> list[WorkerSlot]:
         """Return the worker ids of a pool, including those without a current process."""

@@ -171,11 +171,6 @@ class Drains:
         await self._redis.publish(fleet_keys.notify_worker(pool, worker), "drain")
         return bool(found)
 
-    async def asked(self, pool: PoolId) -> dict[WorkerId, float]:
-        """Return the workers of a pool with a drain request, and its time in s."""
-        rows = await self._redis.hgetall(fleet_keys.draining(pool))
-        return {WorkerId(name.decode()): float(at) for name, at in rows.items()}
-
 
 class OwnDrain:
     """A worker's side of its drain: the request, a successor, and the deregistration."""

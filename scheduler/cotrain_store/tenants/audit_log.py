@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import StrEnum
-from typing import Any
 
+from cotrain.wire.admin import AuditEvent as AuditEntry
 from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
@@ -59,22 +59,6 @@ class AuditEvent(StrEnum):
     WEBHOOK_REMOVE = "webhook_remove"
     WORKER_DRAIN = "worker_drain"
     WORKER_UNDRAIN = "worker_undrain"
-
-
-@dataclass(frozen=True)
-class AuditEntry:
-    """One event."""
-
-    at: datetime
-    event: str
-    details: dict[str, Any]
-    tenant: str = ""
-    """Tenant that the event concerns; empty if there is none."""
-    key_id: str = ""
-    """Key that was used; empty for none."""
-    key_name: str = ""
-    id: str = ""
-    """Cursor for the request of earlier events."""
 
 
 @dataclass
@@ -176,9 +160,11 @@ class Audit:
 
 def _entry(name: bytes, fields: Mapping[bytes, bytes]) -> AuditEntry:
     """Return one entry of the stream; its name starts with the time in ms."""
-    at = datetime.fromtimestamp(int(name.partition(b"-")[0]) / 1000, UTC)
     tenant, key_id, key_name = (
         fields.get(field, b"").decode() for field in (b"tenant", b"key_id", b"key_name")
     )
     event, details = fields[b"event"].decode(), json.loads(fields[b"details"])
-    return AuditEntry(at, event, details, tenant, key_id, key_name, name.decode())
+    return AuditEntry(
+        id=name.decode(), at=int(name.partition(b"-")[0]) / 1000, event=event, tenant=tenant,
+        key_id=key_id, key_name=key_name, details=details,
+    )  # fmt: skip

@@ -192,11 +192,6 @@ class Records:
         pools = await self.pools()
         return tuple(p for p in pools if not self._base_models or p.base_model in self._base_models)
 
-    async def not_yet_served(self) -> list[str]:
-        """List the base models that this server is set to serve, and that no worker has served yet."""
-        known = {pool.base_model for pool in await self.pools()}
-        return [name for name in self._base_models if name not in known]
-
     async def pool_of(self, base_model: str) -> PoolRecord:
         """Find the pool of a base model, whether a worker of it is there now or not.
 

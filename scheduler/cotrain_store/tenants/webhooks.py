@@ -10,12 +10,14 @@ from __future__ import annotations
 import secrets
 import time
 from base64 import b64encode
+from datetime import UTC, datetime
 from typing import Any
 
+from cotrain.wire.usage import Webhook
 from cotrain_store.errors import Fenced, Reason, Refused
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.webhooks import DueEvent, Outcome, WebhookRecord
+from cotrain_store.messages.webhooks import DueEvent, Outcome
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
@@ -51,24 +53,25 @@ class Webhooks:
         )  # last, because events are recorded once it exists
         return secret
 
-    async def find(self, tenant: TenantId) -> WebhookRecord:
+    async def find(self, tenant: TenantId) -> Webhook:
         """Return a tenant's webhook, without its secret; raises WEBHOOK_NOT_FOUND."""
         row = await self._redis.hgetall(tenant_keys.webhook(tenant))
         if not row:
             raise Refused(Reason.WEBHOOK_NOT_FOUND)
         text = {name.decode(): value.decode() for name, value in row.items()}
-        return WebhookRecord(
+        last_at = text.get("last_at")
+        return Webhook(
             url=text["url"],
-            created_at=float(text["created_at"]),
+            created_at=datetime.fromtimestamp(float(text["created_at"]), UTC),
             waiting=int(await self._redis.hlen(tenant_keys.events(tenant))),
             delivered=int(text.get("delivered", 0)),
             retried=int(text.get("retried", 0)),
             given_up=int(text.get("given_up", 0)),
             dropped=int(text.get("dropped", 0)),
-            last_event=text.get("last_event", ""),
-            last_outcome=text.get("last_outcome", ""),
-            last_answer=text.get("last_answer", ""),
-            last_at=float(text["last_at"]) if "last_at" in text else None,
+            last_event=text.get("last_event") or None,
+            last_outcome=text.get("last_outcome") or None,
+            last_answer=text.get("last_answer") or None,
+            last_at=datetime.fromtimestamp(float(last_at), UTC) if last_at else None,
         )
 
     async def remove(self, tenant: TenantId) -> None:

@@ -27,7 +27,7 @@ from cotrain.wire.usage import (
 from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
 from cotrain_server.services import Services
-from cotrain_server.views.records import text_by_name
+from cotrain_server.views.records import text_by_name, utc
 from cotrain_server.views.usage import events_of, last_day, sources_of, total_of, window
 from cotrain_store.messages.ids import SessionId
 from cotrain_store.messages.runs import Tenant
@@ -156,7 +156,7 @@ async def audit_log(
     return AuditLogResponse(
         entries=[
             AuditLogEntry(
-                timestamp=entry.at,
+                timestamp=utc(entry.at),
                 event=entry.event,
                 event_details={
                     **entry.details,

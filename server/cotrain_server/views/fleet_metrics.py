@@ -20,18 +20,16 @@ from typing_extensions import override
 from cotrain_server.services import Services
 from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.definitions import METRICS, POOL_COUNTERS, Kind, Source
-from cotrain_store.monitoring.metrics import OTHERS, TENANTS_SHOWN
-from cotrain_store.monitoring.status import (
+from cotrain_store.monitoring.fleet import (
     PoolStatus,
     QueueStatus,
     RedisStatus,
-    pool_status,
-    redis_status,
+    read_fleet,
+    sum_of,
 )
+from cotrain_store.monitoring.metrics import OTHERS, TENANTS_SHOWN
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.tenants.run_bytes import largest_run_bytes
 from cotrain_store.weights.checkpoints import largest_checkpoint_bytes
@@ -66,25 +64,22 @@ async def fleet_metrics(services: Services) -> bytes:
     found.add("cotrain_ready", not await reasons_not_ready(services))
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S):
-            redis = await redis_status(services.connection)
+            fleet = await read_fleet(services.connection)
             run_bytes = await largest_run_bytes(services.connection, TENANTS_SHOWN)
             checkpoints = await largest_checkpoint_bytes(services.connection, TENANTS_SHOWN)
-            pools = [
-                (pool, await pool_status(services.connection, pool.id))
-                for pool in await services.records.pools()
-            ]
-            unknown = await services.records.not_yet_served()
     except (TimeoutError, *CONNECTION_LOST):
         found.add("cotrain_redis_up", 0)
     else:
-        _add_redis(found, redis)
+        _add_redis(found, fleet.redis)
         for tenant, size in run_bytes.items():
             found.add("cotrain_run_bytes", size, tenant=tenant)
         for tenant, size in checkpoints.items():
             found.add("cotrain_checkpoint_bytes", size, tenant=tenant)
-        for pool, status in pools:
-            _add_pool(found, pool, status)
-        for base_model in unknown:  # its first worker measures the limits for validating requests
+        for pool in fleet.pools:
+            _add_pool(found, pool)
+        for base_model in fleet.unserved(
+            settings.base_models
+        ):  # its first worker measures the limits for validating requests
             found.add("cotrain_pool_workers_wanted", 1, pool=base_model)
     registry = CollectorRegistry()
     registry.register(found)
@@ -101,8 +96,8 @@ def _add_redis(found: _Families, redis: RedisStatus) -> None:
     found.add("cotrain_oplog_bytes", redis.aof_bytes)
 
 
-def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
-    pool = record.base_model
+def _add_pool(found: _Families, status: PoolStatus) -> None:
+    pool, now = status.record.base_model, time.time()
     for name, metric in POOL_COUNTERS.items():
         found.add(metric.name, status.counters.get(name, 0.0), pool=pool)
     for state, count in runs_by_state(status.counters).items():
@@ -112,10 +107,10 @@ def _add_pool(found: _Families, record: PoolRecord, status: PoolStatus) -> None:
     found.add("cotrain_saved_weights", status.weights, pool=pool)
     found.add("cotrain_open_cycles", status.open_cycles, pool=pool)
     found.add("cotrain_pool_backlog_seconds", status.backlog_s, pool=pool)
-    found.add("cotrain_pool_workers_wanted", status.workers_wanted(time.time()), pool=pool)
+    found.add("cotrain_pool_workers_wanted", status.workers_wanted(now), pool=pool)
     for worker in status.workers:
         _add_worker(found, pool, worker)
-    for missing in status.workers_missing(time.time()):
+    for missing in status.workers_missing(now):
         found.add("cotrain_worker_up", 0, pool=pool, worker=missing)
     for queue in top_tenants(status.queues):
         of = {"pool": pool, "tenant": queue.tenant}
@@ -166,22 +161,11 @@ def top_tenants(queues: Sequence[QueueStatus]) -> list[QueueStatus]:
     """Return the busiest tenants, and the sum of all others."""
     ranked = sorted(queues, key=_load, reverse=True)
     rest = ranked[TENANTS_SHOWN:]
-    return ranked[:TENANTS_SHOWN] + ([_sum(rest)] if rest else [])
+    return ranked[:TENANTS_SHOWN] + ([sum_of(rest, OTHERS)] if rest else [])
 
 
 def _load(queue: QueueStatus) -> tuple[int, ...]:
     return queue.tokens, queue.ops, queue.samples_waiting + queue.samples_running
-
-
-def _sum(queues: Sequence[QueueStatus]) -> QueueStatus:
-    return QueueStatus(
-        TenantId(OTHERS),
-        ops=sum(queue.ops for queue in queues),
-        tokens=sum(queue.tokens for queue in queues),
-        bytes=sum(queue.bytes for queue in queues),
-        samples_waiting=sum(queue.samples_waiting for queue in queues),
-        samples_running=sum(queue.samples_running for queue in queues),
-    )
 
 
 def process_metrics(services: Services) -> bytes:

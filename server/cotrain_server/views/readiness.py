@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
 
 from cotrain_server.problems import read_troubles
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
-from cotrain_store.monitoring.status import (
-    pools_to_zero,
-    pools_with_workers,
-    redis_status,
-    restoring_workers,
-    scheduler_alive,
-)
-from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
+from cotrain_store.messages.fleet import restoring_text
+from cotrain_store.monitoring.fleet import Fleet, read_fleet, read_pools
+from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.redis_client.refusals import REFUSALS
-from cotrain_store.tenants.records import Records
 
 REDIS_TIMEOUT_S = 1.0
 #: A server with an unavailable Redis answers before its caller times out. Prometheus waits 10 s.
@@ -30,7 +23,8 @@ async def reasons_not_ready(services: Services) -> list[str]:
     reasons = ["This process is draining."] if services.draining else []
     try:
         async with asyncio.timeout(REDIS_TIMEOUT_S):
-            reasons += await _store_reasons(services.connection, services.settings)
+            fleet = await read_fleet(services.connection, with_queues=False)
+            reasons += _fleet_reasons(fleet, services.settings)
     except REFUSALS as refused:
         reasons.append(f"Redis takes nothing for now: {refused}")
     except (TimeoutError, *CONNECTION_LOST):
@@ -42,20 +36,19 @@ async def restoring_notices(services: Services) -> list[str]:
     """List the workers that restore runs, in sentences: requests of those runs wait."""
     try:
         async with asyncio.timeout(REDIS_TIMEOUT_S):
-            pools = {
-                pool.id: pool.base_model for pool in await Records(services.connection).pools()
-            }
-            found = await restoring_workers(services.connection, pools)
+            pools = await read_pools(services.connection, with_queues=False)
     except (TimeoutError, *CONNECTION_LOST):
         return []
     return [
-        f"Worker {worker} of {pools[pool]} is restoring: {text}." for pool, worker, text in found
+        f"Worker {worker.id} of {pool.record.base_model} is restoring: {text}."
+        for pool in sorted(pools, key=lambda pool: pool.record.id)
+        for worker in pool.workers
+        if (text := restoring_text(worker.restoring))
     ]
 
 
-async def _store_reasons(connection: Connection, settings: ServerSettings) -> list[str]:
-    reasons = []
-    redis = await redis_status(connection)
+def _fleet_reasons(fleet: Fleet, settings: ServerSettings) -> list[str]:
+    reasons, redis = [], fleet.redis
     durable = redis.appendonly and redis.appendfsync == "always"
     if not durable and not settings.accept_data_loss:
         reasons.append("Redis could lose acknowledged writes.")
@@ -65,20 +58,15 @@ async def _store_reasons(connection: Connection, settings: ServerSettings) -> li
         reasons.append("Redis is a replica, and takes no writes.")
     if not redis.saves:
         reasons.append("Redis could not write its last snapshot, and takes no writes (MISCONF).")
-    if not await scheduler_alive(connection):
+    if not fleet.has_scheduler:
         reasons.append("No scheduler is running.")
-    return reasons + await _worker_reasons(connection, settings.base_models)
-
-
-async def _worker_reasons(connection: Connection, expected: Sequence[str]) -> list[str]:
-    pools = await Records(connection).pools()
-    ids = [pool.id for pool in pools]
     # Requests to a pool that can scale to zero are accepted, and wait for a worker.
-    fine = await pools_with_workers(connection, ids) | await pools_to_zero(connection, ids)
-    served = {pool.base_model for pool in pools if pool.id in fine}
-    if expected:
-        return [f"No worker for {name} is running." for name in expected if name not in served]
-    return [] if served else ["No worker is running."]
+    fine = [pool for pool in fleet.pools if pool.has_worker or pool.may_have_none]
+    served = {pool.record.base_model for pool in fine}
+    if settings.base_models:
+        missing = [name for name in settings.base_models if name not in served]
+        return reasons + [f"No worker for {name} is running." for name in missing]
+    return reasons if served else [*reasons, "No worker is running."]
 
 
 def _disk_reasons(settings: ServerSettings) -> list[str]:

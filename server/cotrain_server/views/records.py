@@ -6,14 +6,18 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, fields
 from datetime import UTC, datetime
 from typing import Any
 
-from cotrain.wire.rest import Checkpoint, CheckpointType, TrainingRun, TrainingRunHistory
-from cotrain.wire.rest import HistoryPoint as WirePoint
+from cotrain.wire.rest import (
+    Checkpoint,
+    CheckpointType,
+    HistoryPoint,
+    TrainingRun,
+    TrainingRunHistory,
+)
 from cotrain_store.messages.ids import RunId, TenantId
-from cotrain_store.messages.runs import HistoryPoint, RunState
+from cotrain_store.messages.runs import RunState
 from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
 from cotrain_store.tenants.catalog import RunEntry
 
@@ -87,14 +91,13 @@ def utc(seconds: float) -> datetime:
 
 def history_of(run: RunId, points: Sequence[HistoryPoint]) -> TrainingRunHistory:
     """Return a history in wire format."""
-    shown = [WirePoint(**asdict(point)) for point in points]
-    return TrainingRunHistory(training_run_id=run, points=shown)
+    return TrainingRunHistory(training_run_id=run, points=list(points))
 
 
 def csv_of(points: Sequence[HistoryPoint]) -> str:
     """Return a history as CSV: a header line, then a line per point, with floats in full precision."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(field.name for field in fields(HistoryPoint))
-    table.writerows(astuple(point) for point in points)
+    table.writerow(HistoryPoint.model_fields)
+    table.writerows(dict(point).values() for point in points)
     return text.getvalue()

@@ -1,8 +1,11 @@
-"""Content of `/status` and the pages: everything for the operator, its own part for a tenant."""
+"""Content of `/status`, `/fleet`, the list of workers and the pages, each as a function of the
+fleet.
+
+The operator receives everything, a tenant its own part.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import time
 from collections.abc import Sequence
@@ -10,19 +13,23 @@ from dataclasses import asdict
 from typing import Any
 
 from cotrain.version import __version__
+from cotrain.wire.admin import WorkerShown
+from cotrain.wire.status import FleetPool, FleetWorker, Restoring
 from cotrain_server.services import Services
 from cotrain_server.views.readiness import reasons_not_ready
+from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.runs import PoolRecord
-from cotrain_store.monitoring.metrics import TENANTS_SHOWN
-from cotrain_store.monitoring.status import (
+from cotrain_store.monitoring.fleet import (
+    Fleet,
     PoolStatus,
-    QueueStatus,
-    cycle_records,
-    pool_status,
-    redis_status,
-    scheduler_epoch,
+    WorkerStatus,
+    backlog_seconds,
+    read_fleet,
+    read_pools,
+    sum_of,
 )
+from cotrain_store.monitoring.metrics import TENANTS_SHOWN
+from cotrain_store.monitoring.status import cycle_records
 from cotrain_store.results.delivery import max_unread, unread_bytes
 from cotrain_store.tenants.catalog import tenant_names
 from cotrain_store.tenants.run_bytes import largest_run_bytes, run_bytes
@@ -33,19 +40,19 @@ _STARTED_AT = time.time()
 
 async def brief_status(services: Services) -> dict[str, Any]:
     """Return the state of the server and each pool: sums over tenants, without cycles."""
-    return await _brief(services, await _pools(services))
+    return await _brief(services, await read_fleet(services.connection))
 
 
 async def whole_status(services: Services) -> dict[str, Any]:
     """Return the full status: the brief one, each tenant's queue, and the last cycles."""
-    connection, found = services.connection, await _pools(services)
-    brief = await _brief(services, found)
+    connection, fleet = services.connection, await read_fleet(services.connection)
+    brief = await _brief(services, fleet)
     return {
         **brief,
-        "scheduler": {"epoch": await scheduler_epoch(connection)},
+        "scheduler": {"epoch": fleet.scheduler_epoch},
         "pools": [
-            {**pool, **await _details(services, status)}
-            for pool, (_, status) in zip(brief["pools"], found, strict=True)
+            {**shown, **await _details(services, pool)}
+            for shown, pool in zip(brief["pools"], fleet.pools, strict=True)
         ],
         "unread_bytes": await max_unread(connection, TENANTS_SHOWN),
         "run_bytes": await largest_run_bytes(connection, TENANTS_SHOWN),
@@ -53,55 +60,45 @@ async def whole_status(services: Services) -> dict[str, Any]:
     }
 
 
-async def _pools(services: Services) -> list[tuple[PoolRecord, PoolStatus]]:
-    return [
-        (pool, await pool_status(services.connection, pool.id))
-        for pool in await services.records.pools()
-    ]
-
-
-async def _brief(
-    services: Services, found: Sequence[tuple[PoolRecord, PoolStatus]]
-) -> dict[str, Any]:
-    reasons, redis = await asyncio.gather(
-        reasons_not_ready(services), redis_status(services.connection)
-    )
+async def _brief(services: Services, fleet: Fleet) -> dict[str, Any]:
+    reasons, now = await reasons_not_ready(services), time.time()
     return {
         "version": __version__,
-        "uptime_s": round(time.time() - _STARTED_AT, 1),
+        "uptime_s": round(now - _STARTED_AT, 1),
         "ready": not reasons,
         "reasons": reasons,
-        "pools": [_pool(pool, status) for pool, status in found],
-        "redis": asdict(redis),
+        "pools": [_pool(pool, now) for pool in fleet.pools],
+        "redis": asdict(fleet.redis),
         "disk": {"free_bytes": shutil.disk_usage(services.settings.data_dir).free},
     }
 
 
-def _pool(pool: PoolRecord, found: PoolStatus) -> dict[str, Any]:
+def _pool(found: PoolStatus, now: float) -> dict[str, Any]:
+    queue = sum_of(found.queues)
     return {
-        **asdict(pool),
+        **asdict(found.record),
         "workers": [asdict(worker) for worker in found.workers],
         "workers_known": found.workers_known,
-        "workers_unavailable": list(found.workers_missing(time.time())),
+        "workers_unavailable": list(found.workers_missing(now)),
         "open_cycles": found.open_cycles,
         "last_cycle": found.last_cycle,
         "queue": {
-            "ops": sum(queue.ops for queue in found.queues),
-            "tokens": sum(queue.tokens for queue in found.queues),
+            "ops": queue.ops,
+            "tokens": queue.tokens,
             "tenants": len(found.queues),
             "oldest_s": found.oldest_ready_s,
             "oldest_gap_s": found.oldest_gap_s,
             "backlog_s": round(found.backlog_s, 3),
         },
-        "workers_wanted": found.workers_wanted(time.time()),
+        "workers_wanted": found.workers_wanted(now),
         "duty": dict(found.duty),
-        "samples": _samples(found.queues),
+        "samples": {"waiting": queue.samples_waiting, "running": queue.samples_running},
         "counters": dict(found.counters),
     }
 
 
 async def _details(services: Services, found: PoolStatus) -> dict[str, Any]:
-    cycles = await cycle_records(services.connection, found.pool, CYCLES_SHOWN)
+    cycles = await cycle_records(services.connection, found.record.id, CYCLES_SHOWN)
     queues = [asdict(queue) for queue in found.queues]
     await name_tenants(
         services, [*queues, *(run for each in cycles for run in each.get("runs", ()))]
@@ -123,28 +120,90 @@ async def own_status(services: Services, tenant: TenantId) -> dict[str, Any]:
         "version": __version__,
         "unread_bytes": (await unread_bytes(connection, [tenant]))[tenant],
         "run_bytes": await run_bytes(connection, tenant),
-        "pools": [
-            _own_pool(pool, await pool_status(connection, pool.id, tenant))
-            for pool in await services.records.pools()
-        ],
+        "pools": [_own_pool(pool) for pool in await read_pools(connection, tenant)],
     }
 
 
-def _own_pool(pool: PoolRecord, found: PoolStatus) -> dict[str, Any]:
-    own = found.queues
+def _own_pool(found: PoolStatus) -> dict[str, Any]:
+    record, own = found.record, sum_of(found.queues)
     return {
-        "base_model": pool.base_model,
-        "context_length": pool.context_length,
-        "max_rank": pool.max_rank,
+        "base_model": record.base_model,
+        "context_length": record.context_length,
+        "max_rank": record.max_rank,
         "workers": len(found.workers),
         "last_cycle": found.last_cycle,
-        "queue": {"ops": sum(q.ops for q in own), "tokens": sum(q.tokens for q in own)},
-        "samples": _samples(own),
+        "queue": {"ops": own.ops, "tokens": own.tokens},
+        "samples": {"waiting": own.samples_waiting, "running": own.samples_running},
     }
 
 
-def _samples(queues: Sequence[QueueStatus]) -> dict[str, int]:
-    return {
-        "waiting": sum(queue.samples_waiting for queue in queues),
-        "running": sum(queue.samples_running for queue in queues),
-    }
+async def list_workers(services: Services) -> list[WorkerShown]:
+    """Return the workers of all pools, including drained and missing ones."""
+    pools = await read_pools(services.connection, with_queues=False)
+    return [_shown(pool, worker) for pool in pools for worker in pool.ids]
+
+
+def _shown(pool: PoolStatus, worker: WorkerStatus) -> WorkerShown:
+    heartbeat, drain_asked_at = worker.heartbeat, worker.drain_asked_at
+    return WorkerShown(
+        pool=pool.record.id,
+        base_model=pool.record.base_model,
+        id=worker.id,
+        state=heartbeat.state if heartbeat else "away",
+        drain_asked_at=drain_asked_at,
+        drain_waits=bool(
+            heartbeat and drain_asked_at is not None and not heartbeat.is_handing_over
+        ),
+        heartbeat=asdict(heartbeat) if heartbeat else None,
+        open_steps=worker.open_steps,
+    )
+
+
+async def list_pools(services: Services) -> list[FleetPool]:
+    """Return all pools, and configured base models that no worker has served yet."""
+    fleet, now = await read_fleet(services.connection), time.time()
+    pools = [_fleet_pool(pool, now) for pool in fleet.pools]
+    return [*pools, *map(_unknown, fleet.unserved(services.settings.base_models))]
+
+
+def _fleet_pool(found: PoolStatus, now: float) -> FleetPool:
+    queue = sum_of(found.queues)
+    return FleetPool(
+        base_model=found.record.base_model,
+        pool=found.record.id,
+        workers_wanted=found.workers_wanted(now),
+        workers_unavailable=list(found.workers_unavailable),
+        workers=[_fleet_worker(each, found) for each in found.workers],
+        ops=queue.ops,
+        tokens=queue.tokens,
+        oldest_s=round(found.oldest_ready_s, 3),
+        backlog_s=round(found.backlog_s, 3),
+        samples_waiting=queue.samples_waiting,
+        samples_running=queue.samples_running,
+    )
+
+
+def _fleet_worker(heartbeat: WorkerHeartbeat, found: PoolStatus) -> FleetWorker:
+    waiting = found.scaling.waiting_tokens.get(heartbeat.id, 0) if found.scaling else 0
+    return FleetWorker(
+        id=heartbeat.id,
+        state=heartbeat.state,
+        is_draining=heartbeat.state != "serving",
+        restoring=Restoring.model_validate(heartbeat.restoring) if heartbeat.restoring else None,
+        host=heartbeat.host,
+        device=heartbeat.device,
+        tokens_per_s=heartbeat.tokens_per_s,
+        runs=heartbeat.runs,
+        busy=round(heartbeat.busy, 3),
+        backlog_s=round(backlog_seconds(waiting, [heartbeat.tokens_per_s], 0.0), 3),
+    )
+
+
+def _unknown(base_model: str) -> FleetPool:
+    """Return the entry of a base model without a pool: nothing can wait for it before its first
+    worker starts.
+    """
+    return FleetPool(
+        base_model=base_model, pool=None, workers_wanted=1, workers_unavailable=[], workers=[],
+        ops=0, tokens=0, oldest_s=0.0, backlog_s=0.0, samples_waiting=0, samples_running=0,
+    )  # fmt: skip

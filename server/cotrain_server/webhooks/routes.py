@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter
@@ -38,20 +37,7 @@ async def set_webhook(
 @router.get("/webhook")
 async def get_webhook(services: ServicesDep, tenant: TenantDep) -> Webhook:
     """Show your webhook and its delivery statistics."""
-    found = await services.webhooks.find(tenant.id)
-    return Webhook(
-        url=found.url,
-        created_at=datetime.fromtimestamp(found.created_at, UTC),
-        waiting=found.waiting,
-        delivered=found.delivered,
-        retried=found.retried,
-        given_up=found.given_up,
-        dropped=found.dropped,
-        last_event=found.last_event or None,
-        last_outcome=found.last_outcome or None,
-        last_answer=found.last_answer or None,
-        last_at=None if found.last_at is None else datetime.fromtimestamp(found.last_at, UTC),
-    )
+    return await services.webhooks.find(tenant.id)
 
 
 @router.delete("/webhook")

@@ -1,4 +1,4 @@
-"""Measure every SDK version against a server of our own and write docs/compatibility.md.
+"""Measure every SDK version against a server of our own and write docs/reference/compatibility.md.
 
 Run as `python -m tests.conformance.scoreboard [VERSION…]` from the root, after `sdks.sh all`; with
 versions, those alone are measured and the page goes to the terminal instead.
@@ -21,7 +21,7 @@ from tests.support.tiny_models import build_tiny_qwen3
 
 VERSIONS = ("0.22.0", "0.25.0", "0.30.1", "0.33.1", "0.38.0")
 INSTALLED = "0.38.0"
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 PATIENCE_S = 1800
 
 

@@ -1,4 +1,4 @@
-"""Try one call, and say how it went: supported, refused with whose words, or failed."""
+"""Try one call and classify its outcome: supported, refused with a message, or failed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.conformance.scoreboard.marks import ABSENT, FAILED, REFUSED, SUPPORTE
 from tests.conformance.scoreboard.place import Place
 
 PATIENCE_S = 60
-# What an SDK raises when it refuses by itself; their subclasses are faults of another kind.
+# Exceptions of an SDK's own refusals; their subclasses are other errors.
 OWN_REFUSALS = {tinker.TinkerError, NotImplementedError, RuntimeError, ValueError}
 Outcome = tuple[str, str]
-"""What became of a call, and why if it is not supported."""
+"""Outcome of a call, and the reason if it is not supported."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A method of `on` with real arguments, and what its answer must satisfy."""
+    """A method of `on`, its real arguments, and the condition that its answer must satisfy."""
 
     on: Any
     args: tuple[Any, ...] = ()
@@ -35,25 +35,25 @@ Recipe: TypeAlias = "Callable[[Place], Call]"
 
 
 def call(on: Any, *args: Any, **options: Any) -> Call:
-    """Call with these arguments; any answer will do."""
+    """Return a call with these arguments that accepts any answer."""
     return Call(on, args, options)
 
 
 def check(holds: Callable[[Any], bool], on: Any, *args: Any, **options: Any) -> Call:
-    """Call with these arguments; the answer must satisfy `holds`."""
+    """Return a call with these arguments, whose answer must satisfy `holds`."""
     return Call(on, args, options, holds)
 
 
 class UnexpectedAnswer(Exception):
-    """The call returned something else than it should have."""
+    """The call returned an unexpected value."""
 
 
 class NotOffered(Exception):
-    """This version's method does not take this argument."""
+    """This version's method does not accept this argument."""
 
 
 def attempt(act: Callable[[], Any]) -> Outcome:
-    """Act in a thread of its own, for at most PATIENCE_S."""
+    """Act in a separate thread, for at most PATIENCE_S."""
     outcomes: list[Outcome] = []
     thread = threading.Thread(target=lambda: outcomes.append(_judged(act)), daemon=True)
     thread.start()
@@ -62,9 +62,9 @@ def attempt(act: Callable[[], Any]) -> Outcome:
 
 
 def perform(call: Call, name: str, passed: set[str]) -> None:
-    """Call the method, or read the property, and wait for what it promises.
+    """Call the method, or read the property, and wait for the result of its promise.
 
-    Notes the names of the parameters that it was given in `passed`, whatever becomes of the call.
+    Adds the names of the passed parameters to `passed`, whatever the outcome.
     """
     if isinstance(inspect.getattr_static(type(call.on), name, None), property):
         answer = getattr(call.on, name)
@@ -77,7 +77,7 @@ def perform(call: Call, name: str, passed: set[str]) -> None:
 
 
 def parameters(owner: Any, name: str) -> set[str]:
-    """Name what a method can be given, besides itself."""
+    """Return the parameters of a method, without `self`."""
     method = inspect.getattr_static(owner, name)
     if isinstance(method, property):
         return set()
@@ -97,7 +97,7 @@ def _bound(method: Any, call: Call) -> set[str]:
 
 
 def settled(answer: Any) -> Any:
-    """Wait for coroutines and futures, whichever kind and however nested."""
+    """Wait for coroutines and futures of any kind, also nested ones."""
     while True:
         if inspect.iscoroutine(answer):
             answer = asyncio.run(answer)
@@ -110,13 +110,13 @@ def settled(answer: Any) -> Any:
 def _judged(act: Callable[[], Any]) -> Outcome:
     try:
         act()
-    except Exception as error:  # noqa: BLE001 - whatever an SDK raises is what is measured
+    except Exception as error:  # noqa: BLE001 - any exception of an SDK is a result
         return judge(error)
     return (SUPPORTED, "")
 
 
 def judge(error: Exception) -> Outcome:
-    """Tell a refusal from a failure, and find the words for it."""
+    """Classify an error as a refusal or a failure, and extract its message."""
     if isinstance(error, NotOffered) or _is_of_another_version(error):
         return (ABSENT, "")
     if isinstance(error, tinker.APIStatusError) and not 500 <= error.status_code != 501:
@@ -129,14 +129,14 @@ def judge(error: Exception) -> Outcome:
 
 
 def _is_of_another_version(error: Exception) -> bool:
-    """Say whether a recipe asked for a type or a method that this version does not have."""
+    """Return True if a recipe uses a type or a method that this version does not have."""
     return isinstance(error, AttributeError) and (
         error.obj is tinker.types or isinstance(error.obj, tinker.ServiceClient)
     )
 
 
 def words(error: Exception) -> str:
-    """The server's own sentence where there is one, else the exception's."""
+    """Return the server's own message if there is one, else the exception's."""
     body = getattr(error, "body", None)
     detail = body.get("detail") if isinstance(body, dict) else None
     return str(detail or error)

@@ -1,4 +1,4 @@
-"""How each command of the `tinker` command line is typed, and how it went."""
+"""Recipes of each command of the `tinker` command line, and their outcomes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ STYLED = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Typed:
-    """What is typed behind the command's name and at its prompt, and what must come of it."""
+    """Arguments and prompted input of a command, and its expected effects."""
 
     arguments: tuple[str, ...] = ()
     prompted: str = ""
     first: str = ""
-    """A command to run before this one, for what it leaves behind."""
+    """Command to run before this one, as its preparation."""
     says: str = ""
-    """What its output must hold."""
+    """Text that its output must contain."""
     leaves: str = ""
-    """A pattern of what must lie in the home folder afterwards."""
+    """Pattern of files that must be in the home folder afterwards."""
     holds: Callable[[], bool] = lambda: True
-    """What else must be so afterwards."""
+    """Further condition that must hold afterwards."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -88,7 +88,7 @@ COMMANDS: Mapping[str, Callable[[Place], Typed]] = {
 
 
 def type_command(name: str, typed: Typed, home: Path) -> Outcome:
-    """Run a command in a home folder of its own."""
+    """Run a command in its own home folder."""
     home.mkdir(parents=True)
     if typed.first:
         _run(typed.first.split(), typed, home)

@@ -1,4 +1,4 @@
-"""A model hub that takes what is pushed to it, for the command that pushes."""
+"""A fake model hub that accepts uploads, for the command that pushes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from typing_extensions import override
 
 
 class Hub:
-    """Serves what `huggingface_hub` asks while it uploads a folder, and keeps the files."""
+    """Server for the requests that `huggingface_hub` sends while it uploads a folder.
+
+    It keeps the files.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
-        """What was committed, by path in the repository."""
+        """Committed files, by path in the repository."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     @cached_property
     def address(self) -> str:
-        """Where it is, for HF_ENDPOINT."""
+        """Address for HF_ENDPOINT."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
@@ -68,6 +71,6 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         @override
         def log_message(self, format: str, *args: object) -> None:
-            """Print nothing."""
+            """Suppress the log."""
 
     return Handler

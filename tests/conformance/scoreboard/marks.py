@@ -1,13 +1,13 @@
-"""What can become of a row, in words that every process of the scoreboard knows."""
+"""Outcomes of a row, common to every process of the scoreboard."""
 
 from __future__ import annotations
 
 SUPPORTED = "supported"
 REFUSED = "refused"
-"""The server said no, or the SDK did, in a sentence for its user."""
+"""The server or the SDK refused the call with a message for the user."""
 FAILED = "failed"
-"""Anything else that went wrong."""
+"""Any other error."""
 NOT_TRIED = "not tried"
-"""Nobody has said how to call it."""
+"""The scoreboard has no recipe for the call."""
 ABSENT = "absent"
-"""This version does not offer it."""
+"""This version does not have the method."""

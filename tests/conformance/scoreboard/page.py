@@ -1,4 +1,4 @@
-"""Render what was measured as docs/compatibility.md, and read its rows back."""
+"""Render the measured rows as docs/reference/compatibility.md, and read its rows back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tests.conformance.scoreboard.marks import ABSENT, FAILED, NOT_TRIED, REFUSED, SUPPORTED
 
 HistoryEntries = dict[str, Any]
-"""What `walk` prints: the version, its rows, and the arguments that no row passes."""
+"""Output of `walk`: the version, its rows, and the arguments that no row passes."""
 
 INTRODUCTION = """\
 # Compatibility with the published SDKs
@@ -30,14 +30,14 @@ MARKS = {SUPPORTED: "yes", NOT_TRIED: "not tried", ABSENT: ""}
 ROW = re.compile(r"^\| `(?P<name>[^`]+)` \|(?P<cells>.*)\|$", re.MULTILINE)
 SDK_WORDS = re.compile(r"^(?:Request failed: )?(.*?)(?: for self\.request_id=.*)$", re.DOTALL)
 DICTIONARY = re.compile(r"\{'detail'.*?\}")
-# Faults of an SDK that look like the server's, and what they are.
+# Errors of an SDK that look like the server's, with their explanations.
 FAULTS: Mapping[str, str] = {
     "called from incorrect event loop": "a fault of these SDK versions: the method uses their"
     " client from the caller's event loop",
     "Got unexpected extra argument": "a fault of this SDK version: its command `list` hides Python's"
     " `list`",
 }
-# What differs from one run of the same walk to the next.
+# Parts that differ between runs of the same walk.
 PASSING: Mapping[str, str] = {
     r"http://127\.0\.0\.1:\d+": "<server>",
     r"/tmp/\S+": "<folder>",
@@ -47,7 +47,7 @@ PASSING: Mapping[str, str] = {
 
 
 def render(founds: Sequence[HistoryEntries], day: date) -> str:
-    """Write the whole page; the same results give the same text."""
+    """Render the whole page. The same results produce the same text."""
     versions = [found["version"] for found in founds]
     sections = [INTRODUCTION.format(day=day.isoformat()), _counts(founds)]
     for owner in _owners(founds):
@@ -57,7 +57,7 @@ def render(founds: Sequence[HistoryEntries], day: date) -> str:
 
 
 def read(page: str) -> dict[str, list[str]]:
-    """Read the cells of every row, by its name, one cell per version."""
+    """Return the cells of every row, by its name, one cell per version."""
     return {
         match["name"]: [cell.strip() for cell in match["cells"].split("|")]
         for match in ROW.finditer(page)
@@ -65,7 +65,7 @@ def read(page: str) -> dict[str, list[str]]:
 
 
 def reason(words: str) -> str:
-    """Keep of a reason what is the same in every walk, and of an HTTP answer its sentence."""
+    """Return the reproducible part of a reason, and for an HTTP answer only its message."""
     words = SDK_WORDS.sub(r"\1", DICTIONARY.sub(_detail, words))
     words = re.sub(r"Error code: \d+ - ", "", words)
     for pattern, name in PASSING.items():
@@ -130,7 +130,7 @@ def _cell(outcome: Sequence[str], reasons: list[str]) -> str:
 
 
 def _unpassed(founds: Sequence[HistoryEntries]) -> Iterator[str]:
-    """List what the newest version's methods take that no row has passed."""
+    """List the parameters of the newest version's methods that no row has passed."""
     newest = founds[-1]
     yield "## Arguments that no row passes\n"
     if not newest["unpassed"]:

@@ -1,7 +1,7 @@
-"""What the methods are tried on: one tenant's clients, a trained run and its checkpoints.
+"""Objects that the methods are tried on: one tenant's clients, a trained run and its checkpoints.
 
-Everything is made when a row first asks for it, so that what a server cannot do fails the rows that
-need it and no others.
+Every object is made on first use, so that an operation that the server lacks fails only the rows
+that need it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROJECT = "a-project"
 
 
 class Place:
-    """A tenant's place on a server, filled as it is looked at."""
+    """Clients, runs and checkpoints of a tenant, made on first use."""
 
     def __init__(self, base_model: str) -> None:
         self.base_model = base_model
@@ -47,52 +47,52 @@ class Place:
 
     @cached_property
     def service(self) -> Any:
-        """The service client that nobody closes."""
+        """Service client that stays open."""
         return self.new_service()
 
     @cached_property
     def rest(self) -> Any:
-        """The client of the REST half."""
+        """Client of the REST API."""
         return self.service.create_rest_client()
 
     @cached_property
     def exchanging_rest(self) -> Any:
-        """The same of a server that gives every key a token."""
+        """Client of the REST API of a server that exchanges every key for a token."""
         return tinker.ServiceClient(base_url=os.environ["EXCHANGING_BASE_URL"]).create_rest_client()
 
     @cached_property
     def project_service(self) -> Any:
-        """A service client that belongs to a project."""
+        """Service client with a project."""
         return self.new_service(project_id=PROJECT)
 
     @cached_property
     def admin(self) -> Any:
-        """The client of the REST half's administrators."""
+        """Client of the REST API for administrators."""
         return tinker.AdminClient()
 
     def pending_run(self) -> Any:
-        """Start a run; the newer SDKs only promise its client."""
+        """Start a run; the newer SDKs return its client as a promise."""
         return self.service.create_lora_training_client(self.base_model, rank=4, seed=7)
 
     @cached_property
     def run(self) -> Any:
-        """A run that has been trained a step."""
+        """Run that has been trained one step."""
         run = made(self.pending_run())
         step(run, self.data)
         return run
 
     def pending_sampler(self) -> Any:
-        """Sample from the base model; the newer SDKs only promise the client."""
+        """Create a sampler of the base model; the newer SDKs return the client as a promise."""
         return self.service.create_sampling_client(base_model=self.base_model)
 
     @cached_property
     def sampler(self) -> Any:
-        """A sampler of the base model."""
+        """Sampler of the base model."""
         return made(self.pending_sampler())
 
     @cached_property
     def hub(self) -> Hub:
-        """A model hub to push to."""
+        """Model hub to push to."""
         return Hub()
 
     # ---- Losses ----------------------------------------------------------------------------------
@@ -101,67 +101,67 @@ class Place:
 
     @staticmethod
     def loss(logprobs: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
-        """Cross-entropy, in one's own words."""
+        """Cross-entropy as a custom loss."""
         loss = -(logprobs * weights).sum()
         return loss, {"custom/loss:sum": loss}
 
     @cached_property
     def loss_handle(self) -> Any:
-        """That loss, known to the service client's session."""
+        """Handle of that loss, registered in the service client's session."""
         return self.service.create_custom_loss(self.loss, self.loss_ranks).result()
 
     # ---- Names of things -------------------------------------------------------------------------
 
     @property
     def run_id(self) -> str:
-        """The run, as REST knows it."""
+        """Run id of the REST API."""
         return str(self.run.model_id)
 
     @property
     def session_id(self) -> str:
-        """The session of the service client."""
+        """Session id of the service client."""
         return self.run_id.partition(":")[0]
 
     @property
     def sampler_id(self) -> str:
-        """The sampler, as REST knows it."""
+        """Sampler id of the REST API."""
         return str(self.sampler._sampling_session_id)
 
     def new_sampler_id(self) -> str:
-        """A sampler that no client has sampled from: each of its requests has a number of its own."""
+        """Id of an unused sampler: each of its requests has its own number."""
         return str(made(self.pending_sampler())._sampling_session_id)
 
     def new_name(self) -> str:
-        """A name that no checkpoint has."""
+        """Unused name of a checkpoint."""
         return f"saved-{next(self._numbers)}"
 
     def new_path(self) -> str:
-        """Save a training checkpoint that nobody else uses."""
+        """Save a training checkpoint that no other row uses."""
         return str(self.run.save_state(self.new_name()).result().path)
 
     @cached_property
     def path(self) -> str:
-        """A training checkpoint that stays."""
+        """Training checkpoint that is kept."""
         return self.new_path()
 
     @cached_property
     def foreign_path(self) -> str:
-        """A training checkpoint of another tenant."""
+        """Training checkpoint of another tenant."""
         service = self.new_service(api_key=self.foreign_key)
         run = made(service.create_lora_training_client(self.base_model, rank=4, seed=7))
         return str(run.save_state("theirs").result().path)
 
     @cached_property
     def sampler_path(self) -> str:
-        """A checkpoint for sampling that stays."""
+        """Checkpoint for sampling that is kept."""
         return str(self.run.save_weights_for_sampler(self.new_name()).result().path)
 
     @cached_property
     def external_path(self) -> str:
-        """An exported checkpoint that stays."""
+        """Exported checkpoint that is kept."""
         return str(self.run.save_weights_external(self.new_name()).result().path)
 
 
 def made(client: Any) -> Any:
-    """Wait for a client that the newer SDKs only promise."""
+    """Wait for a client that the newer SDKs return as a promise."""
     return client.result() if hasattr(client, "result") else client

@@ -1,8 +1,8 @@
-"""How each method is called: real arguments, and what must hold of the answer.
+"""Recipes of all methods: real arguments, and a condition on the answer.
 
-A method without a recipe comes out as "not tried", and an argument that no recipe passes is named on the
-page. The twin `x_async` is called like `x`, so one recipe serves both. Beside a method's own recipe stand
-those of its options, as `method(option)`.
+A method without a recipe is reported as "not tried", and an argument that no recipe passes is
+listed on the page. The twin `x_async` is called like `x`, so one recipe serves both. A recipe of an
+option of a method is named `method(option)`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.conformance.scoreboard.training_recipes import CROSS_ENTROPY, trainin
 
 
 def future(future_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
-    """How a promise is waited for."""
+    """Return the recipes of a promise."""
     return {
         "coroutine": lambda at: call(future_of(at)),
         "future": lambda at: call(future_of(at)),

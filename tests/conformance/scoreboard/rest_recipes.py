@@ -1,4 +1,4 @@
-"""How the clients of the REST half are called."""
+"""Recipes of the clients of the REST API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ACCESSIBLE = {"access_scope": "accessible"}
 
 
 def billing(client_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
-    """What an administrator asks, of whichever client offers it."""
+    """Return the recipes of an administrator's methods, for any client that has them."""
     return {
         "get_audit_log": lambda at: check(lambda answer: answer.entries, client_of(at)),
         "get_audit_log(day, event_type)": lambda at: check(
@@ -87,7 +87,8 @@ def _published(at: Place) -> str:
 
 
 def _afterwards(at: Place, path: str, is_so: Callable[[Any], bool], *args: Any) -> Call:
-    """Call with a path and more; afterwards `is_so` must hold of how the path is listed, if it is."""
+    """Call with a path and more arguments; afterwards `is_so` must hold for its entry in the list,
+    or for None."""
 
     def holds(_: Any) -> bool:
         checkpoints = at.rest.list_checkpoints(at.run_id).result().checkpoints

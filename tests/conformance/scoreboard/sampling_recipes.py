@@ -1,4 +1,4 @@
-"""How a sampling client is called, be it the client or the promise of one."""
+"""Recipes of a sampling client and of its promise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conformance.scoreboard.service_recipes import samples
 
 
 def sampling(sampler_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
-    """Every method of a sampling client."""
+    """Return the recipes of all methods of a sampling client."""
     return {
         **_samples(sampler_of),
         "compute_logprobs": lambda at: check(

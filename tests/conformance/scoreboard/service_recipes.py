@@ -1,4 +1,4 @@
-"""How a service client is called, and the functions of `tinker.auth`."""
+"""Recipes of a service client, and of the functions of `tinker.auth`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def _is_of_rank_4(client: Any) -> bool:
 
 
 def is_new_path(at: Place) -> Callable[[Any], bool]:
-    """Check that a copy has a path of its own."""
+    """Return a check that a copy has a new path."""
     paths = {at.path, at.foreign_path}
     return lambda answer: answer.startswith("tinker://") and answer not in paths
 
 
 def samples(at: Place) -> Callable[[Any], bool]:
-    """Check that a sampling client samples."""
+    """Return a check that a sampling client samples."""
     return lambda sampler: bool(sampler.sample(at.prompt, 1, at.params).result().sequences)
 
 
 def serves(at: Place) -> Callable[[Any], bool]:
-    """Check that the base model is among those offered."""
+    """Return a check that the base model is in the list of models."""
     return lambda answer: at.base_model in [each.model_name for each in answer.supported_models]
 
 

@@ -1,4 +1,4 @@
-"""What an SDK offers, found by looking at it: no list of names is kept by hand."""
+"""Public API of an SDK, found by inspection: there is no list of names to maintain."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import tinker.lib.public_interfaces
 from tinker.cli.__main__ import main_cli
 from tinker.lib.public_interfaces.rest_client import RestClient
 
-# A method that is not one: what an enclosing class would call an attribute.
+# Types of attributes that are methods; a nested class is not.
 METHODS = (types.FunctionType, staticmethod, classmethod, property)
-NO_CLASSES_OF_THEIR_OWN = {"AwaitableConcurrentFuture"}  # how an APIFuture is made
+NO_CLASSES_OF_THEIR_OWN = {"AwaitableConcurrentFuture"}  # internal types of an APIFuture
 
 
 def classes() -> dict[str, type]:
-    """Every public class of the SDK with methods, by name; older versions do not export them all."""
+    """Return every public class of the SDK with methods, by name.
+
+    Older versions do not export all of them.
+    """
     exported = vars(tinker.lib.public_interfaces).items()
     found = {name: each for name, each in exported if inspect.isclass(each)}
     found[RestClient.__name__] = RestClient
@@ -29,25 +32,25 @@ def classes() -> dict[str, type]:
 
 
 def methods(owner: type) -> list[str]:
-    """Every public method and property of a class, its parents' included."""
+    """Return every public method and property of a class, including inherited ones."""
     names = (name for name in dir(owner) if not name.startswith("_"))
     return [name for name in names if isinstance(inspect.getattr_static(owner, name), METHODS)]
 
 
 def members() -> dict[str, list[str]]:
-    """Every public method of every class, and the functions of `tinker.auth` where there are any."""
+    """Return every public method of every class, and the functions of `tinker.auth` if it exists."""
     found = {name: methods(each) for name, each in classes().items()}
     functions = getattr(getattr(tinker, "auth", None), "__all__", ())
     return {**found, "auth": sorted(functions)} if functions else found
 
 
 def owner(name: str) -> Any:
-    """The class, or the module, that `members` calls so."""
+    """Return the class or the module of a name in `members`."""
     return tinker.auth if name == "auth" else classes()[name]
 
 
 def commands() -> list[str]:
-    """Every command of the command line, as it is typed: `checkpoint list`."""
+    """Return every command of the command line, as it is typed: `checkpoint list`."""
     return sorted(" ".join(path) for path in _leaves(main_cli, ()))
 
 

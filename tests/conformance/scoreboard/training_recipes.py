@@ -1,4 +1,4 @@
-"""How a training client is called, be it the client or the promise of one."""
+"""Recipes of a training client and of its promise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _recipient() -> str:
 
 
 def training(run_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
-    """Every method of a training client."""
+    """Return the recipes of all methods of a training client."""
     return {
         **_passes(run_of),
         **_saves(run_of),

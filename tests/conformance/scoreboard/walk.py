@@ -1,8 +1,8 @@
-"""Walk through everything one SDK offers, against a live server, and print how each row went.
+"""Walk through the whole API of one SDK against a live server, and print the outcome of each row.
 
-Run as `python -m tests.conformance.scoreboard.walk BASE_MODEL [ROW…]` from the root, under the
-SDK that is first on the path; with names of rows, those alone are walked. TINKER_BASE_URL and
-TINKER_API_KEY say where and who, as they do for a user.
+Run as `python -m tests.conformance.scoreboard.walk BASE_MODEL [ROW…]` from the root, under the SDK
+that is first on the path. With names of rows, only those are tried. TINKER_BASE_URL and
+TINKER_API_KEY set server and key, as for a user.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Row:
     owner: str
     method: str
     option: str
-    """What the call shows beside the method itself: `(overwrite)`, or nothing."""
+    """Option that the call shows in addition to the method: `(overwrite)`, or empty."""
     recipe: Recipe | None
 
     @property
     def name(self) -> str:
-        """What the row is called on the page."""
+        """Row name on the page."""
         return f"{self.owner}.{self.method}{self.option}"
 
 
 @dataclass
 class Walk:
-    """Tries rows, and remembers which arguments were ever passed."""
+    """Runner of rows that collects the arguments that were passed."""
 
     at: Place
     home: Path
@@ -61,7 +61,7 @@ class Walk:
         return attempt(lambda: perform(recipe(self.at), row.method, passed))
 
     def command(self, name: str) -> Outcome:
-        """Type a command by its recipe."""
+        """Run a command by its recipe."""
         recipe = COMMANDS.get(name)
         if recipe is None:
             return (NOT_TRIED, "")
@@ -74,7 +74,7 @@ class Walk:
 def rows(
     recipes: Mapping[str, Mapping[str, Recipe]], members: Mapping[str, list[str]]
 ) -> list[Row]:
-    """Lay out the rows: each method with its own recipe, then with each of its options."""
+    """Return the rows: each method with its own recipe, then with each of its options."""
     return [
         row
         for owner, methods in members.items()
@@ -91,7 +91,7 @@ def _rows_of(owner: str, method: str, recipes: Mapping[str, Recipe]) -> Iterator
 
 
 def command_rows(recipes: Iterable[str], commands: Iterable[str]) -> list[str]:
-    """Lay out the commands, each followed by its recipes under other circumstances."""
+    """Return the commands, each followed by its recipes for other conditions."""
     return [
         row
         for command in commands
@@ -100,7 +100,7 @@ def command_rows(recipes: Iterable[str], commands: Iterable[str]) -> list[str]:
 
 
 def walk(at: Place, home: Path, wanted: set[str]) -> dict[str, Any]:
-    """Try every row that is wanted; nothing wanted is everything."""
+    """Try the wanted rows, or all rows if `wanted` is empty."""
     walker = Walk(at, home)
     members = surface.members()
     tried = {
@@ -121,7 +121,7 @@ def walk(at: Place, home: Path, wanted: set[str]) -> dict[str, Any]:
 
 
 def _unpassed(members: Mapping[str, list[str]], passed: Mapping[str, set[str]]) -> dict[str, Any]:
-    """List the arguments that no row passes, of each method that has such."""
+    """Return the arguments that no row passes, for each method that has such arguments."""
     offered = {
         f"{owner}.{method}": parameters(surface.owner(owner), method)
         for owner, methods in members.items()
@@ -138,4 +138,4 @@ if __name__ == "__main__":
         found = walk(Place(base_model), Path(folder), set(names))
     json.dump(found, sys.stdout)
     sys.stdout.flush()
-    os._exit(0)  # clients are left open, and threads of calls that never answered
+    os._exit(0)  # clients are still open, and so are threads of unanswered calls

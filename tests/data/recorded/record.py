@@ -1,7 +1,7 @@
-"""Record the files beside this one: `python -m tests.data.recorded.record FOLDER`.
+"""Record the files in this folder: `python -m tests.data.recorded.record FOLDER`.
 
-For a new version of the format, or for a case that is missing. Those that are here stay as they are:
-they prove that later versions give the same numbers.
+Used for a new version of the format, or for a missing case. Existing files stay unchanged: they
+prove that later versions compute the same numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MODEL = HERE / "model"
 
 
 def record(folder: Path) -> None:
-    """Fly once over everything, with the base model that lies here, and compress what was recorded."""
+    """Record every kind of cycle once, with the base model of this folder, and compress the
+    recording."""
     torch.set_num_threads(1)
     if not MODEL.exists():
         build_tiny("qwen3", MODEL, vocab=32, hidden=16, layers=1, context=64)

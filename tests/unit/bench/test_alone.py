@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.warm.popen import run
 
 ROOT = Path(__file__).resolve().parents[3]
-#: Nothing of this repository is installed, and of what it needs only what a bench says it does.
+#: None of this repository's packages is installed, and of its dependencies only those the benches
+#: declare.
 BARE = f"""
 import runpy, sys
 import peft, transformers
@@ -28,7 +29,7 @@ for name in ("engine", "engine_check", "decode"):
 """
 
 
-def test_the_benches_of_the_engine_need_nothing_of_ours_installed() -> None:
+def test_the_engine_benches_run_without_our_packages_installed() -> None:
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = run([sys.executable, "-c", BARE], cwd=ROOT, env=bare)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.decode_host import main
 
 
-def test_overlapped_the_device_waits_for_nothing_between_two_steps(tmp_path: Path) -> None:
+def test_with_overlap_the_device_does_not_wait_between_two_steps(tmp_path: Path) -> None:
     sizes = {"rows": 5, "adapters": 3, "tenants": 2, "steps": 4, "rounds": 1, "temperature": 1}
     given = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
 

@@ -1,4 +1,4 @@
-"""What a digest of an answer holds, and what it leaves out."""
+"""Contents of an answer's digest, and the fields it leaves out."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from safetensors.numpy import save
 from bench.golden import digest, without_metadata
 
 
-def test_a_digest_leaves_out_what_names_a_run() -> None:
+def test_a_digest_leaves_out_the_names_of_a_run() -> None:
     told = {"model_id": "a:train:0", "loss": 1.5, "path": "tinker://a", "metrics": {"cycle": 3}}
     other = {"model_id": "b:train:0", "loss": 1.5, "path": "tinker://b", "metrics": {"cycle": 4}}
     assert digest(told) == digest(other)
     assert digest(told) != digest({**other, "loss": np.nextafter(1.5, 2)})
 
 
-def test_a_digest_of_weights_is_of_names_and_tensors() -> None:
+def test_a_digest_of_weights_covers_names_and_tensors() -> None:
     tensors = {"a": np.arange(6, dtype="f4")}
     assert without_metadata(save(tensors, {"run": "a"})) == without_metadata(
         save(tensors, {"run": "b"})

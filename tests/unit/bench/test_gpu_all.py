@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def call(
     folder: Path, name: str, python: str, printed: list[str] | None = None
 ) -> tuple[int, Sequence[str]]:
-    """Run one call with a stand-in for Python; return its status and what it started."""
+    """Run one call with a stand-in for Python. Return its exit status and the commands it started."""
     stand_in = folder / "python"
     stand_in.write_text(f'#!/bin/sh\necho "$*" >>"{folder}/started"\n{python}\n')
     stand_in.chmod(0o755)
@@ -58,7 +58,7 @@ def call(
         ("all", ["tests/gpu/test_smoke_on_cuda.py"]),
     ],
 )
-def test_a_part_that_fails_keeps_no_other_from_running(
+def test_a_failed_part_does_not_stop_the_others(
     tmp_path: Path, name: str, scripts: Sequence[str]
 ) -> None:
     status, started = call(tmp_path, name, "exit 1")
@@ -76,11 +76,11 @@ def test_the_calls_name_every_test_on_a_gpu() -> None:
     )
 
 
-def test_a_call_that_it_does_not_know_starts_nothing(tmp_path: Path) -> None:
+def test_an_unknown_call_starts_nothing(tmp_path: Path) -> None:
     assert call(tmp_path, "everything", "exit 0") == (2, [])
 
 
-def test_one_call_does_all_the_others_do(tmp_path: Path) -> None:
+def test_the_call_all_starts_the_scripts_of_every_other_call(tmp_path: Path) -> None:
     parts = ["smoke", "checks", "backends", "speed", "sampling", "peft"]
     for part in parts:
         (tmp_path / part).mkdir()
@@ -97,7 +97,7 @@ def test_one_call_does_all_the_others_do(tmp_path: Path) -> None:
     assert [line.replace("/all/", "/") for line in started] == one_by_one
 
 
-def test_what_failed_is_named_at_the_end(tmp_path: Path) -> None:
+def test_failed_parts_are_listed_at_the_end(tmp_path: Path) -> None:
     printed: list[str] = []
 
     status, _ = call(

@@ -1,4 +1,4 @@
-"""A loop that is faster than its server blocks in the call, until the server has accepted something."""
+"""Training loops faster than their server: a call blocks until the server has accepted requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 120
 
 @dataclass
 class SlowApi(FakeApi):
-    """Takes no optimizer step before it may."""
+    """Server that accepts an optimizer step only when it is allowed to."""
 
     may_take: threading.Event = field(default_factory=threading.Event)
 
@@ -37,7 +37,7 @@ class SlowApi(FakeApi):
 
 
 class Loop:
-    """A training loop that never waits for a result."""
+    """Training loop that never waits for a result."""
 
     def __init__(self, run: TrainingClient) -> None:
         self.sent = 0
@@ -66,7 +66,7 @@ def service(api: SlowApi, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceCl
         yield service
 
 
-def test_a_loop_faster_than_its_server_blocks_until_the_server_has_accepted_something(
+def test_a_loop_faster_than_its_server_blocks_until_requests_are_accepted(
     api: SlowApi, service: ServiceClient
 ) -> None:
     loop = Loop(service.create_lora_training_client("m"))
@@ -74,7 +74,7 @@ def test_a_loop_faster_than_its_server_blocks_until_the_server_has_accepted_some
         losses = pool.submit(loop)
         loop.is_at_the_limit.wait(PATIENCE_S)
         assert api.paths().count("optim_step") <= LIMIT
-        service.get_server_capabilities()  # which others are not held up by
+        service.get_server_capabilities()  # which do not delay others
         assert loop.sent == LIMIT
         api.may_take.set()
         assert losses.result(PATIENCE_S) == [1.0] * STEPS
@@ -93,7 +93,7 @@ def test_closing_the_client_raises_in_a_call_that_blocks(
             losses.result(PATIENCE_S)
 
 
-def test_a_full_server_gets_a_runs_requests_in_their_order_all_the_same(
+def test_a_full_server_gets_the_requests_of_a_run_in_order(
     api: SlowApi, service: ServiceClient
 ) -> None:
     api.may_take.set()

@@ -24,7 +24,7 @@ def test_the_version_is_printed() -> None:
         assert (result.exit_code, result.output) == (0, f"cotrain {__version__}\n")
 
 
-def test_every_command_says_what_it_does_with_examples_that_can_be_copied() -> None:
+def test_every_command_has_a_description_and_runnable_examples() -> None:
     app = command_line(entry_points(group=COMMANDS))
     for words in commands_of(typer.main.get_command(app)):
         shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200"})
@@ -35,7 +35,7 @@ def test_every_command_says_what_it_does_with_examples_that_can_be_copied() -> N
 
 
 def commands_of(command: Any) -> Iterator[list[str]]:
-    """Give the words of every command below one."""
+    """Yield the words of every command below `command`."""
     for name, each in getattr(command, "commands", {}).items():
         if hasattr(each, "commands"):
             yield from ([name, *words] for words in commands_of(each))
@@ -48,7 +48,7 @@ def test_a_command_of_another_package_is_found_by_its_entry_point() -> None:
     assert (result.exit_code, result.output) == (0, f"cotrain {__version__}\n")
 
 
-def test_a_command_whose_libraries_are_missing_says_what_to_install() -> None:
+def test_a_command_with_missing_libraries_says_what_to_install() -> None:
     app = command_line([MISSING])
     result = CliRunner().invoke(app, ["serve", "--base-model", "m", "--help"])
     assert result.exit_code == 1
@@ -59,7 +59,7 @@ def test_a_command_whose_libraries_are_missing_says_what_to_install() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "ascii"])
-def test_what_a_terminal_cannot_write_is_a_question_mark(encoding: str) -> None:
+def test_a_character_that_a_terminal_cannot_encode_is_a_question_mark(encoding: str) -> None:
     program = (
         "import typer, sys; from rich.table import Table\n"
         "from cotrain.cli import replace_what_cannot_be_encoded\n"
@@ -75,6 +75,6 @@ def test_what_a_terminal_cannot_write_is_a_question_mark(encoding: str) -> None:
     assert ended.returncode == 1
     assert b"UnicodeEncodeError" not in ended.stderr
     assert b"??" in ended.stdout
-    if encoding != "ascii":  # for which click writes UTF-8
+    if encoding != "ascii":  # click writes UTF-8 to an ASCII terminal
         assert b"a ? b" in ended.stdout
         assert b"no ??" in ended.stderr

@@ -52,12 +52,12 @@ def test_a_list_shows_whole_paths_and_no_emoji(api: FakeCheckpoints) -> None:
     assert "\x1b" not in done.stdout
 
 
-#: Names a terminal's window, clears it, colours it and turns the direction of its text.
+#: Control codes: set a terminal's title, clear it, colour it and reverse the direction of its text.
 SPELL = "\x1b]0;mine\x07\x1b[2J\x9b31m\N{RIGHT-TO-LEFT OVERRIDE}"
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_what_a_list_holds_cannot_play_with_the_terminal(
+def test_control_characters_in_a_list_are_not_printed(
     api: FakeCheckpoints, options: list[str]
 ) -> None:
     api.paths_stored = [f"tinker://s1:train:0/weights/{SPELL}my\N{IDEOGRAPHIC SPACE}own"]
@@ -69,7 +69,7 @@ def test_what_a_list_holds_cannot_play_with_the_terminal(
         assert json.loads(done.stdout)[0]["tinker_path"] == api.paths_stored[0]
 
 
-def test_a_refusal_cannot_play_with_the_terminal(api: FakeCheckpoints) -> None:
+def test_control_characters_in_a_refusal_are_not_printed(api: FakeCheckpoints) -> None:
     api.answers["get_server_capabilities"] = [refusal(404, SPELL)]
     done = run("models")
     assert (done.exit_code, "31m" in done.stderr) == (1, True)
@@ -84,7 +84,7 @@ def test_a_list_as_json_has_the_fields_of_the_wire(api: FakeCheckpoints) -> None
     assert (listed["size_bytes"], listed["expires_at"]) == (1000, None)
 
 
-def test_a_download_is_written_where_it_is_asked_to(api: FakeCheckpoints, tmp_path: Path) -> None:
+def test_a_download_is_written_to_the_given_path(api: FakeCheckpoints, tmp_path: Path) -> None:
     api.files = {"adapter_config.json": b"{}"}
     done = run("download", PATH, "--output", str(tmp_path / "in"), "--json")
     assert (tmp_path / "in" / "adapter_config.json").read_bytes() == b"{}"
@@ -95,7 +95,7 @@ def test_a_download_is_written_where_it_is_asked_to(api: FakeCheckpoints, tmp_pa
     }
 
 
-def test_several_checkpoints_are_deleted_at_once(api: FakeCheckpoints) -> None:
+def test_several_checkpoints_are_deleted_in_one_call(api: FakeCheckpoints) -> None:
     done = run("checkpoints", "delete", PATH, f"{PATH}2")
     assert done.stdout == f"deleted {PATH}\ndeleted {PATH}2\n"
     assert [call.method for call in api.calls] == ["DELETE", "DELETE"]
@@ -105,9 +105,7 @@ def test_several_checkpoints_are_deleted_at_once(api: FakeCheckpoints) -> None:
     ("time", "seconds"),
     [("3600", 3600), ("90s", 90), ("90m", 5400), ("12h", 43_200), ("7d", 604_800), ("never", None)],
 )
-def test_a_lifetime_is_given_in_any_unit(
-    api: FakeCheckpoints, time: str, seconds: int | None
-) -> None:
+def test_a_lifetime_may_have_any_unit(api: FakeCheckpoints, time: str, seconds: int | None) -> None:
     done = run("checkpoints", "ttl", PATH, time, "--json")
     assert json.loads(done.stdout) == {"tinker_path": PATH, "ttl_seconds": seconds}
     [call] = api.calls
@@ -126,7 +124,7 @@ def test_a_lifetime_is_given_in_any_unit(
         ("nonsense",),
     ],
 )
-def test_a_command_that_is_used_wrongly_ends_with_2(
+def test_a_wrongly_used_command_exits_with_2(
     api: FakeCheckpoints, arguments: tuple[str, ...]
 ) -> None:
     done = run(*arguments)
@@ -142,7 +140,7 @@ def test_a_command_that_is_used_wrongly_ends_with_2(
         (("checkpoints", "delete", PATH), "404: no such thing"),
     ],
 )
-def test_what_goes_wrong_is_printed_in_one_line(
+def test_an_error_is_printed_in_one_line(
     api: FakeCheckpoints, arguments: tuple[str, ...], printed: str
 ) -> None:
     api.answers[URL] = [refusal(404, "no such thing")]
@@ -150,7 +148,7 @@ def test_what_goes_wrong_is_printed_in_one_line(
     assert (done.exit_code, done.stderr) == (1, f"{printed}\n")
 
 
-def test_without_a_key_the_user_sees_which_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_is_reported_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COTRAIN_API_KEY", raising=False)
     for command in (["models"], ["sample", "x", "--base-model", "m"]):
         done = run(*command)
@@ -159,14 +157,14 @@ def test_without_a_key_the_user_sees_which_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("command", [["top"], ["sample", "x", "--base-model", "m"]])
-def test_a_server_that_is_not_there_is_named(command: list[str]) -> None:
+def test_an_unreachable_server_is_named(command: list[str]) -> None:
     done = run(*command, env={"COTRAIN_BASE_URL": NO_SERVER, "COTRAIN_API_KEY": "tml-key"})
     assert done.exit_code == 1
     assert done.stderr.startswith(f"cannot reach {NO_SERVER}: ")
     assert done.stderr.count("\n") == 1
 
 
-def test_help_has_examples_and_says_where_the_server_is_named() -> None:
+def test_the_help_has_examples_and_the_variable_of_the_server() -> None:
     assert "COTRAIN_BASE_URL" in run("--help").stdout
     assert "PEFT folder, or a tar" in run("upload", "--help").stdout
     for command in (["checkpoints", "ttl"], ["runs", "list"], ["sample"], ["top"], ["download"]):

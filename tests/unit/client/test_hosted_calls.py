@@ -1,4 +1,4 @@
-"""Calls as programs for the hosted SDK make them: they work, or say in a sentence why not."""
+"""Calls of programs for the hosted SDK: each works, or raises one sentence with the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def service(api: FakeSampling) -> Iterator[ServiceClient]:
         yield client
 
 
-def test_a_client_may_be_asked_for_itself(service: ServiceClient) -> None:
+def test_a_client_can_be_used_as_its_own_future(service: ServiceClient) -> None:
     run = service.create_lora_training_client("m").result(timeout=1)
     sampler = service.create_sampling_client(base_model="m").result()
 
@@ -35,7 +35,7 @@ def test_a_client_may_be_asked_for_itself(service: ServiceClient) -> None:
     assert asyncio.run(awaited()) == (run, sampler)
 
 
-def test_a_step_takes_its_parameters_by_either_name(
+def test_a_step_accepts_its_parameters_under_either_name(
     api: FakeSampling, service: ServiceClient
 ) -> None:
     run = service.create_lora_training_client("m")
@@ -47,7 +47,7 @@ def test_a_step_takes_its_parameters_by_either_name(
         run.optim_step(AdamParams(), optim_params=AdamParams())
 
 
-def test_an_argument_that_asks_for_nothing_is_taken(service: ServiceClient) -> None:
+def test_an_argument_without_effect_is_accepted(service: ServiceClient) -> None:
     unnamed: Any = service  # type checkers know none of these
     run = unnamed.create_lora_training_client("m", optimizer=types.AdamOptimizerConfig())
     sampler = unnamed.create_sampling_client(
@@ -65,7 +65,7 @@ def test_an_argument_that_asks_for_nothing_is_taken(service: ServiceClient) -> N
         ("create_sampling_client_async", {"record_stability_info": True}, "records none"),
     ],
 )
-def test_an_argument_that_asks_for_something_says_why_it_cannot_be(
+def test_an_unsupported_argument_raises_with_the_reason(
     service: ServiceClient, call: str, argument: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedInput, match=message):
@@ -80,12 +80,12 @@ def test_a_refused_sampler_takes_no_number(api: FakeSampling, service: ServiceCl
     assert [body["seq_id"] for body in api.bodies("save_weights_for_sampler")] == [1]
 
 
-def test_a_mistyped_argument_is_still_a_mistake(service: ServiceClient) -> None:
+def test_a_mistyped_argument_is_an_error(service: ServiceClient) -> None:
     with pytest.raises(TypeError, match="optimiser"):
         service.create_lora_training_client("m", optimiser=None)  # type: ignore[call-arg]
 
 
-def test_what_a_client_has_not_says_why(service: ServiceClient) -> None:
+def test_a_missing_method_raises_with_the_reason(service: ServiceClient) -> None:
     clients: list[Any] = [service, service.create_lora_training_client("m")]
     for client in (*clients, service.create_sampling_client(base_model="m")):
         with pytest.raises(AttributeError, match="nothing is collected"):
@@ -94,7 +94,7 @@ def test_what_a_client_has_not_says_why(service: ServiceClient) -> None:
             client.traing()
 
 
-def test_closing_gives_a_future_and_the_operator_the_detail(
+def test_closing_returns_a_future_and_sends_the_detail(
     api: FakeSampling, service: ServiceClient
 ) -> None:
     service.create_lora_training_client("m")
@@ -104,7 +104,7 @@ def test_closing_gives_a_future_and_the_operator_the_detail(
     ]
 
 
-def test_a_handle_names_a_sampler_and_holds_no_key(
+def test_a_handle_identifies_a_sampler_and_contains_no_key(
     service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = service.create_sampling_client(base_model="m")
@@ -124,7 +124,7 @@ def test_a_handle_names_a_sampler_and_holds_no_key(
 
 
 @pytest.mark.parametrize("text", ["", "nothing", "bm9uZQ==", "{}"])
-def test_what_is_no_handle_is_refused(text: str) -> None:
+def test_an_invalid_handle_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no handle of a sampler"):
         SamplingClient.from_sampler_handle(text, api_key="tml-key")
 

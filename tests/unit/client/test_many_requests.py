@@ -21,9 +21,9 @@ MANY = 1_000
 THREADS = 8
 OF_EACH = 40
 WITHIN_S = 120.0
-"""For a deadlock, not for speed."""
+"""Time limit in seconds for a deadlock, not for speed."""
 BYTES_PER_FUTURE = 20_000
-"""Twice what two tasks, their frames and their futures take; generous."""
+"""Bytes of two tasks, their frames and their futures, doubled as a margin."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def order_of(output: ForwardBackwardOutput) -> float:
     return output.metrics["clock_cycle:unique"]
 
 
-def test_of_a_thousand_futures_a_few_hold_a_connection(api: FakeApi, run: TrainingClient) -> None:
+def test_few_of_a_thousand_futures_hold_a_connection(api: FakeApi, run: TrainingClient) -> None:
     gate = threading.Event()
     api.hold = {f"pass:{n + 1}": gate for n in range(MANY)}
     futures = [run.forward_backward([datum([5])], "cross_entropy") for _ in range(MANY)]
@@ -59,9 +59,7 @@ def test_of_a_thousand_futures_a_few_hold_a_connection(api: FakeApi, run: Traini
     assert [order_of(future.result(WITHIN_S)) for future in futures] == list(range(1, MANY + 1))
 
 
-def test_a_request_that_is_accepted_keeps_nothing_of_what_was_sent(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_an_accepted_request_keeps_nothing_of_its_body(api: FakeApi, run: TrainingClient) -> None:
     gate, data = threading.Event(), [datum(list(range(2_000)))]
     api.hold = {f"pass:{n + 1}": gate for n in range(MANY)}
     of_others = messages()
@@ -79,12 +77,12 @@ def test_a_request_that_is_accepted_keeps_nothing_of_what_was_sent(
 
 
 def messages() -> list[object]:
-    """List the requests that are still referenced; their bytes are not Python's to count."""
-    gc.collect()  # an earlier test's garbage is unreferenced, and listed until a full collection
+    """Return the requests that are still referenced. Their bytes are not counted by Python."""
+    gc.collect()  # garbage of an earlier test is unreferenced, and listed until a full collection
     return [each for each in gc.get_objects() if type(each) is wire.ForwardBackwardRequest]
 
 
-def test_threads_and_a_loop_that_share_a_run_keep_each_its_order(run: TrainingClient) -> None:
+def test_threads_and_a_loop_that_share_a_run_each_keep_their_order(run: TrainingClient) -> None:
     data = [datum([5])]
 
     def in_a_thread(_: int) -> list[float]:

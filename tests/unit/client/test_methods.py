@@ -1,4 +1,6 @@
-"""Whatever a program calls on the hosted SDK works here by the same name and arguments, or says why not."""
+"""Methods and arguments of the hosted SDK: each works here under the same name, or raises the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -46,19 +48,19 @@ NO_DEFAULT = {"destination_project_id"}  # no variable names a project here
 
 
 @pytest.mark.parametrize("ours", CLIENTS)
-def test_every_method_of_the_hosted_sdk_is_here_or_left_out_for_a_reason(ours: type) -> None:
+def test_every_method_of_the_hosted_sdk_exists_or_is_left_out_for_a_reason(ours: type) -> None:
     missing = {name for name in official_methods(ours) if not hasattr(ours, name)}
     assert missing <= set(chain(*METHODS_LEFT_OUT.values()))
 
 
-def test_whatever_is_left_out_is_still_missing() -> None:
+def test_every_left_out_method_is_still_missing() -> None:
     official = set(chain(*map(official_methods, CLIENTS)))
     assert set(chain(*METHODS_LEFT_OUT.values())) <= official
     assert not any(hasattr(ours, name) for ours in CLIENTS for name in METHODS)
 
 
 @pytest.mark.parametrize("ours", CLIENTS)
-def test_every_argument_of_the_hosted_sdk_is_taken_by_its_name(ours: type) -> None:
+def test_every_argument_of_the_hosted_sdk_is_accepted_by_its_name(ours: type) -> None:
     for name, method in official_methods(ours).items():
         if hasattr(ours, name):
             mine = getattr(ours, name)
@@ -67,7 +69,7 @@ def test_every_argument_of_the_hosted_sdk_is_taken_by_its_name(ours: type) -> No
 
 
 @pytest.mark.parametrize("ours", CLIENTS)
-def test_a_call_with_arguments_in_their_order_means_the_same(ours: type) -> None:
+def test_positional_arguments_have_the_same_meaning(ours: type) -> None:
     for name, method in official_methods(ours).items():
         if not hasattr(ours, name) or f"{ours.__name__}.{name}" in OTHER_ORDER:
             continue
@@ -82,7 +84,7 @@ def test_a_call_with_arguments_in_their_order_means_the_same(ours: type) -> None
 
 
 @pytest.mark.parametrize("ours", CLIENTS)
-def test_a_default_is_that_of_the_hosted_sdk(ours: type) -> None:
+def test_defaults_equal_those_of_the_hosted_sdk(ours: type) -> None:
     for name, method in official_methods(ours).items():
         if not hasattr(ours, name):
             continue
@@ -93,7 +95,7 @@ def test_a_default_is_that_of_the_hosted_sdk(ours: type) -> None:
 
 
 @pytest.mark.parametrize("ours", CLIENTS)
-def test_what_gives_a_future_there_gives_something_with_a_result_here(ours: type) -> None:
+def test_methods_that_return_a_future_there_return_one_here(ours: type) -> None:
     for name, method in official_methods(ours).items():
         if hasattr(ours, name) and "Future" in ast.unparse(method.returns or ast.Constant("")):
             given = str(inspect.signature(getattr(ours, name)).return_annotation)
@@ -101,7 +103,7 @@ def test_what_gives_a_future_there_gives_something_with_a_result_here(ours: type
             assert kind in ("Future", "Submitted", "SamplingClient", "TrainingClient"), name
 
 
-def test_every_name_of_the_hosted_package_is_here_or_left_out_for_a_reason() -> None:
+def test_every_hosted_name_exists_or_is_left_out_for_a_reason() -> None:
     missing = {name for name in official_names() if not hasattr(cotrain, name)}
     assert missing == set(chain(*NAMES_LEFT_OUT.values()))
 
@@ -111,7 +113,7 @@ def test_every_future_has_the_methods_of_the_hosted_ones() -> None:
 
 
 @pytest.mark.parametrize("ours", [ServiceClient, TrainingClient, SamplingClient])
-def test_both_forms_of_a_method_take_the_same(ours: type) -> None:
+def test_both_forms_of_a_method_have_the_same_arguments(ours: type) -> None:
     for name, method in inspect.getmembers(ours, inspect.isfunction):
         if name.endswith("_async"):
             plain = getattr(ours, name.removesuffix("_async"))
@@ -119,7 +121,7 @@ def test_both_forms_of_a_method_take_the_same(ours: type) -> None:
 
 
 @pytest.mark.parametrize("ours", [ServiceClient, TrainingClient, SamplingClient])
-def test_every_method_says_its_own_name_and_what_it_gives(ours: type) -> None:
+def test_every_method_has_its_own_name_and_a_docstring(ours: type) -> None:
     for name, method in inspect.getmembers(ours, inspect.isfunction):
         if not name.startswith("_"):
             assert (method.__name__, bool(method.__doc__)) == (name, True)
@@ -127,7 +129,7 @@ def test_every_method_says_its_own_name_and_what_it_gives(ours: type) -> None:
             assert not (name.endswith("_async") and given.startswith("Future")), name
 
 
-def test_every_gap_has_a_method_that_says_so() -> None:
+def test_every_unsupported_argument_belongs_to_a_method() -> None:
     methods = chain(*(inspect.getmembers(ours, inspect.isfunction) for ours in CLIENTS))
     taken = {name for _, method in methods for name in getattr(method, "hosted_arguments", ())}
     assert taken == set(ARGUMENTS)
@@ -151,7 +153,7 @@ def positional_arguments(method: Function) -> list[str]:
 
 
 def defaults_of(method: Function) -> dict[str, Any]:
-    """Read which value an argument has where nothing is taken, of those that need not be given."""
+    """Return the defaults of the optional arguments."""
     positional = reversed(positional_arguments(method))
     given = zip(positional, reversed(method.args.defaults), strict=False)
     named = zip((each.arg for each in method.args.kwonlyargs), method.args.kw_defaults, strict=True)
@@ -160,7 +162,7 @@ def defaults_of(method: Function) -> dict[str, Any]:
 
 @cache
 def official_methods(ours: type) -> dict[str, Function]:
-    """Read, without importing it, which methods the hosted SDK's class of this name has."""
+    """Return the methods of the hosted SDK's class of this name, without importing it."""
     methods = {
         each.name: each
         for each in _body_of(CLIENTS[ours])

@@ -41,7 +41,7 @@ def queued(api: FakeApi, path: str, result: dict[str, Any], times: int = 1) -> N
     api.answers["retrieve_future"] = [httpx.Response(200, json=result) for _ in range(times)]
 
 
-def test_a_reverse_kl_is_numbered_among_the_runs_requests(
+def test_a_reverse_kl_is_numbered_among_the_requests_of_its_run(
     api: FakeApi, service: ServiceClient
 ) -> None:
     run = service.create_lora_training_client("m")
@@ -59,7 +59,9 @@ def test_a_reverse_kl_is_numbered_among_the_runs_requests(
     assert [body["seq_id"] for body in api.bodies("optim_step")] == [1, 3]
 
 
-def test_it_may_be_called_as_in_the_mint_sdk(api: FakeApi, service: ServiceClient) -> None:
+def test_a_reverse_kl_may_be_called_as_in_the_mint_sdk(
+    api: FakeApi, service: ServiceClient
+) -> None:
     run = service.create_lora_training_client("m")
     wanted: dict[str, Any] = {"reference_model_path": PATHS[0], "data": [DATUM]}
     queued(api, KL, KL_ANSWER, times=2)
@@ -80,7 +82,9 @@ def test_a_refused_reverse_kl_leaves_no_gap(api: FakeApi, service: ServiceClient
     assert not api.passes["pass:1"].data
 
 
-def test_an_interpolation_says_where_its_weights_lie(api: FakeApi, service: ServiceClient) -> None:
+def test_an_interpolation_returns_the_path_of_its_weights(
+    api: FakeApi, service: ServiceClient
+) -> None:
     result = {**MIXED, "coefficients": [0.5, 0.5]}
     queued(api, MIX, result, times=3)
 
@@ -98,9 +102,7 @@ def test_an_interpolation_says_where_its_weights_lie(api: FakeApi, service: Serv
     assert api.bodies(MIX)[0]["output_path"] == "mix"
 
 
-def test_a_refused_interpolation_raises_where_its_result_is_asked_for(
-    api: FakeApi, service: ServiceClient
-) -> None:
+def test_a_refused_interpolation_raises_at_its_result(api: FakeApi, service: ServiceClient) -> None:
     api.answers[MIX] = [refusal(400, "of several base models")]
     future = service.interpolate_checkpoints(PATHS, [0.5, 0.5])
     with pytest.raises(BadRequestError, match="several base models"):

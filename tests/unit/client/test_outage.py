@@ -1,4 +1,4 @@
-"""A server that stays away longer than a request is tried: what comes after it keeps its order."""
+"""Server that is unreachable for longer than a request is retried: later requests keep their order."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def run(api: FakeApi) -> Iterator[TrainingClient]:
 
 
 def passes(api: FakeApi) -> list[tuple[int, int]]:
-    """Place and number of datums of every pass that was sent."""
+    """Return the number and the datum count of every pass that was sent."""
     sent = [call for call in api.calls if call.url.path.endswith("/forward_backward")]
     messages = [wire.ForwardBackwardRequest.FromString(call.content) for call in sent]
     return [(message.seq_id, len(message.data)) for message in messages]
 
 
 @pytest.mark.parametrize("trouble", [httpx.ConnectError("gone"), refusal(503)])
-def test_a_number_that_may_not_have_arrived_is_filled_before_the_next_is_sent(
+def test_a_number_that_may_be_lost_is_filled_before_the_next_is_sent(
     api: FakeApi, run: TrainingClient, trouble: httpx.Response | Exception
 ) -> None:
     api.answers["optim_step"] = [trouble]
@@ -47,7 +47,7 @@ def test_a_number_that_may_not_have_arrived_is_filled_before_the_next_is_sent(
     assert passes(api) == [(1, 0), (2, 1), (3, 1)]
 
 
-def test_a_number_that_did_arrive_stays_what_it_is(api: FakeApi, run: TrainingClient) -> None:
+def test_a_number_that_arrived_is_not_changed(api: FakeApi, run: TrainingClient) -> None:
     api.answers["optim_step"] = [httpx.ReadError("the answer is lost")]
     api.answers["forward_backward"] = [refusal(400, "seq 1 was already used")]
     with pytest.raises(APIError):
@@ -56,7 +56,7 @@ def test_a_number_that_did_arrive_stays_what_it_is(api: FakeApi, run: TrainingCl
     assert passes(api) == [(1, 0), (2, 1)]
 
 
-def test_while_the_server_is_unreachable_no_number_is_forgotten(
+def test_no_number_is_lost_while_the_server_is_unreachable(
     api: FakeApi, run: TrainingClient
 ) -> None:
     api.answers["optim_step"] = [httpx.ConnectError("gone")]

@@ -1,4 +1,4 @@
-"""What users import stays where it is, whatever moves behind it."""
+"""Public names of the client, which stay importable whatever moves behind them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_docs_and_examples_import_only_from_public_modules() -> None:
 
 
 def imported_names() -> set[tuple[str, str]]:
-    """Read which names of the client the docs and examples import, and from which module."""
+    """Return the names that the docs and examples import from the client, each with its module."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     sources = [block.source for page in pages for block in blocks(page)]
     sources += [file.read_text(encoding="utf-8") for file in (ROOT / "examples").glob("*.py")]

@@ -1,4 +1,4 @@
-"""What a notebook or a debugger shows of a client: which one it is, and how it is; never a key."""
+"""Representations of clients in a notebook or debugger: identity and state, never a key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.waiting import until
 KEY = "tml-id_secret"
 
 
-async def test_a_client_names_its_run_its_model_and_its_state() -> None:
+async def test_a_client_shows_its_run_its_model_and_its_state() -> None:
     hold = threading.Event()
     api = FakeApi(hold={"step:1": hold})
     service = ServiceClient("http://ada:pass@server", KEY, network=api.network)
@@ -34,7 +34,7 @@ async def test_a_client_names_its_run_its_model_and_its_state() -> None:
     assert repr(run).endswith("m at http://server, closed>")
 
 
-def test_a_sampler_and_a_rest_client_name_themselves() -> None:
+def test_a_sampler_and_a_rest_client_show_what_they_belong_to() -> None:
     with ServiceClient("http://server", KEY, network=FakeSampling().network) as service:
         sampler = service.create_sampling_client(base_model="m")
         rest = service.create_rest_client()
@@ -49,7 +49,7 @@ def test_a_sampler_and_a_rest_client_name_themselves() -> None:
             assert "secret" not in repr(shown)
 
 
-def test_a_rest_client_of_its_own_shows_no_key() -> None:
+def test_a_standalone_rest_client_shows_no_key() -> None:
     assert (
         repr(RestClient(base_url="http://server", api_key=KEY)) == "<RestClient of http://server>"
     )

@@ -1,4 +1,6 @@
-"""What the official SDK's types take, ours take to the same end; what ours refuse, one sentence says."""
+"""Arguments of our types and of the official SDK's: the same are accepted with the same effect, and
+a refusal is one sentence.
+"""
 
 from __future__ import annotations
 
@@ -113,20 +115,20 @@ TAKEN_BY_BOTH: dict[str, Made] = {
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("name", TAKEN_BY_BOTH)
-def test_what_the_official_types_take_ours_take(name: str) -> None:
+def test_our_types_accept_what_the_official_types_accept(name: str) -> None:
     assert TAKEN_BY_BOTH[name](ours) == TAKEN_BY_BOTH[name](official)
 
 
-def test_a_name_that_sampling_params_pass_over_there_is_warned_of_here() -> None:
+def test_a_field_that_official_sampling_params_ignore_is_warned_of() -> None:
     assert not hasattr(official.SamplingParams(max_tokens=2, n=3), "n")
     with pytest.warns(UserWarning, match="SamplingParams has no n; it has max_tokens"):
         assert ours.SamplingParams(max_tokens=2, n=3).max_tokens == 2
 
 
 class Encoded:
-    """As the library `tokenizers` gives it."""
+    """Encoding of the library `tokenizers`."""
 
-    ids = [1, 2, 3]  # noqa: RUF012  # of this test alone
+    ids = [1, 2, 3]  # noqa: RUF012  # used by this test only
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ class Encoded:
         iter([1, 2, 3]),
     ],
 )
-def test_what_a_tokenizer_gave_is_taken_as_it_is(given: Any) -> None:
+def test_the_output_of_a_tokenizer_is_accepted(given: Any) -> None:
     assert ours.ModelInput.from_ints(given).to_ints() == [1, 2, 3]
 
 
@@ -176,18 +178,18 @@ REFUSED: dict[str, tuple[Made, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_refused_in_one_sentence(name: str) -> None:
+def test_a_refusal_is_one_sentence(name: str) -> None:
     made, words = REFUSED[name]
     with pytest.raises(UnsupportedInput, match=words) as refused:
         made(ours)
     assert "\n" not in str(refused.value)
 
 
-def test_a_norm_without_limit_is_no_limit() -> None:
+def test_an_infinite_clip_norm_means_no_limit() -> None:
     assert ours.AdamParams(grad_clip_norm=float("inf")).grad_clip_norm == 0.0
 
 
-def test_a_stop_that_is_none_is_refused_once() -> None:
+def test_an_invalid_stop_is_refused_once() -> None:
     for stop in (5, {1}, ["a", 1], [[1]]):
         with pytest.raises(ValueError, match="1 validation error"):
             ours.SamplingParams(stop=stop)

@@ -26,7 +26,7 @@ def run(api: FakeSampling) -> Iterator[TrainingClient]:
         yield service.create_lora_training_client("m")
 
 
-def test_saving_is_numbered_in_the_order_of_the_calls(
+def test_saves_are_numbered_in_the_order_of_the_calls(
     api: FakeSampling, run: TrainingClient
 ) -> None:
     run.optim_step()
@@ -45,7 +45,7 @@ def test_saving_is_numbered_in_the_order_of_the_calls(
     }
 
 
-def test_a_sampler_of_its_own_needs_no_second_call(api: FakeSampling, run: TrainingClient) -> None:
+def test_an_ephemeral_sampler_needs_no_second_call(api: FakeSampling, run: TrainingClient) -> None:
     sampler = run.save_weights_and_get_sampling_client()
     assert sampler.get_base_model() == "m"
     assert sampler.sampler_id == "s1:sample:0"
@@ -53,7 +53,7 @@ def test_a_sampler_of_its_own_needs_no_second_call(api: FakeSampling, run: Train
     assert sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams()).result().sequences
 
 
-def test_a_sampler_with_a_name_is_made_of_what_was_saved(
+def test_a_named_sampler_is_made_from_the_saved_weights(
     api: FakeSampling, run: TrainingClient
 ) -> None:
     asyncio.run(run.save_weights_and_get_sampling_client_async("best"))
@@ -61,7 +61,7 @@ def test_a_sampler_with_a_name_is_made_of_what_was_saved(
     assert api.bodies("create_sampling_session")[0]["model_path"] == PATH + "best"
 
 
-def test_a_sampler_is_of_the_weights_at_the_call_whenever_it_is_awaited(
+def test_a_sampler_has_the_weights_at_the_time_of_the_call(
     api: FakeSampling, run: TrainingClient
 ) -> None:
     sampler = run.save_weights_and_get_sampling_client_async()
@@ -70,7 +70,7 @@ def test_a_sampler_is_of_the_weights_at_the_call_whenever_it_is_awaited(
     assert api.bodies("save_weights_for_sampler")[0]["seq_id"] == 1
 
 
-def test_what_cannot_be_saved_takes_no_number(api: FakeSampling, run: TrainingClient) -> None:
+def test_an_invalid_save_takes_no_number(api: FakeSampling, run: TrainingClient) -> None:
     with pytest.raises(ValidationError):
         run.save_weights_for_sampler("")
     run.optim_step().result()
@@ -84,12 +84,10 @@ def test_a_refused_save_leaves_no_gap_in_the_order(api: FakeSampling, run: Train
     assert list(api.passes) == ["pass:1"]
 
 
-def test_a_training_result_that_is_given_up_leaves_no_gap(
-    api: FakeSampling, run: TrainingClient
-) -> None:
+def test_a_cancelled_training_result_leaves_no_gap(api: FakeSampling, run: TrainingClient) -> None:
     api.answers["optim_step"] = [refusal(429, **{"Retry-After": "0.05"})]
     future = run.optim_step()
-    asyncio.run(until(lambda: "optim_step" in api.paths()))  # and refused for the moment
+    asyncio.run(until(lambda: "optim_step" in api.paths()))  # and temporarily refused
     assert future.cancel()
     with pytest.raises(CancelledError):
         future.result()

@@ -44,21 +44,21 @@ def order_of(output: ForwardBackwardOutput) -> float:
     return output.metrics["clock_cycle:unique"]
 
 
-def test_two_awaits_give_the_future_and_then_the_result(run: TrainingClient) -> None:
+def test_the_first_await_gives_the_future_and_the_second_the_result(run: TrainingClient) -> None:
     async def train() -> float:
         return order_of(await (await send(run)))
 
     assert asyncio.run(train()) == 1
 
 
-def test_it_gives_its_result_to_threads_and_loops_directly(run: TrainingClient) -> None:
+def test_a_submitted_request_gives_its_result_to_threads_and_loops(run: TrainingClient) -> None:
     submitted = send(run)
     assert order_of(submitted.result(timeout=60)) == 1
     assert order_of(asyncio.run(submitted.result_async(timeout=60))) == 1
     assert submitted.done()
 
 
-def test_it_is_sent_in_the_order_of_the_calls_whatever_is_awaited(run: TrainingClient) -> None:
+def test_requests_are_sent_in_the_order_of_the_calls(run: TrainingClient) -> None:
     async def train() -> list[float]:
         first, second, third = send(run), send(run), send(run)
         return [
@@ -70,7 +70,7 @@ def test_it_is_sent_in_the_order_of_the_calls_whatever_is_awaited(run: TrainingC
     assert asyncio.run(train()) == [3, 1, 2]
 
 
-def test_it_is_sent_when_nobody_ever_awaits_it(
+def test_a_request_that_is_never_awaited_is_sent(
     api: FakeApi, run: TrainingClient, recwarn: pytest.WarningsRecorder
 ) -> None:
     send(run)
@@ -82,7 +82,7 @@ def test_it_is_sent_when_nobody_ever_awaits_it(
 
 
 @pytest.mark.parametrize("over", ["the futures", "the results"])
-def test_gather_takes_either(run: TrainingClient, over: str) -> None:
+def test_gather_accepts_either_form(run: TrainingClient, over: str) -> None:
     async def train() -> list[ForwardBackwardOutput]:
         sent = [send(run) for _ in range(5)]
         if over == "the results":
@@ -92,7 +92,7 @@ def test_gather_takes_either(run: TrainingClient, over: str) -> None:
     assert [order_of(output) for output in asyncio.run(train())] == [1, 2, 3, 4, 5]
 
 
-def test_who_wants_a_coroutine_may_take_it_for_one(run: TrainingClient) -> None:
+def test_a_submitted_request_can_be_used_as_a_coroutine(run: TrainingClient) -> None:
     async def train() -> list[float]:
         task = asyncio.create_task(send(run))
         async with asyncio.TaskGroup() as group:
@@ -104,7 +104,7 @@ def test_who_wants_a_coroutine_may_take_it_for_one(run: TrainingClient) -> None:
     assert order_of(asyncio.run(send(run)).result()) == 4
 
 
-def test_any_number_of_tasks_may_await_one(api: FakeApi, run: TrainingClient) -> None:
+def test_any_number_of_tasks_may_await_one_request(api: FakeApi, run: TrainingClient) -> None:
     async def train() -> list[Future[ForwardBackwardOutput]]:
         submitted = send(run)
         tasks = [asyncio.create_task(submitted) for _ in range(3)]
@@ -120,7 +120,7 @@ def test_any_number_of_tasks_may_await_one(api: FakeApi, run: TrainingClient) ->
     assert len(api.passes) == 1
 
 
-def test_a_cancelled_wait_cancels_no_training(api: FakeApi, run: TrainingClient) -> None:
+def test_a_cancelled_wait_does_not_cancel_training(api: FakeApi, run: TrainingClient) -> None:
     api.hold["pass:1"] = threading.Event()
     submitted = send(run)
 
@@ -137,7 +137,7 @@ def test_a_cancelled_wait_cancels_no_training(api: FakeApi, run: TrainingClient)
     assert order_of(submitted.result()) == 1
 
 
-def test_the_first_error_of_many_surfaces(api: FakeApi, run: TrainingClient) -> None:
+def test_the_first_of_several_errors_is_raised(api: FakeApi, run: TrainingClient) -> None:
     api.answers["optim_step"] = [refusal(400, "too odd")]
 
     async def train() -> None:
@@ -159,7 +159,7 @@ def test_a_loop_may_block_on_a_result_without_a_deadlock(run: TrainingClient) ->
     assert asyncio.run(notebook()) == [1, 2, True]
 
 
-def test_two_loops_and_a_thread_await_the_same_one(api: FakeApi, run: TrainingClient) -> None:
+def test_two_loops_and_a_thread_may_await_one_request(api: FakeApi, run: TrainingClient) -> None:
     gate = api.hold["pass:1"] = threading.Event()
     submitted = send(run)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -173,19 +173,17 @@ def test_two_loops_and_a_thread_await_the_same_one(api: FakeApi, run: TrainingCl
 
 
 @pytest.mark.parametrize("what", ["Submitted", "Future"])
-def test_to_take_it_for_the_result_is_an_error_that_says_what_to_do(
-    run: TrainingClient, what: str
-) -> None:
+def test_use_as_the_result_raises_with_the_remedy(run: TrainingClient, what: str) -> None:
     taken = {"Submitted": send(run), "Future": send(run)._future}[what]
     with pytest.raises(AttributeError, match=r"await it.* call \.result\(\), before \.metrics"):
         taken.metrics  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_a_failure_that_nobody_met_is_logged_once(
+def test_an_unretrieved_failure_is_logged_once(
     api: FakeApi, run: TrainingClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     api.answers["forward_backward"] = [refusal(400, "too odd")]
-    send(run)  # collected before it fails
+    send(run)  # garbage-collected before it fails
     asyncio.run(until(lambda: bool(caplog.records)))
     run.optim_step().result()
     assert [record.message for record in caplog.records] == [
@@ -193,7 +191,7 @@ def test_a_failure_that_nobody_met_is_logged_once(
     ]
 
 
-def test_a_failure_that_somebody_met_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_retrieved_failure_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
     outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
     met, unmet = Future(accepted, outcome), Future(accepted, outcome, what="b")
@@ -205,13 +203,13 @@ def test_a_failure_that_somebody_met_is_not_logged(caplog: pytest.LogCaptureFixt
         met.result()
     del met
     assert not caplog.records
-    del unmet  # it was waited for, and left, before it failed
+    del unmet  # a caller waited for it and left before it failed
     assert [record.message for record in caplog.records] == [
         "b failed, and its result was never asked for: no"
     ]
 
 
-def test_what_was_given_up_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cancelled_failure_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
     future = Future(concurrent.futures.Future(), outcome)
     assert future.cancel()

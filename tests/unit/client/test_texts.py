@@ -1,4 +1,4 @@
-"""Text as it streams from a server: whole, failing in the middle, ended by the user."""
+"""Text streamed from a server: complete, failing in the middle, interrupted by the user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def serving(*events: bytes, status: int = 200) -> httpx.Client:
     return httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server")
 
 
-def test_parts_of_either_shape_are_given_and_what_keeps_a_line_open_is_not() -> None:
+def test_text_parts_are_yielded_and_keep_alive_lines_are_not() -> None:
     chat = b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n'
     part = 'data: {"choices": [{"delta": {"content": "zwölf"}}]}\n\n'.encode()
     usage = b'data: {"choices": []}\n\n'
@@ -32,7 +32,7 @@ def test_parts_of_either_shape_are_given_and_what_keeps_a_line_open_is_not() -> 
         assert "".join(stream(http, "x", ASKED)) == "onezwölf"
 
 
-def test_a_failure_in_the_middle_comes_after_what_came() -> None:
+def test_a_failure_in_the_middle_is_raised_after_the_earlier_parts() -> None:
     came: list[str] = []
     with (
         serving(ONE, b'data: {"error": {"message": "The worker died."}}\n\n') as http,
@@ -42,7 +42,7 @@ def test_a_failure_in_the_middle_comes_after_what_came() -> None:
     assert came == ["one"]
 
 
-def test_a_refusal_is_read_in_the_dialect_it_is_written_in() -> None:
+def test_a_refusal_is_read_in_the_format_of_its_api() -> None:
     with (
         serving(b'{"error": {"message": "seed: too large", "code": "x"}}', status=400) as http,
         pytest.raises(BadRequestError, match=r"^400: seed: too large$"),
@@ -50,12 +50,12 @@ def test_a_refusal_is_read_in_the_dialect_it_is_written_in() -> None:
         list(stream(http, "x", ASKED))
 
 
-def test_what_is_no_json_is_named() -> None:
+def test_an_answer_that_is_not_json_is_reported() -> None:
     with serving(b"data: <html>\n\n") as http, pytest.raises(MalformedMessage):
         list(stream(http, "x", ASKED))
 
 
-def test_an_answer_that_the_user_ends_is_kept_as_far_as_it_came(
+def test_an_answer_interrupted_by_the_user_keeps_its_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def parts(*_: object) -> Iterator[str]:
@@ -68,11 +68,11 @@ def test_an_answer_that_the_user_ends_is_kept_as_far_as_it_came(
     assert capsys.readouterr().out == "as far\n"
 
 
-def test_a_model_cannot_play_with_the_terminal(
+def test_control_characters_of_a_model_are_not_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sample._show("\x1b[2Ja\tb\n")
-    assert capsys.readouterr().out == "\x1b[2Ja\tb\n"  # a file gets it as it is
+    assert capsys.readouterr().out == "\x1b[2Ja\tb\n"  # a file gets it unchanged
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     sample._show("\x1b[2Ja\tb\n")
     assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}[2Ja\tb\n"

@@ -1,4 +1,4 @@
-"""How `cotrain top` looks, and what it does while no server answers."""
+"""Output of `cotrain top`, and its behaviour while no server answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cotrain.settings import ClientSettings
 from cotrain.wire.status import CycleRecord, ServerStatus
 
 
-def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
+def test_a_status_is_drawn_and_its_rate_includes_pauses() -> None:
     def cycle(number: int, started_at: float) -> CycleRecord:
         return CycleRecord.model_validate(
             {
@@ -92,8 +92,10 @@ def test_a_status_is_drawn_and_a_pause_counts_in_its_rate() -> None:
         assert expected in text
 
 
-def test_watching_goes_on_while_the_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three looks; at the second no server answers; the fourth is Ctrl-C."""
+def test_watching_continues_while_the_server_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three polls, of which the second gets no answer. Ctrl-C comes instead of the fourth."""
     looks: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -113,7 +115,7 @@ def test_watching_goes_on_while_the_server_does_not_answer(monkeypatch: pytest.M
     assert looks == ["/status"] * 3
 
 
-def test_an_answer_that_is_no_status_is_named() -> None:
+def test_an_answer_that_is_not_a_status_is_reported() -> None:
     def answer(_: httpx.Request) -> httpx.Response:
         return httpx.Response(200, text="<html>")
 
@@ -133,7 +135,7 @@ def test_an_answer_that_is_no_status_is_named() -> None:
         (["--all", "--admin-key", "operator"], "operator"),
     ],
 )
-def test_the_operator_looks_with_its_own_key_or_with_none(
+def test_the_operator_uses_its_own_key_or_none(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], key: str
 ) -> None:
     asked: list[ClientSettings] = []
@@ -158,7 +160,7 @@ def test_the_operator_looks_with_its_own_key_or_with_none(
         ("http://server", ["--all"], ""),
     ],
 )
-def test_on_the_servers_host_the_operators_key_is_found_in_the_data_folder(
+def test_the_operator_key_is_read_from_the_data_folder_on_the_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, arguments: list[str], key: str
 ) -> None:
     (tmp_path / "admin-key").write_text("kept\n")
@@ -174,7 +176,7 @@ def test_on_the_servers_host_the_operators_key_is_found_in_the_data_folder(
     assert asked == [ClientSettings(url, key)]
 
 
-def test_no_key_is_shown_where_there_is_none() -> None:
+def test_no_key_is_shown_if_there_is_none() -> None:
     with plain_http(ClientSettings("http://server", "")) as http:
         assert "X-API-Key" not in http.headers
     with plain_http(ClientSettings("http://server", "operator")) as http:

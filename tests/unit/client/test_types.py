@@ -22,7 +22,7 @@ from cotrain.types import (
     RequestErrorCategory,
 )
 
-# Names of the hosted SDK's types that stay out, and why.
+# Names of the hosted SDK's types that are left out, and the reason.
 LEFT_OUT = {
     "no telemetry is sent": {
         "EventType",
@@ -70,7 +70,7 @@ LEFT_OUT = {
 
 
 def names_of_the_sdk(module: str) -> set[str]:
-    """Read what a module of the installed official SDK exports, without importing it."""
+    """Return the names that a module of the installed official SDK exports, without importing it."""
     spec = importlib.util.find_spec("tinker")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -80,32 +80,32 @@ def names_of_the_sdk(module: str) -> set[str]:
     return {alias.asname or alias.name for alias in aliases}
 
 
-def test_every_type_of_the_hosted_sdk_has_its_name_here_or_a_reason() -> None:
+def test_every_type_of_the_hosted_sdk_exists_here_or_has_a_reason() -> None:
     left_out = set().union(*LEFT_OUT.values())
     missing = names_of_the_sdk("types/__init__.py") - set(types.__all__)
     assert missing == left_out
 
 
-def test_every_name_of_the_types_is_there_and_listed_once() -> None:
+def test_every_exported_type_exists_and_is_listed_once() -> None:
     assert len(types.__all__) == len(set(types.__all__))
     assert all(hasattr(types, name) for name in types.__all__)
 
 
-def test_every_type_says_what_it_is() -> None:
+def test_every_type_has_a_docstring() -> None:
     classes = [getattr(types, name) for name in types.__all__]
     models = [c for c in classes if isinstance(c, type) and issubclass(c, BaseModel)]
     assert len(models) > 80
     assert [model.__name__ for model in models if not model.__doc__] == []
 
 
-def test_the_services_error_names_catch_whatever_goes_wrong() -> None:
+def test_the_base_error_names_catch_every_error() -> None:
     for name in ("TinkerError", "BiosAPIError", "MintAPIError"):
         caught = getattr(exceptions, name)
         for error in exceptions.__all__:
             assert issubclass(getattr(exceptions, error), caught)
 
 
-def test_every_error_of_the_package_has_its_name_among_the_exceptions() -> None:
+def test_every_error_of_the_package_is_exported_by_exceptions() -> None:
     errors = {
         name
         for name, value in vars(cotrain.errors).items()
@@ -114,13 +114,13 @@ def test_every_error_of_the_package_has_its_name_among_the_exceptions() -> None:
     assert errors <= set(exceptions.__all__)
 
 
-def test_a_category_is_equal_to_its_text() -> None:
+def test_a_category_equals_its_text() -> None:
     failure = cotrain.RequestFailed("no", "r1", "user")
     assert failure.category in set(RequestErrorCategory)
     assert str(RequestErrorCategory.User) == failure.category
 
 
-# ---- what a caller makes --------------------------------------------------------------------------
+# ---- Objects that a caller makes ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,12 @@ def test_a_category_is_equal_to_its_text() -> None:
         (lambda: LoraConfig(r=8), "LoraConfig has no r; it has rank"),
     ],
 )
-def test_a_name_that_is_misspelt_is_refused(made: Callable[[], object], words: str) -> None:
+def test_a_misspelt_field_is_refused(made: Callable[[], object], words: str) -> None:
     with pytest.raises(UnsupportedInput, match=words):
         made()
 
 
-def test_what_a_newer_client_sends_besides_is_passed_over() -> None:
+def test_unknown_fields_of_a_newer_client_are_ignored() -> None:
     sent = {"model_id": "a", "seq_id": 1, "adam_params": {"learning_rate": 0.5, "newer": 1}}
     read = OptimStepRequest.model_validate(sent).adam_params
     assert read == OptimStepRequest.model_validate_json(json.dumps(sent)).adam_params
@@ -155,13 +155,13 @@ def test_what_a_newer_client_sends_besides_is_passed_over() -> None:
         ("alpha", float("inf"), "finite number"),
     ],
 )
-def test_what_lora_cannot_be_is_refused_by_name(field: str, value: float, words: str) -> None:
+def test_an_invalid_lora_config_is_refused_by_field(field: str, value: float, words: str) -> None:
     with pytest.raises(ValidationError, match=words) as refused:
         LoraConfig(**{field: value})
     assert refused.value.errors()[0]["loc"] == (field,)
 
 
-def test_lora_is_as_the_hosted_services_have_it_by_default() -> None:
+def test_lora_defaults_are_those_of_the_hosted_services() -> None:
     assert (LoraConfig().rank, LoraConfig().alpha, LoraConfig().dropout) == (32, 32.0, 0.0)
     assert LoraConfig(alpha=16, dropout=0).alpha == 16.0
 
@@ -175,7 +175,7 @@ def output(**metrics: float) -> ForwardBackwardOutput:
     )
 
 
-def test_a_loss_is_a_mean_per_weight_where_the_weights_are_known() -> None:
+def test_the_loss_is_a_mean_per_weight_if_the_weights_are_known() -> None:
     result = output(**{"loss:sum": 6.0})
     assert result.loss == 6.0
     assert result.with_total_weight(4.0).loss == 1.5
@@ -184,5 +184,5 @@ def test_a_loss_is_a_mean_per_weight_where_the_weights_are_known() -> None:
 
 
 @pytest.mark.parametrize("total_weight", [0.0, -2.0])
-def test_a_loss_of_weights_that_count_nothing_is_the_sum(total_weight: float) -> None:
+def test_the_loss_is_a_sum_if_the_total_weight_is_not_positive(total_weight: float) -> None:
     assert output(**{"loss:sum": 6.0}).with_total_weight(total_weight).loss == 6.0

@@ -1,4 +1,4 @@
-"""The process that leads and ticks its pools, on a store in memory."""
+"""Scheduler process that becomes leader and ticks its pools, on a store in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def process_on(store: Any, **settings: Any) -> Clock:
 
 @contextlib.asynccontextmanager
 async def running(clock: Clock) -> AsyncIterator[None]:
-    """Let a process run, and stop as by a signal."""
+    """Run a process, and stop it as a signal does."""
     task = asyncio.create_task(clock.run())
     async with asyncio.timeout(120):
         yield
@@ -41,7 +41,7 @@ async def running(clock: Clock) -> AsyncIterator[None]:
         await task
 
 
-async def test_a_scheduler_that_does_not_lead_touches_nothing_until_it_does(
+async def test_a_scheduler_writes_nothing_until_it_is_leader(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
@@ -61,7 +61,7 @@ async def test_a_scheduler_that_does_not_lead_touches_nothing_until_it_does(
         await until(lambda: len(store.steps) == 1, 0.0)
 
 
-async def test_old_gaps_are_given_up_again_and_again(
+async def test_old_gaps_are_expired_repeatedly(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
@@ -72,7 +72,7 @@ async def test_old_gaps_are_given_up_again_and_again(
     assert set(store.expired) == {"a"}
 
 
-async def test_a_process_hears_that_its_worker_is_free(
+async def test_a_process_is_notified_that_its_worker_is_free(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_clock_module, "SWEEP_S", 600.0)
@@ -86,7 +86,7 @@ async def test_a_process_hears_that_its_worker_is_free(
         await until(lambda: len(store.steps) == 2, 0.0)
 
 
-async def test_who_listens_anew_reads_everything(
+async def test_a_new_subscription_reads_the_whole_queue(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool_clock_module, "SWEEP_S", 600.0)
@@ -98,7 +98,7 @@ async def test_who_listens_anew_reads_everything(
         await until(lambda: len(store.read_all) == before + 1, 0.0)
 
 
-async def test_a_pool_that_takes_its_time_does_not_hold_up_another(
+async def test_a_slow_pool_does_not_delay_another(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never = asyncio.Event()
@@ -120,7 +120,7 @@ async def test_a_pool_that_takes_its_time_does_not_hold_up_another(
 
 
 @pytest.mark.parametrize("trouble", [ConnectionLost("gone"), Fenced()])
-async def test_trouble_of_one_tick_is_a_pause_and_the_queue_is_read_anew(
+async def test_an_error_of_one_tick_is_retried_after_reading_the_queue_again(
     store: InMemory, monkeypatch: pytest.MonkeyPatch, trouble: Exception
 ) -> None:
     plan, asked = store.plan, []
@@ -145,7 +145,7 @@ async def test_trouble_of_one_tick_is_a_pause_and_the_queue_is_read_anew(
     assert store.resigned
 
 
-async def test_it_says_how_many_workers_a_pool_is_to_have_and_goes_on_from_what_was_said(
+async def test_a_scheduler_publishes_scaling_and_continues_from_its_record(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clock_module, "LOOK_S", 0.0)
@@ -163,7 +163,7 @@ async def test_it_says_how_many_workers_a_pool_is_to_have_and_goes_on_from_what_
     assert store.scaling.wanted == 1
 
 
-async def test_a_scheduler_that_stands_by_says_nothing_of_workers(
+async def test_a_standby_scheduler_publishes_no_scaling(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clock_module, "LOOK_S", 0.0)

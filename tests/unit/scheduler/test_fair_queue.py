@@ -1,4 +1,4 @@
-"""What is kept between cycles chooses what a planner would that looks at everything again each time."""
+"""Comparison of the incremental fair queue with a planner that re-reads everything each time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Weights = dict[TenantId, float]
 KINDS = [*[OpKind.FORWARD_BACKWARD] * 4, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.REJECTED]
 ops = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 900)), min_size=1, max_size=6)
 weights = st.sampled_from([{}, {}, {TenantId("t0"): 3.0}])
-#: A run is sent ops; a cycle has a budget, and runs so much of what it allowed; first ops are cancelled.
+#: A run is sent ops. A cycle has a budget and runs a part of its allowances. The first ops of a run
+#: are cancelled.
 acts = st.one_of(
     st.tuples(st.just("send"), st.integers(0, 5), ops),
     st.tuples(
@@ -35,7 +36,7 @@ acts = st.one_of(
 
 
 class Pool:
-    """A queue that follows what its runs are sent, and a planner that sees all of it anew each time."""
+    """Queue that is updated as its runs are sent ops, and a planner that reads all of it each time."""
 
     def __init__(self) -> None:
         self.queue, self.runs = PoolQueue(64), dict[RunId, RunQueue]()
@@ -79,7 +80,7 @@ class Pool:
         self.naive.fair_queue = naive.fair_queue
         self.queue.taken(chosen.ops, W0, 0.0)
         rows = {run: self.runs.pop(run) for run in {op.run for op in chosen.ops}}
-        for run, row in rows.items():  # what stays open is put back, as the commit does
+        for run, row in rows.items():  # an unfinished pass is put back, as the commit does
             last = [op for op in chosen.ops if op.run == run][-1]
             left = tuple(op for op in row.ops if op.seq > last.seq)
             allowed = chosen.allowances.get(last.request_id, last.tokens)
@@ -93,7 +94,9 @@ class Pool:
 
 
 class Naive:
-    """Reads everything, each time: no next part is kept, only what each tenant was served."""
+    """Planner that reads everything each time. It keeps the served tokens of each tenant, but no
+    next part.
+    """
 
     def __init__(self) -> None:
         self.fair_queue = FairQueue()
@@ -106,19 +109,19 @@ class Naive:
             everything.put(row)
         everything.changed.update(self.fair_queue.waiting)
         before = self.fair_queue.copy()
-        before.quantum = 0  # whatever it was: all parts are made anew
+        before.quantum = 0  # at any earlier value: all parts are recomputed
         return select(everything, before, budget, 100, accepts_saves=accepts_saves, weights=weights)
 
 
 @given(st.lists(acts, min_size=1, max_size=60))
 @settings(max_examples=examples(300))
-def test_what_is_kept_chooses_what_is_chosen_from_everything(acts: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_the_incremental_queue_selects_what_a_full_read_selects(acts: list[tuple]) -> None:  # type: ignore[type-arg]
     pool = Pool()
     for name, *given_ in acts:
         getattr(pool, name)(*given_)
 
 
-def test_who_waits_no_more_has_no_turn() -> None:
+def test_a_tenant_without_work_has_no_turn() -> None:
     pool = Pool()
     for number in range(3):
         pool.send(number, [(OpKind.FORWARD_BACKWARD, 1)])

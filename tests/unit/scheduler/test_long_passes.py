@@ -1,4 +1,4 @@
-"""What one long pass costs its neighbours: the planner, and a worker on a clock of its own."""
+"""Cost of one long pass for its neighbours: the planner, and a worker on a simulated clock."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
 from tests.support.planning import waiting_of
 
 TOKENS_PER_S = 3_800.0
-"""A pass of LONG tokens takes 37 s at this rate."""
+"""Run time of a pass of LONG tokens at this rate: 37 s."""
 LONG = 140_000
 PERIOD_S = 10.0
 SLICE = 512
-"""Tokens that the worker runs at least of a pass."""
+"""Minimum tokens that the worker runs of a pass."""
 
 
 @dataclass
 class Answer:
-    """When a request was sent and when its step ended, in seconds."""
+    """Times at which a request was sent and its step ended, in seconds."""
 
     sent: float
     answered: float = 0.0
@@ -33,7 +33,7 @@ class Answer:
 
 
 class Pool:
-    """One worker at a constant speed, whose eager cycles begin when the one before has ended."""
+    """One worker at a constant speed. An eager cycle begins when the previous one has ended."""
 
     def __init__(self, guessed: float = TOKENS_PER_S) -> None:
         self.now, self.cycle, self.guessed = 0.0, 0, guessed
@@ -51,7 +51,7 @@ class Pool:
         return self.answers[run][-1]
 
     def step(self) -> float:
-        """Plan and run one cycle; return how long it took."""
+        """Plan and run one cycle. Return its duration in seconds."""
         waiting = [queue for queue in self.queues.values() if queue.ops]
         everyone = waiting_of(waiting, self.fair_queue)
         selection = select(everyone, self.fair_queue, int(self.guessed * PERIOD_S))
@@ -62,7 +62,7 @@ class Pool:
                 begun = self.queues[queue.run].done_tokens
                 left = op.tokens - begun
                 allowed = selection.allowances.get(op.request_id, left)
-                if op.request_id in selection.allowances:  # a slice, and what the period leaves
+                if op.request_id in selection.allowances:  # a slice, or the rest of the period
                     in_time = int((PERIOD_S - took_s) * TOKENS_PER_S)
                     allowed = max(min(allowed, in_time), min(SLICE, left))
                 took_s += allowed / TOKENS_PER_S
@@ -80,7 +80,7 @@ class Pool:
         return took_s
 
 
-def test_no_cycle_is_longer_than_a_period_and_a_slice_and_a_newcomer_is_in_the_next() -> None:
+def test_a_cycle_is_bounded_and_a_newcomer_runs_in_the_next_one() -> None:
     pool = Pool()
     for number in range(20):
         pool.send(f"t{number}/long", OpKind.FORWARD_BACKWARD, LONG)
@@ -97,10 +97,10 @@ def test_no_cycle_is_longer_than_a_period_and_a_slice_and_a_newcomer_is_in_the_n
         assert pool.now > began
 
 
-def test_three_tokens_beside_a_pass_that_began_alone_wait_for_one_period() -> None:
+def test_three_tokens_next_to_an_earlier_long_pass_wait_for_one_period() -> None:
     pool = Pool()
     long = pool.send("a", OpKind.FORWARD_BACKWARD, LONG)
-    pool.step()  # it has the whole pool, and is stopped after a period
+    pool.step()  # It has the whole pool, and is stopped after a period.
     newcomer = pool.send("b", OpKind.FORWARD_BACKWARD, 3)
     sent_while_it_ran = PERIOD_S
     pool.step()
@@ -110,7 +110,7 @@ def test_three_tokens_beside_a_pass_that_began_alone_wait_for_one_period() -> No
     assert long.waited_s < LONG / TOKENS_PER_S + 1  # the neighbour took three tokens of its time
 
 
-def test_long_passes_share_alike_and_lose_nothing() -> None:
+def test_long_passes_share_equally_without_losing_time() -> None:
     pool = Pool()
     answers = [pool.send(f"t{number}", OpKind.FORWARD_BACKWARD, LONG) for number in range(20)]
     while any(not answer.answered for answer in answers):
@@ -121,7 +121,7 @@ def test_long_passes_share_alike_and_lose_nothing() -> None:
 
 
 def loop(pool: Pool, style: str, tokens: int, steps: int = 5) -> float:
-    """Run a training loop of one tenant to its end; return the cycles that a step took."""
+    """Run a training loop of one tenant to its end. Return the cycles per step."""
     passes, last = [], []
     together = style != "naive"
     for number in range(steps):
@@ -139,7 +139,7 @@ def loop(pool: Pool, style: str, tokens: int, steps: int = 5) -> float:
     return pool.cycle / steps
 
 
-def test_a_single_tenants_loop_takes_the_cycles_it_is_written_for_whatever_was_guessed() -> None:
+def test_the_loop_of_a_single_tenant_takes_its_cycles_at_any_rate_estimate() -> None:
     for guessed in (TOKENS_PER_S, TOKENS_PER_S / 50):  # after start-up, and before a measurement
         for tokens in (3, 20_000, 37_000):
             assert loop(Pool(guessed), "naive", tokens) == 2.0
@@ -147,11 +147,11 @@ def test_a_single_tenants_loop_takes_the_cycles_it_is_written_for_whatever_was_g
             assert loop(Pool(guessed), "pipelined", tokens) == 1.0
 
 
-def test_a_step_that_takes_longer_than_a_period_takes_as_many_as_it_must() -> None:
+def test_a_step_longer_than_a_period_takes_as_many_cycles_as_periods() -> None:
     assert loop(Pool(), "submit both", LONG) == 4.0
 
 
-def test_who_sends_a_step_with_its_pass_has_both_in_one_cycle_in_company() -> None:
+def test_a_pass_and_its_step_sent_together_share_a_cycle_under_load() -> None:
     pool = Pool()
     for _ in range(5):
         sent = [

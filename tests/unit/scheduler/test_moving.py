@@ -1,4 +1,4 @@
-"""Which runs go to another worker, and when: in simulated time, on loads as heartbeats and queues show them."""
+"""Migration of runs to another worker, in simulated time, from the loads of heartbeats and queues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(worker: WorkerId, seconds: float, **tokens: float) -> Load:
     return Load(worker, seconds, seconds, {RunId(run): each for run, each in tokens.items()})
 
 
-def test_a_load_is_the_last_minutes_work_and_what_waits() -> None:
+def test_a_load_is_the_work_of_the_last_minute_plus_the_pending_work() -> None:
     beat = WorkerHeartbeat(
         W0, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.4, "sample": 0.1, "idle": 0.5}
     )
@@ -37,8 +37,8 @@ def test_a_load_is_the_last_minutes_work_and_what_waits() -> None:
     assert (found.seconds, found.training_s) == (30.0 + 2.5, 24.0 + 2.5)
 
 
-def test_runs_of_a_worker_that_samples_are_no_heavier_for_that() -> None:
-    """What it samples stays with it: only their training goes with the runs that go."""
+def test_sampling_does_not_add_to_the_load_of_the_runs_of_a_worker() -> None:
+    """Samples of a worker stay on it. Only the training of a run moves with the run."""
     asked = {RunId("a"): 1.0, RunId("b"): 1.0}
     samples = WorkerHeartbeat(
         W0, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.1, "sample": 0.8, "idle": 0.1}
@@ -46,16 +46,17 @@ def test_runs_of_a_worker_that_samples_are_no_heavier_for_that() -> None:
     trains = WorkerHeartbeat(
         W1, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.5, "idle": 0.5}
     )
-    # Were sampling theirs, each run was 27 s of 54, and none fitted half of the difference of 24 s.
+    # If sampling counted as theirs, each run would be 27 s of 54 s, and none would fit half of the
+    # difference of 24 s.
     found = levelled([load_of(samples, 0.0, asked), load_of(trains, 0.0, {})], frozenset())
     assert found == [("b", W1)]
-    # And runs that trained nothing lately weigh nothing, however much is sampled.
+    # Runs without recent training have no weight, however much is sampled.
     heavy = WorkerHeartbeat(W0, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"sample": 1.0})
     loads = [load_of(heavy, 0.0, asked), load_of(trains, 0.0, {})]
     assert levelled(loads, frozenset()) == []
 
 
-def test_a_difference_has_to_last() -> None:
+def test_a_load_difference_must_persist_before_a_run_moves() -> None:
     balance, loads = Balance(), [load(W0, 60.0, a=1, b=1), load(W1, 0.0)]
     assert balance.moves(loads, 0.0) == []
     assert balance.moves(loads, LASTS_S - 1) == []
@@ -66,12 +67,12 @@ def test_a_difference_has_to_last() -> None:
     assert balance.moves(loads, 2 * LASTS_S + REST_S) == []
 
 
-def test_a_run_that_is_all_of_a_workers_work_stays() -> None:
-    """The other worker would be what this one is now."""
+def test_a_run_that_is_the_only_work_of_its_worker_stays() -> None:
+    """Otherwise the other worker would have the same load as this one now."""
     assert levelled([load(W0, 60.0, only=9), load(W1, 0.0)], frozenset()) == []
 
 
-def test_the_largest_that_fits_goes_first_and_runs_at_rest_stay() -> None:
+def test_the_largest_fitting_run_moves_first_and_idle_runs_stay() -> None:
     loads = [load(W0, 60.0, large=40, middle=15, small=5, none=0), load(W1, 0.0)]
     assert levelled(loads, frozenset()) == [("middle", W1), ("small", W1)]
     assert levelled(loads, {RunId("middle")}) == [("small", W1)]
@@ -81,7 +82,7 @@ def test_the_largest_that_fits_goes_first_and_runs_at_rest_stay() -> None:
     st.lists(st.floats(0, 120), min_size=2, max_size=5),
     st.lists(st.tuples(st.integers(0, 4), st.floats(0, 1e6)), max_size=20),
 )
-def test_moves_bring_workers_nearer_and_never_swap_them(
+def test_moves_reduce_the_load_difference_and_never_reverse_it(
     seconds: list[float], runs: list[tuple[int, float]]
 ) -> None:
     tokens: defaultdict[int, dict[RunId, float]] = defaultdict(dict)
@@ -104,7 +105,9 @@ def test_moves_bring_workers_nearer_and_never_swap_them(
 def simulated(
     demand: dict[RunId, float], workers: list[WorkerId], seconds: int
 ) -> tuple[list[tuple[int, RunId]], dict[RunId, WorkerId]]:
-    """Let runs ask for so many seconds of work per minute, all at w0 at first; returns the moves, and who is where."""
+    """Simulate runs that request `demand` seconds of work per minute, all on w0 at first. Return
+    the moves, and the final worker of each run.
+    """
     balance, home = Balance(), dict.fromkeys(demand, W0)
     moved: dict[RunId, float] = {}
     moves = []
@@ -125,9 +128,7 @@ def simulated(
     return moves, home
 
 
-def test_of_eight_runs_on_one_worker_some_go_to_a_second_within_a_minute_and_none_goes_twice() -> (
-    None
-):
+def test_some_of_eight_runs_move_to_a_second_worker_within_a_minute() -> None:
     moves, home = simulated(dict.fromkeys(RUNS, 30.0), [W0, W1], 600)
     assert moves
     assert max(now for now, _ in moves) < 60
@@ -136,7 +137,7 @@ def test_of_eight_runs_on_one_worker_some_go_to_a_second_within_a_minute_and_non
 
 
 @given(st.lists(st.floats(0, 60), min_size=1, max_size=16), st.integers(2, 4))
-def test_no_run_moves_twice_in_ten_minutes_and_it_ends(demands: list[float], count: int) -> None:
+def test_no_run_moves_twice_in_ten_minutes_and_moves_end(demands: list[float], count: int) -> None:
     demand = {RunId(f"run{number}"): each for number, each in enumerate(demands)}
     workers = [WorkerId(f"w{number}") for number in range(count)]
     moves, _ = simulated(demand, workers, 1500)

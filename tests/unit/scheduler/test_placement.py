@@ -1,6 +1,6 @@
-"""Where a new run goes: to the worker that would be done with it first.
+"""Placement of new runs: on the worker that would finish them first.
 
-Whose work is given to whom, and when.
+Reassignment of the runs of a missing worker, and its delay.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def beat(**facts: Any) -> WorkerHeartbeat:
     return WorkerHeartbeat(W0, 1, "serving", "cuda", 1e4, 0, 0, 0.0, **facts)
 
 
-def test_twice_as_fast_is_done_with_twice_as_much() -> None:
+def test_a_worker_twice_as_fast_finishes_twice_the_tokens() -> None:
     slow, fast = Candidate(W0, 1_000, 100.0), Candidate(W1, 1_900, 200.0)
     assert best([slow, fast]) == W1
     assert best([slow, Candidate(W1, 2_100, 200.0)]) == W0
 
 
-def test_a_worker_is_believed_to_be_about_as_fast_as_others_with_its_kind_of_device() -> None:
+def test_the_rate_of_a_worker_is_bounded_by_others_with_its_device() -> None:
     def of(name: WorkerId, device: str, tokens_per_s: float) -> WorkerHeartbeat:
         return WorkerHeartbeat(name, 1, "serving", device, tokens_per_s, 0, 0, 0.0)
 
@@ -51,7 +51,7 @@ def test_a_worker_is_believed_to_be_about_as_fast_as_others_with_its_kind_of_dev
 
 
 @given(st.lists(st.floats(0.0, 1e9), min_size=1, max_size=8))
-def test_no_worker_goes_without_runs_for_what_it_measured(measured: list[float]) -> None:
+def test_every_worker_gets_runs_at_any_measured_rate(measured: list[float]) -> None:
     workers = [
         WorkerHeartbeat(WorkerId(f"w{n}"), 1, "serving", "cpu", rate, 0, 0, 0.0)
         for n, rate in enumerate(measured)
@@ -62,7 +62,7 @@ def test_no_worker_goes_without_runs_for_what_it_measured(measured: list[float])
     assert all(tokens.values())
 
 
-def test_a_worker_without_room_for_an_adapter_comes_last_and_yet_before_none() -> None:
+def test_a_worker_without_memory_for_an_adapter_is_the_last_choice() -> None:
     full = Candidate(W0, 0, 100.0, fits_one_more=False)
     assert best([full, Candidate(W1, 1e9, 100.0)]) == W1
     assert best([full]) == W0
@@ -70,7 +70,7 @@ def test_a_worker_without_room_for_an_adapter_comes_last_and_yet_before_none() -
         best([])
 
 
-def test_a_worker_that_has_measured_nothing_takes_runs_too() -> None:
+def test_a_worker_without_a_measured_rate_gets_runs() -> None:
     assert best([Candidate(W0, 10, 0.0), Candidate(W1, 5, 0.0)]) == W1
 
 
@@ -78,7 +78,7 @@ def test_a_worker_that_has_measured_nothing_takes_runs_too() -> None:
     ("count", "size", "limit", "fits"),
     [(0, 0, 10, True), (2, 6, 9, True), (2, 6, 8, False), (2, 6, 0, True)],
 )
-def test_room_is_for_one_more_adapter_like_those_there_are(
+def test_a_worker_needs_memory_for_one_more_average_adapter(
     count: int, size: int, limit: int, fits: bool
 ) -> None:
     worker = beat(
@@ -91,7 +91,7 @@ def test_room_is_for_one_more_adapter_like_those_there_are(
     st.lists(st.floats(10, 1e5), min_size=1, max_size=6),
     st.lists(st.floats(1, 1e6), max_size=40),
 )
-def test_however_large_runs_are_no_two_workers_differ_by_more_than_one_of_them(
+def test_workers_differ_by_at_most_one_run_of_any_size(
     rates: list[float], runs: list[float]
 ) -> None:
     tokens = {WorkerId(f"w{number}"): 0.0 for number in range(len(rates))}
@@ -102,16 +102,16 @@ def test_however_large_runs_are_no_two_workers_differ_by_more_than_one_of_them(
     assert max(seconds) - min(seconds) <= max(runs, default=0.0) / min(rates) * (1 + 1e-9)
 
 
-def test_what_was_asked_for_fades() -> None:
+def test_recent_tokens_decay() -> None:
     recent = RecentTokens()
     recent.note(RunId("a"), W0, 100.0, 50.0)
     assert recent.of(W0, 50.0) == 100.0
     assert recent.of(W0, 50.0 + MEMORY_S) == pytest.approx(100 / math.e)
-    assert recent.of(W0, 0.0) == 100.0  # the host's time was set back
+    assert recent.of(W0, 0.0) == 100.0  # the host's clock was set back
     assert recent.of(W1, 50.0) == 0.0
 
 
-def test_new_runs_count_as_the_usual_one_before_they_ask_for_anything() -> None:
+def test_a_new_run_counts_as_an_average_one_before_its_first_request() -> None:
     recent = RecentTokens()
     recent.settle(RunId("first"), W0, 0.0)
     assert recent.of(W0, 0.0) == QUANTUM_TOKENS
@@ -130,7 +130,7 @@ def test_new_runs_count_as_the_usual_one_before_they_ask_for_anything() -> None:
         )
     )
 )  # fmt: skip
-def test_a_worker_counts_what_its_runs_asked_for_wherever_they_were_then(
+def test_the_tokens_of_a_run_count_for_its_current_worker(
     acts: list[tuple[str, WorkerId, int, float]],
 ) -> None:
     recent, now = RecentTokens(), 0.0
@@ -150,7 +150,7 @@ def test_a_worker_counts_what_its_runs_asked_for_wherever_they_were_then(
         assert recent.of(worker, now) == pytest.approx(sum(left), abs=1e-6)
 
 
-def test_runs_at_rest_are_forgotten() -> None:
+def test_idle_runs_are_removed_from_the_recent_tokens() -> None:
     recent = RecentTokens()
     for number in range(10_000):
         recent.note(RunId(f"run{number}"), W0, 5.0, float(number))
@@ -175,20 +175,20 @@ def reassigned(*slots: WorkerSlot, empty_for_s: float = 30.0) -> list[tuple[str,
     return [(slot.worker, successor) for slot, successor in pairs]
 
 
-def test_the_living_worker_with_the_fewest_runs_inherits() -> None:
+def test_the_serving_worker_with_the_fewest_runs_is_the_successor() -> None:
     assert reassigned(dead("a"), alive("b", 5), alive("c", 2), alive("d", 2)) == [("a", "c")]
 
 
-def test_all_of_the_dead_have_successors_at_once() -> None:
+def test_all_missing_workers_get_successors_at_once() -> None:
     assert reassigned(dead("a"), alive("b"), dead("c")) == [("a", "b"), ("c", "b")]
 
 
-def test_nobody_inherits_before_the_time_or_when_nobody_lives() -> None:
+def test_no_worker_is_a_successor_before_the_delay_or_without_a_heartbeat() -> None:
     assert reassigned(dead("a"), alive("b"), empty_for_s=29.9) == []
     assert reassigned(dead("a"), dead("b"), empty_for_s=1e6) == []
 
 
-def test_the_time_starts_when_it_is_first_seen_and_anew_for_each_process() -> None:
+def test_the_delay_starts_when_a_worker_is_first_missing_per_process() -> None:
     first = absences([dead("a"), alive("b")], {}, NOW)
     assert first == {("a", 1): NOW}
     assert absences([dead("a"), alive("b")], first, NOW + 9) == {("a", 1): NOW}

@@ -1,6 +1,6 @@
-"""
+"""Selection of the ops of one cycle.
 
-What of a run one cycle may hold.
+Runnable prefix of a run within one cycle.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def queue_of(run: str, tenant: str, ops: list[QueuedOp]) -> RunQueue:
 def select(
     rows: list[RunQueue], fair_queue: FairQueue, budget_tokens: int, *quantum: int, **more: Any
 ) -> Selection:
-    """Choose from runs in the order they came."""
+    """Select from runs in the order of their arrival."""
     return select_of_waiting(
         waiting_of(rows, fair_queue), fair_queue, budget_tokens, *quantum, **more
     )
@@ -68,7 +68,7 @@ def queues(draw: st.DrawFn, token_limit: int = 300) -> list[RunQueue]:
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
-def test_a_run_is_never_reordered_and_never_skips(
+def test_the_ops_of_a_run_are_never_reordered_or_skipped(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
     chosen = select(rows, FairQueue(), budget_tokens, quantum).ops
@@ -78,7 +78,7 @@ def test_a_run_is_never_reordered_and_never_skips(
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
-def test_weights_change_at_most_once_per_run_and_only_after_its_passes(
+def test_the_weights_of_a_run_change_at_most_once_and_after_its_passes(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
     chosen = select(rows, FairQueue(), budget_tokens, quantum).ops
@@ -91,7 +91,7 @@ def test_weights_change_at_most_once_per_run_and_only_after_its_passes(
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
-def test_a_run_is_only_saved_and_loaded_after_a_save_or_load_in_the_same_cycle(
+def test_only_saves_and_loads_follow_a_save_or_load_in_a_cycle(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
     chosen = select(rows, FairQueue(), budget_tokens, quantum).ops
@@ -103,7 +103,7 @@ def test_a_run_is_only_saved_and_loaded_after_a_save_or_load_in_the_same_cycle(
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
-def test_something_runs_and_the_budget_holds(
+def test_some_op_runs_and_the_budget_holds(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
     selection = select(rows, FairQueue(), budget_tokens, quantum)
@@ -111,7 +111,7 @@ def test_something_runs_and_the_budget_holds(
     assert selection.tokens == planned_tokens(selection)
     if len(rows) > 1:
         assert selection.tokens <= budget_tokens
-    else:  # the last pass may exceed it, and is stopped in time
+    else:  # The last pass may exceed the budget, and is stopped in time.
         passes = [chosen for chosen in selection.ops if chosen.kind in PASSES]
         assert sum(map(cost, passes[:-1])) < budget_tokens
         over = selection.tokens > budget_tokens
@@ -123,7 +123,7 @@ def planned_tokens(selection: Selection) -> int:
 
 
 @given(queues(token_limit=3_000), st.integers(1, 1000), st.integers(1, 500))
-def test_a_pass_is_divided_into_quanta_and_small_ones_are_not(
+def test_a_pass_of_two_quanta_is_split_and_a_smaller_one_is_not(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
     assume(len(rows) > 1)
@@ -132,7 +132,7 @@ def test_a_pass_is_divided_into_quanta_and_small_ones_are_not(
     for row in rows:
         mine = [chosen for chosen in selection.ops if chosen.run == row.run]
         parts = [op for op in mine if op.request_id in selection.allowances]
-        assert parts in ([], mine[-1:])  # nothing is planned behind what does not end
+        assert parts in ([], mine[-1:])  # nothing is planned after an unfinished pass
         for part in parts:
             allowance = selection.allowances[part.request_id]
             assert part.kind in PASSES
@@ -141,7 +141,7 @@ def test_a_pass_is_divided_into_quanta_and_small_ones_are_not(
 
 @given(queues(token_limit=3_000), st.integers(1, 1000), st.integers(1, 500))
 @settings(max_examples=examples(50))
-def test_repeated_cycles_serve_every_op_once_and_every_token_once(
+def test_repeated_cycles_serve_every_op_and_every_token_once(
     rows: list[RunQueue], budget_tokens: int, quantum: int
 ) -> None:
     served: list[str] = []
@@ -163,7 +163,7 @@ def test_repeated_cycles_serve_every_op_once_and_every_token_once(
 
 
 def after(rows: list[RunQueue], selection: Selection) -> list[RunQueue]:
-    """Run what was selected to the token; what has nothing left is gone."""
+    """Return the queues after the selected tokens ran. A run without ops is removed."""
     left = []
     for row in rows:
         count = sum(op.run == row.run for op in selection.ops)
@@ -181,7 +181,7 @@ def after(rows: list[RunQueue], selection: Selection) -> list[RunQueue]:
 
 
 class Backlogged:
-    """Tenants that always have passes of their own repeating sizes waiting, and what they were served."""
+    """Tenants that always have pending passes of repeating sizes, and the tokens served to each."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ def test_shares_are_equal_in_the_long_run(
 
 @given(mixed, st.integers(1, 600), st.integers(100, 1500), st.integers(1, 10), st.integers(1, 99))
 @settings(max_examples=examples(50))
-def test_who_had_nothing_waiting_is_served_before_others_get_more_than_it_asks_for(
+def test_a_newcomer_is_served_before_others_get_more_than_its_tokens(
     sizes: list[list[int]], quantum: int, budget_tokens: int, cycles: int, tokens: int
 ) -> None:
     tenants = Backlogged(sizes, quantum, budget_tokens)
@@ -300,7 +300,7 @@ def test_a_tenant_with_weight_2_gets_twice_the_tokens_under_contention() -> None
     st.integers(1, 99), st.floats(LEAST_WEIGHT, MAX_WEIGHT),
 )  # fmt: skip
 @settings(max_examples=examples(50))
-def test_who_had_nothing_waiting_waits_for_no_more_than_weights_say(
+def test_a_newcomer_waits_at_most_in_proportion_to_the_weights(
     sizes: list[list[int]], weights: list[float], quantum: int, budget_tokens: int, cycles: int,
     tokens: int, own: float,
 ) -> None:  # fmt: skip
@@ -320,7 +320,7 @@ def test_who_had_nothing_waiting_waits_for_no_more_than_weights_say(
                 assert served < tokens * weight / own + 2 * quantum + 1e-6
 
 
-def test_a_barrier_holds_back_its_own_run_only() -> None:
+def test_a_barrier_delays_only_its_own_run() -> None:
     rows = [
         queue_of("a", "t", [op("a", 1, OpKind.OPTIM_STEP), op("a", 2)]),
         queue_of("b", "t", [op("b", 1), op("b", 2)]),
@@ -329,7 +329,7 @@ def test_a_barrier_holds_back_its_own_run_only() -> None:
     assert [(o.run, o.seq) for o in chosen] == [("a", 1), ("b", 1), ("b", 2)]
 
 
-def test_the_runs_of_a_tenant_take_turns() -> None:
+def test_the_runs_of_a_tenant_are_served_in_turn() -> None:
     rows = [queue_of(run, "t", [op(run, seq) for seq in range(20)]) for run in ("a", "b")]
     first = select(rows, FairQueue(), 170)
     assert [(o.run, o.seq) for o in first.ops] == [
@@ -338,23 +338,25 @@ def test_the_runs_of_a_tenant_take_turns() -> None:
     ]
 
 
-def test_a_large_pass_leaves_the_other_runs_of_its_tenant_their_turn() -> None:
+def test_a_large_pass_leaves_a_turn_to_other_runs_of_its_tenant() -> None:
     rows = [queue_of("a", "t", [op("a", 1, tokens=9_000)]), queue_of("b", "t", [op("b", 1)])]
     selection = select(rows, FairQueue(), 1_600, 100)
     assert [(o.run, o.seq) for o in selection.ops] == [("a", 1), ("b", 1)]
     assert selection.allowances == {"a:1": 1_500}
 
 
-def test_what_is_left_of_an_open_pass_is_what_it_costs() -> None:
+def test_the_cost_of_an_open_pass_is_its_remaining_tokens() -> None:
     rest = replace(queue_of("a", "t", [op("a", 1, tokens=500)]), done_tokens=450)
     others = [queue_of("b", "u", [op("b", 1, tokens=50)])]
     selection = select([rest, *others], FairQueue(), 100, 50)
     assert (len(selection.ops), selection.allowances, selection.tokens) == (2, {}, 100)
-    overrun = replace(rest, done_tokens=501)  # it was not counted to the token: it still has to end
+    overrun = replace(
+        rest, done_tokens=501
+    )  # The count was not exact, and the pass still has to end.
     assert select([overrun, *others], FairQueue(), 100, 50).tokens == 51
 
 
-def test_what_is_begun_is_the_first_op_and_no_other() -> None:
+def test_only_the_first_op_can_be_partly_done() -> None:
     row = queue_of("a", "t", [op("a", 0, OpKind.SAVE), op("a", 1, tokens=500)])
     assert select([replace(row, done_tokens=450)], FairQueue(), 1000).tokens == 0
     row = queue_of("a", "t", [op("a", 0, OpKind.CREATE), op("a", 1, tokens=500)])
@@ -362,7 +364,7 @@ def test_what_is_begun_is_the_first_op_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("tail", [OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD])
-def test_what_stands_behind_a_planned_pass_costs_nothing(tail: OpKind) -> None:
+def test_an_op_after_a_planned_pass_has_no_cost(tail: OpKind) -> None:
     rows = [
         queue_of(f"r{n}", f"t{n:02}", [op(f"r{n}", 1), op(f"r{n}", 2, tail)]) for n in range(20)
     ]
@@ -370,7 +372,7 @@ def test_what_stands_behind_a_planned_pass_costs_nothing(tail: OpKind) -> None:
     assert {o.run: o.seq for o in selection.ops} == {f"r{n}": 2 for n in range(16)}
 
 
-def test_what_has_no_tokens_is_in_the_next_cycle_whoever_else_waits() -> None:
+def test_an_op_without_tokens_is_in_the_next_cycle_at_any_load() -> None:
     large = [queue_of(f"r{n}", f"t{n}", [op(f"r{n}", 1, tokens=10_000)]) for n in range(100)]
     kinds = (OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD, OpKind.REJECTED)
     free = [queue_of(f"s{kind}", "t0", [op(f"s{kind}", 0, kind)]) for kind in kinds]
@@ -384,11 +386,11 @@ def test_a_budget_is_used_to_the_last_token() -> None:
     assert select(rows, FairQueue(), 20).tokens == 20
 
 
-def test_a_pass_that_is_alone_may_take_a_whole_period_and_its_step_comes_with_it() -> None:
+def test_a_single_pass_may_take_a_whole_period_together_with_its_step() -> None:
     step = [op("a", 1, tokens=900), op("a", 2, OpKind.OPTIM_STEP), op("a", 3, OpKind.SAVE)]
     selection = select([queue_of("a", "t", step)], FairQueue(), 100)
     assert (selection.ops, selection.allowances) == (tuple(step), {"a:1": 900})
-    assert leads(selection.fair_queue) == {}  # a tenant that comes meanwhile finds no other in debt
+    assert leads(selection.fair_queue) == {}  # a tenant that arrives later finds no tenant behind
     begun = replace(queue_of("a", "t", step), done_tokens=700)
     assert select([begun], FairQueue(), 100).allowances == {"a:1": 200}
     saving = queue_of("b", "u", [op("b", 1, OpKind.SAVE)])
@@ -398,7 +400,7 @@ def test_a_pass_that_is_alone_may_take_a_whole_period_and_its_step_comes_with_it
     assert blocked.allowances == {"a:1": 200}
 
 
-def test_one_pass_of_a_run_on_its_own_may_exceed_the_budget_and_no_second_one() -> None:
+def test_only_one_pass_of_a_single_run_may_exceed_the_budget() -> None:
     ops = [op("a", seq, tokens=60) for seq in range(1, 5)]
     selection = select([queue_of("a", "t", ops)], FairQueue(), 100)
     assert (selection.ops, selection.allowances) == (tuple(ops[:2]), {"a:2": 60})
@@ -406,18 +408,20 @@ def test_one_pass_of_a_run_on_its_own_may_exceed_the_budget_and_no_second_one() 
     assert (whole.ops, whole.allowances) == (tuple(ops[:2]), {})
 
 
-def test_who_was_served_more_is_so_until_the_others_were_too() -> None:
+def test_the_lead_of_a_tenant_lasts_until_the_others_are_even() -> None:
     rows = [queue_of(name, name, [op(name, 1), op(name, 2)]) for name in ("a", "b")]
     owing = FairQueue({TenantId("a"): 10})
     alike = [queue_of(f"c{n}", "c", [op(f"c{n}", 1)]) for n in range(20)]
     away = select([rows[1], *alike], owing, 100)
-    assert leads(away.fair_queue) == {}  # all who wait were served alike, and a only as much
+    assert (
+        leads(away.fair_queue) == {}
+    )  # all waiting tenants were served equally, and a only as much
     still = select([rows[1], *alike], FairQueue({TenantId("a"): 900}), 100)
     assert leads(still.fair_queue) == {"a": 820}
-    assert leads(select(rows, owing, 1000).fair_queue) == {}  # no tenant waits any more
+    assert leads(select(rows, owing, 1000).fair_queue) == {}  # no tenant is waiting any more
 
 
-def test_who_is_served_more_or_less_than_was_planned_is_charged_what_ran() -> None:
+def test_a_tenant_is_charged_for_the_tokens_that_ran() -> None:
     rows = [queue_of(name, name, [op(name, 1, tokens=5_000)]) for name in ("a", "b")]
     first = select(rows, FairQueue(), 1_600, 100)
     assert first.allowances == {"a:1": 800, "b:1": 800}
@@ -429,20 +433,20 @@ def test_who_is_served_more_or_less_than_was_planned_is_charged_what_ran() -> No
     assert third.allowances == {"b:1": 1_600}  # a had 5,000 at once
 
 
-def test_the_budget_is_what_the_worker_does_in_a_period() -> None:
+def test_the_budget_is_the_work_of_a_worker_in_one_period() -> None:
     assert budget(heartbeat("w", tokens_per_s=1500.0), 10.0, last_tokens=0) == 15_000
     assert budget(heartbeat("w", tokens_per_s=0.0), 10.0, last_tokens=0) == 1
 
 
-def test_a_cycle_grows_by_what_the_one_before_it_has_shown() -> None:
-    """A throughput that small cycles gave, a hundred times too high, was once planned at once: 24 s."""
+def test_a_cycle_grows_relative_to_the_previous_one() -> None:
+    """Measured: a throughput from small cycles, 100 times too high, once led to a cycle of 24 s."""
     fast = heartbeat("w", tokens_per_s=1e6)
     assert budget(fast, 10.0, last_tokens=256) == FIRST_TOKENS
     assert budget(fast, 10.0, last_tokens=FIRST_TOKENS) == GROWTH * FIRST_TOKENS
     assert budget(fast, 10.0, last_tokens=10**9) == 10_000_000
 
 
-def test_only_those_are_read_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_runs_whose_turn_it_is_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
     def noted(ops: tuple[QueuedOp, ...], **more: bool) -> list[QueuedOp]:
@@ -453,25 +457,25 @@ def test_only_those_are_read_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -
     rows = [queue_of(f"{t}{n}", t, [op(f"{t}{n}", 5)]) for t in "abc" for n in range(100)]
     chosen = select(rows, FairQueue(), 160)
     assert len(chosen.ops) == 16
-    assert len(read) == 16 + 3  # one of each tenant beyond those, to know its cost
+    assert len(read) == 16 + 3  # one more of each tenant, for its cost
 
 
-def test_a_tenant_that_did_not_change_is_not_looked_at() -> None:
+def test_an_unchanged_tenant_is_not_read() -> None:
     rows = [queue_of(f"{t}{n}", t, [op(f"{t}{n}", 5)]) for t in "abc" for n in range(100)]
     waiting = waiting_of(rows, FairQueue())
     before = select_of_waiting(waiting, FairQueue(), 160).fair_queue
     waiting.changed.clear()
-    waiting.passes = {TenantId(t): waiting.passes[TenantId(t)] for t in "ab"}  # c cannot be seen
+    waiting.passes = {TenantId(t): waiting.passes[TenantId(t)] for t in "ab"}  # c cannot be read
     assert [turn for turn in before.waiting if turn == "c"] == ["c"]
     assert {o.run[0] for o in select_of_waiting(waiting, before, 20).ops} <= {"a", "b"}
 
 
-def test_a_step_submitted_whole_runs_in_one_cycle() -> None:
+def test_a_step_submitted_at_once_runs_in_one_cycle() -> None:
     step = [op("r", 1), op("r", 2), op("r", 3, OpKind.OPTIM_STEP)]
     assert runnable_prefix([*step, op("r", 4)]) == step
 
 
-def test_what_is_saved_is_what_the_step_left() -> None:
+def test_a_save_stores_the_weights_after_its_step() -> None:
     step = [op("r", 1), op("r", 2, OpKind.OPTIM_STEP), op("r", 3, OpKind.SAVE)]
     rejected = op("r", 4, OpKind.REJECTED)
     saves = [op("r", 5, OpKind.SAVE), op("r", 6, OpKind.SAVE)]
@@ -484,7 +488,7 @@ def test_what_is_saved_is_what_the_step_left() -> None:
     ]
 
 
-def test_weights_are_not_reassigned_under_a_pass() -> None:
+def test_weights_are_not_replaced_during_a_pass() -> None:
     cycle = [op("r", 1), op("r", 3, OpKind.SAVE), op("r", 4, OpKind.LOAD)]
     assert runnable_prefix([*cycle, op("r", 5)]) == cycle
     assert runnable_prefix([op("r", 5, OpKind.LOAD), op("r", 6, OpKind.OPTIM_STEP)]) == [
@@ -492,7 +496,7 @@ def test_weights_are_not_reassigned_under_a_pass() -> None:
     ]
 
 
-def test_however_many_saves_and_loads_are_in_flight_a_cycle_takes_few_of_a_run() -> None:
+def test_a_cycle_takes_at_most_four_saves_and_one_load_of_a_run() -> None:
     loads = [op("r", seq, OpKind.LOAD) for seq in range(1, 61)]
     assert runnable_prefix(loads) == loads[:1]
     saves = [op("r", seq, OpKind.SAVE) for seq in range(1, 61)]
@@ -505,7 +509,7 @@ def test_however_many_saves_and_loads_are_in_flight_a_cycle_takes_few_of_a_run()
     assert runnable_prefix(mixed[1:], accepts_saves=False) == mixed[1:2]
 
 
-def test_a_run_trains_in_the_cycle_that_makes_it_unless_it_is_made_by_a_load() -> None:
+def test_a_run_trains_in_the_cycle_of_its_creation_but_not_of_its_load() -> None:
     for kind in (OpKind.CREATE, OpKind.IMPORT):
         step = [op("r", 0, kind), op("r", 1, OpKind.REVERSE_KL), op("r", 2, OpKind.OPTIM_STEP)]
         assert runnable_prefix(step) == step

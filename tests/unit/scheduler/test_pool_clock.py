@@ -1,6 +1,6 @@
-"""One pool's clock, on a store in memory and a time of its own: nothing here sleeps.
+"""Clock of one pool, on a store in memory and a simulated time: nothing here sleeps.
 
-A time of day that is set while a scheduler runs: its clocks go on.
+A change of the host's time of day while a scheduler runs does not affect its clocks.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ async def test_a_single_tenant_never_waits_for_the_gather_window(store: InMemory
     for _ in range(5):
         store.submit("alone")
         await clock.tick(now)
-        assert len(store.open) == 1  # planned in the very tick that saw it
+        assert len(store.open) == 1  # planned in the same tick
         now += 5.0
         store.finish()
         assert await clock.tick(now) == now + IDLE_SWEEP_S
     assert [step.planned_at for step in store.steps] == [NOW + 5.0 * n for n in range(5)]
 
 
-async def test_those_just_answered_are_waited_for_and_then_no_longer(store: InMemory) -> None:
+async def test_runs_just_answered_are_waited_for_only_within_the_window(store: InMemory) -> None:
     clock = pool_on(store, gather_s=0.02)
     for run in ("a", "b"):
         store.submit(run)
@@ -57,16 +57,18 @@ async def test_those_just_answered_are_waited_for_and_then_no_longer(store: InMe
     assert {op.run for op in store.steps[-1].ops} == {"a"}
 
 
-async def test_who_missed_a_cycle_is_waited_for_behind_the_next_and_who_stays_away_is_not(
+async def test_runs_that_missed_a_cycle_are_waited_for_until_they_stay_away(
     store: InMemory,
 ) -> None:
     clock = pool_on(store, gather_s=0.005)
-    for run in ("a", "b", "c"):  # c waits at every moment
+    for run in ("a", "b", "c"):  # c is always waiting
         store.submit(run)
     await clock.tick(NOW)
 
     async def ends(at: float, *returns: tuple[str, float]) -> set[str]:
-        """End the open step; c waits, and others come back later. Say whose ops the next one takes."""
+        """End the open step, with c waiting and others returning later. Return the runs in the next
+        step.
+        """
         store.finish()
         store.submit("c", at=at - 1)
         again = await clock.tick(at)
@@ -79,17 +81,17 @@ async def test_who_missed_a_cycle_is_waited_for_behind_the_next_and_who_stays_aw
         return {str(op.run) for op in store.steps[-1].ops}
 
     came = [("a", 0.1), ("b", 0.2)]
-    assert await ends(NOW + 10.0, *came) == {"c"}  # nothing is known of how soon they come
-    assert await ends(NOW + 20.0) == {"a", "b", "c"}  # both came while that ran
+    assert await ends(NOW + 10.0, *came) == {"c"}  # their return times are unknown
+    assert await ends(NOW + 20.0) == {"a", "b", "c"}  # both returned while that ran
     assert await ends(NOW + 30.0, *came) == {"a", "b", "c"}
     assert await ends(NOW + 40.0, *came) == {"a", "b", "c"}
     assert clock._clocks[WORKER].returns.latest_s == pytest.approx(0.2)
-    for cycle in range(8):  # both have ended
+    for cycle in range(8):  # both have left
         assert await ends(NOW + 50.0 + 10 * cycle) == {"c"}
     assert clock._clocks[WORKER].returns.latest_s < 0.001
 
 
-async def test_a_busy_worker_is_left_alone(store: InMemory) -> None:
+async def test_a_busy_worker_gets_no_step(store: InMemory) -> None:
     clock = pool_on(store)
     store.submit("a")
     await clock.tick(NOW)
@@ -98,7 +100,7 @@ async def test_a_busy_worker_is_left_alone(store: InMemory) -> None:
     assert len(store.steps) == 1
 
 
-async def test_new_runs_go_to_the_emptiest_worker_and_each_gets_its_own_step(
+async def test_new_runs_go_to_the_least_loaded_worker_in_separate_steps(
     store: InMemory,
 ) -> None:
     store.workers = [WORKER, WorkerId("w1")]
@@ -112,7 +114,7 @@ async def test_new_runs_go_to_the_emptiest_worker_and_each_gets_its_own_step(
     assert runs[0] | runs[1] == {"a", "b", "c", "d"}
 
 
-async def test_a_save_without_room_holds_its_own_run_back_until_there_is_room(
+async def test_a_save_without_free_memory_delays_only_its_own_run(
     store: InMemory,
 ) -> None:
     clock = pool_on(store)
@@ -131,7 +133,7 @@ async def test_a_save_without_room_holds_its_own_run_back_until_there_is_room(
     assert [op.kind for op in store.steps[-1].ops] == [OpKind.SAVE]
 
 
-async def test_nothing_is_planned_of_who_is_paused_and_it_keeps_its_turn(store: InMemory) -> None:
+async def test_paused_runs_are_not_planned_and_keep_their_turn(store: InMemory) -> None:
     clock = pool_on(store)
     clock.policy = PlanPolicy(pauses=Pauses({TenantId("a"): Pause(NOW)}))
     for run in ("a", "b"):
@@ -145,7 +147,7 @@ async def test_nothing_is_planned_of_who_is_paused_and_it_keeps_its_turn(store: 
     assert {op.run for op in store.steps[-1].ops} == {"a"}
 
 
-async def test_a_worker_that_is_gone_for_long_loses_its_work_once(store: InMemory) -> None:
+async def test_a_worker_missing_for_long_is_reassigned_once(store: InMemory) -> None:
     clock = pool_on(store, reassign_after_s=30)
     store.dead = [WorkerId("w1")]
     for now in (NOW, NOW + 29.9):
@@ -156,7 +158,7 @@ async def test_a_worker_that_is_gone_for_long_loses_its_work_once(store: InMemor
     assert store.reassigned == [("w1", WORKER)]
 
 
-async def test_a_metronome_plans_on_the_beat_and_only_then(store: InMemory) -> None:
+async def test_a_metronome_plans_only_at_its_beats(store: InMemory) -> None:
     clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
     clock._last_period = int(NOW // 10)
     store.submit("a")
@@ -168,7 +170,7 @@ async def test_a_metronome_plans_on_the_beat_and_only_then(store: InMemory) -> N
 
 
 @pytest.mark.parametrize(("submits_whole_steps", "cycles"), [(False, 2), (True, 1)])
-async def test_a_metronome_takes_one_cycle_for_a_whole_step_and_two_for_a_naive_one(
+async def test_a_metronome_needs_one_cycle_for_a_whole_step_and_two_for_parts(
     store: InMemory, submits_whole_steps: bool, cycles: int
 ) -> None:
     clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
@@ -186,7 +188,7 @@ async def test_a_metronome_takes_one_cycle_for_a_whole_step_and_two_for_a_naive_
 
 
 @pytest.mark.parametrize(("mode", "limit_s"), [(ClockMode.EAGER, 0.4), (ClockMode.METRONOME, 1.0)])
-async def test_a_step_holds_what_a_worker_does_in_its_time_and_says_that_time(
+async def test_a_step_has_the_work_and_the_time_of_one_period(
     store: InMemory, mode: ClockMode, limit_s: float
 ) -> None:
     clock = pool_on(store, clock_mode=mode, clock_period_s=1)
@@ -199,7 +201,7 @@ async def test_a_step_holds_what_a_worker_does_in_its_time_and_says_that_time(
     assert sum(op.tokens for op in step.ops) == limit_s * TOKENS_PER_S
 
 
-async def test_a_queue_that_changed_is_read_again_soon_within_the_same_beat(
+async def test_a_changed_queue_is_read_again_within_the_same_beat(
     store: InMemory,
 ) -> None:
     clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
@@ -212,14 +214,14 @@ async def test_a_queue_that_changed_is_read_again_soon_within_the_same_beat(
     assert len(store.steps) == 1
 
 
-async def test_a_queue_that_never_settles_is_not_spun_on(store: InMemory) -> None:
+async def test_a_queue_that_always_changes_is_not_read_in_a_loop(store: InMemory) -> None:
     clock = pool_on(store)
     store.submit("a")
     store.outdated = 10**9
     assert await clock.tick(NOW) > NOW
 
 
-async def test_requests_that_nobody_can_run_yet_wake_nobody(store: InMemory) -> None:
+async def test_requests_that_no_worker_can_run_wake_no_worker(store: InMemory) -> None:
     clock = pool_on(store)
     store.submit("a")
     await clock.tick(NOW)
@@ -239,12 +241,12 @@ async def test_an_idle_worker_is_not_woken_for_the_runs_of_a_busy_one(store: InM
         assert clock.is_woken_by(wake(worker))
 
 
-async def test_a_metronome_is_woken_by_nothing(store: InMemory) -> None:
+async def test_a_metronome_ignores_wakes(store: InMemory) -> None:
     clock = pool_on(store, clock_mode=ClockMode.METRONOME)
     assert not clock.is_woken_by(wake(is_free=True))
 
 
-async def test_a_request_that_comes_during_a_tick_wakes_the_next_one(
+async def test_a_request_during_a_tick_wakes_the_next_one(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = pool_on(store)
@@ -262,7 +264,7 @@ async def test_a_request_that_comes_during_a_tick_wakes_the_next_one(
     assert woken == [True, True]
 
 
-async def test_the_queue_is_read_once_and_then_what_changed(store: InMemory) -> None:
+async def test_the_queue_is_read_once_and_afterwards_only_its_changes(store: InMemory) -> None:
     clock = pool_on(store)
     for number in range(6):
         for run in ("a", "b", "c"):
@@ -273,7 +275,7 @@ async def test_the_queue_is_read_once_and_then_what_changed(store: InMemory) -> 
     assert (store.read_all, store.read_runs) == ([0], [])
 
 
-async def test_everything_is_read_again_once_something_may_have_been_missed(
+async def test_the_whole_queue_is_read_again_after_a_missed_change(
     store: InMemory,
 ) -> None:
     clock = pool_on(store)
@@ -285,8 +287,8 @@ async def test_everything_is_read_again_once_something_may_have_been_missed(
     assert (len(store.read_all), len(store.steps)) == (2, 1)
 
 
-async def test_a_queue_that_is_forgotten_while_it_is_read_is_read_again(store: InMemory) -> None:
-    """A lost connection of the listener, while a tick waits for what changed."""
+async def test_a_queue_cleared_during_a_read_is_read_again(store: InMemory) -> None:
+    """The listener loses its connection while a tick waits for the changes."""
     clock = pool_on(store)
     read = store.changes
 
@@ -301,7 +303,7 @@ async def test_a_queue_that_is_forgotten_while_it_is_read_is_read_again(store: I
     assert len(store.read_all) == 2
 
 
-async def test_a_change_that_nothing_notes_is_found_by_counting(store: InMemory) -> None:
+async def test_a_change_without_notice_is_found_by_counting(store: InMemory) -> None:
     clock = pool_on(store)
     await clock.tick(NOW)
     store.submit("a", is_noted=False)
@@ -310,7 +312,7 @@ async def test_a_change_that_nothing_notes_is_found_by_counting(store: InMemory)
     assert (len(store.read_all), len(store.steps)) == (2, 1)
 
 
-async def test_a_run_that_is_not_as_it_was_read_is_read_again_alone(store: InMemory) -> None:
+async def test_a_run_that_differs_from_the_read_state_is_read_again_alone(store: InMemory) -> None:
     clock = pool_on(store)
     store.submit("a")
     store.submit("b")
@@ -322,14 +324,14 @@ async def test_a_run_that_is_not_as_it_was_read_is_read_again_alone(store: InMem
     store.finish()
     store.submit("a")
     store.outdated = 1
-    await clock.tick(NOW + 2)  # sees the end of the cycle, and waits for "b" for a moment
+    await clock.tick(NOW + 2)  # reads the end of the cycle, and waits for "b" for a moment
     again = await clock.tick(NOW + 3)
     await clock.tick(again)
     assert {op.run for op in store.steps[-1].ops} == {"a"}
     assert (store.read_all, store.read_runs) == ([0], ["a"])
 
 
-async def test_a_redis_that_lost_what_it_knew_is_read_from_the_start(store: InMemory) -> None:
+async def test_after_a_data_loss_of_redis_the_queue_is_read_again(store: InMemory) -> None:
     clock = pool_on(store)
     store.submit("a")
     await clock.tick(NOW)
@@ -342,14 +344,14 @@ async def test_a_redis_that_lost_what_it_knew_is_read_from_the_start(store: InMe
     assert {op.run for op in store.steps[-1].ops} == {"b"}
 
 
-async def test_a_worker_that_comes_back_has_its_runs_again(store: InMemory) -> None:
+async def test_a_returning_worker_gets_its_runs_again(store: InMemory) -> None:
     clock = pool_on(store)
     await clock.tick(NOW)
     store.workers = [WORKER, WorkerId("w1")]
     await clock.tick(NOW + 1)
     store.workers = [WORKER]
     await clock.tick(NOW + 2)
-    assert len(store.read_all) == 2  # for a worker more, not for one less
+    assert len(store.read_all) == 2  # for one worker more, not for one less
     store.workers = [WORKER, WorkerId("w1")]
     await clock.tick(NOW + 3)
     assert len(store.read_all) == 3
@@ -357,7 +359,7 @@ async def test_a_worker_that_comes_back_has_its_runs_again(store: InMemory) -> N
 
 @dataclass
 class HostTime:
-    """A host's two clocks: the operator sets the one, and the other only ever goes on."""
+    """Two clocks of a host: the operator sets one, and the other only advances."""
 
     wall_s: float = NOW
     steady_s: float = 5_000.0
@@ -381,7 +383,7 @@ def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
 
 
 @pytest.mark.parametrize("set_by", [-3600.0, -10.0, 3600.0])
-async def test_no_run_waits_for_a_time_that_was_set_back(
+async def test_no_run_waits_for_a_clock_that_was_set_back(
     store: InMemory, host_time: HostTime, set_by: float
 ) -> None:
     clock = pool_on(store)
@@ -389,15 +391,15 @@ async def test_no_run_waits_for_a_time_that_was_set_back(
     await clock.look()
     host_time.pass_by(0.5)
     store.finish()
-    await clock.look()  # sees the end of the cycle
+    await clock.look()  # reads the end of the cycle
     host_time.pass_by(0.01, set_by=set_by)
-    store.submit("b")  # and nothing of those just answered
+    store.submit("b")  # and nothing of the runs just answered
     await clock.look()
     assert {op.run for op in store.steps[-1].ops} == {"b"}
 
 
 @pytest.mark.parametrize("set_by", [-3600.0, 3600.0])
-async def test_a_metronome_goes_on_with_the_next_beat_of_a_time_that_was_set(
+async def test_a_metronome_continues_with_the_next_beat_after_a_clock_change(
     store: InMemory, host_time: HostTime, set_by: float
 ) -> None:
     clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
@@ -411,7 +413,7 @@ async def test_a_metronome_goes_on_with_the_next_beat_of_a_time_that_was_set(
     assert len(store.steps) == 1
 
 
-async def test_no_worker_is_dead_for_long_because_the_time_was_set(
+async def test_a_clock_change_makes_no_worker_count_as_missing(
     store: InMemory, host_time: HostTime
 ) -> None:
     clock = pool_on(store, reassign_after_s=30)
@@ -444,19 +446,19 @@ for each in (queue("a1", ADA), queue("a2", ADA), queue("b1", BOB)):
     WAITING.put(each)
 
 
-def test_where_none_is_paused_nothing_is_copied() -> None:
+def test_without_pauses_no_queue_is_copied() -> None:
     assert exclude_paused(WAITING, Pauses()) is WAITING
 
 
-def test_a_paused_tenant_is_left_out_and_the_others_go_on() -> None:
+def test_a_paused_tenant_is_left_out_and_others_are_served() -> None:
     assert runs(exclude_paused(WAITING, Pauses({ADA: Pause(1.0)}))) == {"bob": ["b1"]}
 
 
-def test_a_paused_run_is_left_out_and_the_other_runs_of_its_tenant_go_on() -> None:
+def test_a_paused_run_is_left_out_and_others_of_its_tenant_are_served() -> None:
     paused = Pauses(runs={RunId("a1"): Pause(1.0, tenant=ADA)})
     assert runs(exclude_paused(WAITING, paused)) == {"ada": ["a2"], "bob": ["b1"]}
 
 
-def test_a_tenant_all_of_whose_runs_are_paused_is_as_one_that_has_none() -> None:
+def test_a_tenant_with_only_paused_runs_counts_as_one_without_runs() -> None:
     paused = Pauses(runs={RunId("b1"): Pause(1.0, tenant=BOB)})
     assert runs(exclude_paused(WAITING, paused)) == {"ada": ["a1", "a2"]}

@@ -1,4 +1,4 @@
-"""The queue in memory: who has which run, whose turn it is, what has to be read again."""
+"""Queue in memory: the worker of each run, the order of turns, and the runs to read again."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def order(queue: PoolQueue, worker: WorkerId) -> dict[str, list[str]]:
     return {tenant: list(runs) for tenant, runs in queue.waiting(worker).passes.items()}
 
 
-def test_a_run_stays_where_it_is_and_a_new_one_goes_where_least_waits() -> None:
-    """However many runs a worker has at rest."""
+def test_a_run_stays_on_its_worker_and_a_new_one_goes_to_the_least_load() -> None:
+    """The number of idle runs on a worker does not count."""
     queue = PoolQueue(WINDOW)
     queue.put([row("a", 4, worker=W0), row("b", worker=W1)])
     queue.put([row("new")])
@@ -48,9 +48,7 @@ def test_a_run_stays_where_it_is_and_a_new_one_goes_where_least_waits() -> None:
 
 
 @pytest.mark.parametrize(("later_s", "chosen"), [(1.0, W1), (1000.0, W0)])
-def test_what_was_asked_for_lately_counts_after_it_is_planned_and_fades(
-    later_s: float, chosen: WorkerId
-) -> None:
+def test_recent_requests_count_after_planning_and_decay(later_s: float, chosen: WorkerId) -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("hot", 4, worker=W0), row("waits", worker=W1)])
     queue.taken([op("hot", seq) for seq in range(4)], W0, NOW)
@@ -69,7 +67,7 @@ def test_a_pass_over_several_cycles_is_counted_once() -> None:
     assert queue.recent.of(W0, NOW) == 10
 
 
-def test_new_runs_that_came_one_by_one_are_spread_as_well() -> None:
+def test_new_runs_that_arrive_one_by_one_are_spread_evenly() -> None:
     queue = PoolQueue(WINDOW)
     for run in "abcd":
         queue.put([row(run)])
@@ -78,13 +76,13 @@ def test_new_runs_that_came_one_by_one_are_spread_as_well() -> None:
     assert order(queue, W1) == {"t": ["b", "d"]}
 
 
-def test_runs_that_no_worker_began_go_elsewhere_when_theirs_dies() -> None:
+def test_runs_not_begun_move_when_their_worker_is_deregistered() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("a"), row("b"), row("mine", worker=W1)])
     queue.assign([beat(W0), beat(W1)], NOW)
     queue.assign([beat(W0)], NOW)
     assert order(queue, W0) == {"t": ["a", "b"]}
-    assert order(queue, W1) == {"t": ["mine"]}  # it is in its worker's memory
+    assert order(queue, W1) == {"t": ["mine"]}  # in the memory of its worker
     queue.deregister(W1)
     queue.assign([beat(W0)], NOW)
     assert order(queue, W0) == {"t": ["a", "b", "mine"]}
@@ -99,7 +97,7 @@ def test_without_a_worker_runs_wait() -> None:
     assert order(queue, W0) == {"t": ["a"]}
 
 
-def test_a_run_that_was_served_stands_behind_its_tenants_others() -> None:
+def test_a_served_run_goes_behind_the_other_runs_of_its_tenant() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row(run, 2, worker=W0) for run in "abc"])
     queue.taken([op("a", 0), op("b", 0), op("b", 1)], W0, NOW)
@@ -109,7 +107,7 @@ def test_a_run_that_was_served_stands_behind_its_tenants_others() -> None:
     assert order(queue, W0) == {"t": ["c", "a", "b"]}
 
 
-def test_a_run_that_has_more_to_do_keeps_its_turn() -> None:
+def test_a_run_with_more_ops_keeps_its_turn() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row(run, worker=W0) for run in "abc"])
     queue.put([row("a", 3, worker=W0)])
@@ -117,7 +115,7 @@ def test_a_run_that_has_more_to_do_keeps_its_turn() -> None:
     assert len(queue[RunId("a")].ops) == 3
 
 
-def test_a_run_with_nothing_to_do_goes_and_its_tenant_with_it() -> None:
+def test_a_run_without_ops_is_removed_together_with_its_tenant() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("a", worker=W0, tenant="x"), row("b", worker=W0, tenant="y")])
     queue.put([row("a", 0, worker=W0, tenant="x"), row("never seen", 0)])
@@ -125,14 +123,14 @@ def test_a_run_with_nothing_to_do_goes_and_its_tenant_with_it() -> None:
     assert len(queue) == 1
 
 
-def test_a_run_that_another_worker_took_over_is_there() -> None:
+def test_a_run_taken_over_by_another_worker_is_queued_there() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("a", worker=W0)])
     queue.put([row("a", worker=W1)])
     assert (order(queue, W0), order(queue, W1)) == ({}, {"t": ["a"]})
 
 
-def test_behind_a_full_window_there_may_be_more() -> None:
+def test_a_full_window_is_read_again() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("few", WINDOW - 1, worker=W0), row("many", WINDOW, worker=W0)])
     queue.taken([op("few", 0), op("many", 0)], W0, NOW)
@@ -141,7 +139,7 @@ def test_behind_a_full_window_there_may_be_more() -> None:
     assert queue.unread == set()
 
 
-def test_who_is_back_waits_for_the_same_worker() -> None:
+def test_a_returning_run_waits_for_the_same_worker() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("a", worker=W0), row("b", worker=W1)])
     assert queue.has_all(W0, [])
@@ -159,7 +157,9 @@ def test_who_is_back_waits_for_the_same_worker() -> None:
         )
     )
 )
-def test_whatever_happens_each_run_is_in_one_place_once(acts: list[tuple[str, int, str]]) -> None:
+def test_after_any_sequence_each_run_is_queued_exactly_once(
+    acts: list[tuple[str, int, str]],
+) -> None:
     queue, expected = PoolQueue(WINDOW), dict[str, int]()
     for run, count, act in acts:
         if act == "put":
@@ -182,7 +182,7 @@ def test_whatever_happens_each_run_is_in_one_place_once(acts: list[tuple[str, in
     assert {worker: queue._tokens[worker] for worker in (W0, W1)} == counted
 
 
-def test_what_a_worker_began_is_read_again_when_another_process_has_its_id() -> None:
+def test_runs_begun_by_a_worker_are_read_again_by_its_next_process() -> None:
     queue = PoolQueue(WINDOW)
     begun = replace(row("begun", worker=W0), done_tokens=5)
     queue.put([begun, row("not begun", worker=W0), replace(begun, run=RunId("other"), worker=W1)])

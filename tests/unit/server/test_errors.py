@@ -31,18 +31,18 @@ def test_an_error_has_the_status_of_its_reason(error: Exception, status: int) ->
     assert status_of(error) == status
 
 
-def test_no_refusal_has_a_status_that_sdks_repeat_in_silence_or_pause_on() -> None:
+def test_no_refusal_has_a_status_that_sdks_retry_silently() -> None:
     repeated = {reason for reason in Reason if reason.status in (402, 408, 409)}
     assert repeated == {Reason.BODY_TOO_SLOW}  # sent again whole
 
 
-def test_every_reason_that_may_pass_says_when_to_retry() -> None:
+def test_every_transient_reason_has_a_retry_time() -> None:
     assert all(
         (reason.retry_after_s is not None) == (reason.status in (429, 503)) for reason in Reason
     )
 
 
-def test_no_two_reasons_are_one() -> None:
+def test_every_reason_is_distinct() -> None:
     assert len(Reason.__members__) == len(list(Reason))
 
 
@@ -52,7 +52,7 @@ def test_a_refusal_keeps_its_reason_and_message_between_processes(error: Refused
     assert (type(copy), copy.reason, str(copy)) == (type(error), error.reason, "x")
 
 
-def test_a_schema_error_names_the_field_and_how_many_more_there_are() -> None:
+def test_a_schema_error_has_its_field_and_the_number_of_further_ones() -> None:
     found: list[dict[str, Any]] = [
         {"loc": ("body", "data", 3, "tokens"), "msg": "Input should be a list", "input": "secret"},
         {"loc": ("body", "x"), "msg": "Field required"},

@@ -1,4 +1,4 @@
-"""The health probe, against real answers and none."""
+"""Health probe, with real answers and with none."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def address() -> Iterator[str]:
         thread.join()
 
 
-def test_a_healthy_server_exits_zero(address: str) -> None:
+def test_the_probe_of_a_healthy_server_exits_with_0(address: str) -> None:
     assert main([f"{address}/healthz"]) == 0
 
 
-def test_an_unready_server_exits_one_and_says_why(
+def test_the_probe_of_an_unready_server_exits_with_1_and_the_reason(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([f"{address}/readyz"]) == 1
     assert capsys.readouterr().err == "503 because\n"
 
 
-def test_where_nothing_listens_the_status_is_zero() -> None:
+def test_without_a_listener_the_status_is_zero() -> None:
     assert probe("http://127.0.0.1:1/healthz") == (0, b"")

@@ -1,4 +1,4 @@
-"""What a supervisor writes down for the API."""
+"""Problems that a supervisor writes for the API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cotrain_server.problems import read_troubles, write_troubles
 
 
-def test_troubles_are_reported_process_by_process(tmp_path: Path) -> None:
+def test_problems_are_reported_per_process(tmp_path: Path) -> None:
     assert read_troubles(tmp_path) == []
     write_troubles(tmp_path, {"worker": "died.", "redis": "died, too."})
     assert read_troubles(tmp_path) == ["redis: died, too.", "worker: died."]
@@ -18,7 +18,7 @@ def test_troubles_are_reported_process_by_process(tmp_path: Path) -> None:
     assert read_troubles(tmp_path) == []
 
 
-def test_a_full_disk_does_not_end_who_has_troubles_to_write(
+def test_a_full_disk_does_not_stop_a_process_that_writes_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_space(*_: object) -> int:

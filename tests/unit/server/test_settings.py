@@ -1,4 +1,4 @@
-"""The API's settings, as they come from variables."""
+"""Settings of the API, read from variables."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_a_list_is_separated_by_commas_or_spaces(variables: pytest.MonkeyPatch) 
     assert [key.get_secret_value() for key in keys] == ["tml-a", "tml-b", "tml-c"]
 
 
-def test_no_key_is_ever_printed(variables: pytest.MonkeyPatch) -> None:
+def test_keys_are_not_part_of_the_repr(variables: pytest.MonkeyPatch) -> None:
     variables.setenv("COTRAIN_API_KEYS", "tml-secret-of-somebody")
     variables.setenv("COTRAIN_ADMIN_KEY", "secret-of-the-admin")
     assert "secret" not in repr(ServerSettings())
 
 
-def test_an_empty_variable_is_one_that_is_not_set(variables: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_counts_as_unset(variables: pytest.MonkeyPatch) -> None:
     variables.setenv("COTRAIN_ADMIN_KEY", "")
     variables.setenv("COTRAIN_API_KEYS", "")
     variables.setenv("COTRAIN_PUBLIC_URL", "")
@@ -52,7 +52,7 @@ def test_an_empty_variable_is_one_that_is_not_set(variables: pytest.MonkeyPatch)
         ("ADMIN_KEY", "fifteen-letters"),
     ],
 )
-def test_a_bad_value_stops_the_process(
+def test_an_invalid_value_stops_the_process(
     variables: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     variables.setenv(f"COTRAIN_{name}", value)
@@ -60,7 +60,7 @@ def test_a_bad_value_stops_the_process(
         ServerSettings()
 
 
-def test_samples_have_a_quota_of_their_own_and_the_same_one_of_bytes(
+def test_samples_have_their_own_quota_and_share_that_of_bytes(
     variables: pytest.MonkeyPatch,
 ) -> None:
     variables.setenv("COTRAIN_QUOTAS", "samples=3, bytes=5, sample_tokens=7")
@@ -76,7 +76,7 @@ def test_samples_have_a_quota_of_their_own_and_the_same_one_of_bytes(
         ("opps=5", "opps: no quota; there are ops, tokens, bytes"),
     ],
 )
-def test_a_wrong_quota_is_named_with_its_limit(
+def test_an_invalid_quota_is_named_with_its_limit(
     variables: pytest.MonkeyPatch, given: str, message: str
 ) -> None:
     variables.setenv("COTRAIN_QUOTAS", given)
@@ -84,7 +84,7 @@ def test_a_wrong_quota_is_named_with_its_limit(
         ServerSettings()
 
 
-def test_a_quota_that_is_not_named_keeps_its_default(variables: pytest.MonkeyPatch) -> None:
+def test_an_omitted_quota_has_its_default(variables: pytest.MonkeyPatch) -> None:
     variables.setenv("COTRAIN_QUOTAS", "ops=3")
     assert ServerSettings().quotas == Quotas(ops=3)
     variables.setenv("COTRAIN_QUOTAS", "")

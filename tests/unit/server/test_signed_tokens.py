@@ -1,4 +1,4 @@
-"""What was signed is believed, for as long as it says, and nothing else is."""
+"""Signed links and tokens: valid until their expiry, and only with a valid signature."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def part(value: object) -> str:
     return base64.urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")
 
 
-def test_a_link_says_what_it_was_made_for() -> None:
+def test_a_link_contains_what_was_signed() -> None:
     assert SIGNER.read_link(SIGNER.sign_link(LINK), NOW) == LINK
 
 
-def test_a_link_ends_when_it_says() -> None:
+def test_a_link_expires_at_its_time() -> None:
     text = SIGNER.sign_link(LINK)
     SIGNER.read_link(text, 999.9)
     with refused(Reason.BAD_LINK):
         SIGNER.read_link(text, 1_000.0)
 
 
-def test_what_the_previous_secret_signed_holds_and_what_a_third_one_signed_does_not() -> None:
+def test_signatures_of_the_previous_secret_are_valid_and_others_are_not() -> None:
     before = Signer((OLD, b"x" * 32))
     assert SIGNER.read_link(before.sign_link(LINK), NOW) == LINK
     assert SIGNER.read_token(before.make_token(TOKEN, time.time())) == TOKEN
@@ -69,14 +69,14 @@ def test_no_part_of_a_link_can_be_exchanged(changed: Link) -> None:
 
 
 @given(st.text())
-def test_anything_else_is_no_link_and_no_token(text: str) -> None:
+def test_any_other_text_is_neither_a_link_nor_a_token(text: str) -> None:
     with refused(Reason.BAD_LINK):
         SIGNER.read_link(text, NOW)
     with pytest.raises(InvalidToken):
         SIGNER.read_token(text)
 
 
-def test_a_token_stands_for_a_key_for_an_hour() -> None:
+def test_a_token_replaces_a_key_for_an_hour() -> None:
     now = time.time()
     assert SIGNER.read_token(SIGNER.make_token(TOKEN, now)) == TOKEN
     with pytest.raises(InvalidToken) as refused:
@@ -84,14 +84,14 @@ def test_a_token_stands_for_a_key_for_an_hour() -> None:
     assert refused.value.expired
 
 
-def test_sdks_find_in_a_token_what_they_look_for() -> None:
+def test_a_token_has_the_claims_that_sdks_read() -> None:
     claims = jwt.decode(SIGNER.make_token(TOKEN, NOW), options={"verify_signature": False})
     assert (claims["sub"], claims["org_id"]) == ("t-1", "t-1")
     assert claims["iss"].startswith("passport-")
     assert claims["exp"] - claims["iat"] == TOKEN_LIFE_S
 
 
-def test_a_token_without_a_signature_or_with_another_algorithm_is_none() -> None:
+def test_a_token_without_a_valid_signature_is_invalid() -> None:
     good = SIGNER.make_token(TOKEN, time.time())
     header, claims, seal = good.split(".")
     for forged in (
@@ -109,14 +109,14 @@ def test_a_token_without_a_signature_or_with_another_algorithm_is_none() -> None
     assert SIGNER.read_token(good) == TOKEN
 
 
-def test_a_token_that_never_expires_is_none() -> None:
+def test_a_token_without_an_expiry_is_invalid() -> None:
     claims = {"sub": "t-1", "jti": "k1", "name": "", "iat": 0}
     endless = jwt.encode(claims, SIGNER._token_keys[0], algorithm="HS256")
     with pytest.raises(InvalidToken):
         SIGNER.read_token(endless)
 
 
-def test_a_links_signature_makes_no_token() -> None:
+def test_the_signing_key_of_links_makes_no_valid_token() -> None:
     claims = {"sub": "t", "jti": "k", "name": "", "iat": 0, "exp": int(time.time()) + 99}
     forged = jwt.encode(claims, SIGNER._link_keys[0], algorithm="HS256")
     with pytest.raises(InvalidToken):

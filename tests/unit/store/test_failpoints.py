@@ -1,4 +1,4 @@
-"""Failpoints: what may be asked for, when it strikes, and that every name has its place."""
+"""Failpoints: valid faults, their timing, and the use of every registered name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cotrain_store.failpoints import FAILPOINTS, Faults, failpoint, parse_faults
 
 ROOT = Path(__file__).parents[3]
 PLACED = re.compile(r'(?:failpoint|write_past)\(\s*"([^"]*)"')
-#: Those that a put of a blob passes.
+#: Failpoints that a put of a blob passes.
 MOMENTS = re.compile(r'Moments\("([^"]*)", "([^"]*)", "([^"]*)"\)')
 
 
@@ -28,7 +28,7 @@ def struck(faults: Faults, name: str, about: str = "") -> bool:
     return False
 
 
-def test_every_registered_name_has_its_place_and_no_other_is_used() -> None:
+def test_every_registered_failpoint_is_used_and_no_other() -> None:
     sources = [
         path
         for folder in ("scheduler", "server", "workers")
@@ -50,25 +50,25 @@ def test_every_registered_name_has_its_place_and_no_other_is_used() -> None:
         "=kill",
     ],
 )
-def test_what_is_no_fault_at_a_known_moment_is_refused(text: str) -> None:
+def test_an_invalid_fault_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no fault"):
         parse_faults(text)
 
 
-def test_a_fault_strikes_once_at_its_nth_moment() -> None:
+def test_a_fault_occurs_once_at_its_nth_call() -> None:
     faults = Faults(parse_faults("worker.entered=error@2,worker.entered=error@4"), None)
     assert [struck(faults, "worker.entered") for _ in range(5)] == [False, True, False, True, False]
     assert not struck(faults, "worker.after_run")
 
 
-def test_a_fault_about_something_counts_nothing_else() -> None:
+def test_a_fault_for_one_subject_counts_only_its_calls() -> None:
     faults = Faults(parse_faults("worker.before_run~b:7=error@*"), None)
     assert [struck(faults, "worker.before_run", about) for about in ("a:7", "b:7", "", "b:7")] == [
         False, True, False, True,
     ]  # fmt: skip
 
 
-def test_with_a_log_moments_are_counted_over_processes(tmp_path: Path) -> None:
+def test_with_a_log_calls_are_counted_across_processes(tmp_path: Path) -> None:
     log = tmp_path / "reached"
     one, other = (Faults(parse_faults("worker.entered=error@2"), str(log)) for _ in range(2))
     assert not struck(one, "worker.entered")
@@ -77,7 +77,7 @@ def test_with_a_log_moments_are_counted_over_processes(tmp_path: Path) -> None:
     assert [line.split()[0] for line in log.read_text().splitlines()] == ["worker.entered"] * 3
 
 
-def test_a_line_that_another_process_appends_at_that_moment_hides_no_fault(
+def test_a_concurrent_line_of_another_process_hides_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults(parse_faults("worker.entered~mine=error"), str(tmp_path / "reached"))
@@ -90,12 +90,12 @@ def test_a_line_that_another_process_appends_at_that_moment_hides_no_fault(
     assert struck(faults, "worker.entered", "mine")
 
 
-def test_a_name_that_nobody_registered_is_an_error_where_failpoints_are_on() -> None:
+def test_an_unregistered_failpoint_is_an_error_while_failpoints_are_on() -> None:
     with pytest.raises(ValueError, match="is no failpoint"):
         Faults([], None).reach("worker.nowhere", "")
 
 
-def test_without_the_variable_nothing_happens() -> None:
+def test_without_the_variable_failpoints_do_nothing() -> None:
     assert failpoints._FAULTS is None
     failpoint("worker.nowhere")
     file = BytesIO()
@@ -103,7 +103,7 @@ def test_without_the_variable_nothing_happens() -> None:
     assert file.getvalue() == b"whole"
 
 
-def test_a_write_is_cut_in_half(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_cuts_a_write_in_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         failpoints, "_FAULTS", Faults(parse_faults("snapshot.half_written=error"), None)
     )
@@ -116,7 +116,7 @@ def test_a_write_is_cut_in_half(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("action", "status"), [("kill", -9), ("sleep:0.01", 0)])
-def test_a_process_reads_its_faults_when_it_starts(action: str, status: int) -> None:
+def test_a_process_reads_its_faults_at_its_start(action: str, status: int) -> None:
     code = "from cotrain_store.failpoints import failpoint; failpoint('worker.entered')"
     environment = {
         "PYTHONPATH": str(ROOT / "scheduler"),

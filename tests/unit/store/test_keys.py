@@ -39,7 +39,9 @@ def test_all_keys_of_a_pool_share_its_hash_tag() -> None:
 
 
 def pattern(key: str) -> str:
-    """Write a key with `*` for each part that is filled in; a part may hold several, as `<run>:<seq>`."""
+    """Write a key with `*` for each filled-in part. A part may have several values, such as
+    `<run>:<seq>`.
+    """
     return re.sub(r"\*([:/]\*)+", "*", key)
 
 
@@ -61,7 +63,8 @@ def made_here() -> set[str]:
     return keys
 
 
-#: A string of Lua that is put together from quoted and other parts, beginning with a key or its prefix.
+#: A string in Lua that is concatenated from literals and other parts, starting with a key or its
+#: prefix.
 _BUILT = re.compile(
     r"(?P<start>prefix \.\. '|'\^?cotrain:)(?P<literal>[^']*)'(?P<rest>(?:\s*\.\.\s*(?:'[^']*'|[\w.]+(?:\[\w+\])?))*)"
 )
@@ -94,20 +97,20 @@ def test_keys_are_found_in_a_script() -> None:
     }  # fmt: skip
 
 
-def test_the_scripts_build_only_keys_that_are_made_here() -> None:
+def test_the_scripts_build_only_keys_that_python_defines() -> None:
     known = made_here() | {"cotrain:*"}  # before a hash tag
     built = {script.name: built_in(script.read_text()) for script in ALL_SCRIPTS}
     assert len(set().union(*built.values())) > 40
     assert {name: keys - known for name, keys in built.items() if keys - known} == {}
 
 
-def test_what_a_script_reads_by_name_is_what_it_is_given() -> None:
+def test_a_script_reads_exactly_the_arguments_that_it_gets() -> None:
     for name, record in ARGUMENTS.items():
         text = (SCRIPTS / f"{name}.lua").read_text()
         read = set(re.findall(r"\bargs\.(\w+)", text))
         assert read == {field.name for field in dataclasses.fields(record)}, name
 
 
-def test_no_script_negates_a_number_the_way_redis_does_not_read() -> None:
+def test_no_script_negates_a_number_in_an_argument() -> None:
     for script in ALL_SCRIPTS:
         assert not re.search(r", -tonumber", script.read_text()), script.name

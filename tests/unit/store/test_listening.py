@@ -1,4 +1,4 @@
-"""Where a server listens, and what it says where it cannot."""
+"""Listening addresses of a server, and the errors of unusable ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_answered(host: str, port: int) -> bool:
 
 
 @needs_ipv6
-def test_any_address_is_one_of_both_kinds() -> None:
+def test_the_address_of_all_interfaces_accepts_ipv4_and_ipv6() -> None:
     with listen("::", 0) as listener:
         port = listener.getsockname()[1]
         assert [is_answered(host, port) for host in ("127.0.0.1", "::1")] == [True, True]
@@ -35,7 +35,7 @@ def test_any_address_is_one_of_both_kinds() -> None:
 
 
 @needs_ipv6
-def test_one_address_is_of_its_own_kind_alone() -> None:
+def test_a_single_address_accepts_only_its_own_protocol() -> None:
     for host, other in (("::1", "127.0.0.1"), ("127.0.0.1", "::1"), ("localhost", "::1")):
         with listen(host, 0) as listener:
             port = listener.getsockname()[1]
@@ -52,21 +52,19 @@ def test_one_address_is_of_its_own_kind_alone() -> None:
         ("127.0.0.1", 80000, "127.0.0.1:80000: a port is 0 to 65535"),
     ],
 )
-def test_an_address_that_cannot_be_had_is_named_with_the_reason(
-    host: str, port: int, says: str
-) -> None:
+def test_an_unusable_address_is_reported_with_the_reason(host: str, port: int, says: str) -> None:
     with pytest.raises(CannotListen, match=f"^Cannot listen on {says}"):
         listen(host, port)
 
 
-def test_a_port_that_is_taken_is_said_to_be() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(CannotListen, match=f"127.0.0.1:{port}: Address already in use"):
             listen("127.0.0.1", port)
 
 
-def test_addresses_are_written_as_urls_have_them() -> None:
+def test_addresses_are_formatted_as_in_urls() -> None:
     assert address("::1", 80) == "[::1]:80"
     assert address("host", 80) == "host:80"
     assert [plain_address(each) for each in ("::ffff:10.0.0.1", "::1", "10.0.0.1", "fe80::1")] == [

@@ -1,4 +1,4 @@
-"""A setting that is wrong is refused by a sentence that names it, and what it may be."""
+"""Refusal of an invalid setting: one sentence with its name and its valid values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIVEN = {"REDIS_URL": "unix:///r.sock", "DATA_DIR": str(Path("d")), "BASE_MODEL"
         ("DISK_RESERVE_BYTES", "-1", ("0",)),
     ],
 )
-def test_a_refused_setting_is_named_with_all_it_may_be(
+def test_a_refused_setting_is_named_with_its_valid_values(
     name: str, given: str, limits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable, value in (GIVEN | {name: given}).items():

@@ -1,7 +1,7 @@
-"""The training engine: one cycle's ops in, one answer per op out.
+"""Training engine: executes the ops of one cycle and returns one result per op.
 
-Forward and backward over every pass of the cycle together, whatever its adapter, rank, targets or loss;
-then all optimizer steps together. A run's results depend on its own ops alone (on CPU fp32 to the bit).
+Forward and backward run over all passes of the cycle together, for any mix of adapter, rank, targets and loss.
+All optimizer steps follow together. A run's results depend only on its own ops (bit-identical on CPU fp32).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_probe import size_micro_batches
 from cotrain_workers.engine.training.pass_state import OpenPasses
 
-LoadBase = Callable[..., BaseModel]  # as `load_base_model`
+LoadBase = Callable[..., BaseModel]  # signature of `load_base_model`
 
 
 class Engine:
@@ -93,7 +93,7 @@ class Engine:
         Idle adapters are offloaded to host memory, with `host_bytes` as the limit of
         `over_budget`. "auto" for `micro_batch_tokens` measures the size on CUDA; the size is part
         of the numerics in any case. With `recompute` "auto", decoder layers that do not fit
-        otherwise are recomputed. On CUDA, `fusion` replaces layers of the base model by kernels, on CUDA.
+        otherwise are recomputed. On CUDA, `fusion` replaces layers of the base model by kernels.
         The function `load_base` loads the base model, whole or in part.
 
         Set the number of threads before, because it is part of `facts.numerics_id`. For the whole
@@ -234,7 +234,7 @@ class Engine:
         self._forward_backward.watch = watch
 
     def spare_memory(self, tokens: int) -> None:
-        """Take less host memory for micro-batches of this size, over which a process ended; no bit depends on it."""
+        """Use less host memory for micro-batches of this size after one crashed a process. Results do not change."""
         if self._base.head_weight.device.type == "cpu":
             self._forward_backward.spare_memory(tokens)
 

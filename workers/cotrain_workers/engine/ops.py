@@ -70,7 +70,9 @@ class Pass:
     loss_config: Mapping[str, float]
     needs_grad: bool
     slice_tokens: int | None = None
-    """Most tokens of its slices where memory holds no larger ones: its sums then have other last bits. None: no limit."""
+    """Maximum tokens of a slice, where memory does not allow larger ones: its sums then have other last bits.
+    None: no limit.
+    """
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class ReverseKl:
     reference: HostWeights | None  # None: the base model alone
     temperature: float
     slice_tokens: int | None = None
-    """As of a `Pass`."""
+    """See `Pass.slice_tokens`."""
     needs_grad: ClassVar[bool] = True
 
 
@@ -229,7 +231,7 @@ class Failure:
     message: str
     category: Literal["user", "server"]
     code: Literal["not_finite", "too_large"] | None = (
-        None  # what is treated apart; no client sees it
+        None  # for internal handling; not sent to clients
     )
 
 
@@ -279,7 +281,9 @@ class CycleOutput:
     padded_tokens: int  # tokens plus the filler of every micro-batch
     wave_s: float  # forward/backward, without the time at its yield points
     optim_s: float
-    is_exact: bool = True  # False: memory ran out so that an op has other last bits than with more
+    is_exact: bool = (
+        True  # False: memory ran out, and an op has other last bits than with more memory
+    )
     divided: Mapping[tuple[str, int], Progress] = field(default_factory=dict)
     """Progress of passes that stay open, or were open in an earlier cycle. Those without an output
     are open.

@@ -128,10 +128,10 @@ class Trainer(Protocol):
     def watch_micro_batches(
         self, watch: Callable[[UpcomingBatch], AbstractContextManager[None]]
     ) -> None:
-        """Run each micro-batch of passes within `watch(batch)` from now on, where one process has all of it."""
+        """Run each micro-batch of passes within `watch(batch)` from now on, if one process runs all of it."""
 
     def spare_memory(self, tokens: int) -> None:
-        """Take less host memory for micro-batches of this size."""
+        """Use less host memory for micro-batches of this size."""
 
     def check_device(self) -> None:
-        """Raise DeviceLost if the device cannot compute any more."""
+        """Raise DeviceLost if the device can no longer compute."""

@@ -39,7 +39,7 @@ from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.numerics import Numerics
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.recorder.fingerprints import ArenaPrint, Fingerprint
+from cotrain_workers.fingerprints import ArenaPrint, Fingerprint
 from cotrain_workers.recovery.snapshot_file import decode_snapshot, encode_snapshot
 
 

@@ -1,7 +1,7 @@
 """The flight recorder: the last cycles of a worker, each whole in a file, to be run again elsewhere.
 
 What a cycle is made of is written before it runs, so that one which kills its process is there, too.
-A disk that is full costs recordings and nothing else. See docs/recorder.md.
+A disk that is full costs recordings and nothing else. See docs/operate/recorder.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Output, WeightsMissing
 from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.fingerprints import fingerprint_of, fingerprint_of_state
 from cotrain_workers.op_codec import Checkpoints
 from cotrain_workers.recorder.file import (
     CycleFacts,
@@ -26,7 +27,6 @@ from cotrain_workers.recorder.file import (
     checkpoints_of,
     write_inputs,
 )
-from cotrain_workers.recorder.fingerprints import fingerprint_of, fingerprint_of_state
 
 log = structlog.get_logger()
 

@@ -21,14 +21,14 @@ from cotrain_workers.engine.ops import (
     WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout
-from cotrain_workers.op_codec import engine_op
-from cotrain_workers.recorder.file import CycleFacts, Findings, RecordedCycle
-from cotrain_workers.recorder.fingerprints import (
+from cotrain_workers.fingerprints import (
     Fingerprint,
     differences,
     fingerprint_of,
     fingerprint_of_state,
 )
+from cotrain_workers.op_codec import engine_op
+from cotrain_workers.recorder.file import CycleFacts, Findings, RecordedCycle
 
 Verdict = Literal["equal", "close", "DIVERGED", "left out", "new"]
 

@@ -24,14 +24,14 @@ from cotrain_store.messages.runs import RunState
 from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.reader import LogPosition
-from cotrain_workers.checkpoints.save_records import saved_of
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import Failure, Op, Output, SaveOutput
 from cotrain_workers.engine.trainer import Trainer
-from cotrain_workers.op_codec import CYCLE_METRIC, engine_op, result_of
+from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recovery.restore_progress import RestoreProgress
 from cotrain_workers.recovery.snapshot_file import SnapshotUnreadable, read_snapshot
+from cotrain_workers.results import CYCLE_METRIC, result_of, saved_of
 
 
 def same_result(stored: Result, replayed: Result, *, exact: bool) -> bool:

@@ -24,9 +24,8 @@ from cotrain_store.monitoring.traceparent import trace_id
 from cotrain_store.monitoring.tracing import Tracer
 from cotrain_store.tenants.catalog import TenantNames
 from cotrain_workers.engine.ops import Failure, Output
+from cotrain_workers.results import StepCommit, StepRun, tokens_now
 from cotrain_workers.worker.device_time import CycleTimes
-from cotrain_workers.worker.step_commit import StepCommit, tokens_now
-from cotrain_workers.worker.step_runner import StepRun
 
 log = structlog.get_logger()
 

@@ -35,6 +35,7 @@ from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RolledBack, RunLifecycle
+from cotrain_workers.results import StepCommit, StepTimes, commit_of
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.worker.cycle_log import bound_to_cycle, count_cycle, log_cycle, trace_cycle
 from cotrain_workers.worker.device_time import (
@@ -48,7 +49,6 @@ from cotrain_workers.worker.device_time import (
 from cotrain_workers.worker.drain import Drain, RunMoves
 from cotrain_workers.worker.heartbeat import Heartbeat, WorkerReport
 from cotrain_workers.worker.prefetch import Prefetcher
-from cotrain_workers.worker.step_commit import StepCommit, StepTimes, commit_of
 from cotrain_workers.worker.step_runner import StepRunner
 
 log = structlog.get_logger()

@@ -3,40 +3,24 @@
 There are three ways, from the fastest to the safest. All ops run in one cycle; after an exception,
 each run executes alone. A step during which processes crashed runs in ever smaller groups
 (bisection).
-
-`history_by` computes the history entries that the ops of a step add to their runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import isfinite
 
-import numpy as np
 import structlog
 
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import OpId, RunId, request_id, run_of, seq_of
 from cotrain_store.messages.ops import Step
-from cotrain_store.messages.runs import HistoryEntry, PassEntry, StepEntry
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.ops import (
-    CycleOutput,
-    Failure,
-    Op,
-    OptimStep,
-    Output,
-    Pass,
-    PassOutput,
-    ReverseKl,
-    ReverseKlOutput,
-    StepOutput,
-)
+from cotrain_workers.engine.ops import Failure, Op, Output
 from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recovery.bisection import (
@@ -50,42 +34,8 @@ from cotrain_workers.recovery.bisection import (
 from cotrain_workers.recovery.large_passes import LargePasses
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
+from cotrain_workers.results import StepRun, history_by
 from cotrain_workers.worker.prefetch import Prefetcher
-
-
-def history_by(
-    requests: Iterable[Op], outputs: Mapping[tuple[str, int], Output]
-) -> dict[OpId, HistoryEntry]:
-    """Return the history entries of completed passes and optimizer steps. Failed ops have none."""
-    found: dict[OpId, HistoryEntry] = {}
-    for request in requests:
-        entry = _entry(request, outputs.get((request.run, request.seq)))
-        if entry and all(map(isfinite, vars(entry).values())):  # JSON has no other numbers
-            found[RunId(request.run), request.seq] = entry
-    return found
-
-
-def weight_of(request: Pass | ReverseKl) -> float:
-    """Return the sum of the weights, or the number of non-zero advantages if the loss has no
-    weights.
-    """
-    if isinstance(request, ReverseKl):
-        weights = [datum.weights for datum in request.datums]
-    elif all("weights" in datum.inputs for datum in request.datums):
-        weights = [datum.inputs["weights"] for datum in request.datums]
-    else:
-        weights = [datum.inputs["advantages"] != 0 for datum in request.datums]
-    return float(sum(each.sum(dtype=np.float64) for each in weights))
-
-
-def _entry(request: Op, output: Output | None) -> HistoryEntry | None:
-    match request, output:
-        case ((Pass() | ReverseKl()), (PassOutput() | ReverseKlOutput())):
-            return PassEntry(output.loss_sum, weight_of(request), not request.needs_grad)
-        case OptimStep(), StepOutput(grad_norm):
-            return StepEntry(grad_norm, request.learning_rate)
-    return None
-
 
 log = structlog.get_logger()
 
@@ -101,23 +51,6 @@ class OpenOp:
     """Compute time of its steps so far in s. It is charged to the tenant once, in the commit that
     resolves the pass; work that a crash repeats is never charged.
     """
-
-
-@dataclass(frozen=True)
-class StepRun:
-    """Outcome of an executed step: the outputs of its finished ops, and its cost."""
-
-    outputs: Mapping[tuple[str, int], Output]
-    cost: CycleOutput | None
-    """Cost of the cycle; None if the step did not run as a whole."""
-    is_exact: bool
-    """False if memory ran out, so that the last bits of some op differ from this worker's
-    numerics.
-    """
-    found: Mapping[OpId, HistoryEntry] = field(default_factory=dict)
-    """History entries of the finished ops."""
-    earlier_s: Mapping[OpId, float] = field(default_factory=dict)
-    """Compute time in s of earlier steps, for passes that this step continued."""
 
 
 @dataclass

@@ -7,7 +7,6 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from cotrain.wire.admin import (
-    AuditEvent,
     AuditPage,
     KeyRequest,
     KeyShown,
@@ -129,15 +128,7 @@ async def audit(
     found = await services.audit.page(about, before, limit)
     return AuditPage(
         events=[
-            AuditEvent(
-                id=entry.id,
-                at=entry.at.timestamp(),
-                event=entry.event,
-                tenant=entry.tenant or tenant or "",
-                key_id=entry.key_id,
-                key_name=entry.key_name,
-                details=entry.details,
-            )
+            entry if entry.tenant else entry.model_copy(update={"tenant": tenant or ""})
             for entry in found
         ],
         next=found[-1].id if len(found) == limit else None,

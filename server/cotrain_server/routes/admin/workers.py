@@ -14,14 +14,13 @@ from cotrain_server.administration.tenant_grants import find_tenant
 from cotrain_server.administration.workers import (
     close_run,
     drain_worker,
-    list_pools,
-    list_workers,
     move_run,
     pause_run,
     resume_run,
     take_worker_back,
 )
 from cotrain_server.http.tenant_routes import OperatorRoute, ServicesDep, api_key
+from cotrain_server.views.server_status import list_pools, list_workers
 
 router = APIRouter(
     prefix="/api/v1/admin", tags=["admin"], route_class=OperatorRoute, dependencies=[api_key]

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cotrain.wire.rest import HistoryPoint
 from cotrain_server.ui.data.runs import mean_loss
 from cotrain_store.messages.ids import RunId
-from cotrain_store.messages.runs import HistoryPoint
 from cotrain_store.monitoring.status import Minute
 
 MINUTE_S = 60.0

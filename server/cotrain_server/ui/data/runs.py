@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cotrain.wire.admin import WorkerShown
+from cotrain.wire.rest import HistoryPoint
 from cotrain_server.ui.number_format import age, plural
 from cotrain_store.messages.fleet import Pauses
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.results import ResultKind
-from cotrain_store.messages.runs import HistoryPoint, RunRecord, RunState
+from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring.status import LoggedOp
 from cotrain_store.tenants.run_list import RunPosition
 

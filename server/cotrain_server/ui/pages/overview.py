@@ -17,13 +17,12 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, SecretStr
 
-from cotrain_server.administration.workers import list_workers
 from cotrain_server.services import Services
 from cotrain_server.ui.data.activity import activity_of, own_activity_of
 from cotrain_server.ui.data.problems import problems_of
 from cotrain_server.ui.data.runs import busiest, targets_of, tokens_of_runs
 from cotrain_server.ui.page import Page, PageRequest
-from cotrain_server.views.server_status import brief_status, own_status
+from cotrain_server.views.server_status import brief_status, list_workers, own_status
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.monitoring.status import (

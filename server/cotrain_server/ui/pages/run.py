@@ -8,7 +8,6 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request, Response
 
-from cotrain_server.administration.workers import list_workers
 from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
@@ -18,6 +17,7 @@ from cotrain_server.ui.data.runs import STATES, keeps, log_rows, run_row, target
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
 from cotrain_server.views.records import csv_of
+from cotrain_server.views.server_status import list_workers
 from cotrain_store.errors import RunNotFound
 from cotrain_store.messages.ids import RunId, TenantId
 from cotrain_store.messages.runs import RunRecord, RunState

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from cotrain_server.administration.tenant_grants import find_tenant
@@ -87,10 +86,9 @@ async def read_audit(look: PageRequest) -> dict[str, Any]:
         raise Invalid("before must be the id of an event.")
     tenant = await find_tenant(look.services, asked_for) if asked_for else None
     found = await look.services.audit.page(tenant, before, EVENTS_SHOWN)
-    events = [{**asdict(entry), "at": entry.at.timestamp()} for entry in found]
     return {
         "tenant": asked_for,
-        "events": events,
+        "events": [entry.model_dump() for entry in found],
         "next": found[-1].id if len(found) == EVENTS_SHOWN else None,
     }
 

@@ -6,7 +6,7 @@ import torch
 from bench.cycle.by_hand import as_torch_comes
 
 
-def test_peft_is_timed_without_our_slower_kernels_and_they_are_back_afterwards() -> None:
+def test_peft_is_timed_without_our_slower_kernels_which_are_restored() -> None:
     seen: list[bool] = []
 
     def work() -> None:

@@ -11,12 +11,12 @@ from bench.support.model import build
 from cotrain_workers.engine.engine import Engine
 
 
-def test_what_backward_needs_is_counted_once_and_until_it_has_run() -> None:
+def test_tensors_saved_for_backward_are_counted_once_until_it_has_run() -> None:
     counter, x = SavedBytes(), torch.ones(1000, requires_grad=True)
 
     with saved_tensors_hooks(counter.keep, lambda kept: kept.tensor):
-        y = torch.exp(x)  # keeps its result
-        z = (y * y).sum()  # keeps the same, twice
+        y = torch.exp(x)  # its backward keeps its result
+        z = (y * y).sum()  # keeps the same tensor, twice
     assert counter.now == 4000
 
     z.backward()
@@ -30,7 +30,7 @@ def test_weights_are_not_counted() -> None:
     assert not isinstance(SavedBytes().keep(weight), Kept)
 
 
-def test_a_token_keeps_what_the_formula_says_and_what_the_norms_add(tmp_path: Path) -> None:
+def test_the_bytes_kept_per_token_equal_the_formula_plus_the_norms(tmp_path: Path) -> None:
     model = str(build(tmp_path, "tiny"))
 
     row = measure_memory(Engine.load(model), "tiny", torch.float32, "cpu")
@@ -39,7 +39,7 @@ def test_a_token_keeps_what_the_formula_says_and_what_the_norms_add(tmp_path: Pa
 
 
 @pytest.mark.parametrize("size", ["tiny"])
-def test_recomputed_layers_keep_a_fraction(tmp_path: Path, size: str) -> None:
+def test_recomputed_layers_keep_a_fraction_of_the_memory(tmp_path: Path, size: str) -> None:
     model = str(build(tmp_path, size))
 
     row = measure_memory(Engine.load(model, recompute="always"), size, torch.float32, "cpu")
@@ -51,7 +51,7 @@ def test_recomputed_layers_keep_a_fraction(tmp_path: Path, size: str) -> None:
     ("shape", "megabytes"),
     [((1024, 3072, 16, 28), 1.26), ((2560, 9728, 32, 36), 3.94), ((4096, 12_288, 32, 36), 4.94)],
 )
-def test_the_formula_gives_the_known_figures_of_qwen3(
+def test_the_formula_gives_the_known_values_of_qwen3(
     shape: tuple[int, int, int, int], megabytes: float
 ) -> None:
     hidden, intermediate, heads, layers = shape

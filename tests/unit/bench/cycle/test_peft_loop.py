@@ -25,16 +25,14 @@ def by_hand(model: Path) -> ByHand:
 
 
 def trained(hand: ByHand, tenant: int) -> torch.Tensor:
-    """Every B of a tenant, which began as zero."""
+    """Return every B of a tenant, which started as zero."""
     named = hand.model.named_parameters()
     chosen = [p for name, p in named if "lora_B" in name and f".t{tenant}." in name]
     return torch.cat([p.detach().flatten() for p in chosen])
 
 
 @pytest.mark.parametrize("token_limit", [24, 1000])
-def test_the_mixed_batch_trains_every_tenant_as_the_loop_does(
-    model: Path, token_limit: int
-) -> None:
+def test_the_mixed_batch_trains_every_tenant_like_the_loop(model: Path, token_limit: int) -> None:
     loop, mixed = by_hand(model), by_hand(model)
     batches = LOAD.batches(3, 128, "cpu")
 
@@ -42,7 +40,7 @@ def test_the_mixed_batch_trains_every_tenant_as_the_loop_does(
     mixed.mixed(batches, token_limit)
 
     for tenant in range(3):
-        # AdamW's first step is the sign of the gradient: only signs near zero may differ.
+        # AdamW's first step is the sign of the gradient, so only signs near zero may differ.
         ours, theirs = trained(loop, tenant), trained(mixed, tenant)
         assert torch.cosine_similarity(ours, theirs, dim=0) > 0.999
     assert torch.cosine_similarity(trained(loop, 0), trained(loop, 1), dim=0) < 0.9

@@ -24,13 +24,13 @@ from cotrain_workers.engine.engine import Engine
         ("aten::mul", [[1, 4096, 1536], [1, 4096, 1536]], "elementwise"),
     ],
 )
-def test_an_op_of_the_model_is_told_by_its_name_and_shapes(
+def test_an_op_of_the_model_is_classified_by_its_name_and_shapes(
     name: str, shapes: list[list[int]], phase: str
 ) -> None:
     assert phase_of(Op(name, shapes, in_head=False, in_wave=True)) == phase
 
 
-def test_what_happens_in_the_head_or_outside_the_wave_belongs_there() -> None:
+def test_ops_in_the_head_or_outside_the_wave_are_classified_there() -> None:
     shapes = [[16, 512], [512, 64]]
 
     assert phase_of(Op("aten::mm", shapes, in_head=True, in_wave=True)) == "head"

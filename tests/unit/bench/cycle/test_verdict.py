@@ -26,17 +26,17 @@ def row(**figures: float) -> dict[str, object]:
     return {"tenants": 64, "length": 512, "backend": "seg", **figures}
 
 
-def test_a_cost_may_be_the_bound_and_no_more() -> None:
+def test_a_cost_may_be_at_most_its_bound() -> None:
     assert judge(COST, [row(many_over_one=1.05)], [], []).startswith("kept")
     assert judge(COST, [row(many_over_one=1.06)], [], []).startswith("MISSED")
 
 
-def test_a_speed_must_be_the_bound_or_more() -> None:
+def test_a_speed_must_be_at_least_its_bound() -> None:
     assert judge(SPEED, [row(tokens_per_s=15_000)], [], []).startswith("kept")
     assert judge(SPEED, [row(tokens_per_s=14_999)], [], []).startswith("MISSED")
 
 
-def test_a_missed_cost_names_the_phase_that_grew_most() -> None:
+def test_a_missed_cost_names_the_phase_with_the_largest_increase() -> None:
     assert "LoRA: 100 ms more" in judge(COST, [row(many_over_one=1.2)], [], PHASES)
 
 
@@ -44,14 +44,14 @@ def test_a_missed_speed_names_the_largest_phases() -> None:
     assert "base GEMM 76%, then LoRA 13%" in judge(SPEED, [row(tokens_per_s=1)], [], PHASES)
 
 
-def test_a_part_that_did_not_run_is_no_promise_kept() -> None:
+def test_a_part_that_did_not_run_does_not_pass() -> None:
     others = [{**row(many_over_one=1.0), "tenants": 16}]
 
     assert judge(COST, others, [], []).startswith("not measured")
     assert judge(Target("over_loop", 64, 512, 2.5), [], [row()], []).startswith("not measured")
 
 
-def test_backends_are_put_in_order_for_each_load() -> None:
+def test_backends_are_ranked_for_each_load() -> None:
     rows = [
         {**row(tokens_per_s=speed), "backend": backend, "tenants": tenants}
         for tenants, backend, speed in (

@@ -16,7 +16,7 @@ RANK = 16
 H200 = 788e12  # dense bf16 FLOP/s
 
 
-# Worked out apart, by hand, without LoRA on the head: 0.2 to 0.6 % of a token.
+# Calculated separately by hand, without LoRA on the head, which is 0.2 to 0.6 % of a token.
 @pytest.mark.parametrize(
     ("size", "length", "plain", "recomputed"),
     [
@@ -27,7 +27,7 @@ H200 = 788e12  # dense bf16 FLOP/s
         ("8b", 8192, 20.2e3, 14.2e3),
     ],
 )
-def test_the_ceiling_of_a_gpu_is_what_the_arithmetic_says(
+def test_the_ceiling_of_a_gpu_follows_from_its_peak_rates(
     size: str, length: int, plain: float, recomputed: float
 ) -> None:
     shape = SHAPES[size]
@@ -37,7 +37,7 @@ def test_the_ceiling_of_a_gpu_is_what_the_arithmetic_says(
     assert pytest.approx(recomputed, rel=0.02) == H200 / again
 
 
-def test_an_adapter_of_rank_16_on_all_linears_of_8b_takes_786_megabytes() -> None:
+def test_an_adapter_of_rank_16_on_all_linears_of_8b_needs_786_megabytes() -> None:
     parameters = adapter_parameters(SHAPES["8b"], RANK, unembed=False)
 
     assert parameters == 43_646_976
@@ -52,11 +52,11 @@ def test_an_adapter_on_a_wide_base_needs_no_copy() -> None:
     assert adapter_bytes(SHAPES["small"], RANK, torch.float32) == 16 * parameters
 
 
-def test_the_ceiling_counts_a_step_of_every_adapter() -> None:
+def test_the_ceiling_includes_a_step_of_every_adapter() -> None:
     shape, rates = SHAPES["small"], Rates(matmul_flops=1e30, copy_bytes=28.0)
     parameters = adapter_parameters(shape, RANK)
 
     for adapters in (1, 64):
-        # Computing costs nothing here, and one parameter is stepped per second.
+        # Computation costs nothing here, and one parameter is stepped per second.
         possible = ceiling(shape, 64, RANK, rates, adapters=adapters, tokens=4096)
         assert possible == pytest.approx(4096 / (adapters * parameters))

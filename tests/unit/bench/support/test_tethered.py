@@ -1,4 +1,4 @@
-"""A benchmark that is killed leaves no process behind."""
+"""Killed benchmarks, which leave no process behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ with a_redis(Path({folder!r})) as (_, pid):
 """
 
 
-async def test_a_killed_benchmark_leaves_no_redis(tmp_path: Path) -> None:
+async def test_a_killed_benchmark_leaves_no_redis_process(tmp_path: Path) -> None:
     program = PROGRAM.format(folder=str(tmp_path))
     with subprocess.Popen(  # noqa: ASYNC220  # it is started and killed, never waited for in between
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True

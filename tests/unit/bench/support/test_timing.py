@@ -5,7 +5,7 @@ import time
 from bench.support.timing import Took, alternate
 
 
-def test_ways_are_warmed_up_and_then_alternated() -> None:
+def test_variants_are_warmed_up_and_then_alternated() -> None:
     ran: list[str] = []
     ways = {name: lambda name=name: ran.append(name) for name in "ab"}
 
@@ -14,7 +14,7 @@ def test_ways_are_warmed_up_and_then_alternated() -> None:
     assert "".join(ran) == "ab" + "abab"
 
 
-def test_out_of_time_one_round_is_measured_all_the_same() -> None:
+def test_one_round_is_measured_even_after_the_time_limit() -> None:
     ran: list[str] = []
     ways = {name: lambda name=name: ran.append(name) for name in "ab"}
 
@@ -24,5 +24,5 @@ def test_out_of_time_one_round_is_measured_all_the_same() -> None:
     assert took.keys() == {"a", "b"}
 
 
-def test_the_smallest_of_each_time_counts() -> None:
+def test_the_minimum_of_each_time_is_reported() -> None:
     assert Took(1.0, 4.0).fastest(Took(2.0, 3.0)) == Took(1.0, 3.0)

@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_of_a_folder_the_two_files_of_the_adapter_are_sent(
+def test_only_the_two_adapter_files_of_a_folder_are_uploaded(
     api: FakeCheckpoints, service: ServiceClient, folder: Path
 ) -> None:
     reported: list[tuple[int, int]] = []
@@ -71,7 +71,7 @@ def test_of_a_folder_the_two_files_of_the_adapter_are_sent(
     assert [done for done, _ in reported] == sorted({done for done, _ in reported})
 
 
-def test_an_archive_is_sent_as_it_is(
+def test_an_archive_is_uploaded_unchanged(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
 ) -> None:
     archive = tmp_path / "a.zip"
@@ -80,7 +80,7 @@ def test_an_archive_is_sent_as_it_is(
     assert api.uploads[0][1] == b"PK whatever"
 
 
-def test_an_upload_whose_answer_is_lost_is_sent_again_as_the_same_one(
+def test_an_upload_with_a_lost_answer_is_repeated_with_the_same_number(
     api: FakeCheckpoints, service: ServiceClient, folder: Path
 ) -> None:
     service._transport.policy = RetryPolicy(first_delay_s=0.001)
@@ -91,7 +91,7 @@ def test_an_upload_whose_answer_is_lost_is_sent_again_as_the_same_one(
     assert len({(str(call.url), call.content) for call in sent}) == 1
 
 
-def test_each_upload_and_each_run_takes_a_number_of_its_own(
+def test_each_upload_and_each_run_gets_its_own_number(
     api: FakeCheckpoints, service: ServiceClient, folder: Path
 ) -> None:
     service.create_lora_training_client("m")
@@ -101,7 +101,7 @@ def test_each_upload_and_each_run_takes_a_number_of_its_own(
     assert api.bodies("load_weights")[0]["model_seq_id"] == 2
 
 
-def test_why_an_adapter_does_not_fit_is_in_the_message(
+def test_the_error_says_why_an_adapter_does_not_fit(
     api: FakeCheckpoints, service: ServiceClient, folder: Path
 ) -> None:
     api.failures = {"s1:train:0:0": "too wide", "s1:train:0:1": "nothing to save"}
@@ -112,7 +112,7 @@ def test_why_an_adapter_does_not_fit_is_in_the_message(
         service.upload_checkpoint(folder, "m", "mine")
 
 
-def test_a_folder_that_is_no_adapter_is_not_sent(
+def test_a_folder_without_an_adapter_is_not_uploaded(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):
@@ -121,7 +121,7 @@ def test_a_folder_that_is_no_adapter_is_not_sent(
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model-00001-of-00002.safetensors"])
-def test_a_folder_with_weights_in_another_form_is_not_sent(
+def test_a_folder_with_another_weight_format_is_not_uploaded(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path, name: str
 ) -> None:
     for each in ("adapter_config.json", name):
@@ -131,7 +131,9 @@ def test_a_folder_with_weights_in_another_form_is_not_sent(
     assert not api.calls
 
 
-def test_a_list_is_as_long_as_it_is(api: FakeCheckpoints, service: ServiceClient) -> None:
+def test_a_list_has_the_length_of_all_its_pages(
+    api: FakeCheckpoints, service: ServiceClient
+) -> None:
     assert service.list_checkpoints() == []
     api.paths_stored = [f"tinker://r/weights/{number}" for number in range(2 * PAGE + 1)]
     assert [each.tinker_path for each in service.list_checkpoints()] == api.paths_stored
@@ -144,7 +146,7 @@ def test_a_checkpoint_is_deleted_by_its_path(api: FakeCheckpoints, service: Serv
 
 
 @pytest.mark.parametrize("path", ["", "a", "tinker://a/b", "tinker://a/b/c/d", "http://a/b/c"])
-def test_what_is_no_path_is_not_asked_for(
+def test_an_invalid_path_is_not_requested(
     api: FakeCheckpoints, service: ServiceClient, path: str
 ) -> None:
     with pytest.raises(ValueError, match="is not tinker://"):
@@ -152,7 +154,7 @@ def test_what_is_no_path_is_not_asked_for(
     assert not api.calls
 
 
-def test_a_download_is_whole_and_needs_no_key(
+def test_a_download_is_complete_and_needs_no_key(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
 ) -> None:
     api.files = {"adapter_model.safetensors": b"t" * 2_000_000, "adapter_config.json": b"{}"}
@@ -169,7 +171,7 @@ def test_a_download_is_whole_and_needs_no_key(
     assert not any("x-api-key" in call.headers for call in fetched)
 
 
-def test_who_does_not_look_asks_for_no_sizes(
+def test_without_progress_no_sizes_are_requested(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
 ) -> None:
     api.files = {"adapter_config.json": b"{}"}
@@ -186,7 +188,7 @@ def test_who_does_not_look_asks_for_no_sizes(
         (httpx.ReadError("broken"), 0),
     ],
 )
-def test_a_size_that_nobody_knows_is_0_and_stops_nothing(
+def test_an_unknown_size_is_0_and_does_not_stop_a_download(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path, answer: Answer, total: int
 ) -> None:
     api.files = {"adapter_config.json": b"{}"}
@@ -196,7 +198,7 @@ def test_a_size_that_nobody_knows_is_0_and_stops_nothing(
     assert reported == [(2, total)]
 
 
-def test_a_download_that_breaks_leaves_nothing(
+def test_a_broken_download_leaves_no_file(
     api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
 ) -> None:
     api.files = {"a.json": b"t"}
@@ -234,7 +236,7 @@ def test_a_server_cannot_choose_where_a_download_is_written(
     assert not any((tmp_path / "in").iterdir())
 
 
-def test_a_run_goes_on_from_a_checkpoint(api: FakeCheckpoints, service: ServiceClient) -> None:
+def test_a_run_continues_from_a_checkpoint(api: FakeCheckpoints, service: ServiceClient) -> None:
     run = service.create_training_client_from_state(PATH, user_metadata={"a": "b"})
     also = service.create_training_client_from_state_with_optimizer(PATH)
     assert (run.model_id, also.model_id) == ("s1:train:0", "s1:train:0")
@@ -251,7 +253,7 @@ def test_a_run_goes_on_from_a_checkpoint(api: FakeCheckpoints, service: ServiceC
     assert second["optimizer"] is True
 
 
-def test_saving_and_loading_are_numbered_in_the_order_of_the_calls(
+def test_saves_and_loads_are_numbered_in_the_order_of_the_calls(
     api: FakeCheckpoints, service: ServiceClient
 ) -> None:
     run = service.create_lora_training_client("m")
@@ -280,7 +282,7 @@ def test_saving_and_loading_are_numbered_in_the_order_of_the_calls(
     assert json.dumps(loads).count(PATH) == 2
 
 
-async def test_everything_of_a_run_works_from_an_event_loop_too(service: ServiceClient) -> None:
+async def test_every_method_of_a_run_works_in_an_event_loop_too(service: ServiceClient) -> None:
     run = await service.create_training_client_from_state_async(PATH)
     await service.create_training_client_from_state_with_optimizer_async(PATH)
     saved = await run.save_state_async("a")

@@ -58,7 +58,7 @@ def linear(data: list[Datum], rows: list[torch.Tensor]) -> Loss:
     return loss, {"rows": len(rows), "half": torch.tensor(0.5)}
 
 
-def test_the_backward_carries_minus_the_slopes_of_the_loss(
+def test_the_backward_pass_carries_the_negated_gradients_of_the_loss(
     api: FakeApi, run: TrainingClient
 ) -> None:
     output = run.forward_backward_custom(DATA, linear).result()
@@ -69,12 +69,14 @@ def test_the_backward_carries_minus_the_slopes_of_the_loss(
     assert weights_of(forward) == [[0.0], [0.0]]
     assert weights_of(backward) == [[2.0], [3.0]]
     assert {"target_tokens", "weights"} == set(backward.data[0].loss_fn_inputs)
-    assert output.metrics["surrogate_loss:sum"] == 2  # what the fake server says of two datums
+    assert (
+        output.metrics["surrogate_loss:sum"] == 2
+    )  # metric that the fake server returns for two datums
     assert (output.metrics["rows"], output.metrics["half"]) == (2.0, 0.5)
     assert output.loss == output.metrics["loss:sum"]
 
 
-def test_whatever_is_sent_meanwhile_comes_behind_both_passes(
+def test_a_request_sent_during_a_custom_loss_follows_both_passes(
     api: FakeApi, run: TrainingClient
 ) -> None:
     may_end = threading.Event()
@@ -94,21 +96,19 @@ def test_whatever_is_sent_meanwhile_comes_behind_both_passes(
     assert api.bodies("optim_step")[0]["seq_id"] == 3
 
 
-def test_a_large_batch_is_cut_the_same_way_twice(api: FakeApi, run: TrainingClient) -> None:
+def test_a_large_batch_is_split_alike_in_both_passes(api: FakeApi, run: TrainingClient) -> None:
     output = run.forward_backward_custom([DATA[1]] * 1030, linear).result()
     sizes = {name: len(message.data) for name, message in api.passes.items()}
     assert sizes == {"pass:1": 1024, "pass:2": 6, "pass:3": 1024, "pass:4": 6}
     assert len(output.loss_fn_outputs) == 1030
 
 
-def test_a_datum_that_the_loss_leaves_out_gets_no_gradient(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_a_datum_left_out_of_the_loss_gets_no_gradient(api: FakeApi, run: TrainingClient) -> None:
     run.forward_backward_custom(DATA, lambda _, rows: (rows[1].sum(), {})).result()
     assert weights_of(api.passes["pass:2"]) == [[0.0], [-1.0]]
 
 
-def test_a_loss_that_raises_fails_its_future_and_the_run_goes_on(
+def test_a_loss_that_raises_fails_its_future_and_the_run_continues(
     api: FakeApi, run: TrainingClient
 ) -> None:
     def broken(data: list[Datum], rows: list[torch.Tensor]) -> Loss:
@@ -129,21 +129,21 @@ def test_a_loss_that_raises_fails_its_future_and_the_run_goes_on(
         (lambda *_: (1.0, {}), ValueError, "depends on the log-probs"),
     ],
 )
-def test_a_loss_that_gives_something_else_raises_with_what_it_should_give(
+def test_a_loss_of_the_wrong_type_raises_an_error_with_the_right_type(
     run: TrainingClient, loss: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         run.forward_backward_custom(DATA, loss).result()
 
 
-def test_a_refused_forward_leaves_no_gap(api: FakeApi, run: TrainingClient) -> None:
+def test_a_rejected_forward_leaves_no_gap(api: FakeApi, run: TrainingClient) -> None:
     api.answers["forward_backward"] = [refusal(400, "too odd")]
     with pytest.raises(BadRequestError, match="too odd"):
         run.forward_backward_custom(DATA, linear).result()
     assert [len(api.passes[f"pass:{seq}"].data) for seq in (1, 2)] == [0, 0]
 
 
-def test_who_gives_up_the_result_leaves_no_gap(api: FakeApi, run: TrainingClient) -> None:
+def test_a_cancelled_result_leaves_no_gap(api: FakeApi, run: TrainingClient) -> None:
     gate = api.hold["pass:1"] = threading.Event()
     future = run.forward_backward_custom(DATA, linear)
     assert future.cancel()
@@ -155,9 +155,7 @@ def test_who_gives_up_the_result_leaves_no_gap(api: FakeApi, run: TrainingClient
     assert weights_of(api.passes["pass:2"]) == [[2.0], [3.0]]
 
 
-def test_the_first_await_means_that_both_passes_are_numbered(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_both_passes_are_numbered_after_the_first_await(api: FakeApi, run: TrainingClient) -> None:
     gate = api.hold["pass:1"] = threading.Event()
 
     async def train() -> float:
@@ -181,7 +179,7 @@ def test_the_first_await_means_that_both_passes_are_numbered(
         (DATA[0], "one Datum; give a list"),
     ],
 )
-def test_what_no_loss_can_be_taken_of_takes_no_number(
+def test_input_without_a_possible_loss_takes_no_number(
     api: FakeApi, run: TrainingClient, data: Any, words: str
 ) -> None:
     with pytest.raises(UnsupportedInput, match=words):
@@ -190,7 +188,7 @@ def test_what_no_loss_can_be_taken_of_takes_no_number(
     assert list(api.passes) == ["pass:1"]
 
 
-def test_without_torch_it_says_what_to_do(
+def test_without_torch_the_error_says_what_to_install(
     run: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_torch(name: str) -> Any:

@@ -55,14 +55,14 @@ def test_a_sample_has_tokens_logprobs_and_ids(sampler: SamplingClient) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[7, 8, 9], "text"])
-def test_what_is_no_prompt_says_how_to_make_one(sampler: SamplingClient, prompt: Any) -> None:
+def test_an_invalid_prompt_raises_with_how_to_make_one(
+    sampler: SamplingClient, prompt: Any
+) -> None:
     with pytest.raises(UnsupportedInput, match=r"ModelInput\.from_ints"):
         sampler.sample(prompt, 1, THREE)
 
 
-def test_every_parameter_is_sent_as_it_was_given(
-    api: FakeSampling, sampler: SamplingClient
-) -> None:
+def test_every_parameter_is_sent_unchanged(api: FakeSampling, sampler: SamplingClient) -> None:
     params = SamplingParams(max_tokens=5, seed=3, stop=["\n"], temperature=0, top_k=4, top_p=0.5)
     sampler.sample(PROMPT, 2, params, True, 3, 4, prompt_logprobs_last_n=2).result()
     sent = api.bodies("asample")[0]
@@ -76,7 +76,7 @@ def test_every_parameter_is_sent_as_it_was_given(
     }
 
 
-def test_requests_of_one_sampler_are_numbered_from_nought(
+def test_requests_of_one_sampler_are_numbered_from_0(
     api: FakeSampling, sampler: SamplingClient
 ) -> None:
     futures = [sampler.sample(PROMPT, 1, THREE) for _ in range(20)]
@@ -85,7 +85,7 @@ def test_requests_of_one_sampler_are_numbered_from_nought(
     assert sorted(body["seq_id"] for body in api.samples.values()) == list(range(20))
 
 
-def test_logprobs_of_a_prompt_begin_with_none(api: FakeSampling, sampler: SamplingClient) -> None:
+def test_logprobs_of_a_prompt_start_with_none(api: FakeSampling, sampler: SamplingClient) -> None:
     assert sampler.compute_logprobs(PROMPT).result() == [None, -1.0, -1.0]
     assert sampler.compute_logprobs_async(PROMPT, 1).result() == [None, -1.0, -1.0]
     sent = api.bodies("asample")
@@ -93,7 +93,7 @@ def test_logprobs_of_a_prompt_begin_with_none(api: FakeSampling, sampler: Sampli
     assert [body.get("prompt_logprobs_last_n") for body in sent] == [None, 1]
 
 
-def test_what_the_caller_changes_afterwards_changes_nothing(sampler: SamplingClient) -> None:
+def test_later_changes_of_the_arguments_have_no_effect(sampler: SamplingClient) -> None:
     prompt = ModelInput.from_ints([1, 2])
     future = sampler.sample(prompt, 1, THREE)
     prompt.chunks.clear()
@@ -112,14 +112,16 @@ def test_samplers_of_one_session_never_share_a_number(
     ]
 
 
-def test_a_sampler_knows_its_base_model(api: FakeSampling, service: ServiceClient) -> None:
+def test_a_sampler_has_the_name_of_its_base_model(
+    api: FakeSampling, service: ServiceClient
+) -> None:
     named = service.create_sampling_client("tinker://s1:train:0/sampler_weights/a")
     plain = service.create_sampling_client(base_model="other")
     assert (named.get_base_model(), plain.get_base_model()) == ("m", "other")
     assert sum(path.startswith("samplers/") for path in api.paths()) == 1
 
 
-def test_a_busy_server_is_asked_again_with_the_same_number(
+def test_a_request_to_a_busy_server_is_retried_with_the_same_number(
     api: FakeSampling, sampler: SamplingClient
 ) -> None:
     api.answers["asample"] = [refusal(429, "full", **{"Retry-After": "0.01"}) for _ in range(3)]
@@ -127,22 +129,20 @@ def test_a_busy_server_is_asked_again_with_the_same_number(
     assert [body["seq_id"] for body in api.bodies("asample")] == [0, 0, 0, 0]
 
 
-def test_a_lost_result_is_sampled_anew(api: FakeSampling, sampler: SamplingClient) -> None:
+def test_a_lost_result_is_sampled_again(api: FakeSampling, sampler: SamplingClient) -> None:
     api.answers["retrieve_future"] = [refusal(410, "expired")]
     assert sampler.sample(PROMPT, 1, THREE).result().sequences[0].sequence_id == "s1:sample:0:1/0"
     assert [body["seq_id"] for body in api.bodies("asample")] == [0, 1]
 
 
-def test_a_result_that_is_lost_again_and_again_is_given_up(
-    api: FakeSampling, sampler: SamplingClient
-) -> None:
+def test_a_repeatedly_lost_result_is_an_error(api: FakeSampling, sampler: SamplingClient) -> None:
     api.answers["retrieve_future"] = [refusal(410, "expired")] * 5
     with pytest.raises(APIStatusError, match="expired"):
         sampler.sample(PROMPT, 1, THREE).result()
     assert len(api.samples) == 5
 
 
-def test_a_failed_sample_says_why(api: FakeSampling, sampler: SamplingClient) -> None:
+def test_a_failed_sample_raises_with_the_reason(api: FakeSampling, sampler: SamplingClient) -> None:
     failed = {"error": "Too long.", "category": "user"}
     api.answers["retrieve_future"] = [httpx.Response(200, json=failed)]
     with pytest.raises(RequestFailed, match="Too long") as caught:
@@ -150,7 +150,7 @@ def test_a_failed_sample_says_why(api: FakeSampling, sampler: SamplingClient) ->
     assert caught.value.category == "user"
 
 
-def test_giving_up_a_future_cancels_the_sample(api: FakeSampling, sampler: SamplingClient) -> None:
+def test_cancelling_a_future_cancels_the_sample(api: FakeSampling, sampler: SamplingClient) -> None:
     gate = api.hold["s1:sample:0:0"] = threading.Event()
     future = sampler.sample(PROMPT, 1, THREE)
     asyncio.run(future.accepted_async())
@@ -185,7 +185,7 @@ def test_cancelling_the_last_task_that_awaits_a_sample_cancels_it(
     asyncio.run(give_up())
 
 
-def test_a_sample_that_nobody_waits_for_in_time_goes_on(
+def test_a_sample_continues_after_the_timeout_of_its_caller(
     api: FakeSampling, sampler: SamplingClient
 ) -> None:
     gate = api.hold["s1:sample:0:0"] = threading.Event()
@@ -197,7 +197,7 @@ def test_a_sample_that_nobody_waits_for_in_time_goes_on(
     assert not api.cancelled
 
 
-def test_one_prompt_is_all_that_a_sample_needs(api: FakeSampling, sampler: SamplingClient) -> None:
+def test_one_prompt_is_a_sufficient_argument(api: FakeSampling, sampler: SamplingClient) -> None:
     assert len(sampler.sample(PROMPT).result().sequences) == 1
     assert asyncio.run(sampler.sample_async(prompt=PROMPT)).result().sequences
     assert api.bodies("asample")[0]["sampling_params"] == SamplingParams().model_dump(
@@ -205,9 +205,7 @@ def test_one_prompt_is_all_that_a_sample_needs(api: FakeSampling, sampler: Sampl
     )
 
 
-def test_a_result_that_is_there_cannot_be_given_up(
-    api: FakeSampling, sampler: SamplingClient
-) -> None:
+def test_a_finished_result_cannot_be_cancelled(api: FakeSampling, sampler: SamplingClient) -> None:
     future = sampler.sample(PROMPT, 1, THREE)
     future.result()
     assert not future.cancel()
@@ -215,7 +213,7 @@ def test_a_result_that_is_there_cannot_be_given_up(
     assert not api.cancelled
 
 
-def test_a_pickled_client_samples_from_the_same_sampler_under_numbers_of_its_own(
+def test_a_pickled_client_uses_the_same_sampler_with_its_own_numbers(
     sampler: SamplingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection: Any = sampler._connection

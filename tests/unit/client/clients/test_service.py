@@ -33,7 +33,7 @@ def test_a_session_is_opened_once_and_only_when_needed(
     assert [body["model_seq_id"] for body in api.bodies("create_model")] == [0, 1]
 
 
-def test_the_adapter_is_described_as_asked(api: FakeApi, service: ServiceClient) -> None:
+def test_the_adapter_is_described_as_requested(api: FakeApi, service: ServiceClient) -> None:
     service.create_lora_training_client("m", 8, 3, train_unembed=False, user_metadata={"a": "b"})
     sent = api.bodies("create_model")[0]
     assert sent["lora_config"] == {
@@ -48,7 +48,7 @@ def test_the_adapter_is_described_as_asked(api: FakeApi, service: ServiceClient)
     assert sent["user_metadata"] == {"a": "b"}
 
 
-def test_everything_works_from_an_event_loop_too(service: ServiceClient) -> None:
+def test_every_method_works_in_an_event_loop_too(service: ServiceClient) -> None:
     async def create() -> str:
         run = await service.create_lora_training_client_async("m", rank=4)
         capabilities = await service.get_server_capabilities_async()
@@ -57,19 +57,19 @@ def test_everything_works_from_an_event_loop_too(service: ServiceClient) -> None
     assert asyncio.run(create()) == "s1:train:0 on m"
 
 
-def test_a_refused_run_says_why(api: FakeApi, service: ServiceClient) -> None:
+def test_a_refused_run_raises_with_the_reason(api: FakeApi, service: ServiceClient) -> None:
     api.answers["create_model"] = [refusal(404, "Base model 'x' is not served here.")]
     with pytest.raises(NotFoundError, match="not served here"):
         service.create_lora_training_client("x")
 
 
-def test_leaving_finishes_the_session(api: FakeApi) -> None:
+def test_leaving_the_context_finishes_the_session(api: FakeApi) -> None:
     with ServiceClient("http://server", "tml-key", network=api.network) as service:
         service.create_lora_training_client("m")
     assert api.bodies("sessions/s1/finish") == [{"reason": {"type": "success"}}]
 
 
-def test_it_is_an_asynchronous_context_too(api: FakeApi) -> None:
+def test_the_client_is_an_asynchronous_context_too(api: FakeApi) -> None:
     async def work() -> None:
         async with ServiceClient("http://server", "tml-key", network=api.network) as service:
             await service.create_lora_training_client_async("m")
@@ -78,7 +78,7 @@ def test_it_is_an_asynchronous_context_too(api: FakeApi) -> None:
     assert api.bodies("sessions/s1/finish") == [{"reason": {"type": "success"}}]
 
 
-def test_leaving_by_an_error_says_so(api: FakeApi) -> None:
+def test_leaving_by_an_error_reports_it(api: FakeApi) -> None:
     def fail() -> None:
         with ServiceClient("http://server", "tml-key", network=api.network) as service:
             service.create_lora_training_client("m")
@@ -96,7 +96,7 @@ def test_closing_twice_is_harmless(api: FakeApi) -> None:
     assert api.paths() == []
 
 
-def test_the_environment_says_where_the_server_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_address_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COTRAIN_BASE_URL", "http://elsewhere:1/")
     monkeypatch.setenv("COTRAIN_API_KEY", "tml-a_b")
     settings = client_settings()
@@ -108,25 +108,25 @@ def test_the_environment_says_where_the_server_is(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "url", ["gpu-host:8000", "127.0.0.1", "ftp://gpu-host", "http://", {"a": 1}, 8000]
 )
-def test_an_address_that_is_none_is_refused_at_once(url: Any) -> None:
+def test_an_invalid_address_is_refused_at_once(url: Any) -> None:
     with pytest.raises(SettingsMissing, match=r"must be like http://127.0.0.1:8000, not "):
         ServiceClient(url, "tml-key")
 
 
-def test_what_surrounds_an_address_and_a_key_is_no_part_of_them() -> None:
+def test_white_space_around_an_address_or_a_key_is_removed() -> None:
     here = client_settings("http://here", "tml-a")
     for address in (" http://here/ ", "http://here/api/v1", "http://here/api/v1/"):
         assert client_settings(address, "tml-a\n") == here
 
 
 @pytest.mark.parametrize("key", ["tml-ü", "tml-a\nb", b"tml-a"])
-def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(key: Any) -> None:
+def test_a_key_with_invalid_characters_is_refused_and_not_shown(key: Any) -> None:
     with pytest.raises(SettingsMissing, match="visible ASCII") as refused:
         client_settings("http://here", key)
     assert "tml" not in str(refused.value)
 
 
-def test_a_client_without_a_key_raises_with_how_to_give_one(
+def test_a_client_without_a_key_raises_with_how_to_set_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("COTRAIN_API_KEY", raising=False)

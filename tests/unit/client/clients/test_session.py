@@ -11,7 +11,7 @@ from tests.support.fake_api import Answer, FakeApi, refusal
 
 
 def send_heartbeats(api: FakeApi, times: int) -> list[float]:
-    """Let a session live for this many heartbeats; returns the waits between them."""
+    """Run a session for this many heartbeats. Return the waits between them."""
     waits: list[float] = []
 
     async def live() -> None:
@@ -51,7 +51,7 @@ def test_a_missed_heartbeat_is_not_repeated_and_does_not_end_the_session(trouble
     assert send_heartbeats(api, times=2) == [10.0] * 3
 
 
-def test_two_minutes_of_silence_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_minutes_without_an_answer_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     api = FakeApi(answers={"session_heartbeat": [refusal(503)] * (WARN_AFTER_MISSED + 3)})
     send_heartbeats(api, times=WARN_AFTER_MISSED + 3)
     assert [record.levelname for record in caplog.records if record.name == "cotrain"] == [
@@ -60,12 +60,12 @@ def test_two_minutes_of_silence_are_warned_of_once(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("status", [401, 404, 410])
-def test_a_session_that_the_server_ended_stops_beating(status: int) -> None:
+def test_a_session_ended_by_the_server_sends_no_more_heartbeats(status: int) -> None:
     api = FakeApi(answers={"session_heartbeat": [refusal(status)]})
     assert send_heartbeats(api, times=5) == [10.0]
 
 
-def test_a_server_that_is_unreachable_does_not_keep_a_client_from_closing() -> None:
+def test_a_client_closes_while_its_server_is_unreachable() -> None:
     api = FakeApi(answers={"sessions/s1/finish": [httpx.ConnectError("gone")]})
     send_heartbeats(api, times=0)
     assert api.paths()[-1] == "sessions/s1/finish"

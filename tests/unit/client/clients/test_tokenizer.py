@@ -31,7 +31,7 @@ def test_a_variant_has_the_tokenizer_of_its_model(base_model: str, name: str) ->
     assert tokenizer_name(base_model) == name
 
 
-def test_a_folder_is_a_tokenizer_whatever_its_name(tmp_path: Path) -> None:
+def test_a_folder_is_loaded_as_a_tokenizer_whatever_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "a:b"
     folder.mkdir()
     assert tokenizer_name(str(folder)) == str(folder)
@@ -52,7 +52,7 @@ def served(files: dict[str, str]) -> httpx.Response:
     return httpx.Response(200, json={"files": files})
 
 
-def test_the_servers_tokenizer_is_loaded_and_only_its_data_is_taken(
+def test_the_tokenizer_of_the_server_is_loaded_without_its_code(
     api: FakeApi, run: TrainingClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "temporary").mkdir()
@@ -70,7 +70,7 @@ def test_the_servers_tokenizer_is_loaded_and_only_its_data_is_taken(
 
 
 @pytest.mark.parametrize("status", [400, 404])
-def test_without_one_at_the_server_it_is_loaded_by_its_name(
+def test_without_one_on_the_server_it_is_loaded_by_its_name(
     api: FakeApi, tmp_path: Path, status: int
 ) -> None:
     folder = build_tiny_qwen3(tmp_path / "tiny")
@@ -79,7 +79,7 @@ def test_without_one_at_the_server_it_is_loaded_by_its_name(
         assert client.create_lora_training_client(str(folder)).get_tokenizer().encode("def")
 
 
-def test_a_tokenizer_that_is_nowhere_is_named(api: FakeApi, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_found_is_named(api: FakeApi, tmp_path: Path) -> None:
     api.answers["tokenizers"] = [refusal(404)]
     with ServiceClient("http://server", "tml-key", network=api.network) as client:
         run = client.create_lora_training_client(str(tmp_path))
@@ -87,7 +87,7 @@ def test_a_tokenizer_that_is_nowhere_is_named(api: FakeApi, tmp_path: Path) -> N
             run.get_tokenizer()
 
 
-def test_a_hub_that_cannot_be_reached_is_not_waited_for(
+def test_an_unreachable_hub_is_not_waited_for(
     api: FakeApi, run: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api.answers["tokenizers"] = [refusal(404)]
@@ -106,7 +106,7 @@ def test_a_hub_that_cannot_be_reached_is_not_waited_for(
 
 
 @pytest.mark.parametrize("broken", ['{"version', '{"version": "9.0", "model": {"type": "New"}}'])
-def test_a_tokenizer_that_cannot_be_read_says_so(
+def test_an_unreadable_tokenizer_is_reported(
     api: FakeApi, run: TrainingClient, broken: str
 ) -> None:
     api.answers["tokenizers"] = [served({"tokenizer.json": broken, CONFIG: "{}"})]
@@ -114,7 +114,7 @@ def test_a_tokenizer_that_cannot_be_read_says_so(
         run.get_tokenizer()
 
 
-def test_without_transformers_it_says_what_to_install(
+def test_without_transformers_the_error_says_what_to_install(
     run: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -34,9 +34,7 @@ def run(api: FakeApi) -> Iterator[TrainingClient]:
         yield service.create_lora_training_client("m")
 
 
-def test_a_step_is_a_pass_and_an_optimizer_step_behind_it(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_a_step_is_a_pass_followed_by_an_optimizer_step(api: FakeApi, run: TrainingClient) -> None:
     output = run.train([DATUM], "cross_entropy", learning_rate=0.5).result()
     assert isinstance(output, TrainOutput)
     assert output.loss == 4.0  # of one datum, whose loss is 1 here, per weight
@@ -46,7 +44,7 @@ def test_a_step_is_a_pass_and_an_optimizer_step_behind_it(
     assert (sent["seq_id"], sent["adam_params"]["learning_rate"]) == (2, 0.5)
 
 
-def test_both_are_sent_before_either_is_waited_for(api: FakeApi, run: TrainingClient) -> None:
+def test_both_requests_are_sent_before_either_is_awaited(api: FakeApi, run: TrainingClient) -> None:
     gate = api.hold["pass:1"] = threading.Event()
 
     async def train() -> TrainOutput:
@@ -59,7 +57,7 @@ def test_both_are_sent_before_either_is_waited_for(api: FakeApi, run: TrainingCl
     assert asyncio.run(train()).loss == 4.0
 
 
-def test_the_learning_rate_replaces_that_of_the_parameters(
+def test_the_learning_rate_overrides_that_of_the_parameters(
     api: FakeApi, run: TrainingClient
 ) -> None:
     params = AdamParams(learning_rate=0.1, beta1=0.5)
@@ -70,7 +68,7 @@ def test_the_learning_rate_replaces_that_of_the_parameters(
 
 
 @pytest.mark.parametrize("endpoint", ["forward_backward", "optim_step"])
-def test_the_future_fails_with_whichever_fails(
+def test_the_future_fails_with_either_request(
     api: FakeApi, run: TrainingClient, endpoint: str
 ) -> None:
     api.answers[endpoint] = [refusal(400, "too odd")]
@@ -79,7 +77,7 @@ def test_the_future_fails_with_whichever_fails(
     assert run.train([DATUM]).result().loss == 4.0
 
 
-def test_a_learning_rate_that_cannot_be_takes_no_number(api: FakeApi, run: TrainingClient) -> None:
+def test_an_invalid_learning_rate_takes_no_number(api: FakeApi, run: TrainingClient) -> None:
     with pytest.raises(ValueError, match="learning_rate"):
         run.train([DATUM], learning_rate=-1.0)
     run.optim_step().result()
@@ -95,7 +93,7 @@ def test_a_learning_rate_that_cannot_be_takes_no_number(api: FakeApi, run: Train
         ([DATUM], "importance_sampling", 1.0),
     ],
 )
-def test_a_loss_is_per_weight_where_every_datum_has_weights_that_the_loss_reads(
+def test_a_loss_is_per_weight_if_every_datum_has_weights_it_uses(
     run: TrainingClient, data: list[Datum], loss_fn: str, loss: float
 ) -> None:
     for passed in (run.forward(data, loss_fn), run.forward_backward(data, loss_fn)):

@@ -51,7 +51,7 @@ def test_requests_are_numbered_in_the_order_of_the_calls(api: FakeApi, run: Trai
     assert (sent["seq_id"], sent["adam_params"]["learning_rate"]) == (3, 0.5)
 
 
-def test_a_large_pass_goes_in_chunks_and_comes_back_whole(
+def test_a_large_pass_is_sent_in_chunks_and_returned_as_one(
     api: FakeApi, run: TrainingClient
 ) -> None:
     output = run.forward_backward([DATUM] * 1030, "cross_entropy").result()
@@ -79,7 +79,7 @@ def test_the_first_await_means_accepted_and_the_second_done(
     assert asyncio.run(train()) == 1
 
 
-def test_the_next_request_does_not_wait_for_the_result_of_the_last(
+def test_a_request_does_not_wait_for_the_result_of_the_previous_one(
     api: FakeApi, run: TrainingClient
 ) -> None:
     gate = api.hold["pass:1"] = threading.Event()
@@ -102,7 +102,7 @@ def test_a_refused_request_leaves_no_gap_in_the_order(api: FakeApi, run: Trainin
     )
 
 
-def test_the_first_await_raises_what_a_request_is_refused_with(
+def test_the_first_await_raises_the_error_of_a_refused_request(
     api: FakeApi, run: TrainingClient
 ) -> None:
     api.answers["optim_step"] = [refusal(400)]
@@ -114,7 +114,7 @@ def test_the_first_await_raises_what_a_request_is_refused_with(
     asyncio.run(train())
 
 
-def test_a_datum_that_cannot_be_sent_takes_no_number(api: FakeApi, run: TrainingClient) -> None:
+def test_an_invalid_datum_takes_no_number(api: FakeApi, run: TrainingClient) -> None:
     image = Datum(model_input=ModelInput(chunks=[types.ImageChunk()]))
     with pytest.raises(UnsupportedInput):
         run.forward_backward([image], "cross_entropy")
@@ -122,9 +122,7 @@ def test_a_datum_that_cannot_be_sent_takes_no_number(api: FakeApi, run: Training
     assert list(api.passes) == ["pass:1"]
 
 
-def test_what_the_caller_changes_afterwards_changes_nothing(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_later_changes_of_the_arguments_have_no_effect(api: FakeApi, run: TrainingClient) -> None:
     data = [DATUM]
     future = run.forward_backward(data, "cross_entropy")
     data.clear()
@@ -161,6 +159,6 @@ def test_unloading_names_the_run(api: FakeApi, run: TrainingClient) -> None:
     assert api.bodies("unload_model")[0]["model_id"] == run.model_id == "s1:train:0"
 
 
-def test_info_is_there_for_threads_and_loops(run: TrainingClient) -> None:
+def test_info_is_available_for_threads_and_loops(run: TrainingClient) -> None:
     assert run.get_info() == asyncio.run(run.get_info_async())
     assert run.get_info().model_data.model_name == "m"

@@ -26,7 +26,9 @@ def poll(
     *answers: Answer,
     policy: RetryPolicy | None = None,
 ) -> list[dict[str, Any]]:
-    """Do `work` while the server gives these answers; returns what it was asked."""
+    """Run `work` while the server returns these answers. Return the request bodies that it
+    received.
+    """
     api = FakeApi(answers={"retrieve_futures": list(answers)})
 
     async def at_once(_: float) -> None:
@@ -46,7 +48,7 @@ def poll(
     return api.bodies("retrieve_futures")
 
 
-def test_one_poll_serves_everybody_who_waits() -> None:
+def test_one_poll_serves_every_waiting_caller() -> None:
     async def wait_for_three(completions: Completions) -> None:
         await asyncio.gather(*(completions.ended(each) for each in "abc"))
 
@@ -56,7 +58,7 @@ def test_one_poll_serves_everybody_who_waits() -> None:
     assert "timeout" not in asked[0]
 
 
-def test_what_ended_before_anybody_waited_is_remembered() -> None:
+def test_a_result_that_arrives_before_its_caller_is_kept() -> None:
     async def wait_late(completions: Completions) -> None:
         await completions.ended("late")
         await completions.ended("early")
@@ -64,18 +66,18 @@ def test_what_ended_before_anybody_waited_is_remembered() -> None:
     assert len(poll(wait_late, ended(2, "early", "late"))) == 1
 
 
-def test_what_has_arrived_is_acknowledged_until_the_server_answers() -> None:
+def test_a_received_result_is_acknowledged_until_the_server_answers() -> None:
     async def wait_and_acknowledge(completions: Completions) -> None:
         await completions.ended("a")
         completions.retrieved("a")
 
     asked = poll(wait_and_acknowledge, ended(1, "a"), refusal(503), ended(1))
     assert [body["retrieved_request_ids"] for body in asked] == [[], ["a"], ["a"]]
-    # No caller waits, so the server need not either.
+    # No caller is waiting, so the server need not wait for results either.
     assert [body.get("timeout") for body in asked] == [None, 0.0, 0.0]
 
 
-def test_what_arrives_during_a_poll_is_acknowledged_with_the_next() -> None:
+def test_a_result_that_arrives_during_a_poll_is_acknowledged_in_the_next() -> None:
     acknowledged: list[list[str]] = []
 
     async def run() -> None:
@@ -101,7 +103,7 @@ def test_what_arrives_during_a_poll_is_acknowledged_with_the_next() -> None:
     assert acknowledged == [["a"], ["b"]]
 
 
-def test_nobody_polls_when_there_is_nothing_to_hear_or_say() -> None:
+def test_no_poll_is_sent_without_waiters_and_acknowledgements() -> None:
     async def one_after_another(completions: Completions) -> None:
         await completions.ended("a")
         assert completions.task is None
@@ -111,7 +113,7 @@ def test_nobody_polls_when_there_is_nothing_to_hear_or_say() -> None:
 
 
 @pytest.mark.parametrize("answer", [refusal(429), refusal(500), httpx.ReadError("cut")])
-def test_a_disturbance_is_waited_out(answer: Answer) -> None:
+def test_a_transient_error_is_retried(answer: Answer) -> None:
     asked = poll(lambda completions: completions.ended("a"), answer, ended(1, "a"))
     assert len(asked) == 2
 
@@ -124,7 +126,7 @@ def test_a_disturbance_is_waited_out(answer: Answer) -> None:
         (httpx.Response(200, json={"completions": "none"}), None),
     ],
 )
-def test_where_batch_polling_fails_everybody_asks_for_themselves(
+def test_without_batch_polling_each_future_is_polled_alone(
     answer: Answer, policy: RetryPolicy | None
 ) -> None:
     async def wait_twice(completions: Completions) -> None:

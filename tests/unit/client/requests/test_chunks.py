@@ -39,13 +39,13 @@ def test_a_pass_without_datums_is_still_one_request() -> None:
     assert cut([], 1, 1) == [[]]
 
 
-def test_1030_datums_are_two_chunks_where_the_server_says_nothing() -> None:
+def test_1030_datums_are_two_chunks_without_a_limit_of_the_server() -> None:
     chunks = chunks_of([datum_of(1)] * 1030, ClientConfigResponse())
     assert [len(chunk) for chunk in chunks] == [1024, 6]
 
 
 @given(st.lists(st.integers(0, 3000), max_size=20), st.integers(5_000, 40_000))
-def test_to_a_server_of_ours_a_pass_goes_whole_or_not_at_all(sizes: list[int], most: int) -> None:
+def test_a_pass_is_sent_whole_or_not_at_all_to_our_server(sizes: list[int], most: int) -> None:
     datums = [datum_of(size) for size in sizes]
     config = ClientConfigResponse(cotrain_max_pass_bytes=most, fwdbwd_max_chunk_len=20)
     request = wire.ForwardBackwardRequest(model_id="m" * 100, seq_id=2**31 - 1, data=datums)
@@ -56,7 +56,7 @@ def test_to_a_server_of_ours_a_pass_goes_whole_or_not_at_all(sizes: list[int], m
             chunks_of(datums, config)
 
 
-def test_a_server_of_ours_says_how_many_datums_it_takes_at_once() -> None:
+def test_our_server_states_its_maximum_number_of_datums() -> None:
     config = ClientConfigResponse(cotrain_max_pass_bytes=10**9, fwdbwd_max_chunk_len=2)
     assert chunks_of([datum_of(1)] * 2, config) == [[datum_of(1)] * 2]
     with pytest.raises(UnsupportedInput, match=r"data has 3 datums; one call takes up to 2 here"):
@@ -68,7 +68,7 @@ def test_one_chunk_is_the_whole_result() -> None:
     assert combine([whole]) is whole
 
 
-def test_datums_join_in_the_order_of_the_chunks() -> None:
+def test_datums_are_joined_in_the_order_of_the_chunks() -> None:
     joined = combine([output(3), output(2)])
     assert [datum["logprobs"].data for datum in joined.loss_fn_outputs] == [[0], [1], [2], [0], [1]]
 
@@ -77,17 +77,17 @@ def test_datums_join_in_the_order_of_the_chunks() -> None:
     ("name", "combined"),
     [("sum", 5.0), ("min", 1.0), ("max", 4.0), ("mean", 1.75), ("slack", 2.25)],
 )
-def test_a_metric_combines_as_its_name_says(name: str, combined: float) -> None:
+def test_a_metric_is_combined_according_to_its_name(name: str, combined: float) -> None:
     parts = [output(3, **{f"x__{name}": 1.0}), output(1, **{f"x__{name}": 4.0})]
     assert combine(parts).metrics == {f"x:{name}": combined}
 
 
-def test_unique_keeps_every_value_under_a_name_of_its_own() -> None:
+def test_unique_metrics_keep_every_value_under_its_own_name() -> None:
     parts = [output(1, clock__unique=7), output(1, clock__unique=7), output(1, clock__unique=8)]
     assert combine(parts).metrics == {"clock:unique": 7, "clock:unique_1": 7, "clock:unique_2": 8}
 
 
-def test_a_metric_that_is_missing_in_a_chunk_or_of_no_known_kind_is_left_out() -> None:
+def test_a_metric_missing_in_a_chunk_or_of_unknown_kind_is_left_out() -> None:
     parts = [output(1, a__sum=1, b__sum=1, c__other=1, d=1), output(1, a__sum=2, c__other=1, d=1)]
     assert combine(parts).metrics == {"a:sum": 3}
 

@@ -1,4 +1,4 @@
-""""""
+"""Connection of a client: capabilities of the server, sharing, cancellation and closing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def passes(api: FakeApi) -> list[httpx.Request]:
     return [call for call in api.calls if call.url.path.endswith("/forward_backward")]
 
 
-def test_the_server_is_asked_once_before_anything_else(
+def test_the_capabilities_are_requested_once_before_anything_else(
     api: FakeApi, service: ServiceClient
 ) -> None:
     train(service, 1)
@@ -74,7 +74,7 @@ def test_the_server_is_asked_once_before_anything_else(
         ({"fwdbwd_max_chunk_bytes_count": 30_000, "cotrain_max_pass_bytes": 70_000}, [5]),
     ],
 )
-def test_the_server_says_how_large_a_request_may_be(
+def test_the_server_states_the_maximum_size_of_a_request(
     api: FakeApi, service: ServiceClient, config: dict[str, int], chunks: list[int]
 ) -> None:
     configure(api, **config)
@@ -84,7 +84,7 @@ def test_the_server_says_how_large_a_request_may_be(
     assert [message.seq_id for message in messages] == list(range(1, len(chunks) + 1))
 
 
-def test_what_is_more_than_one_request_takes_no_number(
+def test_a_pass_too_large_for_one_request_takes_no_number(
     api: FakeApi, service: ServiceClient
 ) -> None:
     configure(api, cotrain_max_pass_bytes=30_000)
@@ -97,7 +97,7 @@ def test_what_is_more_than_one_request_takes_no_number(
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
-def test_passes_are_compressed_where_server_and_machine_can(
+def test_passes_are_compressed_if_server_and_machine_support_it(
     api: FakeApi, service: ServiceClient, monkeypatch: pytest.MonkeyPatch, is_installed: bool
 ) -> None:
     monkeypatch.setattr(module, "can_compress", lambda: is_installed)
@@ -106,7 +106,7 @@ def test_passes_are_compressed_where_server_and_machine_can(
     assert service._connection.transport.compresses == is_installed
 
 
-def test_what_a_process_shares_is_closed_when_it_ends_and_only_by_it(
+def test_a_shared_connection_is_closed_only_by_its_own_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at_exit: list[tuple[Any, ...]] = []
@@ -123,7 +123,7 @@ def test_what_a_process_shares_is_closed_when_it_ends_and_only_by_it(
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
-def test_a_server_of_another_protocol_is_not_talked_to(
+def test_a_server_of_another_protocol_is_refused(
     api: FakeApi, service: ServiceClient, protocol: int
 ) -> None:
     configure(api, cotrain_version="9.8.7", cotrain_protocol=protocol)
@@ -133,7 +133,7 @@ def test_a_server_of_another_protocol_is_not_talked_to(
     assert api.paths() == ["client/config"]
 
 
-def test_a_server_that_does_not_name_its_protocol_is_given_a_try(
+def test_a_server_without_a_protocol_number_is_accepted(
     api: FakeApi, service: ServiceClient
 ) -> None:
     configure(api, pjwt_auth_enabled=False)
@@ -148,7 +148,7 @@ def test_a_server_that_does_not_name_its_protocol_is_given_a_try(
         (httpx.Response(200, html="<html>"), MalformedMessage),
     ],
 )
-def test_a_server_of_another_kind_is_recognised(
+def test_a_server_of_another_kind_is_detected(
     api: FakeApi, service: ServiceClient, answer: httpx.Response, error: type[Exception]
 ) -> None:
     api.answers["client/config"] = [answer]
@@ -169,7 +169,7 @@ def loop() -> Iterator[BackgroundLoop]:
 async def nothing() -> None: ...
 
 
-def test_a_call_from_the_clients_own_thread_is_refused_for_it_would_wait_for_itself(
+def test_a_call_from_the_thread_of_the_client_is_refused(
     loop: BackgroundLoop,
 ) -> None:
     async def call_back() -> None:
@@ -179,7 +179,7 @@ def test_a_call_from_the_clients_own_thread_is_refused_for_it_would_wait_for_its
         loop.run(call_back())
 
 
-def test_cancelling_a_wait_reaches_the_work(loop: BackgroundLoop) -> None:
+def test_cancelling_a_wait_cancels_the_work(loop: BackgroundLoop) -> None:
     started, ended = threading.Event(), threading.Event()
 
     async def work() -> None:
@@ -200,7 +200,7 @@ def test_cancelling_a_wait_reaches_the_work(loop: BackgroundLoop) -> None:
     assert ended.wait(120)
 
 
-def test_closing_raises_in_calls_that_wait(loop: BackgroundLoop) -> None:
+def test_closing_raises_in_waiting_calls(loop: BackgroundLoop) -> None:
     started = threading.Event()
 
     async def work() -> None:
@@ -223,7 +223,7 @@ def test_closing_raises_in_calls_that_wait(loop: BackgroundLoop) -> None:
         loop.run(nothing())
 
 
-def test_closing_cancels_no_task_before_it_began_so_that_python_has_nothing_to_warn_of() -> None:
+def test_closing_cancels_no_task_before_its_start() -> None:
     begun = asyncio.Event()
 
     async def connect() -> None:

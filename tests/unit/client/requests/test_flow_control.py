@@ -21,7 +21,9 @@ PATIENCE_S = 120
 
 
 class Server:
-    """Takes what is posted when a test says so, and knows what has come at all."""
+    """Server that answers a posted request when a test calls `take` or `refuse`, and records
+    arrivals.
+    """
 
     def __init__(self) -> None:
         self.came: list[int] = []
@@ -51,7 +53,7 @@ class Server:
 
 
 class Pauses:
-    """Pauses that end when a test says so."""
+    """Pauses that end when a test calls `end`."""
 
     def __init__(self) -> None:
         self.failures: list[int] = []
@@ -70,7 +72,7 @@ class Pauses:
 
 
 async def settled() -> None:
-    """Let every task go as far as it can."""
+    """Run the event loop until every task is blocked."""
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -104,7 +106,7 @@ def queue(dispatch: Dispatch, pauses: Pauses) -> SendQueue:
     return SendQueue(dispatch, pauses)
 
 
-async def test_requests_go_in_the_order_of_their_numbers_so_many_at_once(
+async def test_requests_are_sent_in_order_up_to_the_concurrency_limit(
     queue: SendQueue, server: Server
 ) -> None:
     count = DISPATCH_REQUESTS + 10
@@ -118,7 +120,7 @@ async def test_requests_go_in_the_order_of_their_numbers_so_many_at_once(
     assert [await send for send in sends] == list(range(1, count + 1))
 
 
-async def test_so_many_bytes_go_at_once_and_a_large_one_goes_alone(
+async def test_bytes_in_flight_are_limited_and_a_large_request_goes_alone(
     dispatch: Dispatch, queue: SendQueue, server: Server
 ) -> None:
     dispatch.limit_bytes = 10
@@ -133,7 +135,7 @@ async def test_so_many_bytes_go_at_once_and_a_large_one_goes_alone(
     await asyncio.gather(*sends)
 
 
-async def test_the_first_request_of_a_run_goes_whatever_other_runs_send(
+async def test_the_first_request_of_a_run_is_sent_at_any_load_of_other_runs(
     dispatch: Dispatch, queue: SendQueue, pauses: Pauses, server: Server
 ) -> None:
     dispatch.limit_bytes = 10
@@ -148,7 +150,7 @@ async def test_the_first_request_of_a_run_goes_whatever_other_runs_send(
     await asyncio.gather(*greedy, *modest)
 
 
-async def test_a_number_taken_early_and_sent_late_goes_before_what_waits(
+async def test_a_request_with_an_earlier_number_goes_before_waiting_ones(
     dispatch: Dispatch, queue: SendQueue, server: Server
 ) -> None:
     dispatch.limit_bytes = 10
@@ -162,7 +164,7 @@ async def test_a_number_taken_early_and_sent_late_goes_before_what_waits(
     await asyncio.gather(*early, *later)
 
 
-async def test_no_request_overtakes_one_that_a_full_server_refused(
+async def test_no_request_overtakes_one_rejected_by_a_full_server(
     queue: SendQueue, pauses: Pauses, server: Server
 ) -> None:
     sends = start(queue, server, 1, 2, 3)
@@ -181,7 +183,7 @@ async def test_no_request_overtakes_one_that_a_full_server_refused(
     assert server.taken == [1, 2, 3, 4]
 
 
-async def test_a_later_pause_that_ends_first_does_not_let_its_request_overtake(
+async def test_a_later_pause_that_ends_first_does_not_reorder_requests(
     queue: SendQueue, pauses: Pauses, server: Server
 ) -> None:
     sends = start(queue, server, 1, 2)
@@ -197,7 +199,7 @@ async def test_a_later_pause_that_ends_first_does_not_let_its_request_overtake(
     assert server.taken == [1, 2]
 
 
-async def test_a_full_server_is_asked_for_as_long_as_it_takes_and_not_ever_more_seldom(
+async def test_a_full_server_is_retried_without_limit_at_a_bounded_interval(
     queue: SendQueue, pauses: Pauses, server: Server
 ) -> None:
     (send,) = start(queue, server, 1)
@@ -220,7 +222,7 @@ async def test_a_request_that_fails_delays_no_other(queue: SendQueue, server: Se
     assert await second == 2
 
 
-async def test_who_is_cancelled_while_waiting_is_forgotten(
+async def test_a_request_cancelled_while_waiting_is_removed(
     dispatch: Dispatch, queue: SendQueue, server: Server
 ) -> None:
     dispatch.limit_bytes = 1
@@ -234,7 +236,7 @@ async def test_who_is_cancelled_while_waiting_is_forgotten(
     await asyncio.gather(first, third)
 
 
-async def test_those_who_wait_keep_their_order_when_the_first_of_them_is_cancelled(
+async def test_waiting_requests_keep_their_order_when_the_first_is_cancelled(
     dispatch: Dispatch, queue: SendQueue, server: Server
 ) -> None:
     dispatch.limit_bytes = 1
@@ -248,7 +250,7 @@ async def test_those_who_wait_keep_their_order_when_the_first_of_them_is_cancell
     await asyncio.gather(first, *others)
 
 
-async def test_who_is_cancelled_while_sending_leaves_its_share(
+async def test_a_request_cancelled_while_sending_releases_its_share(
     dispatch: Dispatch, queue: SendQueue, server: Server
 ) -> None:
     dispatch.limit_bytes = 1

@@ -22,7 +22,7 @@ def future(outcome: concurrent.futures.Future[int]) -> Future[int]:
     return Future(accepted, outcome)
 
 
-def test_it_serves_threads_and_loops_any_number_of_times(
+def test_a_future_serves_threads_and_loops_any_number_of_times(
     future: Future[int], outcome: concurrent.futures.Future[int]
 ) -> None:
     async def three_waiters() -> list[int]:
@@ -48,7 +48,7 @@ def test_a_waiter_on_another_thread_wakes_up(
     assert results == [3]
 
 
-def test_giving_up_leaves_the_request_alone(
+def test_cancelling_a_wait_does_not_cancel_the_request(
     future: Future[int], outcome: concurrent.futures.Future[int]
 ) -> None:
     async def give_up() -> None:
@@ -68,7 +68,7 @@ def test_giving_up_leaves_the_request_alone(
     assert future.result() == 1
 
 
-def test_a_failure_reaches_every_waiter(
+def test_a_failure_is_raised_in_every_waiter(
     future: Future[int], outcome: concurrent.futures.Future[int]
 ) -> None:
     outcome.set_exception(RequestFailed("no", "r", "user"))
@@ -79,7 +79,7 @@ def test_a_failure_reaches_every_waiter(
             asyncio.run(future.result_async())
 
 
-def test_a_closed_client_says_so(
+def test_a_closed_client_raises_an_error(
     future: Future[int], outcome: concurrent.futures.Future[int]
 ) -> None:
     outcome.cancel()
@@ -89,7 +89,7 @@ def test_a_closed_client_says_so(
         asyncio.run(future.result_async())
 
 
-def test_a_timeout_says_what_still_runs_and_what_to_do() -> None:
+def test_a_timeout_error_names_the_pending_request_and_the_remedy() -> None:
     accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
     outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
     future = Future(accepted, outcome, what="optim_step 4 of run s:train:0")
@@ -106,7 +106,7 @@ def test_a_timeout_says_what_still_runs_and_what_to_do() -> None:
         asyncio.run(future.result_async(timeout=0.01))
 
 
-def test_a_timeout_of_the_request_itself_is_raised_as_it_is(
+def test_a_timeout_of_the_request_itself_is_raised_unchanged(
     future: Future[int], outcome: concurrent.futures.Future[int]
 ) -> None:
     outcome.set_exception(TimeoutError("the caller's loss took too long"))
@@ -114,7 +114,7 @@ def test_a_timeout_of_the_request_itself_is_raised_as_it_is(
         future.result(timeout=0)
 
 
-def test_a_future_names_its_request_and_how_far_it_is() -> None:
+def test_a_future_shows_its_request_and_its_state() -> None:
     def made(outcome: concurrent.futures.Future[int]) -> Future[int]:
         accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
         accepted.set_result(None)

@@ -1,4 +1,4 @@
-""""""
+"""Polling of results: retries, failures, and limits of a busy server."""
 
 from __future__ import annotations
 
@@ -65,26 +65,26 @@ def poll(
 DONE = httpx.Response(200, json={"metrics": {"grad_norm": 2.0}})
 
 
-def test_a_pending_result_is_asked_for_again() -> None:
+def test_a_pending_result_is_polled_again() -> None:
     result, api = poll(wait_for_step, pending("r"), pending("r"), DONE)
     assert result.metrics == {"grad_norm": 2.0}
     assert api.paths() == ["retrieve_future"] * 3
 
 
 @pytest.mark.parametrize("trouble", [refusal(500), refusal(429), httpx.ConnectError("refused")])
-def test_a_result_outlives_a_server_that_restarts(trouble: Answer) -> None:
+def test_a_result_is_received_after_a_restart_of_the_server(trouble: Answer) -> None:
     result, _ = poll(wait_for_step, trouble, pending("r"), trouble, DONE)
     assert result.metrics == {"grad_norm": 2.0}
 
 
-def test_a_failed_request_says_why_and_whose_fault_it_is() -> None:
+def test_a_failed_request_has_a_reason_and_a_category() -> None:
     failure = httpx.Response(200, json={"error": "no such loss", "category": "user"})
     with pytest.raises(RequestFailed, match="no such loss") as caught:
         poll(wait_for_pass, failure)
     assert (caught.value.request_id, caught.value.category) == ("r", "user")
 
 
-def test_a_load_of_nothing_is_a_failed_request_and_a_thing_not_found() -> None:
+def test_a_load_of_a_missing_checkpoint_fails_as_not_found() -> None:
     assert Reason.CHECKPOINT_NOT_FOUND.message == NOT_FOUND
     failure = httpx.Response(200, json={"error": NOT_FOUND, "category": "user"})
     with pytest.raises(CheckpointNotFound, match="404: Checkpoint not found") as caught:
@@ -102,7 +102,7 @@ def test_a_failure_of_an_unknown_category_is_still_a_failure() -> None:
     assert caught.value.category == "unknown"
 
 
-def test_a_pass_may_come_as_protobuf_or_as_json() -> None:
+def test_a_pass_result_may_be_protobuf_or_json() -> None:
     binary = protobuf(wire.ForwardBackwardOutput(loss_fn_output_type="A", metrics={"loss:sum": 1}))
     text = {"loss_fn_output_type": "A", "loss_fn_outputs": [], "metrics": {"loss:sum": 1}}
     from_binary, _ = poll(wait_for_pass, binary)
@@ -110,26 +110,26 @@ def test_a_pass_may_come_as_protobuf_or_as_json() -> None:
     assert from_binary == from_text
 
 
-def test_an_unknown_request_is_not_polled_for_ever() -> None:
+def test_an_unknown_request_is_polled_only_for_a_limited_time() -> None:
     with pytest.raises(NotFoundError):
         poll(wait_for_step, refusal(404))
 
 
-def test_a_server_that_stays_unreachable_is_an_error_in_the_end() -> None:
+def test_a_server_that_stays_unreachable_is_an_error() -> None:
     with pytest.raises(APIConnectionError):
         poll(wait_for_step, httpx.ConnectError("gone"), policy=RetryPolicy(give_up_after_s=-1.0))
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"[1]"])
-def test_what_is_no_result_is_an_error(content: bytes) -> None:
+def test_an_answer_that_is_not_a_result_is_an_error(content: bytes) -> None:
     with pytest.raises(MalformedMessage):
         poll(wait_for_step, httpx.Response(200, content=content))
 
 
-def test_why_a_result_is_not_there_yet_reaches_the_log(
+def test_the_reason_of_a_pending_result_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From the wire to the logger; when it is message is for `test_patience.py`."""
+    """Test the path from the wire to the logger. Its timing is tested in `test_retries.py`."""
     monkeypatch.setattr(patience, "WARN_AFTER_S", 0.0)
     reason = {"queue_state_reason": "the server's store is restarting"}
     pending_answer = httpx.Response(
@@ -154,7 +154,7 @@ def through(
     work: Callable[[SampleRequests], Awaitable[Any]],
     policy: RetryPolicy | None = None,
 ) -> Any:
-    """Do `work` with the requests of a server; a pause lasts one turn of the loop."""
+    """Do `work` with the requests of a server. A pause lasts one turn of the loop."""
 
     async def run() -> Any:
         transport = Transport(
@@ -172,7 +172,7 @@ def through(
     return asyncio.run(run())
 
 
-def test_a_busy_server_is_asked_by_a_few_while_the_others_wait() -> None:
+def test_a_busy_server_is_polled_by_few_callers_while_others_wait() -> None:
     many = POSTS_AT_ONCE * 3
     api = FakeSampling(answers={"asample": [refusal(429) for _ in range(many)]})
 
@@ -185,7 +185,7 @@ def test_a_busy_server_is_asked_by_a_few_while_the_others_wait() -> None:
     assert len(api.samples) == many
 
 
-def test_no_more_are_on_their_way_than_the_server_allows() -> None:
+def test_concurrent_polls_are_limited_by_the_server() -> None:
     config = httpx.Response(200, json={"sample_max_concurrent_requests": 2})
     api = FakeSampling(
         answers={"client/config": [config], "asample": [refusal(429) for _ in range(10)]}
@@ -200,7 +200,7 @@ def test_no_more_are_on_their_way_than_the_server_allows() -> None:
     assert {body["seq_id"] for body in api.bodies("asample")[:10]} == {0, 1}
 
 
-def test_a_server_is_never_too_busy_for_too_long() -> None:
+def test_a_busy_server_is_an_error_after_the_time_limit() -> None:
     api = FakeSampling(answers={"asample": [refusal(429) for _ in range(5)]})
     accepted = through(
         api, lambda requests: requests.accept(request()), RetryPolicy(give_up_after_s=-1)
@@ -221,7 +221,7 @@ def test_a_cancellation_that_does_not_reach_the_server_is_dropped(answer: Any) -
     assert api.paths() == ["cancel_future"]
 
 
-def test_a_pending_result_is_polled_for_until_it_is_there() -> None:
+def test_a_pending_result_is_polled_until_it_is_available() -> None:
     api = FakeSampling()
     gate = api.hold["s:0"] = threading.Event()
 

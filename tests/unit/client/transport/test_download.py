@@ -19,12 +19,12 @@ URL = "https://files.example/secret/weights"
 
 @dataclass
 class Files:
-    """Serves one file with ranges, and breaks off where a test says."""
+    """Server of one file with ranges, which breaks off where a test says."""
 
     content: bytes = CONTENT
     etag: str = '"v1"'
     breaks: list[int] = field(default_factory=list)
-    """After how many bytes the next answers break off."""
+    """Number of bytes after which the next answers break off."""
     answers: list[Answer] = field(default_factory=list)
     asked: list[httpx.Request] = field(default_factory=list)
 
@@ -85,7 +85,7 @@ def ranges(files: Files) -> list[str | None]:
 NEVER_AGAIN = RetryPolicy(give_up_after_s=-1.0)
 
 
-def test_a_download_that_breaks_off_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_broken_download_is_resumed(tmp_path: Path) -> None:
     files = Files(breaks=[1_000, 2_000])
     reported = fetch(files, tmp_path / "weights")
     assert (tmp_path / "weights").read_bytes() == CONTENT
@@ -95,7 +95,7 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(tmp_path: Path) -> None
     assert not any("x-api-key" in request.headers for request in files.asked)
 
 
-def test_a_later_process_goes_on_with_what_an_earlier_one_left(tmp_path: Path) -> None:
+def test_a_later_process_resumes_a_partial_download(tmp_path: Path) -> None:
     files = Files(breaks=[1_000])
     with pytest.raises(APIConnectionError, match="weights broke off"):
         fetch(files, tmp_path / "weights", NEVER_AGAIN)
@@ -106,7 +106,7 @@ def test_a_later_process_goes_on_with_what_an_earlier_one_left(tmp_path: Path) -
     assert reported[0][0] > 1_000
 
 
-def test_a_part_of_another_file_is_not_continued(tmp_path: Path) -> None:
+def test_a_partial_download_of_another_file_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(APIConnectionError):
         fetch(Files(content=b"old" * 9_000, breaks=[1_000]), tmp_path / "weights", NEVER_AGAIN)
     fetch(Files(etag='"v2"'), tmp_path / "weights")
@@ -114,14 +114,14 @@ def test_a_part_of_another_file_is_not_continued(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
-def test_a_part_without_a_strong_tag_is_begun_anew(tmp_path: Path) -> None:
+def test_a_partial_download_without_a_strong_etag_is_restarted(tmp_path: Path) -> None:
     files = Files(etag='W/"v1"', breaks=[1_000])
     fetch(files, tmp_path / "weights")
     assert ranges(files) == [None, None]
     assert (tmp_path / "weights").read_bytes() == CONTENT
 
 
-def test_a_part_longer_than_the_file_is_begun_anew(tmp_path: Path) -> None:
+def test_a_partial_download_longer_than_the_file_is_restarted(tmp_path: Path) -> None:
     (tmp_path / ".weights~v1.part").write_bytes(b"x" * (len(CONTENT) + 1))
     files = Files()
     fetch(files, tmp_path / "weights")
@@ -129,14 +129,14 @@ def test_a_part_longer_than_the_file_is_begun_anew(tmp_path: Path) -> None:
     assert (tmp_path / "weights").read_bytes() == CONTENT
 
 
-def test_a_file_of_the_wrong_size_does_not_arrive(tmp_path: Path) -> None:
+def test_a_file_of_the_wrong_size_is_an_error(tmp_path: Path) -> None:
     short = httpx.Response(200, headers={"Content-Length": "9"}, content=b"12345")
     with pytest.raises(APIConnectionError, match="5 bytes instead of 9"):
         fetch(Files(answers=[short]), tmp_path / "weights", NEVER_AGAIN)
     assert not any(tmp_path.iterdir())
 
 
-def test_the_parts_of_neighbours_are_left_alone(tmp_path: Path) -> None:
+def test_partial_downloads_of_other_files_are_kept(tmp_path: Path) -> None:
     neighbour = tmp_path / ".weights.age~v1.part"
     neighbour.write_bytes(b"x")
     fetch(Files(), tmp_path / "weights")
@@ -144,7 +144,7 @@ def test_the_parts_of_neighbours_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "error"), [(403, PermissionDeniedError), (404, NotFoundError)])
-def test_a_link_that_holds_no_more_leaves_what_has_arrived(
+def test_an_expired_link_keeps_the_received_part(
     tmp_path: Path, status: int, error: type[Exception]
 ) -> None:
     files = Files(breaks=[1_000])
@@ -157,6 +157,6 @@ def test_a_link_that_holds_no_more_leaves_what_has_arrived(
     assert ranges(files)[-1] == "bytes=1000-"
 
 
-def test_a_server_unreachable_for_a_while_is_waited_for(tmp_path: Path) -> None:
+def test_a_temporarily_unreachable_server_is_retried(tmp_path: Path) -> None:
     fetch(Files(answers=[httpx.ConnectError("refused"), refusal(503)]), tmp_path / "weights")
     assert (tmp_path / "weights").read_bytes() == CONTENT

@@ -1,4 +1,4 @@
-"""What the environment says of proxies and certificates, and the sentence where it cannot be followed."""
+"""Proxies and certificates from the environment, and the error if they are unusable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROXY = "http://proxy:3128"
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An environment that names no proxy and no certificate."""
+    """Remove the variables of proxies and certificates from the environment."""
     for name in list(os.environ):
         if name.lower().endswith("_proxy") or name in CERTIFICATES:
             monkeypatch.delenv(name)
@@ -55,7 +55,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("not/a/network,::,fe80::1%eth0,[", "http://anything", False),
     ],
 )
-def test_what_no_proxy_names_is_reached_without_one(
+def test_a_host_in_no_proxy_is_reached_without_a_proxy(
     monkeypatch: pytest.MonkeyPatch, excepted: str, url: str, is_excepted: bool
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", PROXY)
@@ -68,7 +68,7 @@ def test_what_no_proxy_names_is_reached_without_one(
 @pytest.mark.parametrize(
     "value", ["foo://x:1", "http://[::1", "http://x:port", "socks5://user:pw@x:1"]
 )
-def test_a_proxy_that_cannot_be_one_is_named_by_its_variable(
+def test_an_invalid_proxy_is_reported_by_its_variable(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -77,7 +77,7 @@ def test_a_proxy_that_cannot_be_one_is_named_by_its_variable(
     assert "pw" not in str(refused.value)
 
 
-def test_a_dead_proxy_is_named_where_a_server_cannot_be_reached(
+def test_an_unreachable_proxy_is_named_in_the_connection_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://user:pw@127.0.0.1:9")
@@ -93,7 +93,7 @@ def test_a_dead_proxy_is_named_where_a_server_cannot_be_reached(
 
 
 @pytest.mark.parametrize("name", CERTIFICATES)
-def test_a_file_of_certificates_that_is_not_there_is_named(
+def test_a_missing_certificate_file_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     monkeypatch.setenv(name, str(tmp_path / "gone.pem"))
@@ -101,7 +101,7 @@ def test_a_file_of_certificates_that_is_not_there_is_named(
         ServiceClient("http://train.example", "k")
 
 
-def test_a_file_that_holds_no_certificates_is_named(
+def test_a_file_without_certificates_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "no.pem").write_text("hello")

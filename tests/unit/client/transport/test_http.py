@@ -1,4 +1,4 @@
-""""""
+"""HTTP transport: retries, errors, compression, trace spans, and connection pools."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def as_it_is(response: httpx.Response) -> httpx.Response:
 
 
 class Naps:
-    """A sleep that only remembers."""
+    """Sleep that only records its durations."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -96,7 +96,7 @@ def test_every_call_carries_the_key_under_the_prefix_of_the_base_url() -> None:
         httpx.ReadTimeout("slow"),
     ],
 )
-def test_a_transient_trouble_is_tried_again(trouble: Answer) -> None:
+def test_a_transient_error_is_retried(trouble: Answer) -> None:
     api, naps = api_answering(trouble, trouble), Naps()
     assert post(api, naps).status_code == 200
     assert len(api.calls) == 3
@@ -116,7 +116,7 @@ def test_a_transient_trouble_is_tried_again(trouble: Answer) -> None:
         (422, UnprocessableEntityError),
     ],
 )
-def test_a_refusal_is_never_tried_again(status: int, error_class: type[APIError]) -> None:
+def test_a_permanent_refusal_is_not_retried(status: int, error_class: type[APIError]) -> None:
     api, naps = api_answering(refusal(status, "because")), Naps()
     with pytest.raises(error_class, match=f"{status}: because"):
         post(api, naps)
@@ -124,14 +124,14 @@ def test_a_refusal_is_never_tried_again(status: int, error_class: type[APIError]
     assert naps.seconds == []
 
 
-def test_the_server_says_how_long_to_wait() -> None:
+def test_the_client_waits_as_long_as_the_server_states() -> None:
     naps = Naps()
     post(api_answering(refusal(429, "full", **{"Retry-After": "3"})), naps)
     assert naps.seconds == [3.0]
 
 
 @pytest.mark.parametrize("header", ["-1", "600", "soon", "nan", "Wed, 21 Oct 2026 07:28:00 GMT"])
-def test_an_unreasonable_wait_is_not_obeyed(header: str) -> None:
+def test_an_unreasonable_retry_after_is_ignored(header: str) -> None:
     naps = Naps()
     post(api_answering(refusal(429, "full", **{"Retry-After": header})), naps)
     assert naps.seconds[0] <= 0.5
@@ -146,7 +146,7 @@ def test_an_unreasonable_wait_is_not_obeyed(header: str) -> None:
         (httpx.ReadTimeout("slow"), APITimeoutError),
     ],
 )
-def test_after_its_time_the_last_trouble_is_the_error(
+def test_after_the_time_limit_the_last_error_is_raised(
     trouble: Answer, error_class: type[APIError]
 ) -> None:
     with pytest.raises(error_class):
@@ -159,7 +159,7 @@ def test_an_answer_of_another_shape_is_an_error() -> None:
         read(response, GetServerCapabilitiesResponse)
 
 
-def test_a_refusal_without_json_says_what_it_can() -> None:
+def test_a_refusal_without_json_shows_its_status() -> None:
     with pytest.raises(APIStatusError, match="404: Not Found") as caught:
         post(api_answering(httpx.Response(404)), Naps())
     assert caught.value.status_code == 404
@@ -168,13 +168,13 @@ def test_a_refusal_without_json_says_what_it_can() -> None:
 PAGE = "<html>Welcome to nginx</html>"
 
 
-def test_a_web_page_is_not_taken_for_an_answer() -> None:
+def test_a_web_page_is_not_accepted_as_an_answer() -> None:
     response = httpx.Response(200, html=PAGE, request=httpx.Request("GET", "http://server:1/x"))
     with pytest.raises(ForeignAnswer, match="http://server:1 is no cotrain server"):
         understood(response, reader(GetServerCapabilitiesResponse))
 
 
-def test_an_address_that_has_moved_says_where_to() -> None:
+def test_a_redirect_is_an_error_with_the_new_address() -> None:
     moved = httpx.Response(
         308, headers={"Location": "https://new/"}, request=httpx.Request("GET", "http://old/x")
     )
@@ -185,13 +185,13 @@ def test_an_address_that_has_moved_says_where_to() -> None:
 @pytest.mark.parametrize(
     ("status", "says"), [(404, "404: Not Found; a web page came back, so http://server is no")]
 )
-def test_a_refusal_that_is_a_web_page_asks_for_the_right_address(status: int, says: str) -> None:
+def test_a_refusal_that_is_a_web_page_names_the_address_to_check(status: int, says: str) -> None:
     with pytest.raises(APIStatusError, match=says) as caught:
         post(api_answering(httpx.Response(status, html=PAGE)), Naps())
     assert "nginx" not in str(caught.value)
 
 
-def test_the_page_of_a_proxy_whose_server_restarts_is_waited_out() -> None:
+def test_a_proxy_page_during_a_restart_is_retried() -> None:
     api, naps = api_answering(httpx.Response(502, html=PAGE)), Naps()
     assert post(api, naps).status_code == 200
     with pytest.raises(InternalServerError, match=r"^502: Bad Gateway$"):
@@ -199,7 +199,7 @@ def test_the_page_of_a_proxy_whose_server_restarts_is_waited_out() -> None:
 
 
 def send_pass(*, compresses: bool, tokens: int = 4_000) -> httpx.Request:
-    """Send a pass of so many tokens; returns what the server was sent."""
+    """Send a pass of `tokens` tokens. Return the request that the server received."""
     datum = Datum(model_input=ModelInput.from_ints([7] * tokens), loss_fn_inputs={})
     message = encode_pass_request("m", 1, [datum], "x", None, forward_only=True)
     api = FakeApi(answers={"forward_backward": [httpx.Response(200, json={})]})
@@ -216,7 +216,7 @@ def send_pass(*, compresses: bool, tokens: int = 4_000) -> httpx.Request:
     return api.calls[0]
 
 
-def test_a_pass_is_compressed_where_the_server_asks_for_it() -> None:
+def test_a_pass_is_compressed_if_the_server_requests_it() -> None:
     plain, zipped = send_pass(compresses=False), send_pass(compresses=True)
     assert "Content-Encoding" not in plain.headers
     assert zipped.headers["Content-Encoding"] == "zstd"
@@ -224,16 +224,16 @@ def test_a_pass_is_compressed_where_the_server_asks_for_it() -> None:
     assert 10 * len(zipped.content) < len(plain.content)
 
 
-def test_a_large_pass_is_written_as_a_small_one_is() -> None:
+def test_a_large_pass_is_encoded_like_a_small_one() -> None:
     plain, zipped = (send_pass(compresses=zips, tokens=100_000) for zips in (False, True))
     assert zstandard.ZstdDecompressor().decompress(zipped.content) == plain.content
 
 
-def test_what_is_small_already_is_not_compressed() -> None:
+def test_a_small_request_is_not_compressed() -> None:
     assert "Content-Encoding" not in send_pass(compresses=True, tokens=4).headers
 
 
-def test_a_pass_is_written_once_however_often_it_is_sent() -> None:
+def test_a_pass_is_encoded_once_for_all_attempts() -> None:
     api = FakeApi(answers={"forward_backward": [refusal(503), refusal(503)]})
     message = encode_pass_request("m", 1, [], "x", None, forward_only=True)
 
@@ -249,7 +249,7 @@ def test_a_pass_is_written_once_however_often_it_is_sent() -> None:
     assert len({call.content for call in api.calls}) == 1
 
 
-def test_who_knows_better_when_to_ask_again_hears_of_a_busy_server_at_once() -> None:
+def test_a_caller_with_its_own_retries_gets_a_busy_error_at_once() -> None:
     api, naps = FakeApi(answers={"get_info": [refusal(503), refusal(429)]}), Naps()
 
     async def once() -> None:
@@ -264,12 +264,12 @@ def test_who_knows_better_when_to_ask_again_hears_of_a_busy_server_at_once() -> 
     assert len(naps.seconds) == 1
 
 
-def test_a_wrong_key_is_named_as_what_to_look_at() -> None:
+def test_a_wrong_key_is_named_in_the_error() -> None:
     with pytest.raises(AuthenticationError, match=r"^401: Authentication failed; is the key right"):
         post(api_answering(refusal(401, "Authentication failed.")), Naps())
 
 
-def test_a_refusal_says_which_request_it_was() -> None:
+def test_a_refusal_names_its_request() -> None:
     with pytest.raises(NotFoundError) as found:
         post(api_answering(refusal(404, **{"X-Request-Id": "3f2a"})), Naps())
     assert found.value.request_id == "3f2a"
@@ -279,7 +279,7 @@ def test_a_refusal_says_which_request_it_was() -> None:
     assert found.value.request_id == ""
 
 
-def test_the_callers_span_is_sent_along_where_there_is_one() -> None:
+def test_the_span_of_the_caller_is_sent() -> None:
     api = api_answering(httpx.Response(200, json={}))
     post(api, Naps())
     context = SpanContext(0xAB, 0xCD, is_remote=False, trace_flags=TraceFlags(1))
@@ -289,7 +289,7 @@ def test_the_callers_span_is_sent_along_where_there_is_one() -> None:
     assert sent == [None, f"00-{0xAB:032x}-{0xCD:016x}-01"]
 
 
-def test_a_span_of_the_callers_thread_is_that_of_what_the_clients_thread_sends() -> None:
+def test_the_span_of_the_calling_thread_is_sent_by_the_client_thread() -> None:
     api = api_answering()
     loop = BackgroundLoop("test")
     transport = Transport("http://server/prefix/", "tml-key", network=api.network)
@@ -301,7 +301,7 @@ def test_a_span_of_the_callers_thread_is_that_of_what_the_clients_thread_sends()
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_foreign_answer_is_asked_again_once_the_server_is_known(kind: str) -> None:
+def test_a_foreign_answer_is_retried_once_the_server_is_known(kind: str) -> None:
     swapped = FOREIGN[kind]
     foreign = httpx.Response(swapped.status, content=swapped.content, headers=swapped.headers)
     api, naps = FakeApi(answers={"optim_step": [foreign]}), Naps()
@@ -323,7 +323,7 @@ def test_a_foreign_answer_is_asked_again_once_the_server_is_known(kind: str) -> 
 
 
 class Server:
-    """Answers when a test says so, and knows which pool each request came through."""
+    """Server that answers when a test allows it, and counts the requests of each pool."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -345,7 +345,7 @@ class Server:
 
 
 async def send(pools: ConnectionPools, server: Server, count: int) -> None:
-    """Send so many requests at once, and have them answered when all have come."""
+    """Send `count` requests concurrently. Let the server answer once all have arrived."""
     server.may_answer.clear()
     came = server.through.total() + count
     request = pools.first.build_request("GET", "/")
@@ -355,7 +355,7 @@ async def send(pools: ConnectionPools, server: Server, count: int) -> None:
     await asyncio.gather(*sent)
 
 
-async def test_no_pool_holds_more_than_is_cheap() -> None:
+async def test_a_pool_holds_a_limited_number_of_connections() -> None:
     server = Server()
     pools = ConnectionPools(server.pool)
     await send(pools, server, 2 * AT_ONCE + 1)
@@ -363,7 +363,7 @@ async def test_no_pool_holds_more_than_is_cheap() -> None:
     await pools.close()
 
 
-async def test_few_requests_need_one_pool_however_many_came_before() -> None:
+async def test_few_requests_use_one_pool_after_many_earlier_ones() -> None:
     server = Server()
     pools = ConnectionPools(server.pool)
     await send(pools, server, 3 * AT_ONCE)
@@ -375,7 +375,7 @@ async def test_few_requests_need_one_pool_however_many_came_before() -> None:
     await pools.close()
 
 
-async def test_more_than_all_pools_are_meant_for_is_shared_evenly(
+async def test_requests_beyond_the_limit_of_all_pools_are_spread_evenly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "POOLS", 2)

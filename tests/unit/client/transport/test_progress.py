@@ -1,4 +1,4 @@
-"""The line that is there while a caller waits for long, and nowhere else."""
+"""Progress line of a client: shown only during long waits on a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP = "optim_step 4 of run r, still running"
 
 
 class Stream(io.StringIO):
-    """Stderr, a terminal or not."""
+    """Stderr that may be a terminal."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Stream(io.StringIO):
         return self._is_terminal
 
     def shown(self) -> str:
-        """Give what stands on the line now, as a terminal draws it."""
+        """Return the text of the line as a terminal displays it."""
         cells: list[str] = []
         at = 0
         for character in self.getvalue():
@@ -44,7 +44,7 @@ class Stream(io.StringIO):
 
 
 def write_to(stream: Stream | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put it in place of stderr for this module alone: pytest puts its own back between phases."""
+    """Replace stderr for this module alone, because pytest restores its own between phases."""
     monkeypatch.setattr(module, "sys", SimpleNamespace(stderr=stream))
 
 
@@ -64,25 +64,25 @@ def waits(*since: float) -> list[Wait]:
     return [Wait(each, lambda: STEP) for each in since]
 
 
-def test_a_short_wait_is_not_worth_a_line() -> None:
+def test_a_short_wait_shows_no_line() -> None:
     assert line([], None, 100.0) is None
     assert line(waits(90.5, 99.0), ServerMessage("busy", 200.0), 100.0) is None
 
 
-def test_a_long_wait_says_what_for_how_long_and_why() -> None:
+def test_a_long_wait_shows_its_subject_duration_and_reason() -> None:
     assert line(waits(77.0), None, 100.0) == f"waiting 23 s for {STEP}"
     text = line(waits(10.0, 20.0, 99.5), ServerMessage("429: full", 101.0), 100.0)
     assert text == f"waiting 1 min 30 s for {STEP} and 2 more · 429: full"
     assert line(waits(77.0), ServerMessage("long ago", 99.0), 100.0) == f"waiting 23 s for {STEP}"
 
 
-def test_a_word_of_the_server_draws_nothing_else() -> None:
+def test_control_characters_of_the_server_are_not_drawn() -> None:
     text = line(waits(0.0), ServerMessage("a\x1b[2Jb\n", 101.0), 100.0)
     assert text is not None
     assert text.isprintable()
 
 
-async def test_it_is_drawn_on_a_terminal_and_cleared(terminal: Stream) -> None:
+async def test_the_line_is_drawn_on_a_terminal_and_cleared(terminal: Stream) -> None:
     progress = Progress()
     with progress.waiting(lambda: STEP):
         await until(lambda: STEP in terminal.shown())
@@ -98,7 +98,7 @@ async def test_it_is_drawn_on_a_terminal_and_cleared(terminal: Stream) -> None:
     assert "\n" not in terminal.getvalue()
 
 
-async def test_it_is_no_longer_than_the_terminal_is_wide(terminal: Stream) -> None:
+async def test_the_line_is_at_most_as_wide_as_the_terminal(terminal: Stream) -> None:
     progress = Progress()
     with progress.waiting(lambda: "x" * 200):
         await until(lambda: terminal.shown() != "")
@@ -109,7 +109,7 @@ async def test_it_is_no_longer_than_the_terminal_is_wide(terminal: Stream) -> No
     ("variable", "value"),
     [("COTRAIN_PROGRESS", "0"), ("COTRAIN_PROGRESS", "off"), ("TERM", "dumb")],
 )
-def test_it_can_be_turned_off(
+def test_the_line_can_be_turned_off(
     terminal: Stream, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -120,14 +120,14 @@ def test_it_can_be_turned_off(
     assert progress._thread is None
 
 
-async def test_a_log_gets_no_line_but_a_word_a_minute_for_who_asks(
+async def test_a_log_gets_one_record_per_minute_on_request_instead_of_a_line(
     terminal: Stream, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     piped = Stream(is_terminal=False)
     write_to(piped, monkeypatch)
     progress = Progress()
     with progress.waiting(lambda: STEP):
-        assert progress._thread is None  # so far no output wants it
+        assert progress._thread is None  # no output needs it yet
     caplog.set_level(logging.INFO, "cotrain")
     with progress.waiting(lambda: STEP):
         await until(lambda: bool(caplog.messages))
@@ -136,7 +136,7 @@ async def test_a_log_gets_no_line_but_a_word_a_minute_for_who_asks(
     assert piped.getvalue() == terminal.getvalue() == ""
 
 
-def test_a_closed_stderr_is_no_trouble(terminal: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_stderr_is_tolerated(terminal: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[Any] = [None, Stream(is_terminal=True)]
     closed[1].close()
     for stream in closed:
@@ -148,7 +148,7 @@ def test_a_closed_stderr_is_no_trouble(terminal: Stream, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is nothing to fork here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-async def test_a_forked_process_draws_by_itself(terminal: Stream) -> None:
+async def test_a_forked_process_draws_its_own_line(terminal: Stream) -> None:
     progress = Progress()
     with progress.waiting(lambda: STEP):
         await until(lambda: STEP in terminal.shown())

@@ -20,7 +20,7 @@ REFUSED = APIConnectionError("cannot reach http://server:8000: refused")
 
 
 class Time:
-    """A clock that moves only in sleeps."""
+    """Clock that advances only in sleeps."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
@@ -51,7 +51,7 @@ async def until_enough(patience: Patience, error: APIError) -> APIError:
             return enough
 
 
-async def test_a_server_that_never_answered_is_given_up_soon_and_named(time: Time) -> None:
+async def test_a_server_that_never_answered_is_soon_an_error_that_names_it(time: Time) -> None:
     began = time.now
     enough = await until_enough(patience_with(time, Contact(URL)), REFUSED)
     assert 30 < time.now - began < 45
@@ -60,7 +60,7 @@ async def test_a_server_that_never_answered_is_given_up_soon_and_named(time: Tim
     assert enough.__cause__ is REFUSED
 
 
-async def test_a_server_that_did_answer_is_given_minutes(time: Time) -> None:
+async def test_a_server_that_answered_before_is_retried_for_minutes(time: Time) -> None:
     contact = Contact(URL)
     contact.answered()
     began = time.now
@@ -71,12 +71,12 @@ async def test_a_server_that_did_answer_is_given_minutes(time: Time) -> None:
     assert "times in 30" in str(enough)
 
 
-async def test_the_last_refusal_is_the_error_as_it_is(time: Time) -> None:
+async def test_the_last_refusal_is_raised_unchanged(time: Time) -> None:
     busy = RateLimitError("full", 429, None)
     assert await until_enough(patience_with(time, Contact(URL)), busy) is busy
 
 
-async def test_a_word_of_the_server_renews_it(time: Time) -> None:
+async def test_an_answer_of_the_server_restarts_the_time_limit(time: Time) -> None:
     patience = patience_with(time, Contact(URL))
     for _ in range(20):
         await patience.wait_out(REFUSED)
@@ -87,7 +87,7 @@ async def test_a_word_of_the_server_renews_it(time: Time) -> None:
 
 
 @pytest.mark.parametrize("calls", [1, 5])
-async def test_an_outage_is_warned_of_once_and_its_end_is_noted(
+async def test_an_outage_is_logged_once_and_so_is_its_end(
     time: Time, caplog: pytest.LogCaptureFixture, calls: int
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -104,7 +104,7 @@ async def test_an_outage_is_warned_of_once_and_its_end_is_noted(
     assert caplog.messages[1].startswith(f"{URL} answers again, after ")
 
 
-async def test_a_short_silence_is_no_news(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_short_outage_is_not_logged(time: Time, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     contact = Contact(URL)
     await patience_with(time, contact).wait_out(REFUSED)
@@ -119,32 +119,32 @@ def test_delays_double_up_to_the_longest() -> None:
     assert policy.delay_s(10_000, REFUSED, jitter=1.0) == 7.5
 
 
-# ---- a word while waiting -------------------------------------------------------------------------
+# ---- Log messages during a wait -------------------------------------------------------------------
 
 FULL = "512 requests wait: ops of COTRAIN_QUOTAS is 512."
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_the_reason_of_a_long_wait_is_logged_once_by_all_calls_together(
+async def test_the_reason_of_a_long_wait_is_logged_once_for_all_calls(
     time: Time, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     contact = Contact(URL)
     waiting = [patience_with(time, contact) for _ in range(5)]
     while time.now < waiting[0]._since + 4 * WARN_AFTER_S:
-        for number, patience in enumerate(waiting):  # each is refused with numbers of its own
+        for number, patience in enumerate(waiting):  # each is refused with its own numbers
             await patience.wait_out(status_error(status, f"{number}: {FULL}", None))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert FULL in caplog.messages[0]
 
 
-async def test_a_short_refusal_is_no_news(time: Time, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_short_refusal_is_not_logged(time: Time, caplog: pytest.LogCaptureFixture) -> None:
     patience = patience_with(time, Contact(URL))
     while time.now < patience._since + WARN_AFTER_S - 3:
         await patience.wait_out(status_error(429, FULL, None, retry_after_s=1.0))
     assert not caplog.records
 
 
-async def test_a_wait_that_lasts_is_logged_again_after_a_while(
+async def test_a_long_wait_is_logged_again_after_a_while(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     contact = Contact(URL)
@@ -159,7 +159,7 @@ def pending(reason: str | None) -> APIStatusError:
     return status_error(408, "not yet", state)
 
 
-async def test_a_position_in_a_queue_that_moves_is_no_warning(
+async def test_a_changing_queue_position_is_no_warning(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     patience = patience_with(time, Contact(URL))
@@ -180,7 +180,7 @@ async def test_a_reason_whose_numbers_change_is_logged_once(
     assert len(caplog.messages) == 1
 
 
-async def test_why_a_result_is_not_there_yet_is_logged_once(
+async def test_the_reason_of_a_pending_result_is_logged_once(
     time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     patience = patience_with(time, Contact(URL))

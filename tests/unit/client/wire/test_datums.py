@@ -29,7 +29,7 @@ def test_a_list_of_whole_weights_is_float32() -> None:
     assert datum.loss_fn_inputs["weights"].dtype == "float32"
 
 
-def test_chunks_join_in_order() -> None:
+def test_chunks_are_joined_in_order() -> None:
     chunks = [{"type": "encoded_text", "tokens": [1, 2]}, {"type": "encoded_text", "tokens": [3]}]
     joined = ModelInput.model_validate({"chunks": chunks})
     assert joined.to_ints() == [1, 2, 3]
@@ -37,7 +37,7 @@ def test_chunks_join_in_order() -> None:
 
 
 @pytest.mark.parametrize("kind", ["image", "image_asset_pointer", "dmel"])
-def test_what_is_not_text_is_refused_by_name_and_not_dropped(kind: str) -> None:
+def test_a_chunk_that_is_not_text_is_refused_and_not_dropped(kind: str) -> None:
     image = ModelInput.model_validate({"chunks": [{"type": kind, "data": "AAAA", "format": "png"}]})
     with pytest.raises(UnsupportedInput, match=kind):
         image.to_ints()
@@ -46,6 +46,6 @@ def test_what_is_not_text_is_refused_by_name_and_not_dropped(kind: str) -> None:
 
 
 @pytest.mark.parametrize("token", [2**31, -(2**31) - 1, True, 1.5, "7", None])
-def test_a_token_that_the_wire_cannot_carry_is_refused(token: object) -> None:
+def test_a_token_out_of_the_range_of_the_wire_is_refused(token: object) -> None:
     with pytest.raises(ValueError, match="tokens"):
         ModelInput.model_validate({"chunks": [{"type": "encoded_text", "tokens": [token]}]})

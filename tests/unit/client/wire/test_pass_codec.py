@@ -1,4 +1,4 @@
-"""The codec against the official SDK's own encoder and decoder."""
+"""Pass codec compared with the official SDK's encoder and decoder."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def test_a_sparse_tensor_encodes_as_the_official_sdk_encodes_it() -> None:
     assert _bytes(our_message) == _bytes(their_message)
 
 
-def test_what_is_no_datum_is_named() -> None:
+def test_input_that_is_not_a_datum_is_named() -> None:
     datum = ours.Datum(model_input=ours.ModelInput.from_ints([1]))
     with pytest.raises(UnsupportedInput, match=r"data\[1\] is a dict, not a Datum"):
-        encode_datums([datum, {"model_input": 1}])  # type: ignore[list-item]  # what is refused
+        encode_datums([datum, {"model_input": 1}])  # type: ignore[list-item]  # deliberately wrong
     with pytest.raises(UnsupportedInput, match="data is one Datum; give a list of them"):
-        encode_datums(datum)  # type: ignore[arg-type]  # what is refused
+        encode_datums(datum)  # type: ignore[arg-type]  # deliberately wrong
 
 
 def test_a_datum_that_is_not_text_is_named() -> None:
@@ -143,7 +143,7 @@ def test_narrow_elements_widen_as_the_official_sdk_widens_them(
     )
 
 
-def test_a_result_rewritten_as_json_is_what_the_older_sdk_reads() -> None:
+def test_a_result_as_json_is_readable_by_the_older_sdk() -> None:
     message = wire.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord", metrics={"loss:sum": 1.0}
     )
@@ -155,7 +155,7 @@ def test_a_result_rewritten_as_json_is_what_the_older_sdk_reads() -> None:
     }
 
 
-def test_bytes_that_are_no_message_are_refused() -> None:
+def test_bytes_that_are_not_a_message_are_refused() -> None:
     with pytest.raises(MalformedMessage):
         decode_pass_output(b"\xff\xff\xff")
 
@@ -171,7 +171,9 @@ def test_bytes_that_are_no_message_are_refused() -> None:
         ({"offsets": b"123"}, "whole number of elements"),
     ],
 )
-def test_a_result_that_is_cut_wrongly_is_refused(changes: dict[str, Any], why: str) -> None:
+def test_a_result_with_inconsistent_record_sizes_is_refused(
+    changes: dict[str, Any], why: str
+) -> None:
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     _add_record(message, [np.array([1, 2], dtype=np.float32)])
     for name, value in changes.items():

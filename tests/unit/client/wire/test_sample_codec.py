@@ -1,4 +1,4 @@
-"""The results of sampling, against the official SDK's own decoder."""
+"""Results of sampling, compared with the official SDK's own decoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ scores = st.lists(st.floats(-100, 0, width=32), min_size=1, max_size=5)
 
 
 def topk(rows: int, k: int, empty: int = 0) -> wire.TopkLogprobs:
-    """Make matrices of which the first `empty` rows are filled with nothing."""
+    """Return matrices whose first `empty` rows are empty."""
     ids = np.arange(1, rows * k + 1, dtype=np.int32).reshape(rows, k)
     logprobs = -ids.astype(np.float32)
     ids[:empty], logprobs[:empty] = 0, -99999.0
@@ -61,7 +61,7 @@ def test_a_result_decodes_as_the_official_sdk_decodes_it(
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
-def test_scores_of_other_tokens_decode_as_the_official_sdk_decodes_them(is_sparse: bool) -> None:
+def test_topk_scores_decode_as_the_official_sdk_decodes_them(is_sparse: bool) -> None:
     tensor = wire.Tensor(dtype=wire.DTYPE_FLOAT32, shape=[2, 2])
     if is_sparse:
         tensor.sparse_csr.values = np.array([-1.5], dtype=np.float32).tobytes()
@@ -78,13 +78,13 @@ def test_scores_of_other_tokens_decode_as_the_official_sdk_decodes_them(is_spars
     assert ours.is_sparse == is_sparse
 
 
-def test_an_empty_sequence_has_logprobs_of_no_length() -> None:
+def test_an_empty_sequence_has_logprobs_of_length_0() -> None:
     message = wire.SampleResponse(sequences=[sequence([])])
     (decoded,) = decode_sample_response(message.SerializeToString()).sequences
     assert (decoded.tokens, decoded.logprobs) == ([], [])
 
 
-def test_a_result_rewritten_as_json_is_what_the_older_sdk_reads() -> None:
+def test_a_result_as_json_is_readable_by_the_older_sdk() -> None:
     message = wire.SampleResponse(
         sequences=[sequence([-0.5], stop_reason=wire.STOP_REASON_LENGTH)],
         prompt_logprobs=np.array([np.nan, -1], dtype=np.float32).tobytes(),
@@ -114,7 +114,7 @@ def test_a_result_rewritten_as_json_is_what_the_older_sdk_reads() -> None:
         ),
     ],
 )
-def test_bytes_that_are_no_result_are_refused(payload: Any, why: str) -> None:
+def test_bytes_that_are_not_a_result_are_refused(payload: Any, why: str) -> None:
     bytes_ = payload if isinstance(payload, bytes) else payload.SerializeToString()
     with pytest.raises(MalformedMessage, match=why):
         decode_sample_response(bytes_)

@@ -13,25 +13,25 @@ from cotrain.wire.tensors import TensorData
 @given(
     arrays.arrays(np.float32, arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4))
 )
-def test_a_numpy_array_survives_the_round_trip(array: np.ndarray) -> None:
+def test_a_numpy_array_is_unchanged_by_a_round_trip(array: np.ndarray) -> None:
     returned = TensorData.from_numpy(array).to_numpy()
     assert returned.dtype == np.float32
     np.testing.assert_array_equal(returned, array)
 
 
 @given(arrays.arrays(np.int64, (3, 2)))
-def test_whole_numbers_stay_whole(array: np.ndarray) -> None:
+def test_integers_stay_integers(array: np.ndarray) -> None:
     tensor = TensorData.from_numpy(array)
     assert tensor.dtype == "int64"
     np.testing.assert_array_equal(tensor.to_numpy(), array)
 
 
-# torch says so once in a process, for the first one made.
+# torch warns of it once per process, for the first matrix.
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @given(
     st.lists(st.lists(st.sampled_from([0.0, 0.0, 1.5, -2.0]), min_size=5, max_size=5), min_size=1)
 )
-def test_a_csr_matrix_fills_up_to_what_torch_made_it_from(rows: list[list[float]]) -> None:
+def test_a_csr_matrix_becomes_the_dense_one_it_was_made_from(rows: list[list[float]]) -> None:
     sparse = torch.tensor(rows).to_sparse_csr()
     tensor = TensorData(
         data=sparse.values().tolist(),
@@ -44,7 +44,7 @@ def test_a_csr_matrix_fills_up_to_what_torch_made_it_from(rows: list[list[float]
     assert tensor.to_torch().equal(torch.tensor(rows))
 
 
-def test_an_array_of_bfloat16_widens_to_float32() -> None:
+def test_a_bfloat16_array_becomes_float32() -> None:
     tensor = TensorData.from_torch(torch.tensor([0.5, -1.0], dtype=torch.bfloat16))
     assert (tensor.dtype, tensor.data) == ("float32", [0.5, -1.0])
 
@@ -72,7 +72,7 @@ def test_nested_lists_must_be_rectangular() -> None:
         ({"data": [1], "dtype": "bfloat16"}, "dtype"),
     ],
 )
-def test_what_is_not_an_array_is_refused(fields: dict[str, object], why: str) -> None:
+def test_an_invalid_array_is_refused(fields: dict[str, object], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         TensorData.model_validate(fields)
 
@@ -88,7 +88,7 @@ def test_what_is_not_an_array_is_refused(fields: dict[str, object], why: str) ->
         ([0, 1], [], [1, 2], "column"),
     ],
 )
-def test_what_is_not_a_csr_matrix_is_refused(
+def test_an_invalid_csr_matrix_is_refused(
     crow: list[int], col: list[int], shape: list[int] | None, why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):

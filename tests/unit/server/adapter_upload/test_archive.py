@@ -35,7 +35,7 @@ def test_both_files_are_read_from_archives_of_every_kind(
 
 
 @pytest.mark.parametrize("archived", PACKERS.values(), ids=PACKERS)
-def test_a_folder_around_them_and_what_tools_add_are_skipped(
+def test_a_surrounding_folder_and_files_of_tools_are_skipped(
     archived: Callable[[dict[str, bytes]], bytes],
 ) -> None:
     extra = {"my-adapter/README.md": b"# mine", "my-adapter/checkpoint_complete": b""}
@@ -44,13 +44,13 @@ def test_a_folder_around_them_and_what_tools_add_are_skipped(
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
-def test_extended_headers_and_folders_of_ordinary_tools_are_no_obstacle(form: int) -> None:
+def test_extended_headers_and_folders_of_usual_tools_are_accepted(form: int) -> None:
     folder = tarfile.TarInfo("./")
     folder.type = tarfile.DIRTYPE
     members = [(folder, b"")]
     for name, content in GOOD.items():
         info = tarfile.TarInfo(f"./{name}")
-        info.mtime = 1.5  # not a whole number: an extended header, where there are such
+        info.mtime = 1.5  # not an integer: an extended header, if the format has them
         members.append((info, content))
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=form) as archive:
@@ -61,7 +61,7 @@ def test_extended_headers_and_folders_of_ordinary_tools_are_no_obstacle(form: in
 
 
 @pytest.mark.parametrize("archive", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_member_is_refused(archive: bytes) -> None:
+def test_a_malicious_member_is_refused(archive: bytes) -> None:
     with pytest.raises(Invalid, match=FORBIDDEN):
         unpacked(archive)
 
@@ -76,7 +76,7 @@ def test_a_hostile_member_is_refused(archive: bytes) -> None:
         "adapter_model.safetensors.index.json",
     ],
 )
-def test_weights_in_another_form_are_refused_without_the_safetensors(name: str) -> None:
+def test_another_weight_format_without_safetensors_is_refused(name: str) -> None:
     pickled = b"\x80\x04cposix\nsystem\n"
     with pytest.raises(Invalid, match=r"Only safetensors checkpoints are accepted\."):
         unpacked(tar({f"mine/{name}": pickled, CONFIG: GOOD[CONFIG]}))
@@ -84,7 +84,7 @@ def test_weights_in_another_form_are_refused_without_the_safetensors(name: str) 
 
 
 @pytest.mark.parametrize("archived", PACKERS.values(), ids=PACKERS)
-def test_the_checkpoint_of_a_trainer_is_taken_and_its_other_files_are_skipped(
+def test_a_checkpoint_of_a_trainer_is_read_without_its_other_files(
     archived: Callable[[dict[str, bytes]], bytes],
 ) -> None:
     others = [
@@ -117,25 +117,25 @@ def test_too_many_members_are_refused() -> None:
         unpacked(tar(many), limit=2**20)
 
 
-def test_a_file_that_is_there_twice_is_refused() -> None:
+def test_a_duplicate_file_is_refused() -> None:
     with pytest.raises(Invalid, match="twice"):
         unpacked(tar({**GOOD, f"again/{CONFIG}": b"{}"}))
 
 
 @pytest.mark.parametrize("missing", [CONFIG, TENSORS])
-def test_a_file_that_is_missing_is_named(missing: str) -> None:
+def test_a_missing_file_is_named(missing: str) -> None:
     rest = {name: content for name, content in GOOD.items() if name != missing}
     with pytest.raises(Invalid, match=f"The archive has no {missing}"):
         unpacked(tar(rest))
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
-def test_a_bomb_is_refused_by_what_comes_out_of_it(bomb: bytes) -> None:
+def test_a_bomb_is_refused_by_its_decompressed_size(bomb: bytes) -> None:
     with pytest.raises(BodyTooLarge):
         unpacked(bomb)
 
 
-def test_headers_that_never_end_are_refused() -> None:
+def test_endless_headers_are_refused() -> None:
     info = tarfile.TarInfo("x")
     info.type, info.size = tarfile.XHDTYPE, 512
     block = info.tobuf() + bytes(512)
@@ -147,7 +147,7 @@ def test_headers_that_never_end_are_refused() -> None:
 
 
 class Counted(io.BytesIO):
-    """A file that counts how often it is read."""
+    """File that counts its reads."""
 
     reads = 0
 
@@ -157,7 +157,7 @@ class Counted(io.BytesIO):
         return super().read(size)
 
 
-def test_a_gzip_with_a_name_without_end_is_read_in_large_chunks() -> None:
+def test_a_gzip_with_an_endless_name_is_read_in_large_chunks() -> None:
     size = 2**20
     archive = Counted(b"\x1f\x8b\x08\x08" + bytes(6) + b"x" * size)
     with pytest.raises(Unreadable):
@@ -165,7 +165,7 @@ def test_a_gzip_with_a_name_without_end_is_read_in_large_chunks() -> None:
     assert archive.reads <= size / (64 * 1024) + 4
 
 
-def test_a_gzip_may_have_members_and_not_any_number_of_them() -> None:
+def test_a_gzip_may_have_a_limited_number_of_members() -> None:
     whole = tar(GOOD)
     assert (
         unpacked(gzip.compress(whole[:700]) + gzip.compress(b"") + gzip.compress(whole[700:]))
@@ -176,7 +176,7 @@ def test_a_gzip_may_have_members_and_not_any_number_of_them() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 511, 2**20])
-def test_a_gzip_that_is_read_in_chunks_is_whole(size: int) -> None:
+def test_a_gzip_read_in_chunks_is_complete(size: int) -> None:
     content = os.urandom(1000) + bytes(200_000) + os.urandom(1000)
     stream = _Gunzip(io.BytesIO(gzip.compress(content[:5]) + gzip.compress(content[5:])))
     assert b"".join(iter(lambda: stream.read(size), b"")) == content
@@ -190,7 +190,7 @@ def test_a_truncated_archive_is_refused(archived: Callable[[dict[str, bytes]], b
             unpacked(whole[:length])
 
 
-def test_what_is_no_archive_is_refused() -> None:
+def test_content_that_is_not_an_archive_is_refused() -> None:
     for content in (
         b"",
         b"\0" * 4096,
@@ -208,7 +208,7 @@ def test_what_is_no_archive_is_refused() -> None:
     st.sampled_from(list(PACKERS)),
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8),
 )
-def test_a_damaged_archive_is_read_or_refused_and_never_anything_else(
+def test_a_damaged_archive_is_either_read_or_refused(
     kind: str, damage: list[tuple[int, int]]
 ) -> None:
     content = bytearray(PACKERS[kind](GOOD))

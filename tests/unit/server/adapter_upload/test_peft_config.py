@@ -21,7 +21,7 @@ def scales(content: bytes, tensors: bytes) -> dict[str, float]:
     return {each.name: each.scale for each in read_adapter(content, tensors, 0).modules}
 
 
-def test_an_adapter_becomes_a_run_of_its_rank_and_its_families() -> None:
+def test_an_adapter_becomes_a_run_with_its_rank_and_target_modules() -> None:
     adapter = read_adapter(config(), q_proj(), seed=7)
     (module,) = adapter.modules
     assert module.name == "model.layers.0.self_attn.q_proj"
@@ -56,11 +56,11 @@ def test_an_adapter_becomes_a_run_of_its_rank_and_its_families() -> None:
         ({"ensure_weight_tying": True}, 8 / 4),
     ],
 )
-def test_the_scale_is_what_peft_multiplies_by(changes: dict[str, Any], scale: float) -> None:
+def test_the_scale_is_that_of_peft(changes: dict[str, Any], scale: float) -> None:
     assert list(scales(config(**changes), q_proj()).values()) == [scale]
 
 
-def test_the_largest_rank_is_the_runs() -> None:
+def test_the_largest_rank_is_that_of_the_run() -> None:
     tensors = safetensors({**pair(f"{LAYER}.self_attn.q_proj", 2), **pair(f"{LAYER}.mlp.up_proj")})
     content = config(target_modules=["q_proj", "up_proj"], rank_pattern={"q_proj": 2})
     adapter = read_adapter(content, tensors, 0)
@@ -135,7 +135,7 @@ REFUSED_CONFIGS = {
 
 
 @pytest.mark.parametrize(("content", "key"), REFUSED_CONFIGS.values(), ids=REFUSED_CONFIGS)
-def test_what_is_not_plain_lora_is_refused_with_its_key(content: bytes, key: str) -> None:
+def test_a_setting_beyond_plain_lora_is_refused_by_its_key(content: bytes, key: str) -> None:
     with pytest.raises(Invalid, match=key):
         read_adapter(content, q_proj(), 0)
 
@@ -170,7 +170,7 @@ REFUSED_TENSORS = {
 
 
 @pytest.mark.parametrize(("shapes", "key"), REFUSED_TENSORS.values(), ids=REFUSED_TENSORS)
-def test_what_is_no_lora_matrix_is_refused_with_its_key(
+def test_a_tensor_that_is_not_a_lora_matrix_is_refused_by_its_key(
     shapes: dict[str, tuple[int, ...]], key: str
 ) -> None:
     with pytest.raises(Invalid, match=key):
@@ -178,15 +178,15 @@ def test_what_is_no_lora_matrix_is_refused_with_its_key(
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear", r".*\.self_attn\.[qk]_proj"])
-def test_where_target_modules_is_a_pattern_the_tensors_say_it(targets: str | None) -> None:
+def test_target_modules_given_as_a_pattern_are_read_from_the_tensors(targets: str | None) -> None:
     assert len(read_adapter(config(target_modules=targets), q_proj(), 0).modules) == 1
 
 
-def test_half_precision_is_read() -> None:
+def test_half_precision_is_accepted() -> None:
     assert read_adapter(config(), q_proj(dtype="F16"), 0).lora.rank == 4
 
 
-def test_the_embeddings_that_peft_saves_along_are_left_to_the_worker() -> None:
+def test_embeddings_saved_by_peft_are_left_to_the_worker() -> None:
     shapes = {
         **pair("base_model.model.lm_head"),
         "base_model.model.lm_head.base_layer.weight": (10, 6),
@@ -196,20 +196,20 @@ def test_the_embeddings_that_peft_saves_along_are_left_to_the_worker() -> None:
     assert [module.name for module in adapter.modules] == ["lm_head"]
 
 
-def test_tied_weights_are_refused_where_the_unembedding_is_adapted() -> None:
+def test_tied_weights_with_an_adapted_unembedding_are_refused() -> None:
     content = config(target_modules=["lm_head"], ensure_weight_tying=True)
     with pytest.raises(Invalid, match="ensure_weight_tying is not supported where lm_head"):
         read_adapter(content, safetensors(pair("base_model.model.lm_head")), 0)
 
 
-def test_a_file_that_is_no_safetensors_is_refused() -> None:
+def test_a_file_that_is_not_safetensors_is_refused() -> None:
     with pytest.raises(Invalid, match="not a safetensors file"):
         read_adapter(config(), b"PK\3\4 pickled", 0)
     with pytest.raises(Invalid, match="not readable JSON"):
         read_adapter(config(), raw_safetensors(b"{{"), 0)
 
 
-def test_patterns_are_looked_up_and_not_walked_for_every_module() -> None:
+def test_patterns_are_looked_up_without_a_scan_of_every_module() -> None:
     class Listed(dict[str, tuple[int, int]]):
         @override
         def __iter__(self) -> NoReturn:
@@ -220,7 +220,7 @@ def test_patterns_are_looked_up_and_not_walked_for_every_module() -> None:
     assert _first_match(Listed({"b.q_proj": (7, 2), "q_proj": (9, 3)}), "a.b.q_proj", 1) == 2
 
 
-def test_a_module_has_no_name_of_any_length() -> None:
+def test_the_name_of_a_module_has_a_limited_length() -> None:
     name = "base_model.model." + "a." * 1_000 + "q_proj.lora_A.weight"
     with pytest.raises(Invalid, match="cannot be imported"):
         read_adapter(config(), safetensors({name: [4, 6]}), seed=0)

@@ -1,4 +1,4 @@
-"""Who is asking."""
+"""API key of a request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cotrain_server.http.auth import shown_key
         ({}, ""),
     ],
 )
-def test_a_key_comes_in_its_own_header_or_as_a_bearer_token(
+def test_a_key_is_read_from_its_own_header_or_a_bearer_token(
     headers: dict[str, str], key: str
 ) -> None:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -1,6 +1,6 @@
-"""Connections that hold the server up, over a real socket.
+"""Connections that occupy the server, over a real socket.
 
-Whose request is read next.
+Order in which requests are read.
 """
 
 from __future__ import annotations
@@ -65,24 +65,24 @@ async def connected(
         reader, writer = await asyncio.open_connection(*address, limit=CHUNK_BYTES)
         yield reader, writer
         writer.close()
-        with suppress(ConnectionError):  # what was sent after the end is answered with a reset
+        with suppress(ConnectionError):  # a byte sent after the end is answered with a reset
             await writer.wait_closed()
 
 
 @pytest.mark.parametrize("sent", [b"", REQUEST[:-1], b"POST /"])
-async def test_a_head_that_does_not_come_to_its_end_ends_the_connection(sent: bytes) -> None:
+async def test_an_incomplete_head_ends_the_connection(sent: bytes) -> None:
     async with connected() as (reader, writer):
         writer.write(sent)
         assert await reader.read() == b""
 
 
-async def test_a_head_that_comes_byte_by_byte_has_no_more_time() -> None:
+async def test_a_head_sent_byte_by_byte_gets_no_more_time() -> None:
     async with connected() as (reader, writer):
         closed = asyncio.ensure_future(reader.read())
         while not closed.done():
             writer.write(b"G")
             await asyncio.wait([closed], timeout=TIMEOUT_S / 10)
-        # A byte that is sent after the end comes back as a reset, and the next finds a broken pipe.
+        # A byte sent after the end is answered with a reset, and the next one finds a broken pipe.
         assert isinstance(closed.exception(), ConnectionError) or closed.result() == b""
 
 
@@ -94,7 +94,7 @@ async def test_an_answer_may_take_longer_than_a_head() -> None:
 
 
 class Sending:
-    """An application that sends CHUNKS, and notes when it is through with a request."""
+    """Application that sends CHUNKS, and sets `is_over` at the end of a request."""
 
     def __init__(self) -> None:
         self.is_over = asyncio.Event()
@@ -110,9 +110,7 @@ class Sending:
             self.is_over.set()
 
 
-async def test_a_client_that_does_not_take_its_answer_is_disconnected_and_the_application_goes_on() -> (
-    None
-):
+async def test_a_client_that_does_not_read_its_answer_is_disconnected() -> None:
     app = Sending()
     async with connected(app, write_timeout_s=TIMEOUT_S) as (reader, writer):
         writer.write(REQUEST)
@@ -121,18 +119,18 @@ async def test_a_client_that_does_not_take_its_answer_is_disconnected_and_the_ap
             await reader.readexactly(CHUNK_BYTES * CHUNKS)
 
 
-async def test_a_client_that_takes_its_answer_slowly_gets_all_of_it() -> None:
+async def test_a_client_that_reads_slowly_gets_its_whole_answer() -> None:
     app = Sending()
     async with connected(app, write_timeout_s=3.0) as (reader, writer):
         writer.write(REQUEST)
         await reader.readuntil(b"\r\n\r\n")
-        for _ in range(CHUNKS):  # longer, all in all, than one write may wait
+        for _ in range(CHUNKS):  # longer in total than one write may wait
             await asyncio.sleep(0.06)
             await reader.readexactly(CHUNK_BYTES)
         await app.is_over.wait()
 
 
-async def test_a_second_head_has_no_more_time_than_the_first() -> None:
+async def test_a_second_head_gets_no_more_time_than_the_first() -> None:
     async with connected() as (reader, writer):
         writer.write(REQUEST)
         await reader.readuntil(b"late")
@@ -140,7 +138,7 @@ async def test_a_second_head_has_no_more_time_than_the_first() -> None:
         assert await reader.read() == b""
 
 
-async def test_a_body_nobody_waits_for_does_not_hold_a_connection() -> None:
+async def test_an_unread_body_does_not_hold_a_connection() -> None:
     async with connected() as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n")
         await reader.readuntil(b"late")
@@ -148,7 +146,7 @@ async def test_a_body_nobody_waits_for_does_not_hold_a_connection() -> None:
         assert await reader.read() == b""
 
 
-def test_as_many_connections_are_allowed_as_the_host_grants() -> None:
+def test_the_connection_limit_follows_the_descriptor_limit() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
@@ -160,7 +158,7 @@ def test_as_many_connections_are_allowed_as_the_host_grants() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-# ---- How many there may be --------------------------------------------------------------------------
+# ---- Connection limit -------------------------------------------------------------------------------
 
 LIMITS = 8
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -169,7 +167,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Held:
-    """A server that answers health checks at once, and all else when it is let."""
+    """Server that answers health checks at once, and other requests when `let` is set."""
 
     def __init__(self) -> None:
         self.let = asyncio.Event()
@@ -183,7 +181,7 @@ class Held:
 
 
 class Noting:
-    """A server that notes what it is asked for, and answers at once."""
+    """Server that records the path of each request, and answers at once."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -234,7 +232,7 @@ def refused() -> float:
     return REGISTRIES[Source.API].get_sample_value(name, {"reason": "process"}) or 0.0
 
 
-async def test_a_flood_that_says_nothing_takes_the_place_of_its_own_first_ones() -> None:
+async def test_a_flood_of_silent_connections_replaces_its_own_oldest_ones() -> None:
     app, before = Held(), refused()
     async with limited(app) as server:
         flood = await connect(server, count=5 * LIMITS)
@@ -247,7 +245,7 @@ async def test_a_flood_that_says_nothing_takes_the_place_of_its_own_first_ones()
             writer.close()
 
 
-async def test_where_every_connection_is_being_answered_health_checks_are_too() -> None:
+async def test_health_checks_are_answered_while_every_connection_is_busy() -> None:
     app = Held()
     async with limited(app) as server:
         polls = await connect(server, count=LIMITS)
@@ -265,17 +263,19 @@ async def test_where_every_connection_is_being_answered_health_checks_are_too() 
         app.let.set()
         for streams in polls:
             assert (await streams[0].readuntil(b"here")).startswith(b"HTTP/1.1 200")
-        # Back at once: the place of one that was answered is another's.
+        # Open again at once: the place of an answered connection is free.
         [late] = await connect(server)
         assert await ask(late, REQUEST) == b"HTTP/1.1 200 OK\r\n"
         for _, writer in [*polls, check, other, late]:
             writer.close()
 
 
-async def test_out_of_descriptors_is_one_line_and_no_traceback(
+async def test_no_free_descriptor_is_logged_in_one_line_without_traceback(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the flood ended, asyncio had logged 136,000 tracebacks, and listened again two minutes later."""
+    """Measured: by the end of the flood, asyncio had logged 136,000 tracebacks. It listened again
+    two minutes later.
+    """
     lines: list[str] = []
     monkeypatch.setattr(connection_limits, "_logged_at", {})
     monkeypatch.setattr(connection_limits.log, "warning", lambda event, **_: lines.append(event))
@@ -300,7 +300,7 @@ async def test_out_of_descriptors_is_one_line_and_no_traceback(
         waiting = socket.socket()
         waiting.setblocking(False)
         monkeypatch.setattr(loop, "call_later", counted)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # none is left
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # none is free
         try:
             await loop.sock_connect(waiting, server.sockets[0].getsockname())
             for _ in range(1000):
@@ -310,7 +310,7 @@ async def test_out_of_descriptors_is_one_line_and_no_traceback(
         assert lines == ["accept_paused"]
         assert timers <= ACCEPTED_AT_ONCE
         assert not caplog.records
-        # Taken when there is one again.
+        # Accepted once a descriptor is free again.
         late = await asyncio.open_connection(sock=waiting)
         assert await ask(late, HEALTH) == b"HTTP/1.1 200 OK\r\n"
         for _, writer in (ordinary, late):
@@ -318,7 +318,7 @@ async def test_out_of_descriptors_is_one_line_and_no_traceback(
     loop.set_exception_handler(None)
 
 
-# ---- Whose request is next --------------------------------------------------------------------------
+# ---- Order of requests ------------------------------------------------------------------------------
 
 FLOOD, KEY = 400, b"tml-known"
 
@@ -332,7 +332,7 @@ def tenant_in(head: bytes) -> TenantId | None:
     [("/ordinary", b"X-Api-Key: " + KEY + b"\r\n"), ("/healthz", b"")],
     ids=["tenant", "health"],
 )
-async def test_a_flood_of_requests_waits_behind_itself_alone(path: str, header: bytes) -> None:
+async def test_a_flood_of_requests_waits_only_behind_itself(path: str, header: bytes) -> None:
     app = Noting()
     async with limited(app, 2 * FLOOD, tenant_in) as server:
         flood = await connect(server, count=FLOOD)
@@ -353,7 +353,7 @@ async def test_a_flood_of_requests_waits_behind_itself_alone(path: str, header: 
             writer.close()
 
 
-async def test_requests_behind_one_another_on_a_connection_take_their_turns_as_well() -> None:
+async def test_pipelined_requests_wait_for_their_turns_too() -> None:
     app = Noting()
     async with limited(app, LIMITS, tenant_in) as server:
         [flood, ordinary] = await connect(server, count=2)
@@ -366,7 +366,7 @@ async def test_requests_behind_one_another_on_a_connection_take_their_turns_as_w
             writer.close()
 
 
-async def test_a_connection_that_breaks_as_it_is_read_is_closed_and_no_other(
+async def test_a_connection_that_fails_while_it_is_read_is_closed_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parse = H11Protocol.handle_events
@@ -396,7 +396,7 @@ async def test_a_connection_that_breaks_as_it_is_read_is_closed_and_no_other(
 A, B = TenantId("a"), TenantId("b")
 
 
-def test_who_sends_one_request_waits_for_no_more_than_one_of_each_other_caller() -> None:
+def test_one_request_waits_for_at_most_one_of_each_other_caller() -> None:
     queue = RequestQueue[str](at_once=4)
     for number in range(1_000):
         queue.wait("flood", f"flood {number}")
@@ -407,7 +407,7 @@ def test_who_sends_one_request_waits_for_no_more_than_one_of_each_other_caller()
     assert queue.take() == ["b 1", "flood 2", "flood 3", "flood 4"]
 
 
-def test_a_caller_whose_turn_has_been_is_behind_all_others() -> None:
+def test_a_served_caller_goes_behind_all_others() -> None:
     queue = RequestQueue[str](at_once=1)
     for caller in ("flood", "flood", "other"):
         queue.wait(caller, caller)
@@ -417,7 +417,7 @@ def test_a_caller_whose_turn_has_been_is_behind_all_others() -> None:
     assert not queue
 
 
-def test_nothing_waits_twice_and_nothing_is_lost() -> None:
+def test_every_queued_request_is_taken_once_in_order() -> None:
     queue = RequestQueue[int](at_once=3)
     for number in range(100):
         queue.wait(number % 7, number)

@@ -1,4 +1,4 @@
-"""Which connections a process keeps where there are too many."""
+"""Connections that a process keeps at its limit."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def full(of_address: str = FLOODER, *, asking: bool) -> ConnectionTable[str]:
     return made
 
 
-def test_a_new_one_takes_the_place_of_the_one_that_has_waited_longest() -> None:
+def test_a_new_connection_replaces_the_one_idle_for_longest() -> None:
     made = full(asking=False)
     made.asks("old 0")
-    made.waits("old 0")  # answered: it has waited for the shortest time now
+    made.waits("old 0")  # answered, so it is now idle for the shortest time
     assert made.add("new", OFFICE) == (Admission.ALL, "old 1", Limit.PROCESS)
     assert made.add("newer", OFFICE) == (Admission.ALL, "old 2", Limit.PROCESS)
     assert len(made) == LIMITS
 
 
-def test_none_on_which_a_request_is_answered_makes_way() -> None:
+def test_a_connection_with_an_open_request_is_not_replaced() -> None:
     made = full(asking=True)
     made.waits("old 5")
     assert made.add("new", OFFICE) == (Admission.ALL, "old 5", Limit.PROCESS)
     assert made.add("newer", OFFICE) == (Admission.ALL, "new", Limit.PROCESS)
 
 
-def test_where_all_are_answered_health_checks_still_have_room() -> None:
+def test_health_checks_are_admitted_while_all_connections_are_busy() -> None:
     made = full(asking=True)
     for number in range(HEALTH_CONNECTIONS):
         assert made.add(f"check {number}", OFFICE) == (Admission.HEALTH_ONLY, None, Limit.PROCESS)
@@ -56,14 +56,14 @@ def test_where_all_are_answered_health_checks_still_have_room() -> None:
     assert made.add("too many", OFFICE) == (Admission.NOTHING, None, Limit.PROCESS)
 
 
-def test_a_place_that_is_free_again_is_a_whole_one() -> None:
+def test_a_free_place_admits_any_request() -> None:
     made = full(asking=True)
     made.remove("old 3")
     made.remove("old 3")
     assert made.add("new", OFFICE) == (Admission.ALL, None, None)
 
 
-def test_an_address_at_its_limit_makes_way_for_itself_alone() -> None:
+def test_an_address_at_its_limit_replaces_only_its_own_connections() -> None:
     made = table(max_of_address=3)
     made.add("of another", OFFICE)
     for number in range(3):
@@ -75,7 +75,7 @@ def test_an_address_at_its_limit_makes_way_for_itself_alone() -> None:
     assert made.add("of another again", OFFICE) == (Admission.ALL, None, None)
 
 
-def test_an_address_that_many_share_has_no_limit_of_its_own() -> None:
+def test_an_address_shared_by_many_has_no_limit_of_its_own() -> None:
     made = table(max_of_address=3)
     assert [made.add(str(number), "127.0.0.1")[1] for number in range(LIMITS)] == [None] * LIMITS
 
@@ -88,18 +88,18 @@ def test_an_address_that_many_share_has_no_limit_of_its_own() -> None:
         ("::ffff:203.0.113.7", "::ffff:203.0.113.8", False),
     ],
 )
-def test_addresses_of_one_network_have_one_owner(one: str, other: str, is_same: bool) -> None:
+def test_ipv6_addresses_of_one_network_share_a_limit(one: str, other: str, is_same: bool) -> None:
     made = table(max_of_address=1)
     made.add("first", one)
     reached = ("first", Limit.ADDRESS) if is_same else (None, None)
     assert made.add("second", other) == (Admission.ALL, *reached)
 
 
-def test_nothing_is_kept_of_those_that_are_gone() -> None:
+def test_nothing_is_kept_of_closed_connections() -> None:
     made = full(asking=False)
     for number in range(LIMITS):
         made.remove(f"old {number}")
-    made.waits("old 0")  # its answer was on its way
+    made.waits("old 0")  # its answer was in flight
     made.asks("old 1")
     assert len(made) == 0
     assert not any([made._waiting, made._waiting_by_address, made._count_by_address])

@@ -1,4 +1,4 @@
-"""Files on their way out: opened safely, sent whole, in ranges, or as one tar."""
+"""Downloads of files: opened safely, sent whole, in ranges, or as one tar."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_a_file_that_cannot_be_opened_now_is_not_reported_as_deleted(
         await open_files(Folder(folder), ["empty"], PATH)
 
 
-async def test_a_broken_download_goes_on_where_it_stopped(folder: Path) -> None:
+async def test_a_broken_download_is_resumed(folder: Path) -> None:
     [file] = await open_files(Folder(folder), ["large.bin"], PATH)
     answer = await sent(FileDownload(file), range="bytes=1000-")
     assert answer.status_code == 206
@@ -71,14 +71,14 @@ async def test_a_broken_download_goes_on_where_it_stopped(folder: Path) -> None:
     assert file.content.closed
 
 
-async def test_an_open_file_outlives_its_name(folder: Path) -> None:
+async def test_an_open_file_survives_its_deletion(folder: Path) -> None:
     [file] = await open_files(Folder(folder), ["small.json"], PATH)
     (folder / "small.json").unlink()
     (folder / "small.json").write_bytes(b"another")
     assert (await sent(FileDownload(file))).content == b"{}"
 
 
-async def test_a_tar_holds_every_file_and_the_mark_that_it_is_whole(folder: Path) -> None:
+async def test_a_tar_has_every_file_and_a_mark_of_completeness(folder: Path) -> None:
     files = await open_files(Folder(folder), list(CONTENTS), PATH)
     answer = await sent(TarDownload(files, "a.tar", 1_000.5))
     assert int(answer.headers["content-length"]) == len(answer.content)

@@ -1,4 +1,4 @@
-"""JSON of whatever tenants sent: numbers that JSON does not have become null."""
+"""JSON of any values from tenants: numbers that JSON does not have become null."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINITE = {"a": [1.5, None, {"b": None}], "c": None, "d": "NaN"}
 
 
 def strict(text: str | bytes) -> Any:
-    """Read JSON as other languages read it."""
+    """Parse JSON as strictly as other languages."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(constant)
@@ -32,11 +32,11 @@ def test_infinities_and_nan_become_null() -> None:
     assert strict(shown) == FINITE
 
 
-def test_what_json_holds_stays_as_it_is() -> None:
+def test_values_that_json_supports_are_unchanged() -> None:
     value = {"n": 10**300, "f": 5e-324, "t": "\ud800 é", "b": [True, None, "<"]}
     assert strict(finite_json(value)) == value
 
 
 @pytest.mark.parametrize("number", [10**309, -(10**309), 1e999, float("nan")])
-def test_a_number_beyond_a_double_is_none(number: float) -> None:
+def test_a_number_out_of_the_range_of_a_double_is_null(number: float) -> None:
     assert finite([{"x": number}]) == [{"x": None}]

@@ -1,6 +1,6 @@
-"""A poll's answer is waited for, and refused like any other.
+"""Long polls: the answer is awaited, and an error is answered like any other.
 
-Work whose client has disconnected is not done.
+Work is cancelled when its client disconnects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ async def _raise(error: Exception) -> Response:
     raise error
 
 
-async def test_the_answer_is_what_the_endpoint_says() -> None:
+async def test_the_answer_is_that_of_the_endpoint() -> None:
     async def endpoint() -> Response:
         return Response(b"42")
 
@@ -29,13 +29,13 @@ async def test_the_answer_is_what_the_endpoint_says() -> None:
     assert (answer.status_code, answer.body) == (200, b"42")
 
 
-async def test_an_error_is_refused_as_if_a_route_had_raised_it() -> None:
+async def test_an_error_has_the_same_response_as_in_a_route() -> None:
     assert (await answered(_raise(RequestNotFound()), "r")).status_code == 404
     busy = await answered(_raise(Refused(Reason.TOO_MANY_POLLS)), "r")
     assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
 
 
-async def test_a_store_that_becomes_unavailable_is_not_yet(
+async def test_an_unavailable_store_is_reported_as_a_pending_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(long_poll, "HOLD_S", 0)
@@ -43,7 +43,7 @@ async def test_a_store_that_becomes_unavailable_is_not_yet(
 
 
 class Client:
-    """Hangs up on demand."""
+    """Client that disconnects on demand."""
 
     def __init__(self) -> None:
         self.hangs_up = asyncio.Event()
@@ -53,14 +53,14 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-async def test_the_answer_is_given_to_a_client_that_stays() -> None:
+async def test_a_connected_client_gets_the_answer() -> None:
     async def answer() -> int:
         return 3
 
     assert await while_connected(Client().receive, answer()) == 3
 
 
-async def test_an_error_reaches_the_route() -> None:
+async def test_an_error_is_raised_in_the_route() -> None:
     async def fail() -> None:
         raise KeyError("x")
 
@@ -68,7 +68,7 @@ async def test_an_error_reaches_the_route() -> None:
         await while_connected(Client().receive, fail())
 
 
-async def test_the_work_ends_with_its_client_even_if_it_overhears_that_once() -> None:
+async def test_the_work_is_cancelled_when_its_client_disconnects() -> None:
     client, cancellations = Client(), list[int]()
 
     async def deaf_once() -> int:
@@ -83,7 +83,7 @@ async def test_the_work_ends_with_its_client_even_if_it_overhears_that_once() ->
     assert cancellations == [1]
 
 
-async def test_the_work_ends_with_its_route() -> None:
+async def test_the_work_is_cancelled_with_its_route() -> None:
     started, ended = asyncio.Event(), asyncio.Event()
 
     async def work() -> None:

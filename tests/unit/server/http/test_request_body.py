@@ -1,6 +1,6 @@
-"""The body reader against honest bodies, bombs and broken frames.
+"""Body reader, with valid bodies, decompression bombs and broken frames.
 
-What a JSON body holds is counted before it is parsed, in time and memory of its size.
+Values of a JSON body are counted before it is parsed, in time and memory proportional to its size.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def read(chunks: list[bytes], **headers: str) -> bytes:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_frame_is_decompressed_whether_or_not_it_declares_its_size(declared: bool) -> None:
+def test_a_frame_with_or_without_a_declared_size_is_decompressed(declared: bool) -> None:
     plain = os.urandom(300_000)
     assert decompress(compressed(plain, declared=declared), LIMIT) == plain
 
@@ -74,7 +74,7 @@ def test_several_frames_are_one_body() -> None:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_a_bomb_is_refused_whether_or_not_it_declares_its_size(declared: bool) -> None:
+def test_a_bomb_with_or_without_a_declared_size_is_refused(declared: bool) -> None:
     bomb = compressed(bytes(64 * LIMIT), declared=declared)
     assert len(bomb) < LIMIT
     with pytest.raises(BodyTooLarge, match="Decompressed body exceeds 1 MiB"):
@@ -86,7 +86,7 @@ def test_a_bomb_of_many_small_frames_is_refused() -> None:
         decompress(compressed(bytes(LIMIT // 4)) * 5, LIMIT)
 
 
-def test_a_frame_that_wants_a_huge_window_is_refused() -> None:
+def test_a_frame_that_needs_a_huge_window_is_refused() -> None:
     options = zstandard.ZstdCompressionParameters(window_log=27, write_content_size=False)
     compressor = zstandard.ZstdCompressor(compression_params=options).compressobj()
     with pytest.raises(Unreadable, match="not readable zstd"):
@@ -99,7 +99,7 @@ def test_a_truncated_frame_is_unreadable(cut: int) -> None:
         decompress(compressed(os.urandom(10_000))[:-cut], LIMIT)
 
 
-def test_bytes_that_are_no_frame_are_unreadable() -> None:
+def test_bytes_that_are_not_a_frame_are_unreadable() -> None:
     with pytest.raises(Unreadable):
         decompress(b"not a zstd frame at all", LIMIT)
 
@@ -113,7 +113,7 @@ async def test_a_declared_length_over_the_limit_is_refused_unread() -> None:
         await read([], content_length=str(LIMIT + 1))
 
 
-async def test_a_lying_length_does_not_get_more_bytes_through() -> None:
+async def test_a_false_content_length_admits_no_more_bytes() -> None:
     with pytest.raises(BodyTooLarge):
         await read([bytes(LIMIT), b"x"], content_length="5")
 
@@ -134,18 +134,18 @@ async def test_other_encodings_are_refused_by_name() -> None:
         await read([b""], content_encoding="gzip")
 
 
-def test_a_body_of_more_frames_than_any_tool_writes_is_refused() -> None:
-    """64 MB of empty frames took 12 s."""
+def test_a_body_of_too_many_frames_is_refused() -> None:
+    """Measured: 64 MB of empty frames took 12 s."""
     empty = compressed(b"")
     assert decompress(empty * MAX_FRAMES, LIMIT) == b""
     with pytest.raises(Unreadable, match=f"more than {MAX_FRAMES} frames"):
         decompress(empty * (MAX_FRAMES + 1), LIMIT)
     with pytest.raises(Unreadable, match="frames"):
-        decompress(b"\x50\x2a\x4d\x18\0\0\0\0" * (MAX_FRAMES + 1), LIMIT)  # skippable ones
+        decompress(b"\x50\x2a\x4d\x18\0\0\0\0" * (MAX_FRAMES + 1), LIMIT)  # skippable frames
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_what_is_small_is_decompressed_at_once_and_nothing_else(declared: bool) -> None:
+def test_only_small_bodies_are_decompressed_in_place(declared: bool) -> None:
     small = os.urandom(SMALL_BYTES - 100)
     assert decompress_small(compressed(small, declared=declared)) == small
     for large in (bytes(SMALL_BYTES + 1), bytes(64 * LIMIT), os.urandom(SMALL_BYTES)):
@@ -155,7 +155,7 @@ def test_what_is_small_is_decompressed_at_once_and_nothing_else(declared: bool) 
 
 
 async def test_a_small_body_waits_for_no_thread() -> None:
-    """A pass of three tokens waited for the bombs of other tenants."""
+    """A pass of three tokens used to wait for the bombs of other tenants."""
     parser = Parser()
     parser._threads.shutdown()
     request = request_of([compressed(b"hello")], content_encoding="zstd", content_type=PROTOBUF)
@@ -181,20 +181,20 @@ def values_in(value: object) -> int:
 
 
 @given(value=anything, piece=st.integers(1, 9))
-def test_no_more_values_are_there_than_were_counted(value: object, piece: int) -> None:
+def test_the_count_is_an_upper_bound_of_the_values(value: object, piece: int) -> None:
     body = json.dumps(value, ensure_ascii=False).encode()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(request_body, "_BLOCK_BYTES", piece)
         counted = count_json(body, NO_LIMIT)
-    # An empty list is counted as if it held a value.
+    # An empty list counts as if it held a value.
     assert values_in(value) - 1 <= counted <= 2 * values_in(value)
 
 
 @pytest.mark.parametrize("limits", [FEW, MANY, CHATS])
-def test_a_small_body_of_ten_million_lists_is_refused_in_the_memory_of_its_first_ones(
+def test_a_small_body_of_ten_million_lists_is_refused_in_little_memory(
     limits: JsonLimits,
 ) -> None:
-    """3 KB on the wire were 900 MB of lists, and 19 s in which nobody was answered."""
+    """Measured: 3 KB on the wire became 900 MB of lists, and no request was answered for 19 s."""
     plain = zstandard.decompress(deflated_json_body(), max_output_size=64 * MIB)
     tracemalloc.start()
     try:
@@ -205,7 +205,7 @@ def test_a_small_body_of_ten_million_lists_is_refused_in_the_memory_of_its_first
         tracemalloc.stop()
 
 
-def test_values_that_are_no_containers_are_counted_too() -> None:
+def test_scalar_values_are_counted_too() -> None:
     body = b'{"a": [' + b"1," * 20_000 + b"1]}"
     with pytest.raises(BodyTooLarge, match="more than 20000 values"):
         count_json(body, FEW)
@@ -219,7 +219,7 @@ def test_json_nested_too_deep_is_unreadable(body: bytes) -> None:
         count_json(body, NO_LIMIT)
 
 
-def test_depth_is_counted_across_the_chunks_a_body_is_looked_at_in(
+def test_depth_is_counted_across_blocks_of_a_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(request_body, "_BLOCK_BYTES", 7)
@@ -231,12 +231,12 @@ def test_depth_is_counted_across_the_chunks_a_body_is_looked_at_in(
 @pytest.mark.parametrize(
     "body", [b"", b"[" * 32 + b"]" * 32, b"[]," * 1000, b'"' + b"[" * 99 + b'"', b'["\\"[[[[[[[["]']
 )
-def test_brackets_inside_strings_and_next_to_each_other_are_not_depth(body: bytes) -> None:
+def test_brackets_in_strings_and_in_sequence_are_not_depth(body: bytes) -> None:
     count_json(body, NO_LIMIT)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5])
-def test_a_string_goes_on_across_the_chunks_a_body_is_looked_at_in(
+def test_a_string_continues_across_blocks_of_a_body(
     monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     monkeypatch.setattr(request_body, "_BLOCK_BYTES", chunk)
@@ -246,7 +246,7 @@ def test_a_string_goes_on_across_the_chunks_a_body_is_looked_at_in(
 
 
 @pytest.mark.parametrize("hostile", [b'"' + rb"\"" * 1_000_000, b'"' + b"a" * 4_000_000])
-def test_a_string_that_never_ends_costs_no_more_than_its_size(hostile: bytes) -> None:
+def test_an_unterminated_string_costs_at_most_its_size(hostile: bytes) -> None:
     tracemalloc.start()
     try:
         count_json(hostile, NO_LIMIT)

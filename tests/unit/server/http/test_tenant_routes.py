@@ -1,4 +1,4 @@
-"""What the OpenAPI says of bodies that routes parse without the framework."""
+"""OpenAPI schemas of bodies that routes parse without the framework."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def test_a_schema_refers_to_nothing_outside_itself(model: type[SampleRequest]) -
     assert "$defs" not in text
 
 
-def test_a_reference_is_replaced_by_what_it_refers_to() -> None:
+def test_a_reference_is_replaced_by_its_target() -> None:
     schema = body_of(SampleRequest)["requestBody"]["content"]["application/json"]["schema"]
     assert "temperature" in schema["properties"]["sampling_params"]["properties"]
 
 
-def test_a_message_is_offered_only_where_it_is_read() -> None:
+def test_protobuf_is_offered_only_where_it_is_accepted() -> None:
     assert PROTOBUF in body_of(ForwardBackwardRequest, binary=True)["requestBody"]["content"]
     assert PROTOBUF not in body_of(OptimStepRequest)["requestBody"]["content"]

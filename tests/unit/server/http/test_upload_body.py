@@ -1,7 +1,4 @@
-"""
-
-A file in a form is found where it lies, and read like a file of its own.
-"""
+"""Upload bodies: stored in a temporary file within limits, or read from a file in a form."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def request_of(*chunks: bytes) -> Request:
     return Request({"type": "http", "headers": []}, receive)
 
 
-async def test_what_arrives_is_read_from_a_file_that_has_no_name(tmp_path: Path) -> None:
+async def test_a_body_is_read_from_a_file_without_a_name(tmp_path: Path) -> None:
     chunks = [bytes([number]) * 300_000 for number in range(10)]
     async with received(request_of(*chunks), tmp_path / "uploads", LIMIT, 0) as file:
         assert not any((tmp_path / "uploads").iterdir())
@@ -41,13 +38,13 @@ async def test_what_arrives_is_read_from_a_file_that_has_no_name(tmp_path: Path)
     assert file.closed
 
 
-async def test_the_disks_reserve_is_left_alone(tmp_path: Path) -> None:
+async def test_the_disk_reserve_is_not_used(tmp_path: Path) -> None:
     with refused(Reason.DISK_RESERVE_REACHED):
         async with received(request_of(b"x"), tmp_path, LIMIT, reserve_bytes=2**62):
             pass
 
 
-async def test_an_upload_ends_some_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_upload_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_server.http.upload_body.RECEIVE_S", 0.0)
     with refused(Reason.BODY_TOO_SLOW):
         async with received(request_of(*[b"x"] * 10_000), tmp_path, LIMIT, 0):
@@ -74,7 +71,7 @@ def stored(content: bytes) -> Iterator[IO[bytes]]:
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\r\n--", bytes(range(256)) * 3_000])
 @pytest.mark.parametrize("before", [b"", OTHER])
-def test_a_file_is_found_whatever_it_holds(content: bytes, before: bytes) -> None:
+def test_a_file_with_any_content_is_found_in_a_form(content: bytes, before: bytes) -> None:
     with stored(before + HEAD + content + TAIL) as form:
         found = file_in_form(form, TYPE, "file")
         assert found.read() == content
@@ -95,12 +92,12 @@ def test_a_file_is_found_whatever_it_holds(content: bytes, before: bytes) -> Non
         OTHER * 40 + HEAD + TAIL,
     ],
 )
-def test_a_form_without_it_or_cut_short_is_refused(form: bytes) -> None:
+def test_a_form_without_a_file_or_cut_short_is_refused(form: bytes) -> None:
     with stored(form) as file, pytest.raises(Unreadable):
         file_in_form(file, TYPE, "file")
 
 
 @pytest.mark.parametrize("content_type", ["", "application/json", "multipart/form-data"])
-def test_what_is_no_form_is_refused(content_type: str) -> None:
+def test_a_body_that_is_not_a_form_is_refused(content_type: str) -> None:
     with stored(HEAD + TAIL) as file, refused(Reason.UNSUPPORTED_MEDIA_TYPE):
         file_in_form(file, content_type, "file")

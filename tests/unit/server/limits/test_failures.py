@@ -1,6 +1,6 @@
-"""How often an address may show a wrong key.
+"""Limit of wrong keys per address.
 
-Whose a request is, by its first bytes.
+Tenant of a request, guessed from its first bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cotrain_server.limits.failures import FAILURES_PER_MINUTE, FailureCounter, 
 from cotrain_store.messages.ids import TenantId
 
 
-def test_ten_failures_in_a_minute_are_counted_and_the_next_is_refused() -> None:
+def test_the_eleventh_failure_in_a_minute_is_refused() -> None:
     now = [0.0]
     failures = FailureCounter(lambda: now[0])
     for _ in range(FAILURES_PER_MINUTE):
@@ -39,7 +39,7 @@ KEY = b"GET /x HTTP/1.1\r\nHost: h\r\n%s\r\n\r\n"
         b"X-Api-Key: tml-one\r\nAuthorization: Bearer tml-two",
     ],
 )
-def test_a_tenant_is_known_by_what_opened_it_wherever_it_stands(header: bytes) -> None:
+def test_a_tenant_is_found_by_its_credential_in_any_header(header: bytes) -> None:
     known = KnownCredentials()
     known.learn("tml-one", A)
     known.learn("tml-two", B)
@@ -57,13 +57,13 @@ def test_a_tenant_is_known_by_what_opened_it_wherever_it_stands(header: bytes) -
         b"GET /x HTTP/1.1\r\nX-Api-K",
     ],
 )
-def test_a_credential_that_opened_nothing_is_a_strangers(head: bytes) -> None:
+def test_an_unused_credential_finds_no_tenant(head: bytes) -> None:
     known = KnownCredentials()
     known.learn("tml-one", A)
     assert known.tenant_of(head) is None
 
 
-def test_as_many_credentials_are_remembered_as_there_is_room_for() -> None:
+def test_the_number_of_remembered_credentials_is_limited() -> None:
     known = KnownCredentials(most=2)
     for name in ("one", "two", "one", "three"):
         known.learn(f"tml-{name}", TenantId(name))

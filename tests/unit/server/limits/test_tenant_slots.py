@@ -1,6 +1,7 @@
-"""A tenant's requests wait for its own alone, and no more is kept of it than they are.
+"""Slots of a tenant, whose requests wait only for its own. State is kept only for requests in
+progress.
 
-One tenant's bodies in the memory of one process.
+Memory limit of one tenant's bodies in one process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.support.refusals import refused
 A, B = TenantId("a"), TenantId("b")
 
 
-async def test_no_more_of_a_tenant_are_in_at_once_and_they_come_in_order() -> None:
+async def test_the_requests_of_a_tenant_are_limited_and_run_in_order() -> None:
     slots, seen, leave = TenantSlots(at_once=2), list[str](), asyncio.Event()
 
     async def use(tenant: TenantId, name: str) -> None:
@@ -55,7 +56,7 @@ def test_bodies_of_one_tenant_share_a_limit_until_they_are_answered() -> None:
         third(10)
 
 
-def test_a_body_that_is_alone_is_always_let_in_and_keeps_others_out() -> None:
+def test_a_single_body_is_always_admitted_and_excludes_others() -> None:
     memory = BodyMemory(max_bytes=10)
     with memory.of(A) as large:
         large(8)
@@ -64,7 +65,7 @@ def test_a_body_that_is_alone_is_always_let_in_and_keeps_others_out() -> None:
             small(1)
 
 
-def test_a_body_that_was_refused_leaves_nothing_behind() -> None:
+def test_a_refused_body_leaves_no_state() -> None:
     memory = BodyMemory(max_bytes=10)
 
     def broken() -> None:

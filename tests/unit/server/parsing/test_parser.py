@@ -1,4 +1,6 @@
-"""Large work is done elsewhere, one piece per tenant at a time, and what it took is given back."""
+"""Parser of large bodies in threads and processes: one body per tenant at a time, and its memory is
+returned to the host.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def parser() -> Iterator[Parser]:
 
 
 class Gate:
-    """Work that waits until it may end, and counts how many do so at once."""
+    """Work that blocks until `open` is set, and counts its concurrent calls."""
 
     def __init__(self) -> None:
         self.entered = threading.Semaphore(0)
@@ -48,25 +50,27 @@ class Gate:
         await asyncio.to_thread(self.entered.acquire)
 
 
-async def test_light_work_is_done_at_once_and_heavy_work_in_a_thread(parser: Parser) -> None:
+async def test_light_work_runs_in_place_and_heavy_work_in_a_thread(parser: Parser) -> None:
     here = threading.get_ident()
     assert await parser.run(ALICE, LIGHT, threading.get_ident) == here
     assert await parser.run(ALICE, HEAVY, threading.get_ident) != here
     assert await parser.parse_json(ALICE, HEAVY, os.getpid) == os.getpid()
 
 
-async def test_a_tenant_has_one_piece_of_heavy_work_at_a_time(parser: Parser) -> None:
+async def test_a_tenant_has_one_heavy_task_at_a_time(parser: Parser) -> None:
     gate = Gate()
     first = [asyncio.create_task(parser.run(ALICE, HEAVY, gate.work)) for _ in range(5)]
     await gate.until_entered()
     other = asyncio.create_task(parser.run(BOB, HEAVY, gate.work))
-    await gate.until_entered()  # beside the first one, before the other four
+    await gate.until_entered()  # concurrent with the first one, before the other four
     assert gate.inside == 2
     gate.open.set()
     assert await asyncio.gather(*first, other) == [1] * 6
 
 
-async def test_who_hangs_up_does_not_begin_the_next_one_beside_the_first(parser: Parser) -> None:
+async def test_a_cancelled_task_delays_the_next_one_of_its_tenant_until_it_ends(
+    parser: Parser,
+) -> None:
     gate = Gate()
     first = asyncio.create_task(parser.run(ALICE, HEAVY, gate.work))
     await gate.until_entered()
@@ -88,9 +92,9 @@ async def test_vast_json_is_parsed_in_another_process(parser: Parser) -> None:
         await parser.parse_json(ALICE, VAST, json_object, b"[]")
 
 
-async def test_other_work_goes_on_while_vast_json_is_parsed(parser: Parser) -> None:
-    """A parser holds the lock of its interpreter: in a thread, nothing would run beside it."""
-    await parser.parse_json(ALICE, VAST, os.getpid)  # it has started
+async def test_other_work_continues_while_vast_json_is_parsed(parser: Parser) -> None:
+    """A parser holds the GIL: in a thread, it would block all other work."""
+    await parser.parse_json(ALICE, VAST, os.getpid)  # its process has started
     body = b'{"a": [' + b"1," * 2_000_000 + b"1]}"
     parsing = asyncio.create_task(parser.parse_json(ALICE, VAST, _size_of_list, body))
     steps = 0
@@ -98,18 +102,18 @@ async def test_other_work_goes_on_while_vast_json_is_parsed(parser: Parser) -> N
         await asyncio.sleep(0)
         steps += 1
     assert await parsing == 2_000_001
-    assert steps > 100  # in a thread it is 2: one before and one behind it
+    assert steps > 100  # in a thread it is 2: one before and one after
 
 
-async def test_what_vast_json_took_of_memory_is_the_other_processs(parser: Parser) -> None:
+async def test_the_memory_of_vast_json_belongs_to_the_other_process(parser: Parser) -> None:
     body = b'{"a": [' + b"[1]," * 200_000 + b"1]}"
     await parser.parse_json(ALICE, VAST, os.getpid)
     before = resident_bytes()
     await parser.parse_json(ALICE, VAST, _size_of_list, body)
-    assert resident_bytes() - before < 8 * MIB  # 200,000 lists and numbers are 20
+    assert resident_bytes() - before < 8 * MIB  # 200,000 lists and numbers are 20 MiB
 
 
-async def test_a_process_that_crashed_fails_its_request_and_the_next_has_another(
+async def test_a_crashed_process_fails_its_request_and_is_replaced(
     parser: Parser,
 ) -> None:
     with pytest.raises(BodyTooLarge, match="too much memory"):
@@ -117,7 +121,7 @@ async def test_a_process_that_crashed_fails_its_request_and_the_next_has_another
     assert await parser.parse_json(ALICE, VAST, _size_of_list, b'{"a": [1]}') == 1
 
 
-async def test_what_takes_too_much_memory_fails_alone(parser: Parser) -> None:
+async def test_a_body_that_needs_too_much_memory_fails_alone(parser: Parser) -> None:
     with pytest.raises(BodyTooLarge, match="too much memory"):
         await parser.parse_json(ALICE, VAST, bytes, 1 << 40)
     assert await parser.parse_json(ALICE, VAST, _size_of_list, b'{"a": [1]}') == 1
@@ -128,12 +132,14 @@ async def test_an_error_of_the_other_process_is_raised_here(parser: Parser) -> N
         await parser.parse_json(ALICE, VAST, _refuse, "this is why")
 
 
-def test_freed_memory_is_given_back_to_the_host() -> None:
-    """glibc keeps what a thread has freed below something that is still in use."""
+def test_freed_memory_is_returned_to_the_host() -> None:
+    """glibc keeps memory that a thread has freed below a block still in use."""
     kept: list[bytes] = []
 
     def fill() -> None:
-        blocks = [bytes(60_000) for _ in range(2_000)]  # 120 MB, each below the size of a mapping
+        blocks = [
+            bytes(60_000) for _ in range(2_000)
+        ]  # 120 MB, each block below the mmap threshold
         kept.append(bytes(60_000))
         del blocks
 
@@ -161,7 +167,7 @@ def _refuse(why: str) -> None:
     raise Invalid(why)
 
 
-async def test_two_tenants_in_threads_leave_room_for_a_third(parser: Parser) -> None:
+async def test_two_tenants_in_threads_do_not_block_a_third(parser: Parser) -> None:
     gate = Gate()
     tenants = [ALICE, BOB, TenantId("carol")]
     work = [asyncio.create_task(parser.run(tenant, HEAVY, gate.work)) for tenant in tenants]
@@ -172,7 +178,7 @@ async def test_two_tenants_in_threads_leave_room_for_a_third(parser: Parser) -> 
     assert await asyncio.gather(*work) == [1, 1, 1]
 
 
-async def test_two_tenants_in_processes_leave_room_for_a_third(
+async def test_two_tenants_in_processes_do_not_block_a_third(
     parser: Parser, tmp_path: Path
 ) -> None:
     gates = [tmp_path / name for name in ("alice", "bob")]
@@ -188,7 +194,7 @@ async def test_two_tenants_in_processes_leave_room_for_a_third(
     assert await asyncio.gather(*hostile) == ["done", "done"]
 
 
-def test_a_call_of_much_processor_time_is_ended_and_the_next_has_another_process() -> None:
+def test_a_call_over_its_processor_time_is_ended_with_its_process() -> None:
     child = ChildProcess(max_cpu_s=0.1)
     try:
         with pytest.raises(BodyTooLarge, match=r"more than 0\.1 s of processor time to read"):

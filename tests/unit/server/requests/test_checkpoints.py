@@ -1,4 +1,4 @@
-"""From the fields of a save or a load to an op of the log."""
+"""Conversion of the fields of a save or a load to an op of the log."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load(weights: WeightsRecord = WEIGHTS, run: RunRecord = RECORD, **fields: An
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_a_named_save_carries_all_that_is_kept_with_the_weights(kind: CheckpointKind) -> None:
+def test_a_named_save_has_every_field_stored_with_the_weights(kind: CheckpointKind) -> None:
     metadata = {"renderer": "qwen3"}
     op = save(kind, path="step-10", ttl_seconds=7_200, user_metadata=metadata)
     assert saved(op) == SaveRequest(
@@ -73,22 +73,22 @@ def test_a_training_save_without_a_name_is_named_by_its_seq() -> None:
     assert saved(save("weights")).name == "000003"
 
 
-def test_only_a_training_save_asks_before_it_takes_a_name() -> None:
+def test_a_training_save_overwrites_only_on_request() -> None:
     assert saved(save("weights", path="a", overwrite=True)).overwrite
     assert not saved(save("weights", path="a")).overwrite
 
 
-def test_a_save_without_a_name_makes_a_sampler_of_the_runs_own_session() -> None:
+def test_a_save_without_a_name_makes_a_sampler_of_the_session() -> None:
     assert saved(save(sampling_session_seq_id=4)).sampler == "s:sample:4"
 
 
-def test_an_inflight_save_is_a_snapshot() -> None:
+def test_a_save_during_training_is_a_snapshot() -> None:
     inflight = save(sampling_session_seq_id=4, kind="inflight")
     assert inflight.body == save(sampling_session_seq_id=4, kind="snapshot").body
 
 
 @pytest.mark.parametrize("ttl_seconds", [None, 1])
-def test_a_save_sent_again_under_another_number_for_its_sampler_is_the_same(
+def test_a_repeated_save_with_another_sampler_number_is_the_same(
     ttl_seconds: int | None,
 ) -> None:
     first, again = (save(sampling_session_seq_id=n, ttl_seconds=ttl_seconds) for n in (4, 5))
@@ -97,7 +97,7 @@ def test_a_save_sent_again_under_another_number_for_its_sampler_is_the_same(
     assert first.digest != save(path="4", ttl_seconds=ttl_seconds).digest
 
 
-def test_saves_of_two_kinds_are_two_requests() -> None:
+def test_saves_of_two_kinds_are_different_requests() -> None:
     assert len({save(kind, path="a").digest for kind in ALL_KINDS}) == 3
 
 
@@ -105,12 +105,12 @@ def test_saves_of_two_kinds_are_two_requests() -> None:
 @pytest.mark.parametrize(
     "name", ["", "a/b", "../x", "a..b", ".a", "-a", "ä", "a b", "a\n", "x" * 129, "%2e", "a\0b"]
 )
-def test_a_name_that_is_no_part_of_a_path_is_rejected(kind: CheckpointKind, name: str) -> None:
+def test_a_name_that_is_not_a_valid_path_part_is_rejected(kind: CheckpointKind, name: str) -> None:
     assert why(save(kind, path=name)).startswith("path")
 
 
 @pytest.mark.parametrize("name", ["a", "0", "step-10", "a.b_c-D", "x" * 128])
-def test_any_other_name_is_taken(name: str) -> None:
+def test_any_other_name_is_accepted(name: str) -> None:
     assert saved(save(path=name)).name == name
 
 
@@ -155,7 +155,7 @@ def test_any_other_name_is_taken(name: str) -> None:
         ),
     ],
 )
-def test_a_save_that_cannot_be_kept_as_asked_is_rejected(
+def test_a_save_with_impossible_options_is_rejected(
     kind: CheckpointKind, fields: dict[str, Any], message: str
 ) -> None:
     assert why(save(kind, **fields)) == message
@@ -166,7 +166,7 @@ def test_an_export_is_encrypted_to_age_recipients_and_ssh_keys() -> None:
     assert saved(op).age_recipients == (RECIPIENT, SSH_KEY)
 
 
-def test_a_load_names_the_weights_that_the_path_has_now_and_keeps_them() -> None:
+def test_a_load_refers_to_the_current_weights_of_its_path() -> None:
     op = load()
     assert op.kind is OpKind.LOAD
     assert op.uses == (WEIGHTS.ref,)
@@ -174,13 +174,13 @@ def test_a_load_names_the_weights_that_the_path_has_now_and_keeps_them() -> None
     assert LoadRequest.parse(op.body) == LoadRequest("tinker://x", (source,), optimizer=True)
 
 
-def test_a_load_sent_again_is_the_same_though_its_path_has_moved() -> None:
+def test_a_repeated_load_is_the_same_after_its_path_has_moved() -> None:
     moved = replace(WEIGHTS, ref=WeightsRef("s:train:9:8"))
     assert load().digest == load(moved).digest
     assert load().digest != load(optimizer=False).digest
 
 
-def test_no_key_of_another_account_gets_into_the_log() -> None:
+def test_no_key_of_another_account_is_written_to_the_log() -> None:
     assert load(weights_access_token="tml-secret").body == load().body
 
 
@@ -203,13 +203,13 @@ def test_no_key_of_another_account_gets_into_the_log() -> None:
         ),
     ],
 )
-def test_a_run_takes_no_checkpoint_of_another_shape(run: RunRecord, message: str) -> None:
+def test_a_run_loads_no_checkpoint_of_another_shape(run: RunRecord, message: str) -> None:
     with pytest.raises(Invalid) as refused:
         load(run=run)
     assert str(refused.value) == message
 
 
-def test_runs_of_other_seeds_take_each_others_checkpoints() -> None:
+def test_runs_with_different_seeds_load_each_others_checkpoints() -> None:
     assert load(run=replace(RECORD, lora=LoraSpec(4, 1))).kind is OpKind.LOAD
 
 
@@ -220,7 +220,7 @@ def test_an_optimizer_state_of_another_alpha_is_not_loaded() -> None:
     assert load(run=run, optimizer=False).kind is OpKind.LOAD
 
 
-def test_an_optimizer_state_that_was_not_saved_is_not_loaded() -> None:
+def test_a_missing_optimizer_state_is_not_loaded() -> None:
     bare = replace(WEIGHTS, has_optimizer=False)
     with pytest.raises(Invalid, match="no optimizer state"):
         load(bare)

@@ -40,7 +40,7 @@ SOURCES = [
 ]
 
 
-def test_it_loads_all_sources_with_their_coefficients_into_a_new_adapter() -> None:
+def test_an_interpolation_loads_all_sources_into_a_new_adapter() -> None:
     load = LoadRequest.parse(mix_body(asked(), SOURCES))
 
     assert load.sources == (
@@ -51,7 +51,7 @@ def test_it_loads_all_sources_with_their_coefficients_into_a_new_adapter() -> No
     assert load.lora == mixed_lora(SOURCES) == LoraSpec(rank=12, seed=7)
 
 
-def test_its_save_answers_as_mint_reads_it_and_ends_the_run() -> None:
+def test_its_save_has_the_answer_of_mint_and_closes_the_run() -> None:
     save = SaveRequest.parse(mix_save_body(asked()))
 
     assert (save.name, save.kind, save.last) == ("ema-0010", "sampler_weights", True)
@@ -64,7 +64,7 @@ def test_its_save_answers_as_mint_reads_it_and_ends_the_run() -> None:
     }
 
 
-def test_the_server_names_what_its_client_does_not() -> None:
+def test_the_server_chooses_a_name_if_the_client_has_none() -> None:
     assert SaveRequest.parse(mix_save_body(asked(output_path=None))).name == "interpolated"
 
 
@@ -85,17 +85,19 @@ def test_a_coefficient_is_a_number_of_reasonable_size(coefficient: float | None)
         ({"output_path": "a..b"}, "must be a name of 1 to 128"),
     ],
 )
-def test_a_bad_request_says_what_is_wrong(changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_request_is_refused_with_the_reason(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(Invalid, match=message):
         check_mix(asked(**changes))
 
 
-def test_a_good_request_passes() -> None:
+def test_a_valid_request_is_accepted() -> None:
     check_mix(asked())
     check_mix(asked(source_paths=PATHS[:1], coefficients=[1.0], output_path=None))
 
 
-def test_checkpoints_of_two_base_models_do_not_mix() -> None:
+def test_checkpoints_of_two_base_models_cannot_be_mixed() -> None:
     foreign = weights("c:train:0:1", LoraSpec(4, 7), "other/model")
 
     with pytest.raises(Invalid, match=r"several base models \(tiny/model, other/model\)"):

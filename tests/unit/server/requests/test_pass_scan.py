@@ -1,4 +1,4 @@
-"""A binary pass is counted before anything is built of it, and what nothing reads is left out unparsed."""
+"""Scan of a binary pass before parsing: fields are counted, and unused ones are dropped unparsed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MIB = 1024**2
 
 
 def message(datums: int = 3) -> wire.ForwardBackwardRequest:
-    """Make a pass with everything in it that an SDK sends."""
+    """Make a pass with every field that an SDK sends."""
     made = wire.ForwardBackwardRequest(
         model_id="s:train:0", seq_id=300, loss_fn="ppo", forward_only=True
     )
@@ -73,25 +73,25 @@ def varint(number: int) -> bytes:
 
 
 def inside(*tags: int, content: bytes) -> bytes:
-    """Wrap some fields in messages, the last tag innermost."""
+    """Wrap content in messages, the last tag innermost."""
     for tag in reversed(tags):
         content = bytes([tag]) + varint(len(content)) + content
     return content
 
 
-def test_what_sdks_send_passes_as_the_same_bytes() -> None:
+def test_requests_of_sdks_are_unchanged() -> None:
     body = message().SerializeToString()
     assert strip_unknown_fields(body) is body
 
 
-def test_where_tokens_were_sampled_is_left_out_and_nothing_else() -> None:
+def test_only_the_sampling_provenance_is_left_out() -> None:
     plain, spans = message(), with_spans(message())
     assert len(spans.SerializeToString()) > len(plain.SerializeToString())
     lean = wire.ForwardBackwardRequest.FromString(strip_unknown_fields(spans.SerializeToString()))
     assert lean == plain
 
 
-# A number, 8 bytes, a text and 4 bytes, of a name that takes two bytes.
+# Four unknown fields with two-byte tags: a number, 8 bytes, a text and 4 bytes.
 UNKNOWN = b"\xf8\x07\xac\x02" + b"\xf9\x07" + bytes(8) + b"\xfa\x07\x02ab" + b"\xfd\x07" + bytes(4)
 
 
@@ -116,14 +116,14 @@ def test_unknown_fields_are_counted_too(
         strip_unknown_fields(inside(*tags, content=b"\xf8\x07\x01" * 51))
 
 
-def test_four_million_empty_datums_are_refused_before_there_is_one() -> None:
-    """771 bytes on the wire took 1.5 GB and two minutes."""
+def test_four_million_empty_datums_are_refused_before_parsing() -> None:
+    """Measured: 771 bytes on the wire took 1.5 GB and two minutes."""
     body = zstandard.decompress(empty_datums_body(), max_output_size=16 * MIB)
     assert body.count(b"\x1a\x00") == 4_000_000
     tracemalloc.start()
     try:
         refused = read_binary_pass(body, forward_only=False)
-        # Nothing of it but what its digest will be of.
+        # No memory except the input of its digest.
         assert tracemalloc.get_traced_memory()[1] < 64 * 1024
     finally:
         tracemalloc.stop()
@@ -154,20 +154,22 @@ def test_every_repeated_field_has_a_limit(
 
 
 @pytest.mark.parametrize("axes", [b"\x22\x05" + bytes(5), b"\x20\x01" * 5])
-def test_the_axes_of_shapes_have_a_limit(monkeypatch: pytest.MonkeyPatch, axes: bytes) -> None:
+def test_the_number_of_axes_of_a_shape_is_limited(
+    monkeypatch: pytest.MonkeyPatch, axes: bytes
+) -> None:
     monkeypatch.setattr(pass_scan, "LIMITS", {**LIMITS, "shape": 4})
     with pytest.raises(TooManyObjects, match=r"^shape: "):
         strip_unknown_fields(inside(0x1A, 0x12, 0x12, content=axes))
 
 
-def test_a_shape_of_a_million_axes_is_refused_without_their_product() -> None:
+def test_a_shape_of_a_million_axes_is_refused_without_a_product() -> None:
     made = message(1)
     made.data[0].loss_fn_inputs["weights"].shape.extend([2**62] * 100_000)
     op = pass_op(read_binary_pass(made.SerializeToString(), forward_only=False), POOL)
     assert b"has 100002 axes. The limit is 8" in op.body
 
 
-def test_a_message_that_is_cut_anywhere_is_malformed_or_another_message() -> None:
+def test_a_truncated_message_is_malformed_or_another_message() -> None:
     body = message(1).SerializeToString()
     for end in range(len(body)):
         try:
@@ -178,7 +180,7 @@ def test_a_message_that_is_cut_anywhere_is_malformed_or_another_message() -> Non
         wire.ForwardBackwardRequest.FromString(lean)
 
 
-def test_bytes_that_are_no_message_are_never_taken_for_one() -> None:
+def test_bytes_that_are_not_a_message_are_never_accepted_as_one() -> None:
     generator = random.Random(0)
     body = bytearray(message(1).SerializeToString())
     for _ in range(500):
@@ -194,7 +196,7 @@ def test_bytes_that_are_no_message_are_never_taken_for_one() -> None:
 @pytest.mark.parametrize(
     "body", [b"\x0b", b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x00\x00"]
 )
-def test_groups_and_lengths_without_end_are_unreadable(body: bytes) -> None:
+def test_groups_and_endless_lengths_are_unreadable(body: bytes) -> None:
     with pytest.raises(Unreadable):
         read_binary_pass(body, forward_only=False)
 
@@ -209,7 +211,7 @@ def test_groups_and_lengths_without_end_are_unreadable(body: bytes) -> None:
     ],
     ids=["without a run", "known", "unknown", "settings"],
 )
-def test_of_a_pass_of_millions_of_fields_few_are_walked_here(
+def test_few_of_millions_of_fields_are_scanned_in_python(
     monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     walked, fields = 0, pass_scan._fields
@@ -226,21 +228,21 @@ def test_of_a_pass_of_millions_of_fields_few_are_walked_here(
     assert walked <= FEW_FIELDS + HEAD_FIELDS + 2
 
 
-def test_a_pass_of_millions_of_fields_says_before_them_whose_it_is() -> None:
+def test_a_pass_of_millions_of_fields_names_its_run_first() -> None:
     head = message(0).SerializeToString()
     for field in (b"\x30\x01", b"\x48\x01", b"\x1a\x00", b"\x2a\x00"):
         read = read_binary_pass(head + field * 100_000, forward_only=False)
         assert (read.model_id, read.seq, read.is_read) == ("s:train:0", 300, False)
 
 
-def test_a_head_behind_its_bounds_is_none() -> None:
+def test_a_head_beyond_its_bounds_is_ignored() -> None:
     named = wire.ForwardBackwardRequest(model_id="r", seq_id=1).SerializeToString()
     assert head_of(named + b"\x1a\x00") == named
     assert head_of(b"\x30\x01" * HEAD_FIELDS + named) == b"\x30\x01" * HEAD_FIELDS
     assert head_of(inside(0x22, content=bytes(HEAD_BYTES)) + named) == b""
 
 
-def test_a_pass_of_many_fields_is_read_when_its_base_model_is_known() -> None:
+def test_a_pass_of_many_fields_is_read_once_its_base_model_is_known() -> None:
     body = zstandard.decompress(tiny_datums_body("r", 4_000))
     asked = read_binary_pass(body, forward_only=True)
     assert (asked.is_read, asked.message, asked.model_id, asked.seq) == (False, None, "r", 1)
@@ -251,7 +253,7 @@ def test_a_pass_of_many_fields_is_read_when_its_base_model_is_known() -> None:
     assert pass_op(few, POOL).tokens == 10
 
 
-def test_a_pass_of_many_fields_names_its_run_once() -> None:
+def test_a_pass_of_many_fields_may_name_its_run_only_once() -> None:
     body = zstandard.decompress(tiny_datums_body("r", 4_000))
     other = wire.ForwardBackwardRequest(model_id="other").SerializeToString()
     op = pass_op(read_binary_pass(body + other, forward_only=False), POOL)

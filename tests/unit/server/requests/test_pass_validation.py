@@ -1,6 +1,6 @@
-"""What may enter the log: the wording of each refusal, and that nothing bad gets past.
+"""Validation of passes: the wording of each refusal, and that no invalid pass is accepted.
 
-The API's idea of a loss against the engine's.
+The loss inputs that the API requires are compared with those that the engine reads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def refusal(body: PassBody) -> str:
 
 
 @pytest.mark.parametrize("loss_fn", NEEDS_BY_LOSS)
-def test_every_loss_takes_its_own_inputs(loss_fn: str) -> None:
+def test_every_loss_accepts_its_own_inputs(loss_fn: str) -> None:
     check_pass(request(loss_fn=loss_fn), POOL)
 
 
@@ -59,11 +59,11 @@ def test_every_required_input_is_required(loss_fn: str) -> None:
         assert message == f"data[0].loss_fn_inputs.{name} is missing; {loss_fn} needs it."
 
 
-def test_inputs_a_loss_does_not_use_are_left_alone() -> None:
+def test_inputs_unused_by_a_loss_are_not_checked() -> None:
     check_pass(request(datum(mask=np.array([np.nan]))), POOL)
 
 
-def test_an_unknown_loss_names_those_that_are_known() -> None:
+def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
     assert refusal(replace(request(), loss_fn="nope")).startswith(
         "loss_fn 'nope' is not known. Known: cross_entropy, importance_sampling"
     )
@@ -81,7 +81,7 @@ def test_a_token_outside_the_vocabulary_is_named_by_datum_and_position() -> None
 
 
 @pytest.mark.parametrize("token", [-1, -100, 512, 2**31, 2**62])
-def test_targets_are_limited_to_the_vocabulary_too(token: int) -> None:
+def test_targets_must_be_in_the_vocabulary_too(token: int) -> None:
     bad = datum(target_tokens=np.array([0, 1, token]))
     assert refusal(request(bad)) == (
         f"Target token id {token} at datum 0, position 2 is outside the vocabulary (0..511)."
@@ -119,14 +119,14 @@ def test_targets_in_columns_are_for_cross_entropy_only() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_number_that_is_not_finite_is_named_by_datum_and_position(value: float) -> None:
+def test_a_non_finite_number_is_named_by_datum_and_position(value: float) -> None:
     bad = datum(loss_fn="ppo", advantages=np.array([0, value, 0], np.float32))
     message = refusal(request(datum(loss_fn="ppo"), bad, loss_fn="ppo"))
     assert message == "data[1].loss_fn_inputs.advantages[1] is not finite."
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, "0.8", 3.5e38])
-def test_a_loss_setting_must_be_a_usable_number(value: float | str) -> None:
+def test_a_loss_setting_must_be_a_valid_number(value: float | str) -> None:
     message = refusal(request(loss_fn="ppo", clip_low_threshold=value))
     assert message == "loss_fn_config.clip_low_threshold must be a finite number, 0 or more."
 
@@ -153,7 +153,7 @@ def test_clip_thresholds_must_not_cross() -> None:
         ({"clip_low_threshold": 1.01}, "clip_low_threshold=1.01"),
     ],
 )
-def test_bounds_that_could_never_train_are_refused(
+def test_bounds_that_prevent_any_training_are_refused(
     loss_fn: str, bounds: dict[str, float], name: str
 ) -> None:
     message = refusal(request(loss_fn=loss_fn, **bounds))
@@ -161,7 +161,7 @@ def test_bounds_that_could_never_train_are_refused(
     assert "clip_low_threshold=0.8 and clip_high_threshold=1.2" in message
 
 
-def test_bounds_of_cispo_scale_and_need_not_enclose_1() -> None:
+def test_bounds_of_cispo_need_not_enclose_1() -> None:
     check_pass(request(loss_fn="cispo", clip_high_threshold=0.5), POOL)
 
 
@@ -171,7 +171,7 @@ ids = st.one_of(st.integers(0, 511), st.integers(-(2**62), 2**62))
 @given(
     tokens=st.lists(ids, min_size=1, max_size=70), targets=st.lists(ids, min_size=1, max_size=70)
 )
-def test_nothing_accepted_can_reach_the_embedding_with_a_bad_id(
+def test_no_accepted_pass_has_a_token_outside_the_vocabulary(
     tokens: list[int], targets: list[int]
 ) -> None:
     inputs = {"target_tokens": np.array(targets), "weights": np.ones(len(targets), np.float32)}
@@ -184,7 +184,7 @@ def test_nothing_accepted_can_reach_the_embedding_with_a_bad_id(
 
 
 @given(weights=st.lists(st.floats(width=32), min_size=3, max_size=3))
-def test_nothing_accepted_holds_a_number_that_is_not_finite(weights: list[float]) -> None:
+def test_no_accepted_pass_has_a_non_finite_number(weights: list[float]) -> None:
     array = np.array(weights, np.float32)
     try:
         check_pass(request(datum(weights=array)), POOL)
@@ -206,7 +206,7 @@ def test_a_rank_outside_the_limit_is_refused(rank: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "eps", "weight_decay", "grad_clip_norm"])
-def test_a_number_of_an_optimizer_fits_a_float32(name: str) -> None:
+def test_an_optimizer_setting_must_fit_in_a_float32(name: str) -> None:
     check_adam(AdamParams(**{name: 3.4e38}))
     with pytest.raises(Invalid, match=f"{name} is larger than a float32 can be"):
         check_adam(AdamParams(**{name: 3.5e38}))
@@ -217,18 +217,18 @@ def test_a_negative_clip_norm_is_refused() -> None:
         check_adam(AdamParams(grad_clip_norm=-1.0))
 
 
-def test_an_epsilon_that_is_zero_to_a_worker_is_none() -> None:
+def test_an_epsilon_that_is_0_as_a_float32_is_refused() -> None:
     with pytest.raises(Invalid, match="eps is 0 as a float32"):
         check_adam(AdamParams(eps=1e-46))
 
 
-def test_an_optimizer_without_epsilon_would_divide_zero_by_zero() -> None:
+def test_an_optimizer_without_epsilon_is_refused() -> None:
     check_adam(AdamParams())
     with pytest.raises(Invalid, match="eps must be greater than 0"):
         check_adam(AdamParams(eps=0.0))
 
 
-def test_the_api_asks_for_what_the_engine_reads() -> None:
+def test_the_api_requires_the_inputs_that_the_engine_reads() -> None:
     assert {name: (spec.inputs, frozenset(spec.defaults)) for name, spec in LOSSES.items()} == {
         name: (needs.inputs, needs.config) for name, needs in NEEDS_BY_LOSS.items()
     }

@@ -1,4 +1,4 @@
-"""From the bytes of a training request to an op of the log."""
+"""Conversion of the bytes of a training request to an op of the log."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def why(op: Op) -> str:
     return str(failure["error"])
 
 
-def test_json_and_protobuf_of_one_request_are_one_op() -> None:
+def test_json_and_protobuf_of_one_request_give_the_same_op() -> None:
     assert binary_op(message()) == json_op()
 
 
-def test_an_op_that_no_empty_queue_could_take_fails_at_once() -> None:
+def test_an_op_too_large_for_an_empty_queue_is_rejected_at_once() -> None:
     op = json_op()
     size = len(op.body)
     assert op.fitting(3, size) is op
@@ -68,7 +68,7 @@ def test_an_op_that_no_empty_queue_could_take_fails_at_once() -> None:
     assert why(op.fitting(3, size - 1)).startswith(f"data has {size} bytes; of one tenant")
 
 
-def test_an_op_counts_the_tokens_the_base_model_reads() -> None:
+def test_the_tokens_of_an_op_are_those_that_the_base_model_reads() -> None:
     assert json_op(tokens=[1, 2, 3, 4, 5]).tokens == 5
 
 
@@ -81,17 +81,17 @@ def test_forward_and_forward_backward_are_different_ops(forward_only: bool, kind
     assert op.digest != json_op(forward_only=not forward_only).digest
 
 
-def test_a_request_that_only_adds_provenance_has_the_same_digest() -> None:
+def test_a_request_with_additional_provenance_has_the_same_digest() -> None:
     spanned = message()
     spanned.data[0].model_input_spans.add().prompt_tokens.sequence_id = "s"
     assert binary_op(spanned).digest == json_op().digest
 
 
-def test_other_content_has_another_digest() -> None:
+def test_different_contents_have_different_digests() -> None:
     assert json_op(tokens=[1, 2, 3]).digest != json_op(tokens=[1, 2, 4]).digest
 
 
-def test_a_wrong_request_keeps_its_digest_when_it_is_sent_again() -> None:
+def test_a_repeated_invalid_request_has_the_same_digest() -> None:
     first, again = json_op(loss_fn="nope"), json_op(loss_fn="nope")
     assert first == again
     assert first.digest != json_op(loss_fn="nope2").digest
@@ -109,13 +109,13 @@ def test_a_token_that_is_no_32_bit_integer_is_rejected(token: Any) -> None:
     assert "data[0].model_input.chunks[0]" in why(op)
 
 
-def test_a_number_that_json_does_not_have_is_rejected_like_any_other() -> None:
+def test_a_number_that_is_not_valid_json_is_rejected_too() -> None:
     body = json.dumps(pass_body(RUN, 1)).replace("[1.0, 1.0, 1.0]", "[1.0, NaN, 1.0]")
     op = pass_op(read_json_pass(body.encode(), forward_only=False), POOL)
     assert why(op) == "data[0].loss_fn_inputs.weights[1] is not finite."
 
 
-def test_an_image_is_rejected_by_name_not_dropped() -> None:
+def test_an_image_is_rejected_by_name_and_not_dropped() -> None:
     body = pass_body(RUN, 1)
     chunks = body["forward_backward_input"]["data"][0]["model_input"]["chunks"]
     chunks.append({"type": "image", "data": "", "format": "png"})
@@ -123,7 +123,7 @@ def test_an_image_is_rejected_by_name_not_dropped() -> None:
     assert "image" in why(op)
 
 
-def test_sparse_tensors_cannot_blow_up() -> None:
+def test_the_dense_size_of_sparse_tensors_is_limited() -> None:
     request = message()
     target = request.data[0].loss_fn_inputs["target_tokens"]
     target.sparse_csr.crow_indices = bytes(8 * 4)
@@ -133,13 +133,13 @@ def test_sparse_tensors_cannot_blow_up() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"3", b'{"model_id": 1}', b"{", b"\xff", b"null"])
-def test_a_request_that_does_not_say_whose_it_is_is_unreadable(body: bytes) -> None:
+def test_a_request_without_a_run_is_unreadable(body: bytes) -> None:
     with pytest.raises(Unreadable):
         read_json_pass(body, forward_only=False)
 
 
 @pytest.mark.parametrize("seq", [0, -1, 2**31, 2**63, True, "1", 1.0, None])
-def test_a_seq_must_be_a_whole_number_from_one(seq: Any) -> None:
+def test_a_seq_must_be_an_integer_of_at_least_1(seq: Any) -> None:
     with pytest.raises(Unreadable, match="seq_id"):
         read_fields(json.dumps({"model_id": RUN, "seq_id": seq}).encode())
 
@@ -156,7 +156,7 @@ def test_no_bytes_crash_the_reader(body: bytes) -> None:
             pass_op(read(body, forward_only=False), POOL)
 
 
-def test_a_step_carries_its_numbers() -> None:
+def test_a_step_has_its_parameters() -> None:
     op = step(learning_rate=0.5)
     assert op.kind is OpKind.OPTIM_STEP
     assert json.loads(op.body) == {
@@ -183,7 +183,7 @@ def test_a_step_carries_its_numbers() -> None:
         {"grad_clip_norm": float("nan")},
     ],
 )
-def test_a_step_with_a_number_out_of_range_is_rejected_by_name(params: dict[str, float]) -> None:
+def test_a_step_with_a_parameter_out_of_range_is_rejected_by_name(params: dict[str, float]) -> None:
     assert f"adam_params.{next(iter(params))}" in why(step(**params))
 
 

@@ -34,7 +34,7 @@ def with_datum(**changes: Any) -> dict[str, Any]:
     return kl_body("run", data=[kl_datum_body(), kl_datum_body(**changes)])
 
 
-def test_a_good_request_becomes_an_op_that_keeps_its_reference() -> None:
+def test_a_valid_request_becomes_an_op_that_keeps_its_reference() -> None:
     op = op_of(kl_body("run", temperature=0.5))
 
     assert op.kind is OpKind.REVERSE_KL
@@ -49,18 +49,18 @@ def test_a_good_request_becomes_an_op_that_keeps_its_reference() -> None:
     assert op.tokens == body.num_tokens == 4 + 3
 
 
-def test_without_a_seq_it_is_not_numbered_yet() -> None:
+def test_a_request_without_a_seq_is_unnumbered() -> None:
     assert read_reverse_kl(json.dumps(kl_body("run")).encode()).seq is None
     assert read_reverse_kl(json.dumps(kl_body("run", seq_id=4)).encode()).seq == 4
 
 
-def test_the_base_model_alone_is_kept_by_nobody() -> None:
+def test_a_request_with_the_base_model_keeps_no_reference() -> None:
     asked = read_reverse_kl(json.dumps(kl_body("run")).encode())
     assert reverse_kl_op(asked, None, POOL).uses == ()
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{", b"{}", b'{"model_id": "run", "seq_id": -1}'])
-def test_a_request_of_nobody_is_unreadable(body: bytes) -> None:
+def test_a_request_without_a_run_is_unreadable(body: bytes) -> None:
     with pytest.raises(Unreadable):
         read_reverse_kl(body)
 
@@ -118,5 +118,5 @@ LONG = {"chunks": [{"type": "encoded_text", "tokens": [1] * 64}]}
         (with_datum(weights=None), "data[1].weights: "),
     ],
 )
-def test_a_bad_request_says_what_is_wrong(body: dict[str, Any], message: str) -> None:
+def test_an_invalid_request_is_refused_with_the_reason(body: dict[str, Any], message: str) -> None:
     assert message in refusal(body)

@@ -1,4 +1,6 @@
-"""What may be sampled: the wording of each refusal, and that nothing bad gets past."""
+"""Validation of sample requests: the wording of each refusal, and that no invalid request is
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def refusal(pool: PoolRecord = POOL, **changes: Any) -> str:
         {"prompt": (5,), "target_prompt_logprobs": ()},
     ],
 )
-def test_what_is_within_the_limits_passes(changes: dict[str, Any]) -> None:
+def test_a_request_within_the_limits_is_accepted(changes: dict[str, Any]) -> None:
     check_sample(body(**changes), POOL)
 
 
@@ -135,20 +137,20 @@ def test_each_refusal_names_the_field_and_its_limit(changes: dict[str, Any], mes
     assert refusal(**changes) == message
 
 
-def test_no_more_log_probs_are_taken_than_there_are_tokens() -> None:
+def test_topk_is_limited_to_the_vocabulary() -> None:
     small = replace(POOL, vocab_size=10)
     assert refusal(small, topk_sample_logprobs=11) == (
         "topk_sample_logprobs must be between 0 and 10."
     )
 
 
-def test_a_base_model_that_nobody_samples_from_says_so() -> None:
+def test_a_base_model_without_sampling_is_refused() -> None:
     assert refusal(replace(POOL, max_sequence_tokens=0)) == (
         "tiny/model cannot be sampled from here."
     )
 
 
-def test_without_a_tokenizer_only_token_ids_can_stop() -> None:
+def test_without_a_tokenizer_only_token_ids_can_be_stops() -> None:
     bare = replace(POOL, tokenizer="")
     assert refusal(bare, stop=("\n",)).startswith("stop: tiny/model has no tokenizer here")
     check_sample(body(stop=(7,)), bare)
@@ -158,7 +160,7 @@ def test_without_a_tokenizer_only_token_ids_can_stop() -> None:
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=80),
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=MAX_STOPS + 2),
 )
-def test_no_token_outside_the_vocabulary_ever_passes(prompt: list[int], stop: list[int]) -> None:
+def test_no_token_outside_the_vocabulary_is_accepted(prompt: list[int], stop: list[int]) -> None:
     try:
         check_sample(body(prompt=tuple(prompt), stop=tuple(stop)), POOL)
     except Invalid:
@@ -167,7 +169,7 @@ def test_no_token_outside_the_vocabulary_ever_passes(prompt: list[int], stop: li
     assert 1 <= len(prompt) <= POOL.max_sequence_tokens
 
 
-def test_samples_bring_back_no_more_logprobs_than_a_worker_can_hold() -> None:
+def test_the_total_number_of_logprobs_of_a_request_is_limited() -> None:
     wide = replace(POOL, max_sequence_tokens=2**15)
     most = {"num_samples": 1_024, "topk_sample_logprobs": 128, "max_tokens": 128}
     check_sample(body(**most), wide)

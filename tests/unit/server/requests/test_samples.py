@@ -1,4 +1,4 @@
-"""From the bytes of an asample to what the store takes."""
+"""Conversion of the bytes of an asample request to the body that the store accepts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def targets(**tensor: Any) -> Any:
     return read(target_prompt_logprobs={"dtype": "int64", **tensor}).target_prompt_logprobs
 
 
-def test_a_sample_says_whose_it_is_and_its_number() -> None:
+def test_a_sample_has_its_sampler_and_its_number() -> None:
     clone = 179_788_117 * 10**9 + 3
     sample = read_sample(json.dumps(sample_body(SAMPLER, clone)).encode())
     assert (sample.sampler, sample.seq) == (SAMPLER, clone)
 
 
-def test_what_is_left_out_takes_the_defaults_of_the_hosted_service() -> None:
+def test_omitted_fields_have_the_defaults_of_the_hosted_service() -> None:
     assert read(sampling_params={}) == SampleBody(
         prompt=(1, 2, 3),
         num_samples=1,
@@ -71,7 +71,7 @@ def test_targets_are_read_row_by_row() -> None:
     assert targets(shape=[2, 3], data=[1, 2, 3, 4, -1, 6]) == ((1, 2, 3), (4, -1, 6))
 
 
-def test_what_sparse_targets_do_not_list_asks_for_nothing() -> None:
+def test_targets_missing_from_a_sparse_tensor_request_nothing() -> None:
     sparse = {"sparse_crow_indices": [0, 1, 3], "sparse_col_indices": [1, 2, 0]}
     assert targets(shape=[2, 3], data=[5, 6, 0], **sparse) == ((-1, 5, -1), (0, -1, 6))
 
@@ -94,7 +94,7 @@ def test_what_sparse_targets_do_not_list_asks_for_nothing() -> None:
         ),
     ],
 )
-def test_other_targets_are_refused(tensor: dict[str, Any], message: str) -> None:
+def test_invalid_targets_are_refused(tensor: dict[str, Any], message: str) -> None:
     assert message in refusal(target_prompt_logprobs=tensor)
 
 
@@ -122,19 +122,19 @@ def test_other_targets_are_refused(tensor: dict[str, Any], message: str) -> None
         ({"sampling_params": {"seed": 2**64}}, "sampling_params.seed: "),
     ],
 )
-def test_what_is_not_served_is_refused_by_the_name_of_the_field(
+def test_an_unsupported_value_is_refused_by_its_field(
     changes: dict[str, Any], message: str
 ) -> None:
     assert refusal(**changes).startswith(message)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"prompt": 1}', b"\xff"])
-def test_what_is_no_sample_at_all_is_refused(content: bytes) -> None:
+def test_a_body_that_is_not_a_sample_is_refused(content: bytes) -> None:
     with pytest.raises(Invalid):
         read_sample(content)
 
 
-def test_a_number_that_json_does_not_have_is_refused() -> None:
+def test_a_number_that_is_not_valid_json_is_refused() -> None:
     content = json.dumps(sample_body(SAMPLER, 0, sampling_params={"temperature": float("nan")}))
     with pytest.raises(Invalid):
         read_sample(content.encode())

@@ -1,4 +1,4 @@
-"""The data folder: one server at a time, and readable by its owner only."""
+"""Data folder: used by one server at a time, and readable by its owner only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cotrain_server.supervisor.data_folder import (
 from cotrain_store.redis_client.embedded_server import MAX_SOCKET_PATH
 
 
-def test_only_one_server_has_the_folder(tmp_path: Path) -> None:
+def test_only_one_server_may_use_a_folder(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path)
     lock = folder.lock()
     with pytest.raises(FolderInUse, match="Another server uses"):
@@ -30,7 +30,7 @@ def test_only_one_server_has_the_folder(tmp_path: Path) -> None:
     os.close(folder.lock())
 
 
-def test_the_folder_is_taken_until_the_last_process_of_a_server_has_ended(tmp_path: Path) -> None:
+def test_the_folder_is_locked_until_the_last_process_of_a_server_ends(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path)
     lock = folder.lock()
     with subprocess.Popen(
@@ -43,7 +43,7 @@ def test_the_folder_is_taken_until_the_last_process_of_a_server_has_ended(tmp_pa
     os.close(folder.lock())
 
 
-def test_everything_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+def test_every_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path / "data")
     os.close(folder.open_log("api"))
     for path in (folder.path, folder.logs, folder.redis, folder.socket().parent):
@@ -51,7 +51,7 @@ def test_everything_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     assert stat.S_IMODE((folder.logs / "api.log").stat().st_mode) == 0o600
 
 
-def test_a_socket_path_too_long_for_the_kernel_moves_to_a_short_folder_of_ours(
+def test_a_socket_path_too_long_for_the_kernel_is_replaced_by_a_short_one(
     tmp_path: Path,
 ) -> None:
     folder = DataFolder(tmp_path / ("x" * MAX_SOCKET_PATH))
@@ -61,14 +61,14 @@ def test_a_socket_path_too_long_for_the_kernel_moves_to_a_short_folder_of_ours(
     socket.parent.rmdir()
 
 
-def test_a_folder_others_can_read_is_not_used_for_the_socket(tmp_path: Path) -> None:
+def test_a_folder_readable_by_others_is_not_used_for_the_socket(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o755)
     with pytest.raises(UnsafeFolder):
         DataFolder(tmp_path).socket()
 
 
-def test_a_large_log_is_put_aside_while_its_process_writes(tmp_path: Path) -> None:
+def test_a_large_log_is_rotated_while_its_process_writes(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path)
     descriptor = folder.open_log("api")
     os.truncate(folder.logs / "api.log", LOG_BYTES + 1)
@@ -80,7 +80,7 @@ def test_a_large_log_is_put_aside_while_its_process_writes(tmp_path: Path) -> No
     assert (aside.st_size, stat.S_IMODE(aside.st_mode)) == (LOG_BYTES + 1, 0o600)
 
 
-def test_a_log_of_ordinary_size_stays_whole(tmp_path: Path) -> None:
+def test_a_log_of_usual_size_is_kept(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path)
     descriptor = folder.open_log("api")
     os.write(descriptor, b"line")
@@ -90,14 +90,14 @@ def test_a_log_of_ordinary_size_stays_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "under", "under/it"])
-def test_a_folder_that_cannot_be_is_named_with_the_reason(tmp_path: Path, below: str) -> None:
+def test_an_unusable_folder_is_named_with_the_reason(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / below
     with pytest.raises(UnusableFolder, match=f"^The data folder {path} cannot be used: Not a dir"):
         DataFolder(path)
 
 
-def test_a_full_disk_is_found_before_anything_is_started(
+def test_a_full_disk_is_detected_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: int) -> None:
@@ -110,7 +110,7 @@ def test_a_full_disk_is_found_before_anything_is_started(
         folder.check_writable()
 
 
-def test_a_file_system_without_locks_is_not_a_folder_in_use(
+def test_a_file_system_without_locks_is_not_reported_as_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unlockable(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Which GPU each worker of a server is given."""
+"""Assignment of GPUs to the workers of a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cotrain_server.supervisor.gpus import UnfitGpus, chosen, enough, gpus, noti
     ("listed", "expected"),
     [("2,5", ["2", "5"]), ("GPU-aa, GPU-bb", ["GPU-aa", "GPU-bb"]), ("", []), (None, ["0", "1"])],
 )
-def test_gpus_are_those_that_are_visible_else_those_of_the_driver(
+def test_gpus_are_the_visible_ones_or_those_of_the_driver(
     tmp_path: Path, listed: str | None, expected: list[str]
 ) -> None:
     for address in ("0000:01:00.0", "0000:02:00.0"):
@@ -28,7 +28,7 @@ def test_a_host_without_a_driver_has_none(tmp_path: Path) -> None:
     assert gpus({}, tmp_path / "none") == []
 
 
-def test_each_worker_sees_another_gpu_by_the_number_that_the_driver_shows(
+def test_each_worker_sees_its_own_gpu_by_the_number_of_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -56,19 +56,19 @@ def test_a_group_sees_as_many_gpus_as_it_has_processes(monkeypatch: pytest.Monke
         ("0,1", 2, "2 base models and 2 GPUs; each needs 2 of its own"),
     ],
 )
-def test_a_group_that_would_lack_a_gpu_is_refused(asked: str, base_models: int, why: str) -> None:
+def test_a_group_without_enough_gpus_is_refused(asked: str, base_models: int, why: str) -> None:
     with pytest.raises(UnfitGpus, match=re.escape(why)):
         chosen(asked, base_models, ["0", "1", "2"], group_size=2)
 
 
-def test_a_group_on_the_gpus_that_there_are_needs_enough_of_them() -> None:
+def test_groups_on_the_gpus_of_this_host_need_enough_of_them() -> None:
     enough(1, [], 8)
     enough(1, ["0", "1"], 2)
     with pytest.raises(UnfitGpus, match="needs a GPU of its own, and this host has 2"):
         enough(2, ["0", "1"], 2)
 
 
-def test_numbers_that_the_operator_wrote_keep_their_meaning(
+def test_gpu_numbers_set_by_the_operator_keep_their_meaning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
@@ -79,7 +79,7 @@ def test_numbers_that_the_operator_wrote_keep_their_meaning(
     ("asked", "names"),
     [("all", ("2", "5", "7")), ("5", ("5",)), (" 7, 2 ,", ("7", "2"))],
 )
-def test_all_gpus_are_chosen_or_some_by_name(asked: str, names: tuple[str, ...]) -> None:
+def test_all_gpus_or_named_ones_are_chosen(asked: str, names: tuple[str, ...]) -> None:
     assert chosen(asked, 1, ["2", "5", "7"]) == names
 
 
@@ -93,14 +93,14 @@ def test_all_gpus_are_chosen_or_some_by_name(asked: str, names: tuple[str, ...])
         ("0,1", 3, ["0", "1"], "3 base models and 2 GPUs; each needs one of its own"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(
+def test_an_unavailable_gpu_is_refused_by_name(
     asked: str, base_models: int, there: list[str], why: str
 ) -> None:
     with pytest.raises(UnfitGpus, match=re.escape(why)):
         chosen(asked, base_models, there)
 
 
-def test_workers_that_share_a_gpu_and_gpus_without_a_worker_are_worth_a_word() -> None:
+def test_shared_and_unused_gpus_are_reported() -> None:
     assert notice(2, ["0", "1"]) is None
     assert notice(2, []) is None
     assert "2 base models and 1 GPU:" in (notice(2, ["0"]) or "")

@@ -1,4 +1,6 @@
-"""What processes print becomes JSON lines, time first; what is JSON already stays as it is."""
+"""Conversion of printed lines to JSON, with the time first. Lines that are JSON already stay
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
         ('{"half": ', "info", '{"half": '),
     ],
 )
-def test_a_line_is_an_event(line: str, level: str, text: str) -> None:
+def test_a_line_becomes_an_event(line: str, level: str, text: str) -> None:
     written = loglines.as_json(line, "redis", NOW)
     assert written is not None
     assert list(json.loads(written).items()) == [
@@ -36,13 +38,13 @@ def test_a_line_is_an_event(line: str, level: str, text: str) -> None:
     ]
 
 
-def test_our_own_lines_stay_and_empty_ones_go() -> None:
+def test_json_lines_stay_and_empty_lines_are_dropped() -> None:
     own = '{"ts": "x", "event": "y"}'
     assert loglines.as_json(own, "api", NOW) == own
     assert loglines.as_json("  \r", "api", NOW) is None
 
 
-def test_a_disk_that_is_full_costs_lines_and_not_the_process() -> None:
+def test_a_full_disk_loses_lines_but_does_not_end_the_process() -> None:
     with Path("/dev/full").open("wb") as full:
         command = [sys.executable, "-I", "-S", str(LINES), "w0"]
         ran = subprocess.run(command, input=b"one\ntwo\n", stdout=full, stderr=full, check=False)

@@ -1,4 +1,4 @@
-"""Under `cotrain serve` each process has a metrics port of its own, and a file says which."""
+"""Metrics ports under `cotrain serve`: one per process, listed in a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ports_of(made: Programs) -> list[str | None]:
     return [process.environment.get("COTRAIN_METRICS_PORT") for process in processes]
 
 
-def test_the_ports_follow_one_another_and_the_file_names_them_all(
+def test_the_ports_are_consecutive_and_listed_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COTRAIN_METRICS_PORT", "9464")
@@ -36,14 +36,14 @@ def test_the_ports_follow_one_another_and_the_file_names_them_all(
 
 
 @pytest.mark.parametrize("given", ["", "0"])
-def test_without_one_there_is_nothing_to_scrape(
+def test_without_a_port_there_is_no_scrape_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     monkeypatch.setenv("COTRAIN_METRICS_PORT", given)
     assert programs(tmp_path).metrics_targets() == []
 
 
-def test_what_is_no_port_reaches_the_processes_which_refuse_it(
+def test_an_invalid_port_is_refused_by_the_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COTRAIN_METRICS_PORT", "http")

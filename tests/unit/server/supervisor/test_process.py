@@ -1,4 +1,4 @@
-"""Keeping a process running: real processes, really killed."""
+"""Restarts of a child process, with real processes and real signals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BROKEN = replace(SLEEPER, name="broken", command=["sh", "-c", "exit 7"])
 
 
 class Watched:
-    """A child, what it printed, and its troubles."""
+    """Child process with its printed lines and its reported problems."""
 
     def __init__(self, folder: Path, program: Program) -> None:
         self.lines: asyncio.Queue[str] = asyncio.Queue()
@@ -37,7 +37,7 @@ class Watched:
         self.kept = asyncio.create_task(self.child.keep())
 
     async def pid(self) -> int:
-        """Wait for the next start."""
+        """Wait for the next start. Return its process id."""
         while True:
             line = await self.lines.get()
             if "started" in line:
@@ -66,16 +66,16 @@ async def test_a_stopped_process_is_not_started_again(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
-async def test_a_process_stopped_while_it_is_being_started_does_not_stay(
+async def test_a_process_stopped_during_its_start_does_not_stay(
     tmp_path: Path,
 ) -> None:
     watched = Watched(tmp_path, SLEEPER)
-    await asyncio.sleep(0)  # far enough to be starting, not far enough to be known
+    await asyncio.sleep(0)  # enough for the start to begin, not enough for it to finish
     await watched.child.stop()
     await asyncio.wait_for(watched.kept, 120)
 
 
-async def test_a_process_that_ignores_sigterm_is_killed_with_all_it_started(tmp_path: Path) -> None:
+async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     watched = Watched(tmp_path, replace(STUBBORN, pass_fds=(write_end,)))
     await watched.pid()
@@ -85,11 +85,11 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_all_it_started(tmp_
     await watched.child.stop()
     await watched.kept
     assert await watched.lines.get() == "sleeper did not end in 0.1 s; killing it"
-    assert os.read(read_end, 1) == b""  # its last holder is gone
+    assert os.read(read_end, 1) == b""  # its last holder has exited
     os.close(read_end)
 
 
-async def test_a_crash_loop_is_reported_and_goes_on(tmp_path: Path) -> None:
+async def test_a_crash_loop_is_reported_and_restarts_continue(tmp_path: Path) -> None:
     watched = Watched(tmp_path, BROKEN)
     watched.child.restarts = RestartHistory((time.monotonic(),) * 4)
     await watched.pid()
@@ -101,7 +101,7 @@ async def test_a_crash_loop_is_reported_and_goes_on(tmp_path: Path) -> None:
     await watched.kept
 
 
-async def test_a_process_that_is_killed_after_a_good_life_is_started_at_once(
+async def test_a_process_killed_after_a_long_run_is_restarted_at_once(
     tmp_path: Path,
 ) -> None:
     watched = Watched(tmp_path, replace(SLEEPER, good_life_s=0.0))
@@ -114,7 +114,7 @@ async def test_a_process_that_is_killed_after_a_good_life_is_started_at_once(
     await watched.kept
 
 
-async def test_what_a_program_says_of_its_end_is_repeated(tmp_path: Path) -> None:
+async def test_the_reason_that_a_program_logs_for_its_end_is_reported(tmp_path: Path) -> None:
     def reason_of(lines: Sequence[str]) -> Reason:
         return Reason(json.loads(lines[-1])["event"], is_final=False)
 
@@ -132,7 +132,7 @@ REFUSING = replace(
 )
 
 
-async def test_a_refusal_to_start_is_reported_with_its_reason_and_ends_the_keeping(
+async def test_a_refusal_to_start_is_reported_and_ends_the_restarts(
     tmp_path: Path,
 ) -> None:
     watched, refusals = Watched(tmp_path, REFUSING), list[str]()
@@ -144,10 +144,10 @@ async def test_a_refusal_to_start_is_reported_with_its_reason_and_ends_the_keepi
     watched.child.give_up = end
     await asyncio.wait_for(watched.kept, 120)
     assert refusals == ["No such model."]
-    assert watched.lines.qsize() == 1  # it was started once
+    assert watched.lines.qsize() == 1  # started once
 
 
-async def test_a_refusal_of_what_ran_before_is_tried_again_and_reported(tmp_path: Path) -> None:
+async def test_a_refusal_of_a_program_that_ran_before_is_retried(tmp_path: Path) -> None:
     watched = Watched(tmp_path, REFUSING)
     watched.child.restarts = RestartHistory((time.monotonic(),) * 4)
     await watched.pid()
@@ -157,7 +157,7 @@ async def test_a_refusal_of_what_ran_before_is_tried_again_and_reported(tmp_path
     await watched.kept
 
 
-async def test_a_trouble_is_over_once_the_process_has_lived_a_while(
+async def test_a_problem_is_cleared_once_the_process_runs_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "HEALED_AFTER_S", 0.01)
@@ -170,8 +170,8 @@ async def test_a_trouble_is_over_once_the_process_has_lived_a_while(
     await watched.kept
 
 
-def test_a_tethered_process_dies_with_its_supervisor_however_that_dies() -> None:
-    # The supervisor starts a tethered sleeper, says its pid, and waits to be killed.
+def test_a_tethered_process_ends_with_its_supervisor() -> None:
+    # The supervisor starts a tethered sleeper, prints its process id, and waits to be killed.
     supervise = (
         "import os, subprocess, sys, time\n"
         f"tether = [sys.executable, '-I', '-S', {str(TETHER)!r}, str(os.getpid()), '9']\n"
@@ -185,11 +185,11 @@ def test_a_tethered_process_dies_with_its_supervisor_however_that_dies() -> None
         printed = {supervisor.stdout.readline().strip() for _ in range(2)}
         assert "up" in printed
         supervisor.kill()
-        # The pipe ends when its last holder is gone: the sleeper, had it stayed.
+        # The pipe ends when its last holder exits. A sleeper that stayed would hold it.
         assert supervisor.stdout.read() == ""
 
 
-def test_a_tether_to_a_supervisor_that_has_ended_starts_nothing() -> None:
+def test_a_tether_to_an_ended_supervisor_starts_nothing() -> None:
     command = [sys.executable, "-I", "-S", str(TETHER), "1", "9", "echo", "started"]
     ended = subprocess.run(command, capture_output=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, b"")
@@ -202,7 +202,7 @@ def crashed_at(times: list[float]) -> RestartHistory:
     return history
 
 
-def test_a_first_crash_is_answered_almost_at_once() -> None:
+def test_the_first_crash_is_followed_by_a_restart_after_100_ms() -> None:
     assert crashed_at([100.0]).delay_s == 0.1
 
 
@@ -210,20 +210,20 @@ def test_each_further_crash_doubles_the_delay() -> None:
     assert [crashed_at([0.0] * n).delay_s for n in range(1, 5)] == [0.1, 0.2, 0.4, 0.8]
 
 
-def test_five_crashes_in_a_minute_are_a_crash_loop_retried_every_five_seconds() -> None:
+def test_five_crashes_in_a_minute_are_a_crash_loop() -> None:
     history = crashed_at([0.0, 10.0, 20.0, 30.0, 59.0])
     assert history.is_crash_loop
     assert history.delay_s == 5.0
 
 
-def test_a_good_life_begins_the_delays_anew() -> None:
+def test_a_long_run_resets_the_restart_delay() -> None:
     history = crashed_at([0.0, 1.0, 2.0, 3.0, 4.0]).plus(9.0, lived_well=True)
     assert history.is_crash_loop
     assert history.delay_s == 0.1
     assert history.plus(10.0).delay_s == 0.2
 
 
-def test_old_crashes_are_forgotten() -> None:
+def test_old_crashes_do_not_count() -> None:
     history = crashed_at([0.0, 1.0, 2.0, 3.0, 100.0])
     assert not history.is_crash_loop
     assert history.delay_s == 0.1

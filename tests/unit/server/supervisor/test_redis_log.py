@@ -1,4 +1,4 @@
-"""Which of the sentences that Redis writes when it ends say that another start would end likewise."""
+"""Log lines of an ending Redis after which another start would fail too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ STARTED = [
 
 
 def reason(tmp_path: Path, *said: str) -> Reason | None:
-    events = ["# Wrong signature", *STARTED, "* DB loaded", *said]  # the first of an earlier start
+    events = [
+        "# Wrong signature",
+        *STARTED,
+        "* DB loaded",
+        *said,
+    ]  # the first is of an earlier start
     lines = [
         as_json(f"7:M 25 Nov 2026 21:07:02.233 {each}", "redis", datetime.now(UTC))
         for each in events
@@ -44,7 +49,7 @@ def reason(tmp_path: Path, *said: str) -> Reason | None:
         "# Unable to obtain the AOF file appendonly.aof.2.base.rdb length. stat: No such file or directory",
     ],
 )
-def test_a_damaged_log_is_final_and_the_way_out_is_named(tmp_path: Path, said: str) -> None:
+def test_a_damaged_log_is_a_final_reason_and_names_the_remedy(tmp_path: Path, said: str) -> None:
     found = reason(tmp_path, said)
     assert found is not None
     assert found.is_final
@@ -52,7 +57,7 @@ def test_a_damaged_log_is_final_and_the_way_out_is_named(tmp_path: Path, said: s
     assert "--fix" in found.text
 
 
-def test_the_log_of_a_newer_redis_is_final_and_the_way_out_is_another_binary(
+def test_a_log_of_a_newer_redis_is_final_and_needs_another_binary(
     tmp_path: Path,
 ) -> None:
     found = reason(
@@ -77,7 +82,7 @@ def test_the_log_of_a_newer_redis_is_final_and_the_way_out_is_another_binary(
         ("* 'x' is no directive", "DB loaded. 'x' is no directive."),
     ],
 )
-def test_what_may_pass_is_repeated_and_tried_again(
+def test_a_transient_reason_is_reported_and_retried(
     tmp_path: Path, said: str, text: str | None
 ) -> None:
     found = reason(tmp_path, said)
@@ -86,5 +91,5 @@ def test_what_may_pass_is_repeated_and_tried_again(
     assert found.text == (text or f"{said[2:]}.")
 
 
-def test_a_redis_that_says_nothing_gives_no_reason(tmp_path: Path) -> None:
+def test_a_redis_without_log_lines_gives_no_reason(tmp_path: Path) -> None:
     assert reason_of_redis(DataFolder(tmp_path), tmp_path, ["", "no JSON", '{"event": 1}']) is None

@@ -1,4 +1,6 @@
-"""How a server ends: first what takes new work, last what keeps it, and nothing without a limit."""
+"""Shutdown of a server: first the processes that accept work, last those that store it, each with a
+time limit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from cotrain_server.supervisor.programs import Plan, Programs
 from cotrain_server.supervisor.supervisor import Supervisor
 from tests.support.waiting import until
 
-#: Ends at SIGTERM, and says so in a file of all.
+#: Program that ends at SIGTERM and appends its name to a shared file.
 ORDERLY = "trap 'echo {name} >> {order}; exit 0' TERM; echo up; while :; do sleep 0.02; done"
 STUBBORN = "trap '' TERM; echo up; while :; do sleep 0.02; done"
 
@@ -31,7 +33,7 @@ def supervisor(tmp_path: Path, lines: list[str]) -> Supervisor:
 
 @pytest.fixture
 def lines() -> list[str]:
-    """What the operator reads."""
+    """Lines that the operator reads."""
     return []
 
 
@@ -41,14 +43,16 @@ def program(folder: Path, name: str, script: str, grace_s: float = 60) -> Progra
 
 
 async def until_up(folder: DataFolder, lines: list[str], *names: str) -> None:
-    """Wait until each has set its trap, and the supervisor knows it: one that it is starting it kills at once."""
+    """Wait until each process has set its trap and the supervisor has recorded it. A process still
+    being started is killed at once.
+    """
     logs = [folder.log_of(name) for name in names]
     await until(lambda: all(log.exists() and log.read_text() for log in logs))
     said = [f"{name} started" for name in names]
     await until(lambda: all(any(line.startswith(each) for line in lines) for each in said))
 
 
-async def test_stages_end_in_the_reverse_order_of_their_start_each_before_the_next(
+async def test_stages_stop_in_the_reverse_order_of_their_start(
     supervisor: Supervisor, tmp_path: Path, lines: list[str]
 ) -> None:
     folder = DataFolder(tmp_path)
@@ -81,14 +85,14 @@ async def test_stages_end_in_the_reverse_order_of_their_start_each_before_the_ne
     ]  # fmt: skip
 
 
-async def test_a_worker_whose_device_is_lost_is_started_again(
+async def test_a_worker_that_lost_its_device_is_restarted(
     supervisor: Supervisor, tmp_path: Path, lines: list[str]
 ) -> None:
     folder, lost = DataFolder(tmp_path), tmp_path / "lost"
     dies_once = f"if ! test -e {lost}; then touch {lost}; exit 70; fi; {ORDERLY}"
     supervisor._add(folder, [program(tmp_path, "w0", dies_once)])
     await until_up(folder, lines, "w0")
-    await until(lambda: sum("started" in line for line in lines) == 2)  # of the second start, too
+    await until(lambda: sum("started" in line for line in lines) == 2)  # including the second start
     await supervisor._drain()
     assert [line.partition(";")[0] for line in lines if "exited" in line] == [
         "w0 exited with status 70"
@@ -97,7 +101,7 @@ async def test_a_worker_whose_device_is_lost_is_started_again(
 
 
 @pytest.mark.parametrize(("set_to", "grace_s"), [(None, 60.0), ("300", 300.0), ("soon", 60.0)])
-def test_each_process_has_the_time_that_is_documented_and_a_worker_what_it_plans_by(
+def test_each_process_has_its_documented_grace_period(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, set_to: str | None, grace_s: float
 ) -> None:
     if set_to:
@@ -120,7 +124,7 @@ def test_workers_of_two_base_models_compute_on_two_gpus(
 
 
 def made_by(supervisor: Supervisor, **plan: Any) -> list[dict[str, str]]:
-    """The variables of each worker of this plan."""
+    """Return the variables of each worker of this plan."""
     folder = DataFolder(supervisor.plan.data_dir)
     made = Programs(replace(supervisor.plan, **plan), folder, "unix:///nowhere")
     return [dict(worker.environment) for worker in made.workers()]
@@ -144,7 +148,7 @@ def test_a_base_model_keeps_its_worker_ids_when_it_gets_more_workers(
     }
 
 
-def test_gpus_are_dealt_out_to_the_base_models_in_turn(
+def test_gpus_are_assigned_to_the_base_models_in_turn(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -154,7 +158,7 @@ def test_gpus_are_dealt_out_to_the_base_models_in_turn(
     assert all("COTRAIN_TORCH_THREADS" not in each for each in workers)
 
 
-def test_workers_on_a_cpu_share_its_cores_and_its_memory_unless_told(
+def test_workers_on_a_cpu_share_its_cores_and_memory_by_default(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(9))
@@ -177,7 +181,7 @@ def test_workers_of_another_host_are_named_after_it_and_need_no_lock(
     assert ids_of(workers) == {"a/b": ["gpu-7-w0"], "c/d": ["gpu-7-w1"]}
 
 
-def test_the_libraries_of_a_server_start_no_thread_per_core_unless_asked(
+def test_libraries_of_a_server_start_one_thread_by_default(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):

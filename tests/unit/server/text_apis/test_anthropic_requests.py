@@ -1,4 +1,6 @@
-"""What Anthropic's clients send becomes a sample request, or is refused by the name of its field."""
+"""Requests of Anthropic's clients: converted to a sample request, or refused by the name of the
+field.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def message(**fields: Any) -> MessageRequest:
     return MessageRequest.model_validate(asked)
 
 
-def test_fields_reach_the_sample_request() -> None:
+def test_fields_are_copied_to_the_sample_request() -> None:
     asked = message(stop_sequences=["x"], temperature=0.5, top_k=3, top_p=0.9, stream=True)
     body = asked.body([1, 2])
     assert (body.prompt, body.num_samples, body.max_tokens, body.stop) == ((1, 2), 1, 5, ("x",))
@@ -26,12 +28,12 @@ def test_fields_reach_the_sample_request() -> None:
     assert message().body([1]).stop is None
 
 
-def test_a_message_must_say_how_long_it_may_be() -> None:
+def test_max_tokens_of_a_message_is_required() -> None:
     with pytest.raises(ValidationError, match="max_tokens"):
         MessageRequest.model_validate({"model": "m", "messages": [USER]})
 
 
-def test_messages_of_one_side_in_a_row_become_one() -> None:
+def test_successive_messages_of_one_role_are_joined() -> None:
     block = {"type": "text", "text": "there", "cache_control": {"type": "ephemeral"}}
     asked = message(
         system=[{"type": "text", "text": "Be short."}],
@@ -61,12 +63,12 @@ def test_messages_of_one_side_in_a_row_become_one() -> None:
         {"nobody_knows_this": 1},
     ],
 )
-def test_what_would_change_the_result_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_a_field_that_would_change_the_result_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match=next(iter(fields))):
         message(**fields).check()
 
 
-def test_what_changes_nothing_is_ignored() -> None:
+def test_a_field_without_effect_is_ignored() -> None:
     message(
         metadata={"user_id": "x"}, service_tier="auto", tools=[], thinking={"type": "disabled"},
         tool_choice={"type": "auto"}, cache_control={"type": "ephemeral"},

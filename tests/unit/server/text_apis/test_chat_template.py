@@ -1,4 +1,4 @@
-"""A chat is rendered and cut into tokens as `transformers` does it, and never runs wild."""
+"""Chat templates: rendered and tokenized as in `transformers`, within limits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CHATS: list[list[Message]] = [
 
 
 def folder_of(path: Path, template: str) -> Any:
-    """Write a tokenizer as a worker does; the `transformers` tokenizer itself."""
+    """Write a tokenizer as a worker does. Return the tokenizer of `transformers`."""
     import transformers
 
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -80,7 +80,7 @@ def loaded(path: Path) -> ChatTemplate:
 @pytest.mark.parametrize("messages", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
-def test_a_chat_has_the_tokens_that_transformers_gives_it(
+def test_a_chat_has_the_tokens_of_transformers(
     tmp_path: Path, name: str, messages: list[Message], options: dict[str, Any]
 ) -> None:
     judge = folder_of(tmp_path, TEMPLATES[name])
@@ -93,7 +93,7 @@ def test_a_chat_has_the_tokens_that_transformers_gives_it(
 
 @pytest.mark.parametrize("content", ["Certainly:", "spaced at the end "])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_last_message_is_continued_as_transformers_does(
+def test_a_last_message_is_continued_as_in_transformers(
     tmp_path: Path, name: str, content: str
 ) -> None:
     judge = folder_of(tmp_path, TEMPLATES[name])
@@ -102,7 +102,7 @@ def test_a_last_message_is_continued_as_transformers_does(
     assert loaded(tmp_path).render(messages, continue_final=True) == expected
 
 
-def test_what_a_template_refuses_is_passed_on_in_its_own_words(tmp_path: Path) -> None:
+def test_an_error_of_a_template_is_passed_on_in_its_own_words(tmp_path: Path) -> None:
     folder_of(tmp_path, LLAMA2)
     with pytest.raises(Invalid, match=r"messages: .*Roles must alternate"):
         loaded(tmp_path).render([CHATS[0][0], CHATS[0][0]])
@@ -125,7 +125,7 @@ def test_a_template_that_drops_the_last_message_cannot_continue_it() -> None:
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
-def test_a_template_gets_neither_out_of_its_sandbox_nor_on_our_nerves(source: str) -> None:
+def test_a_template_can_neither_leave_its_sandbox_nor_block_the_server(source: str) -> None:
     with pytest.raises(Invalid, match="chat template"):
         ChatTemplate(source, {}).render(CHATS[0])
 

@@ -1,4 +1,4 @@
-"""What OpenAI's clients send becomes a sample request, or is refused by the name of its field."""
+"""Requests of OpenAI's clients: converted to a sample request, or refused by the name of the field."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def completion(**fields: Any) -> CompletionRequest:
     return CompletionRequest.model_validate({"model": "m", "prompt": "Hi", **fields})
 
 
-def test_nothing_given_and_null_mean_the_same() -> None:
+def test_null_and_omitted_fields_have_the_same_meaning() -> None:
     fields = set(ChatCompletionRequest.model_fields) - {"model", "messages"}
     given = chat(**dict.fromkeys(fields), tools=None)
     given.check()
@@ -36,7 +36,7 @@ def test_defaults_are_those_of_the_api() -> None:
     assert completion().body([1]).max_tokens == 16
 
 
-def test_all_fields_reach_the_sample_request() -> None:
+def test_all_fields_are_copied_to_the_sample_request() -> None:
     asked = chat(
         n=3, temperature=0, top_p=0.5, top_k=7, seed=-4, stop=["a", "b"], stream=True,
         max_tokens=5, max_completion_tokens=6,
@@ -48,7 +48,7 @@ def test_all_fields_reach_the_sample_request() -> None:
     assert body.stream
 
 
-def test_the_likeliest_tokens_are_asked_for_and_not_streamed_token_by_token() -> None:
+def test_top_logprobs_are_requested_without_token_streaming() -> None:
     body = chat(stream=True, logprobs=True, top_logprobs=4).body([1])
     assert (body.topk_sample_logprobs, body.stream) == (4, False)
     assert completion(stream=True, logprobs=0).body([1]).stream
@@ -70,12 +70,12 @@ def test_echoed_log_probs_are_those_of_the_prompt() -> None:
         (["Hi", [3]], ["Hi", [3]]),
     ],
 )
-def test_prompts_come_in_five_forms(prompt: Any, prompts: list[Any]) -> None:
+def test_a_prompt_may_have_any_of_five_forms(prompt: Any, prompts: list[Any]) -> None:
     assert completion(prompt=prompt).prompts == prompts
 
 
 @pytest.mark.parametrize("prompt", [[], ["x"] * 257])
-def test_no_prompt_and_too_many_are_refused(prompt: list[str]) -> None:
+def test_no_prompt_and_too_many_prompts_are_refused(prompt: list[str]) -> None:
     with pytest.raises(Invalid, match="prompt must have 1 to 256"):
         _ = completion(prompt=prompt).prompts
 
@@ -95,7 +95,7 @@ def test_no_prompt_and_too_many_are_refused(prompt: list[str]) -> None:
         {"nobody_knows_this": 1},
     ],
 )
-def test_what_would_change_the_result_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_a_field_that_would_change_the_result_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match=next(iter(fields))):
         chat(**fields).check()
 
@@ -109,11 +109,11 @@ def test_what_would_change_the_result_is_refused_by_name(fields: dict[str, Any])
         {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
     ],
 )
-def test_what_asks_for_nothing_is_ignored(fields: dict[str, Any]) -> None:
+def test_a_field_without_effect_is_ignored(fields: dict[str, Any]) -> None:
     chat(**fields).check()
 
 
-def test_likeliest_tokens_without_log_probs_are_refused() -> None:
+def test_top_logprobs_without_logprobs_are_refused() -> None:
     with pytest.raises(Invalid, match="top_logprobs needs logprobs"):
         chat(top_logprobs=1).check()
 
@@ -132,7 +132,7 @@ def test_numbers_have_limits(fields: dict[str, Any]) -> None:
         chat(**fields)
 
 
-def test_parts_of_text_are_joined_and_developers_are_the_system() -> None:
+def test_text_parts_are_joined_and_developer_messages_are_system_ones() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     seen_before: dict[str, Any] = {
         "role": "assistant",

@@ -20,7 +20,7 @@ from tests.support.tiny_models import sentencepiece_tokenizer, trained_tokenizer
 
 EOS = 2
 BYTE = 3
-"""The id of byte 0 in a fallback vocabulary."""
+"""Token id of byte 0 in a fallback vocabulary."""
 tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained_tokenizer(512)))
 llama2 = Tokenizer(tokenizers.Tokenizer.from_str(sentencepiece_tokenizer(512, strips=True)))
 (A,), (B,) = (tokenizer.encode(letter, special=False) for letter in "ab")
@@ -44,7 +44,7 @@ def columns(tokens: Sequence[int], logprobs: Any, likeliest: Any = None) -> dict
     return written(CompletionShape(), tokenizer, tokens, logprobs, likeliest)
 
 
-def test_a_token_that_was_not_likely_is_named_with_those_that_were() -> None:
+def test_a_token_outside_the_top_k_is_listed_with_them() -> None:
     assert columns([A], [-3.0], [[(B, -0.5)]]) == {
         "tokens": ["a"],
         "token_logprobs": [-3.0],
@@ -53,12 +53,12 @@ def test_a_token_that_was_not_likely_is_named_with_those_that_were() -> None:
     }
 
 
-def test_offsets_count_the_characters_before() -> None:
+def test_offsets_count_the_preceding_characters() -> None:
     assert columns([A, B, A], [0.0] * 3)["text_offset"] == [0, 1, 2]
     assert columns([], [])["text_offset"] == []
 
 
-def test_the_first_token_of_all_has_no_log_prob() -> None:
+def test_the_first_token_of_a_prompt_has_no_log_prob() -> None:
     told = columns([A, B], [None, -1.0], [None, [(B, -1.0)]])
     assert told["token_logprobs"] == [None, -1.0]
     assert told["top_logprobs"] == [None, {"b": -1.0}]
@@ -80,7 +80,7 @@ def test_tokens_that_are_part_of_a_character_keep_their_bytes() -> None:
     assert columns(halves, [-1.0] * 2)["tokens"] == ["", "é"]
 
 
-def test_likeliest_tokens_of_one_text_do_not_replace_each_other() -> None:
+def test_top_tokens_with_the_same_text_do_not_replace_each_other() -> None:
     (spelled,) = (token for token in range(259, 512) if llama2.token_name(token) == "a")
     byte = BYTE + ord("a")
     halves = [BYTE + 0xC3, BYTE + 0xA9, BYTE + 0xA8]
@@ -96,7 +96,7 @@ def test_likeliest_tokens_of_one_text_do_not_replace_each_other() -> None:
     }
 
 
-def test_every_token_of_a_vocabulary_has_a_key_of_its_own() -> None:
+def test_every_token_of_a_vocabulary_has_its_own_key() -> None:
     for language in (tokenizer, llama2):
         everything = [(token, -1.0) for token in range(512)]
         told = written(CompletionShape(), language, [40], [-1.0], [everything])
@@ -104,14 +104,14 @@ def test_every_token_of_a_vocabulary_has_a_key_of_its_own() -> None:
         assert len(named) == 512
 
 
-def test_words_behind_a_prompt_have_their_space() -> None:
+def test_words_after_a_prompt_keep_their_space() -> None:
     prompt, words = llama2.encode("Once", special=True), llama2.encode("upon a", special=False)
     told = written(CompletionShape(), llama2, words, [-1.0] * len(words), before=prompt)
     assert "".join(told["tokens"]) == " upon a"
     assert told["text_offset"][-1] == len(" upon a") - len(told["tokens"][-1])
 
 
-def test_a_message_that_begins_has_no_space_of_its_vocabulary() -> None:
+def test_a_message_starts_without_a_space_of_its_vocabulary() -> None:
     words = llama2.encode("upon a", special=False)
     likeliest = [[(words[0], -1.0)], *[None] * (len(words) - 1)]
     content = written(ChatShape(), llama2, words, [-1.0] * len(words), likeliest)["content"]
@@ -121,7 +121,7 @@ def test_a_message_that_begins_has_no_space_of_its_vocabulary() -> None:
     ]
 
 
-def test_an_echoed_prompt_shows_what_was_sent_and_not_what_was_put_before_it() -> None:
+def test_an_echoed_prompt_is_the_text_that_was_sent() -> None:
     for prompt in ("alphabet:", " two", "", "<s>a"):
         texts = TokenTexts(llama2, [EOS], begins=True)
         parts = texts.of_prompt(llama2.encode(prompt, special=True), prompt)

@@ -1,4 +1,4 @@
-"""Text is refused by its length before anything cuts it into tokens."""
+"""Limits of text length, checked before any tokenization."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def target(tmp_path: Path) -> Target:
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the texts that were cut into tokens."""
+    """Return a list that gets the length of each tokenized text."""
     lengths: list[int] = []
 
     def encode(_: Tokenizer, text: str, *, special: bool) -> list[int]:
@@ -63,13 +63,15 @@ def chat(target: Target, *texts: str) -> SampleBody:
     return chat_body(target, asked.chat(), asked.body)
 
 
-def test_the_longest_text_grows_with_the_context() -> None:
+def test_the_maximum_text_length_grows_with_the_context() -> None:
     assert longest_text(POOL) == 65_536
     assert longest_text(LARGE) == 524_288
 
 
-def test_a_text_of_ten_million_characters_is_never_cut(target: Target, cut: list[int]) -> None:
-    """It took 34 s and 2 GB."""
+def test_a_text_of_ten_million_characters_is_never_tokenized(
+    target: Target, cut: list[int]
+) -> None:
+    """Measured: it took 34 s and 2 GB."""
     vast = "x" * 10_000_000
     sentence = "has 10000000 characters. tiny/model .* up to 64 tokens, .* at most 65536 characters"
     with pytest.raises(Invalid, match=rf"^prompt {sentence}"):
@@ -79,13 +81,13 @@ def test_a_text_of_ten_million_characters_is_never_cut(target: Target, cut: list
     assert cut == []
 
 
-def test_many_messages_are_as_long_as_they_are_together(target: Target, cut: list[int]) -> None:
+def test_the_length_of_messages_is_limited_in_total(target: Target, cut: list[int]) -> None:
     with pytest.raises(Invalid, match=r"^messages has 70000 characters"):
         chat(target, *["x" * 7_000] * 10)
     assert cut == []
 
 
-def test_what_a_template_makes_of_short_messages_is_bounded_too(
+def test_the_output_of_a_template_is_limited_too(
     target: Target, cut: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "ALWAYS_READ", 20)
@@ -95,7 +97,7 @@ def test_what_a_template_makes_of_short_messages_is_bounded_too(
     assert cut == []
 
 
-def test_many_prompts_are_bounded_together(
+def test_many_prompts_are_limited_in_total(
     target: Target, cut: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "MAX_CHARACTERS", 100_000)
@@ -107,7 +109,7 @@ def test_many_prompts_are_bounded_together(
     assert cut == [50_000] * 2
 
 
-def test_tokens_are_counted_before_they_are_written_as_text(
+def test_tokens_are_counted_before_they_are_decoded(
     target: Target, cut: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> str:
@@ -119,12 +121,12 @@ def test_tokens_are_counted_before_they_are_written_as_text(
     assert cut == []
 
 
-def test_cutting_text_is_never_the_event_loops_work() -> None:
+def test_text_is_never_tokenized_in_the_event_loop() -> None:
     assert text_weight(0) > THREAD_ABOVE
     assert text_weight(1_000_000) > text_weight(1_000)
 
 
-def test_a_model_that_is_none_for_chats_says_so(target: Target) -> None:
+def test_a_model_without_a_chat_template_is_reported(target: Target) -> None:
     mute = replace(target, language=replace(target.language, template=None))
     with pytest.raises(Invalid, match="no chat template"):
         chat(mute, "Hi")

@@ -1,4 +1,4 @@
-"""What an error is to a tenant who speaks another API."""
+"""Conversion of an error to the form of another API."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_errors_have_the_status_that_clients_expect(error: Exception, status: in
     assert (refusal.retry_after_s is not None) == (status in (429, 503))
 
 
-def test_what_no_tenant_can_cause_is_not_shown_to_one() -> None:
+def test_an_internal_error_is_not_shown_to_a_tenant() -> None:
     refusal = refusal_of(SpoolCorrupt("/data/spool/w0 cannot be read"))
     assert refusal == (500, "Internal error.", "internal_error", None)
 
 
 @pytest.mark.parametrize(("category", "status"), [("user", 400), ("server", 500)])
-def test_a_failed_generation_says_whose_fault_it_was(category: Category, status: int) -> None:
+def test_a_failed_generation_is_a_client_or_a_server_error(category: Category, status: int) -> None:
     refusal = refusal_of(GenerationFailed(Result.failed("The weights are gone.", category)))
     assert refusal[:2] == (status, "The weights are gone.")
 

@@ -1,6 +1,6 @@
-"""A model's language is read once, and again when its worker has written it anew.
+"""Cache of tokenizers: each is read once, and again when its worker has rewritten it.
 
-Text grows with its tokens, never shows half a character, and ends at a stop string.
+Text that grows token by token, without partial characters, up to a stop string.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.talking import write_language
 from tests.support.tiny_models import sentencepiece_tokenizer, trained_tokenizer
 
 
-async def test_a_language_is_read_once_until_it_is_written_anew(tmp_path: Path) -> None:
+async def test_a_tokenizer_is_read_once_until_it_is_rewritten(tmp_path: Path) -> None:
     write_language(tmp_path)
     language = await language_of(
         POOL, ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path)
@@ -51,7 +51,7 @@ async def test_a_language_is_read_once_until_it_is_written_anew(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("folder", ["", "elsewhere"])
-async def test_a_pool_that_wrote_none_has_none(tmp_path: Path, folder: str) -> None:
+async def test_a_pool_without_a_tokenizer_file_has_none(tmp_path: Path, folder: str) -> None:
     with pytest.raises(Invalid, match="no tokenizer"):
         await language_of(
             replace(POOL, tokenizer=folder),
@@ -72,14 +72,14 @@ llama2, gemma = (
 metaspace = tokenizers.Tokenizer.from_str(sentencepiece_tokenizer(VOCAB, strips=True))
 metaspace.decoder = decoders.Metaspace()
 BYTE = 3
-"""The id of byte 0 in a fallback vocabulary."""
+"""Token id of byte 0 in a fallback vocabulary."""
 VOCABULARIES = {
     "byte level": tokenizer,
     "llama 2": Tokenizer(llama2),
     "gemma": Tokenizer(gemma),
     "metaspace": Tokenizer(metaspace),
 }
-#: Characters of one to four bytes, joined ones, right to left, spaces of SentencePiece.
+#: Characters of one to four bytes, joined ones, right-to-left ones, and spaces of SentencePiece.
 SCRIPTS = [
     "a b",
     "  x",
@@ -102,7 +102,7 @@ every_vocabulary = pytest.mark.parametrize("name", VOCABULARIES)
 
 @st.composite
 def sampled_tokens(draw: st.DrawFn, name: str) -> list[int]:
-    """Draw what a model may sample: text of several scripts, control tokens and tokens by chance."""
+    """Draw possible samples of a model: text of several scripts, control tokens and random tokens."""
     text = st.lists(st.sampled_from(SCRIPTS), min_size=1, max_size=6).map("".join)
     encoded = text.map(lambda each: VOCABULARIES[name].encode(each, special=False))
     by_chance = st.lists(st.integers(0, VOCAB + 2), min_size=1, max_size=4)
@@ -126,18 +126,18 @@ def test_chunks_add_up_to_the_whole_text(name: str, data: st.DataObject, size: i
 
 @every_vocabulary
 @given(data=st.data())
-def test_a_text_is_what_the_tokenizers_library_makes_of_it(name: str, data: st.DataObject) -> None:
+def test_a_text_equals_that_of_the_tokenizers_library(name: str, data: st.DataObject) -> None:
     language, tokens = VOCABULARIES[name], data.draw(sampled_tokens(name))
     library = {"llama 2": llama2, "gemma": gemma, "metaspace": metaspace}.get(name)
     whole = (library or byte_level).decode(tokens)
-    # One byte that is no character spoils a whole run of byte tokens there, and none here.
+    # There, one invalid byte spoils a whole sequence of byte tokens. Here it spoils none.
     if library is None or PARTIAL not in whole:
         assert language.decode(tokens) == whole
 
 
 @every_vocabulary
 @given(data=st.data())
-def test_the_parts_of_single_tokens_are_the_text_and_its_bytes(
+def test_texts_and_bytes_of_single_tokens_add_up_to_the_text(
     name: str, data: st.DataObject
 ) -> None:
     language, (prompt, tokens) = VOCABULARIES[name], (data.draw(sampled_tokens(name)) for _ in "12")
@@ -157,7 +157,7 @@ def test_the_parts_of_single_tokens_are_the_text_and_its_bytes(
 
 @pytest.mark.parametrize("name", ["byte level", "llama 2", "gemma"])
 @pytest.mark.parametrize("text", [WORDS, WORDS * 20, "가나다라마바사아자차카타", "€😀" * 14])
-def test_a_character_of_many_tokens_comes_whole(name: str, text: str) -> None:
+def test_a_character_of_many_tokens_is_never_split(name: str, text: str) -> None:
     language = VOCABULARIES[name]
     texts = texts_of(language.encode(text, special=False), 1, language)
     assert not any(PARTIAL in each for each in texts)
@@ -165,13 +165,13 @@ def test_a_character_of_many_tokens_comes_whole(name: str, text: str) -> None:
     assert sum(map(bool, texts)) > 10
 
 
-def test_bytes_of_a_fallback_vocabulary_come_as_characters() -> None:
+def test_bytes_of_a_fallback_vocabulary_become_characters() -> None:
     growth = TextGrowth(VOCABULARIES["gemma"])
     texts = [growth.push([BYTE + byte]) for byte in "aé🙂b".encode()]
     assert texts == ["a", "", "é", "", "", "", "🙂", "b"]
 
 
-def test_a_byte_that_is_no_character_spoils_none_beside_it() -> None:
+def test_an_invalid_byte_spoils_no_neighbouring_character() -> None:
     tokens = [BYTE + byte for byte in "가".encode() + b"\xff" + "나".encode() + b"\xeb"]
     assert VOCABULARIES["llama 2"].decode(tokens) == f"가{PARTIAL}나{PARTIAL}"
 
@@ -192,7 +192,7 @@ def test_each_token_is_decoded_a_bounded_number_of_times(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["llama 2", "metaspace"])
-def test_a_text_behind_another_keeps_its_first_space(name: str) -> None:
+def test_a_text_after_another_keeps_its_first_space(name: str) -> None:
     language = VOCABULARIES[name]
     prompt, words = language.encode("Once", special=True), language.encode("upon", special=False)
     behind = VisibleText(language, [" u"], [], before=prompt)
@@ -202,13 +202,13 @@ def test_a_text_behind_another_keeps_its_first_space(name: str) -> None:
     assert begun.push(words) + begun.finish() == "upon"
 
 
-def test_an_answer_ends_the_character_that_its_prompt_began() -> None:
+def test_an_answer_completes_a_character_begun_by_its_prompt() -> None:
     first, *rest = (BYTE + byte for byte in "가".encode())
     visible = VisibleText(VOCABULARIES["gemma"], [], [], before=[first])
     assert visible.push(rest) == "가"
 
 
-def test_bytes_that_never_become_a_character_do_not_wait_without_end() -> None:
+def test_invalid_bytes_are_not_held_back_without_limit() -> None:
     (stray,) = tokenizer.encode("é", special=False)[-1:]
     growth = TextGrowth(tokenizer)
     text = "".join(growth.push([stray]) for _ in range(100))
@@ -232,7 +232,7 @@ def test_the_first_of_two_stop_strings_ends_the_text() -> None:
     assert visible.push([5]) + visible.finish() == ""
 
 
-def test_what_only_looked_like_a_stop_string_is_shown_in_the_end() -> None:
+def test_a_partial_stop_string_is_shown_at_the_end() -> None:
     visible = VisibleText(tokenizer, ["END."], [])
     shown = visible.push(tokenizer.encode("THE END", special=False))
     assert shown == "THE "
@@ -246,12 +246,12 @@ def test_a_final_token_has_no_text() -> None:
     assert visible.push(tokenizer.encode("xa", special=False)) + visible.finish() == "x"
 
 
-def test_half_a_character_is_refused() -> None:
+def test_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(Unreadable, match="half of a surrogate pair"):
         tokenizer.encode(json.loads('"\\ud83d"'), special=False)
 
 
-def test_settings_of_the_file_that_would_cut_or_fill_prompts_are_ignored(tmp_path: Path) -> None:
+def test_truncation_and_padding_settings_of_the_file_are_ignored(tmp_path: Path) -> None:
     vocabulary = tokenizers.Tokenizer.from_str(trained_tokenizer(VOCAB))
     vocabulary.enable_truncation(3)
     vocabulary.enable_padding(length=500)

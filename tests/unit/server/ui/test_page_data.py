@@ -1,4 +1,6 @@
-"""What pages show is made of what the store holds, by pure functions: for the operator, and for one tenant."""
+"""Contents of the pages, made by pure functions from the stored records, for the operator and for
+one tenant.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cotrain.wire.rest import HistoryPoint
 from cotrain_server.ui.data.activity import activity_of, curves_of, own_activity_of
 from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, timeline_of
 from cotrain_server.ui.data.problems import problems_of
@@ -21,7 +24,7 @@ from cotrain_server.ui.number_format import age, ago, duration, percent, plural,
 from cotrain_server.ui.pages.playground import level_of
 from cotrain_store.messages.fleet import Pause, Pauses
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId
-from cotrain_store.messages.runs import HistoryPoint, LoraSpec, RunRecord, RunState
+from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.monitoring.status import Minute
 from cotrain_store.tenants.run_list import RunPosition
 
@@ -67,7 +70,7 @@ def test_two_tenants_share_a_bar_in_two_colours() -> None:
     assert [each["name"] for each in shown["legend"]] == ["alice", "bob"]
 
 
-def test_a_tenant_is_shown_nothing_of_others_but_their_sum() -> None:
+def test_a_tenant_sees_only_the_sum_of_other_tenants() -> None:
     records = [cycle(1, "a", "b", "c")]
     eyes = Eyes("b", {"b": "you"})
     shown = timeline_of(records, eyes)
@@ -79,14 +82,14 @@ def test_a_tenant_is_shown_nothing_of_others_but_their_sum() -> None:
     assert [part["colour"] for part in shown["rows"][0]["bars"][0]["stack"]] == ["s0", "rest"]
 
 
-def test_more_tenants_than_colours_share_one() -> None:
+def test_tenants_beyond_the_number_of_colours_share_one() -> None:
     names = [f"t{number:02}" for number in range(COLOURS + 3)]
     shown = timeline_of([cycle(1, *names)], Eyes(None))
     assert len(shown["legend"]) == COLOURS
     assert shown["rest_tokens"] == 30
 
 
-def test_no_cycle_is_no_timeline() -> None:
+def test_a_timeline_without_cycles_is_empty() -> None:
     assert timeline_of([], Eyes(None))["rows"] == []
 
 
@@ -100,7 +103,7 @@ def test_no_cycle_is_no_timeline() -> None:
         ({"accepted": 12, "gap_since_ms": (NOW - 90) * 1000}, False, "waiting", "Request 10 never came"),
     ],
 )  # fmt: skip
-def test_a_run_says_what_it_waits_for(
+def test_a_run_shows_the_reason_of_its_wait(
     changes: dict[str, Any], pause: bool, state: str, words: str
 ) -> None:
     pauses = Pauses({TenantId("a"): Pause(0.0, "maintenance")} if pause else {})
@@ -109,7 +112,7 @@ def test_a_run_says_what_it_waits_for(
     assert words in waits_for(run_of(), position, pauses, NOW)
 
 
-def test_a_list_is_narrowed_by_state_model_and_text() -> None:
+def test_a_list_is_filtered_by_state_model_and_text() -> None:
     failed = run_of(
         state=RunState.FAILED,
         user_metadata={"name": "Math Distill"},
@@ -127,19 +130,19 @@ def test_a_list_is_narrowed_by_state_model_and_text() -> None:
         assert keep(failed) is is_kept
 
 
-def test_a_minutes_parts_of_a_device_never_exceed_it() -> None:
+def test_the_shares_of_a_device_add_up_to_one_minute() -> None:
     minutes = [
         Minute(9_900, {"train_s": 50.0, "sample_s": 40.0, "tokens": 600}),
         Minute(9_960, {"train_s": 10.0, "optim_s": 10.0, "tokens": 80}),
     ]
     shown = activity_of(minutes, 1, NOW)
-    assert shown["tokens_per_s"] == [10.0, 2.0]  # 40 s of the last minute are over
+    assert shown["tokens_per_s"] == [10.0, 2.0]  # 40 s of the last minute have passed
     for parts in shown["duty"]:
         assert sum(parts.values()) == pytest.approx(1.0, abs=1e-3)
     assert shown["duty"][1]["idle"] == 0.5
 
 
-def test_a_tenants_chart_has_its_own_part_alone() -> None:
+def test_the_chart_of_a_tenant_shows_its_own_part_only() -> None:
     minute = Minute(9_940, {"tokens": 600, "own_tokens": 60, "own_device_s": 6.0})
     assert own_activity_of([minute], NOW) == {
         "starts": [9_940], "tokens_per_s": [1.0], "device": [0.1], "device_s": 6.0, "tokens": 60,
@@ -148,7 +151,18 @@ def test_a_tenants_chart_has_its_own_part_alone() -> None:
 
 def point(step: int, loss: float, time_s: float) -> HistoryPoint:
     return HistoryPoint(
-        "optim_step", step, 1, 2 * step, time_s, loss, 2.0, 0.5, 1e-4, 10, 10 * step, 1
+        kind="optim_step",
+        step=step,
+        steps=1,
+        seq=2 * step,
+        time_s=time_s,
+        loss_sum=loss,
+        weight_sum=2.0,
+        grad_norm=0.5,
+        learning_rate=1e-4,
+        tokens=10,
+        run_tokens=10 * step,
+        passes=1,
     )
 
 
@@ -172,7 +186,7 @@ def status_of(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_worker_without_a_heartbeat_is_a_problem_with_its_name_and_what_to_do() -> None:
+def test_a_worker_without_a_heartbeat_is_a_problem_with_a_remedy() -> None:
     (problem,) = problems_of(status_of(), 10**9)
     assert problem.level == "bad"
     assert "w0" in problem.text
@@ -180,7 +194,7 @@ def test_a_worker_without_a_heartbeat_is_a_problem_with_its_name_and_what_to_do(
     assert problems_of(status_of(workers_unavailable=[]), 10**9) == []
 
 
-def test_the_worst_problem_stands_first() -> None:
+def test_the_worst_problem_comes_first() -> None:
     slow = status_of(workers_unavailable=[], queue={"oldest_s": 61.0, "oldest_gap_s": 121.0})
     slow["reasons"] = ["No scheduler is running."]
     slow["redis"] = {"memory_bytes": 8, "memory_limit_bytes": 10}
@@ -205,16 +219,16 @@ def test_numbers_have_units() -> None:
     )
 
 
-def test_a_tokens_colour_says_how_likely_it_was() -> None:
+def test_the_colour_of_a_token_shows_its_probability() -> None:
     assert [level_of(value) for value in (0.0, -0.5, -2.0, -9.0, None)] == [0, 1, 2, 3, 0]
 
 
-def test_a_workers_busiest_runs_are_those_that_are_there_now() -> None:
+def test_the_busiest_runs_of_a_worker_are_its_current_ones() -> None:
     cycles = [cycle(1, "a", "b", tokens=10), cycle(2, "b", tokens=10)]
     tokens = tokens_of_runs(cycles)
     a, b = RunId("a-session:train:0"), RunId("b-session:train:0")
     assert list(tokens.items()) == [(b, ("b", 20)), (a, ("a", 10))]
-    # a has moved since; what ended is nowhere
+    # a has moved since, and ended runs are on no worker
     found = busiest(tokens, {a: WorkerId("w1")})
     assert found == {"w1": [{"run": a, "tenant": "a", "tokens": 10}]}
     many = {RunId(str(n)): ("t", n) for n in range(9)}

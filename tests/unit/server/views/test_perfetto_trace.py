@@ -1,4 +1,4 @@
-"""The timeline of a session, as a trace viewer reads it."""
+"""Timeline of a session in the format of a trace viewer."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def test_a_cycle_is_drawn_with_its_wait_its_passes_and_its_step() -> None:
     ]
 
 
-def test_a_run_that_only_saved_shares_no_waves() -> None:
+def test_a_run_with_only_saves_is_in_no_wave() -> None:
     saved = {**CYCLE, "runs": [{**RUN, "ops": {"save": 1}}]}
     assert [name for name, *_ in slices(saved)] == ["planned", "cycle 3"]
 
 
-def test_a_cycle_that_was_run_op_by_op_has_no_waves() -> None:
+def test_a_cycle_run_op_by_op_has_no_waves() -> None:
     isolated = {**CYCLE, "wave_ms": None, "optim_ms": None, "sampling_ms": None}
     assert [name for name, *_ in slices(isolated)] == ["planned", "cycle 3"]
 
 
-def test_a_clock_that_was_set_back_gives_no_slice_a_negative_length() -> None:
+def test_after_a_clock_change_no_slice_has_a_negative_length() -> None:
     assert slices({**CYCLE, "planned_at": 101.0})[0] == ("planned", 1, 100_000_000, 0)
 
 
-def test_runs_have_tracks_in_the_order_of_their_making() -> None:
+def test_runs_have_tracks_in_the_order_of_their_creation() -> None:
     later = {**CYCLE, "runs": [{**RUN, "run": f"s:train:{number}"} for number in (10, 2)]}
     names = {
         event["args"]["name"]: event["tid"]
@@ -64,5 +64,5 @@ def test_runs_have_tracks_in_the_order_of_their_making() -> None:
     assert names == {"s:train:0": 1, "s:train:2": 2, "s:train:10": 3}
 
 
-def test_the_file_starts_as_a_viewer_knows_the_format() -> None:
+def test_the_file_starts_with_the_marker_of_its_format() -> None:
     assert json.dumps(trace_of("s", [CYCLE])).startswith('{"traceEvents"')

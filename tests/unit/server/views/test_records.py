@@ -1,4 +1,4 @@
-"""What of a record is shown, and to whom."""
+"""Visible parts of a record, for its owner and for other tenants."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RUN = RunRecord(
 ENTRY = RunEntry(RUN, CHECKPOINT, None)
 
 
-def test_a_checkpoint_is_shown_by_kind_and_name_and_path() -> None:
+def test_a_checkpoint_is_shown_by_kind_name_and_path() -> None:
     shown = checkpoint_of(CHECKPOINT)
     assert shown.model_dump(mode="json") == {
         "checkpoint_id": "weights/step-1",
@@ -58,19 +58,19 @@ def test_a_checkpoint_is_shown_by_kind_and_name_and_path() -> None:
     }
 
 
-def test_metadata_that_is_no_text_is_shown_as_json() -> None:
+def test_metadata_that_is_not_text_is_shown_as_json() -> None:
     assert text_by_name({"a": "x", "b": [1], "c": None}) == {"a": "x", "b": "[1]", "c": "null"}
     assert text_by_name({}) is None
 
 
-def test_an_owner_sees_all_of_a_run() -> None:
+def test_an_owner_sees_the_whole_run() -> None:
     shown = training_run_of(ENTRY, ALICE)
     assert (shown.model_owner, shown.corrupted, shown.lora_rank) == (ALICE, True, 8)
     assert shown.last_request_time.timestamp() == 300.0
     assert shown.user_metadata == {"renderer": "llama3", "private": '["x"]'}
 
 
-def test_others_see_of_a_run_only_what_its_published_checkpoint_shows() -> None:
+def test_other_tenants_see_only_the_published_checkpoint_of_a_run() -> None:
     shown = training_run_of(ENTRY, BOB)
     assert (shown.model_owner, shown.corrupted, shown.user_metadata) == (
         ANOTHER_TENANT,
@@ -81,7 +81,7 @@ def test_others_see_of_a_run_only_what_its_published_checkpoint_shows() -> None:
     assert ALICE not in shown.model_dump_json()
 
 
-def test_a_rollback_is_shown_to_the_owner_alone() -> None:
+def test_a_rollback_is_shown_only_to_the_owner() -> None:
     before = training_run_of(ENTRY, ALICE)
     assert (before.weights_epoch, before.rolled_back_to) == (0, None)
     entry = replace(ENTRY, run=replace(RUN, weights_epoch=2, rolled_back_to=CHECKPOINT.path))

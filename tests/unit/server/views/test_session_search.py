@@ -1,4 +1,4 @@
-"""Which sessions a search finds."""
+"""Results of a session search."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def search(**wanted: Any) -> SessionSearchRequest:
         ({"display_name": "nightly", "project_ids": ["p0"]}, False),
     ],
 )
-def test_a_session_is_found_by_what_it_is(wanted: dict[str, Any], found: bool) -> None:
+def test_a_session_is_found_by_its_properties(wanted: dict[str, Any], found: bool) -> None:
     assert matches(search(**wanted), ALIVE) is found
 
 
@@ -68,9 +68,7 @@ def test_a_session_is_found_by_what_it_is(wanted: dict[str, Any], found: bool) -
     ("entry", "status"),
     [(ALIVE, "active"), (QUIET, None), (FINISHED, "client_finished"), (FAILED, "failed")],
 )
-def test_a_session_has_the_status_of_the_worst_that_befell_it(
-    entry: SessionEntry, status: str | None
-) -> None:
+def test_a_session_has_the_worst_of_its_statuses(entry: SessionEntry, status: str | None) -> None:
     found = status_of(entry)
     assert (found.type if found else None) == status
     for asked in ("active", "cancelled", "failed", "client_finished"):
@@ -86,14 +84,14 @@ def test_a_finished_session_is_found_by_its_reason() -> None:
     assert not asks("success", "interrupted")
 
 
-def test_nobody_finds_anybody_elses_sessions() -> None:
+def test_no_tenant_finds_the_sessions_of_another() -> None:
     assert may_find(search().owner, ALICE)
     assert may_find(search(owner={"type": "accessible"}).owner, ALICE)
     assert may_find(search(owner={"type": "user", "owner_urns": ["x", ALICE]}).owner, ALICE)
     assert not may_find(search(owner={"type": "user", "owner_urns": ["t-bob"]}).owner, ALICE)
 
 
-def test_a_session_is_shown_with_what_it_stored_and_with_its_metadata_as_text() -> None:
+def test_a_session_shows_its_storage_and_its_metadata_as_text() -> None:
     shown = summary_of(ALIVE, ALICE, Stored(2, 300))
     assert (shown.checkpoints_count, shown.checkpoint_storage_bytes) == (2, 300)
     assert shown.user_metadata == {"recipe": "sft", "lr": "0.1"}
@@ -101,9 +99,7 @@ def test_a_session_is_shown_with_what_it_stored_and_with_its_metadata_as_text() 
 
 
 @given(st.integers(0, 2**52), st.from_regex(r"[0-9a-f]{32}", fullmatch=True))
-def test_a_cursor_comes_back_as_the_position_it_was_made_of(
-    created_at_us: int, session: str
-) -> None:
+def test_a_cursor_is_decoded_to_its_position(created_at_us: int, session: str) -> None:
     position = Cursor(created_at_us, session)
     sent = cursor_at(position).model_dump_json()
     assert position_of(type(cursor_at(position)).model_validate_json(sent)) == position

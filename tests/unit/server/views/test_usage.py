@@ -1,4 +1,4 @@
-"""Windows of whole hours, and what is reported of what was used in them."""
+"""Usage reports over windows of whole hours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row(
     return UsageRow(hour, what, "tiny/model", session, source, amount)
 
 
-def test_a_window_of_whole_hours_is_taken_in_any_zone() -> None:
+def test_a_window_of_whole_hours_is_accepted_in_any_time_zone() -> None:
     asked = window(datetime(2026, 7, 14, 13, tzinfo=timezone(3 * HOUR)), NOON, NOW)
     assert (asked.start, asked.end) == (NOON - 2 * HOUR, NOON)
 
@@ -38,31 +38,31 @@ def test_a_time_without_a_zone_is_utc() -> None:
 @pytest.mark.parametrize(
     ("start", "end", "rule"),
     [
-        (NOON - timedelta(minutes=30), NOON, "starting_on must be aligned"),
-        (NOON - HOUR, NOON + timedelta(microseconds=1), "ending_before must be aligned"),
+        (NOON - timedelta(minutes=30), NOON, "starting_on must be a full UTC hour"),
+        (NOON - HOUR, NOON + timedelta(microseconds=1), "ending_before must be a full UTC hour"),
         (NOON + HOUR, NOON + 2 * HOUR, "must not be in the future"),
         (NOON, NOON, "must be after starting_on"),
         (NOON - timedelta(days=14, hours=1), NOON, "at most 14 days"),
         (datetime.min.replace(tzinfo=timezone(HOUR)), NOON, "outside the range of times"),
     ],
 )
-def test_a_window_that_breaks_a_rule_is_refused_by_its_name(
+def test_an_invalid_window_is_refused_with_the_violated_rule(
     start: datetime, end: datetime, rule: str
 ) -> None:
     with pytest.raises(Invalid, match=rule):
         window(start, end, NOW)
 
 
-def test_the_longest_window_is_taken() -> None:
+def test_the_longest_window_is_accepted() -> None:
     assert window(NOON - timedelta(days=14), NOON, NOW).end == NOON
 
 
-def test_the_last_day_holds_the_current_hour() -> None:
+def test_the_last_day_includes_the_current_hour() -> None:
     recent = last_day(NOW)
     assert (recent.start, recent.end) == (NOON - 23 * HOUR, NOON + HOUR)
 
 
-def test_runs_of_a_session_are_billed_together_and_the_largest_first() -> None:
+def test_usage_of_a_session_is_summed_with_the_largest_amount_first() -> None:
     rows = [
         row("sampled_tokens", 5),
         row("training_tokens", 100, source="r1"),
@@ -88,12 +88,12 @@ def test_cached_prompt_tokens_are_counted_apart_from_computed_ones() -> None:
     ]
 
 
-def test_hours_come_in_order_whatever_was_used_in_them() -> None:
+def test_hours_are_in_order_of_time() -> None:
     rows = [row("sampled_tokens", 900), row("sampled_tokens", 1, hour=NOON - HOUR)]
     assert [event.bucket_start for event in events_of(rows, {}, ALICE)] == [NOON - HOUR, NOON]
 
 
-def test_sources_come_by_device_time_and_the_total_adds_them_up() -> None:
+def test_sources_are_ordered_by_device_time_and_totalled() -> None:
     rows = [
         row("device_s", 0.25, source="r1"),
         row("device_s", 0.5, source="r2", hour=NOON - HOUR),

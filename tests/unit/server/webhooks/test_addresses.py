@@ -10,10 +10,10 @@ PRIVATE = [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
     "224.0.0.1", "255.255.255.255", "240.0.0.1", "::1", "::", "fe80::1", "fc00::1", "fec0::1", "ff02::1",
     "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "::127.0.0.1",
-    # Metadata of clouds, and what their hosts have for guests.
+    # Metadata services of clouds, and addresses of their hosts for guests.
     "192.0.0.192", "100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254", "::ffff:192.0.0.192",
     "64:ff9b::c000:c0", "64:ff9b::a9fe:a9fe",
-    # The registries of special addresses, by their edges.
+    # Bounds of the registered special address ranges.
     "0.1.2.3", "10.255.255.255", "100.127.255.255", "127.255.255.254", "172.31.255.255", "192.0.0.0", "192.0.0.9",
     "192.0.0.10", "192.0.0.255", "192.0.2.1", "192.88.99.1", "198.18.0.1", "198.19.255.255", "198.51.100.1",
     "203.0.113.1", "239.255.255.255", "250.0.0.1", "::7f00:1", "::ffff:0:7f00:1", "64:ff9b:1::7f00:1",
@@ -34,12 +34,12 @@ def test_no_webhook_goes_to_a_private_address(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", PUBLIC)
-def test_a_webhook_goes_to_a_public_address_with_encryption_alone(address: str) -> None:
+def test_a_webhook_to_a_public_address_must_use_https(address: str) -> None:
     assert is_allowed(ip_address(address), [], encrypted=True)
     assert not is_allowed(ip_address(address), [], encrypted=False)
 
 
-def test_the_operator_allows_networks_and_no_more() -> None:
+def test_only_networks_allowed_by_the_operator_are_private_targets() -> None:
     networks = [ip_network("10.0.0.0/8"), ip_network("::1/128")]
     for address in ("10.1.2.3", "::1", "::ffff:10.1.2.3"):
         assert is_allowed(ip_address(address), networks, encrypted=False)

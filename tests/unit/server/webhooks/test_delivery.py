@@ -8,7 +8,7 @@ def test_delays_double_up_to_an_hour() -> None:
     assert retry_in(30, 0) == retry_in(10**9, 0) == LONGEST_RETRY_S
 
 
-def test_after_a_day_an_event_is_given_up() -> None:
+def test_an_event_is_dropped_after_a_day() -> None:
     age_s, attempts = 0.0, 1
     while (wait_s := retry_in(attempts, age_s)) is not None:
         age_s, attempts = age_s + wait_s, attempts + 1

@@ -1,4 +1,4 @@
-"""What all blobs promise, whatever holds them."""
+"""Common guarantees of all blob stores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def blobs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     for name, value in server.variables().items():
         monkeypatch.setenv(name, value)
     blobs = open_blobs(server.new_prefix(), tmp_path)
-    blobs.put(MARK, b"a Redis")  # else nothing is believed to be missing
+    blobs.put(MARK, b"a Redis")  # otherwise no blob is believed to be missing
     return blobs
 
 
@@ -30,7 +30,7 @@ def keys(blobs: Blobs, prefix: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100_000, 12 * 1024**2])
-def test_what_was_put_is_got_whole_and_in_parts(blobs: Blobs, size: int) -> None:
+def test_a_stored_blob_is_read_whole_and_in_ranges(blobs: Blobs, size: int) -> None:
     content = bytes(range(256)) * (size // 256) + bytes(size % 256)
     blobs.put("a/b/c", content)
     assert blobs.get("a/b/c") == content
@@ -45,7 +45,7 @@ def test_what_was_put_is_got_whole_and_in_parts(blobs: Blobs, size: int) -> None
             assert blobs.get("a/b/c", (start, end)) == content[start:end]
 
 
-def test_what_is_not_there_is_missing(blobs: Blobs) -> None:
+def test_an_unknown_key_is_missing(blobs: Blobs) -> None:
     blobs.put("a/b", b"x")
     for key in ("a/c", "a", "b/b"):
         assert not blobs.exists(key)
@@ -56,7 +56,7 @@ def test_what_is_not_there_is_missing(blobs: Blobs) -> None:
     assert blobs.exists("a/b")
 
 
-def test_a_second_put_replaces_and_one_of_something_new_does_not(blobs: Blobs) -> None:
+def test_a_second_put_replaces_a_blob_unless_it_must_be_new(blobs: Blobs) -> None:
     blobs.put("a/b", b"first", new=True)
     with pytest.raises(FileExistsError):
         blobs.put("a/b", b"second", new=True)
@@ -66,7 +66,7 @@ def test_a_second_put_replaces_and_one_of_something_new_does_not(blobs: Blobs) -
     assert keys(blobs) == ["a/b"]
 
 
-def test_of_many_that_put_something_new_one_does(blobs: Blobs) -> None:
+def test_one_of_many_concurrent_puts_of_a_new_blob_succeeds(blobs: Blobs) -> None:
     together, won = threading.Barrier(6), []
 
     def put(number: int) -> None:
@@ -85,7 +85,7 @@ def test_of_many_that_put_something_new_one_does(blobs: Blobs) -> None:
     assert won == [blobs.get("mark")]
 
 
-def test_a_list_names_what_is_below_with_its_size_and_a_mark_that_changes(blobs: Blobs) -> None:
+def test_a_list_has_keys_sizes_and_marks_that_change_with_the_content(blobs: Blobs) -> None:
     for key in ("a/2", "a/1/x", "ab/1", "b"):
         blobs.put(key, key.encode())
     assert sorted(keys(blobs)) == ["a/1/x", "a/2", "ab/1", "b"]
@@ -101,7 +101,7 @@ def test_a_list_names_what_is_below_with_its_size_and_a_mark_that_changes(blobs:
     assert {blob.key for blob in blobs.list() if blob.mark != before[blob.key]} == {"b"}
 
 
-def test_what_is_deleted_is_gone_and_twice_is_harmless(blobs: Blobs) -> None:
+def test_a_deleted_blob_is_missing_and_deleting_twice_is_harmless(blobs: Blobs) -> None:
     for key in ("a/b/1", "a/b/2"):
         blobs.put(key, b"x")
     blobs.delete("a/b/1")
@@ -114,7 +114,7 @@ def test_what_is_deleted_is_gone_and_twice_is_harmless(blobs: Blobs) -> None:
     assert blobs.get("a/b/1") == b"again"
 
 
-def test_what_is_open_is_read_in_parts_from_anywhere(blobs: Blobs) -> None:
+def test_an_open_blob_is_read_from_any_offset(blobs: Blobs) -> None:
     content = bytes(range(256)) * 40_000
     blobs.put("a/large", content)
     file, blob = blobs.open("a/large")

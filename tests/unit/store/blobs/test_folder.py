@@ -1,4 +1,4 @@
-"""What survives a power cut: not only what files hold, but their names and their folders' names."""
+"""Durability after a power cut: contents of files, their names, and the names of their folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cotrain_store.redis_client.embedded_server import LOG_FOLDER
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[str]]]:
-    """Each folder that was synced, and the names in it at that moment."""
+    """List the synced folders, each with the names in it at that moment."""
     calls: list[tuple[Path, list[str]]] = []
     fsync = os.fsync
 
@@ -42,7 +42,7 @@ def test_the_name_of_each_new_folder_is_durable(
     assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")} == {0o700}
 
 
-def test_a_folder_that_a_dead_process_made_is_made_durable_now(
+def test_a_folder_made_by_an_earlier_process_is_made_durable(
     tmp_path: Path, synced: list[tuple[Path, list[str]]]
 ) -> None:
     (tmp_path / "a").mkdir()
@@ -50,16 +50,18 @@ def test_a_folder_that_a_dead_process_made_is_made_durable_now(
     assert synced == [(tmp_path, ["a"])]
 
 
-def test_a_file_in_the_place_of_a_folder_is_in_the_way(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     with pytest.raises(FileExistsError):
         make_folder(tmp_path / "a")
 
 
-def test_a_folder_that_is_removed_while_it_is_looked_at_is_not_in_the_way(
+def test_a_folder_removed_while_it_is_checked_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process removes it after the first look at it: a second one would say that it is no folder."""
+    """Another process removes the folder after the first `stat`. A second one would report that it
+    is not a folder.
+    """
     folder, look = tmp_path / "shared", Path.stat
     folder.mkdir()
 
@@ -73,10 +75,10 @@ def test_a_folder_that_is_removed_while_it_is_looked_at_is_not_in_the_way(
     make_folder(folder)
 
 
-def test_a_folder_that_is_removed_while_a_file_is_put_into_it_is_made_again(
+def test_a_folder_removed_during_a_put_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process removes it with its last file, between our two looks at it."""
+    """Another process removes the folder with its last file, between the two attempts to create it."""
     mkdir = Path.mkdir
     removed: list[Path] = []
 
@@ -92,7 +94,7 @@ def test_a_folder_that_is_removed_while_a_file_is_put_into_it_is_made_again(
     assert removed
 
 
-def test_all_that_must_outlive_a_power_cut_is_in_folders_with_durable_names(
+def test_all_data_that_must_survive_a_power_cut_is_in_durable_folders(
     tmp_path: Path, synced: list[tuple[Path, list[str]]]
 ) -> None:
     data = tmp_path / "data"
@@ -123,5 +125,5 @@ def test_a_folder_can_be_made_durable(tmp_path: Path) -> None:
         (ValueError(), False),
     ],
 )
-def test_what_says_nothing_of_a_file_passes(error: Exception, expected: bool) -> None:
+def test_a_transient_error_says_nothing_about_the_file(error: Exception, expected: bool) -> None:
     assert passes(error) is expected

@@ -1,4 +1,4 @@
-"""An object store that fails: what is asked of it waits, and nothing that it holds is taken for lost."""
+"""Object store that fails: requests are retried later, and no object counts as lost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PATH = "tinker://s:train:0/weights/a"
 
 @pytest.fixture
 def opened(object_store: SeaweedFS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Open the store as our processes do, through some endpoint, and less patient."""
+    """Open the store as the processes do, through any endpoint, with shorter timeouts."""
     monkeypatch.setattr(opening, "_CLIENT", {**opening._CLIENT, "read_timeout": "300ms"})
     retries = {"max_retries": 1, "retry_timeout": timedelta(seconds=1)}
     monkeypatch.setattr(opening, "_RETRIES", retries)
@@ -69,7 +69,7 @@ def network(object_store: SeaweedFS) -> Iterator[BadNetwork]:
 
 
 @pytest.mark.parametrize("fault", ["refuse", "stall", "cut", "away"])
-def test_a_store_that_fails_is_waited_for_and_has_lost_nothing(
+def test_a_failing_store_is_unavailable_and_loses_nothing(
     opened: Open, network: BadNetwork, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[str] = []
@@ -97,7 +97,7 @@ def test_a_store_that_fails_is_waited_for_and_has_lost_nothing(
     assert [blob.key for blob in blobs.list("a")] == ["a/kept", "a/new"]
 
 
-def test_a_bucket_that_is_gone_has_lost_nothing(opened: Open) -> None:
+def test_a_missing_bucket_is_unavailable_and_not_empty(opened: Open) -> None:
     for url in ("s3://nothing-here/prefix", "s3://bucket/nothing-here"):
         with pytest.raises(BlobsUnavailable, match="belongs-to"):
             opened(url=url).get("snapshots/x")
@@ -111,7 +111,7 @@ def test_a_bucket_that_is_gone_has_lost_nothing(opened: Open) -> None:
         ("s3://bucket/x", {"AWS_ACCESS_KEY_ID": "wrong"}),
     ],
 )
-def test_a_wrong_bucket_or_credentials_are_refused_in_a_sentence(
+def test_a_wrong_bucket_or_credentials_are_refused_in_one_sentence(
     opened: Open, empty_redis: EmbeddedRedis, tmp_path: Path, url: str, variables: dict[str, str]
 ) -> None:
     opened(url=url, **variables)
@@ -124,7 +124,7 @@ def test_a_wrong_bucket_or_credentials_are_refused_in_a_sentence(
         claim_blobs(redis, tmp_path, url)
 
 
-def test_a_store_that_does_not_answer_yet_is_waited_for(
+def test_a_store_that_does_not_answer_yet_can_be_claimed_later(
     opened: Open, network: BadNetwork, empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     opened(network.endpoint)
@@ -145,23 +145,23 @@ def test_a_store_that_does_not_answer_yet_is_waited_for(
         ("s3://key:secret@bucket/prefix", "credentials are variables"),
     ],
 )
-def test_what_is_no_address_is_refused(url: str, reason: str) -> None:
+def test_an_invalid_address_is_refused(url: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         check_url(url)
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ValueError, match=r"needs what `pip install 'cotrain\[objects\]'` installs"):
         check_url("s3://bucket/prefix")
 
 
-def test_a_folder_may_be_named(tmp_path: Path) -> None:
+def test_a_folder_can_be_given_as_a_url(tmp_path: Path) -> None:
     check_url(f"file://{tmp_path}/a%20b")
     assert open_blobs(f"file://{tmp_path}/a%20b", tmp_path).folder == tmp_path / "a b"
 
 
-def test_bodies_that_come_together_are_one_object(opened: Open, tmp_path: Path) -> None:
+def test_concurrent_bodies_are_stored_in_one_object(opened: Open, tmp_path: Path) -> None:
     blobs = opened()
     blobs.put(MARK, b"a Redis")
     spool = ObjectSpool(blobs.below("spool"), "w", tmp_path)
@@ -186,7 +186,7 @@ def test_bodies_that_come_together_are_one_object(opened: Open, tmp_path: Path) 
     reader.close()
 
 
-def test_a_body_that_a_store_does_not_take_is_not_accepted_and_the_next_one_is(
+def test_a_body_that_the_store_rejects_is_refused_and_the_next_accepted(
     opened: Open, network: BadNetwork, tmp_path: Path
 ) -> None:
     blobs = opened(network.endpoint)
@@ -201,7 +201,7 @@ def test_a_body_that_a_store_does_not_take_is_not_accepted_and_the_next_one_is(
     spool.close()
 
 
-async def test_an_object_is_sent_whole_in_part_and_in_a_tar(opened: Open) -> None:
+async def test_an_object_is_sent_whole_in_ranges_and_in_a_tar(opened: Open) -> None:
     blobs = opened()
     blobs.put(MARK, b"a Redis")
     large = bytes(range(256)) * 20_000
@@ -238,7 +238,7 @@ async def test_an_object_is_sent_whole_in_part_and_in_a_tar(opened: Open) -> Non
         await open_files(adapter, ["missing"], PATH)
 
 
-async def test_a_download_from_a_store_that_fails_is_not_reported_as_deleted(
+async def test_a_download_from_a_failing_store_is_not_reported_as_deleted(
     opened: Open, network: BadNetwork
 ) -> None:
     blobs = opened(network.endpoint)
@@ -270,9 +270,12 @@ async def test_a_tokenizer_is_read_from_the_store_once(
 
 @pytest.mark.parametrize(
     "module",
-    ["cotrain_server", pytest.param("cotrain_workers", marks=pytest.mark.faults)],  # seconds each
+    [
+        "cotrain_server",
+        pytest.param("cotrain_workers", marks=pytest.mark.faults),
+    ],  # several seconds each
 )
-def test_a_process_with_a_wrong_bucket_says_so_in_a_sentence_and_ends(
+def test_a_process_with_a_wrong_bucket_ends_with_one_sentence(
     module: str,
     object_store: SeaweedFS,
     empty_redis: EmbeddedRedis,

@@ -27,12 +27,12 @@ ADAPTERS = st.builds(
 
 
 @given(ADAPTERS)
-def test_an_adapter_is_read_back_as_it_was_written(adapter: PeftAdapter) -> None:
+def test_an_adapter_is_unchanged_by_encoding_and_decoding(adapter: PeftAdapter) -> None:
     assert decode_import(encode_import(adapter)) == adapter
 
 
 @given(ADAPTERS, st.data())
-def test_a_body_cut_short_is_another_adapter_or_none(
+def test_a_truncated_body_is_malformed_or_another_adapter(
     adapter: PeftAdapter, data: st.DataObject
 ) -> None:
     body = encode_import(adapter)
@@ -54,6 +54,6 @@ def test_a_body_cut_short_is_another_adapter_or_none(
         b"CTI1\xff\xff\xff\xff{",
     ],
 )
-def test_what_is_no_import_is_malformed(body: bytes) -> None:
+def test_a_body_that_is_not_an_import_is_malformed(body: bytes) -> None:
     with pytest.raises(MalformedBody):
         decode_import(body)

@@ -1,4 +1,4 @@
-"""Bodies: read as they were meant, or refused in words. No bytes may raise anything else."""
+"""Bodies of passes: decoded correctly, or refused with the documented error, whatever the bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BIG = 2**63 - 1
 
 
 def request_with(**tensor: Any) -> wire_pb2.ForwardBackwardRequest:
-    """Make a request of one good datum and one whose input `x` is this tensor."""
+    """Return a request with one valid datum and one whose input `x` is this tensor."""
     request = wire_pb2.ForwardBackwardRequest(model_id="r", seq_id=1, loss_fn="cross_entropy")
     request.data.add()
     request.data.add().loss_fn_inputs["x"].CopyFrom(
@@ -44,7 +44,9 @@ values = st.one_of(
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=6), max_size=3), values)
-def test_what_a_client_wrote_is_what_is_read(chunks: list[list[int]], given: np.ndarray) -> None:
+def test_a_body_of_the_client_is_decoded_unchanged(
+    chunks: list[list[int]], given: np.ndarray
+) -> None:
     request = wire_pb2.ForwardBackwardRequest(loss_fn="ppo", forward_only=True)
     datum = request.data.add()
     for chunk in chunks:
@@ -68,7 +70,7 @@ def test_what_a_client_wrote_is_what_is_read(chunks: list[list[int]], given: np.
         ).map(lambda rows: (columns, rows))
     )
 )
-def test_a_sparse_matrix_becomes_dense_with_zeros_between(
+def test_a_sparse_matrix_becomes_dense_with_zeros(
     matrix: tuple[int, list[dict[int, int]]],
 ) -> None:
     columns, rows = matrix
@@ -97,7 +99,7 @@ def test_small_integers_are_read_as_int64() -> None:
     np.testing.assert_array_equal(read, np.array([-1, 2]), strict=True)
 
 
-def test_settings_of_a_loss_are_read_from_both_maps_and_the_newer_one_wins() -> None:
+def test_loss_settings_are_read_from_both_maps_with_the_newer_first() -> None:
     request = wire_pb2.ForwardBackwardRequest(loss_fn_config={"a": 1.0, "b": 2.0})
     request.loss_fn_config_v2["b"].number = 3.0
     request.loss_fn_config_v2["c"].text = "word"
@@ -141,7 +143,7 @@ def test_a_malformed_tensor_is_named(tensor: dict[str, Any]) -> None:
         decode_pass(request_with(**tensor))
 
 
-def test_a_picture_is_refused_naming_its_datum() -> None:
+def test_an_image_is_refused_with_its_datum() -> None:
     request = wire_pb2.ForwardBackwardRequest()
     request.data.add()
     request.data.add().model_input.add().image.SetInParent()
@@ -156,7 +158,7 @@ def test_an_empty_chunk_is_refused() -> None:
         decode_pass(request)
 
 
-def test_half_a_token_is_refused() -> None:
+def test_a_token_with_a_fraction_is_refused() -> None:
     request = wire_pb2.ForwardBackwardRequest()
     request.data.add().model_input.add().encoded_text.tokens = b"12345"
     with pytest.raises(MalformedBody, match="datum 0: model_input tokens are not a list"):
@@ -174,7 +176,7 @@ indices = st.lists(
     col=indices,
     shape=st.lists(st.integers(-1, 4), max_size=3),
 )
-def test_no_sparse_tensor_raises_anything_else(
+def test_a_sparse_tensor_raises_only_the_documented_error(
     values: list[float], crow: list[int], col: list[int], shape: list[int]
 ) -> None:
     request = request_with(sparse_csr=csr(values, crow, col), shape=shape)
@@ -186,7 +188,7 @@ def test_no_sparse_tensor_raises_anything_else(
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_raise_anything_else(body: bytes) -> None:
+def test_any_bytes_raise_only_the_documented_error(body: bytes) -> None:
     try:
         decode_pass(parse_pass(body))
     except MalformedBody:
@@ -194,7 +196,7 @@ def test_no_bytes_raise_anything_else(body: bytes) -> None:
 
 
 @given(st.data())
-def test_no_change_of_a_good_body_raises_anything_else(data: st.DataObject) -> None:
+def test_any_change_of_a_valid_body_raises_only_the_documented_error(data: st.DataObject) -> None:
     request = request_with(sparse_csr=csr([1, 2], [0, 1, 2], [0, 1]), shape=[2, 2])
     request.data[0].model_input.add().encoded_text.tokens = np.arange(4, dtype="<i4").tobytes()
     body = bytearray(request.SerializeToString())
@@ -216,7 +218,7 @@ def test_no_change_of_a_good_body_raises_anything_else(data: st.DataObject) -> N
     ),
     st.dictionaries(st.sampled_from(["loss:sum", "x"]), st.floats(allow_nan=False)),
 )
-def test_an_output_is_read_back_by_the_client_as_it_was_written(
+def test_an_output_is_decoded_unchanged_by_the_client(
     logprobs: list[np.ndarray], metrics: dict[str, float]
 ) -> None:
     read = decode_pass_output(encode_pass_output(logprobs, metrics))
@@ -228,7 +230,7 @@ def test_an_output_is_read_back_by_the_client_as_it_was_written(
         assert list(tensor.shape or [len(expected)]) == list(expected.shape)
 
 
-def test_an_output_is_written_the_same_way_every_time() -> None:
+def test_an_output_always_has_the_same_encoding() -> None:
     logprobs = [np.array([1.5], np.float32)]
     first = encode_pass_output(logprobs, {"a": 1.0, "b": 2.0})
     assert first == encode_pass_output(logprobs, {"b": 2.0, "a": 1.0})

@@ -22,7 +22,7 @@ OTHER = KlArrays(np.array([1]), np.array([2, 3]), np.array([4]), np.array([1.0],
 BODY = ReverseKlBody(WeightsRef("session:train:0:7"), 0.7, (ONE, OTHER))
 
 
-def test_a_body_comes_back_as_it_was() -> None:
+def test_a_body_is_unchanged_by_encoding_and_decoding() -> None:
     back = decode_reverse_kl(encode_reverse_kl(BODY))
 
     assert (back.reference, back.temperature) == (BODY.reference, BODY.temperature)
@@ -34,23 +34,23 @@ def test_a_body_comes_back_as_it_was() -> None:
         np.testing.assert_array_equal(ours.weights, theirs.weights, strict=True)
 
 
-def test_the_base_model_alone_is_no_reference_by_name() -> None:
+def test_the_base_model_is_not_a_reference_by_name() -> None:
     assert decode_reverse_kl(encode_reverse_kl(replace(BODY, reference=None))).reference is None
 
 
-def test_the_last_target_is_predicted_only() -> None:
+def test_the_last_target_is_only_predicted() -> None:
     assert ONE.student_tokens.tolist() == [5, 6, 7, 1, 2]
     assert ONE.reference_tokens.tolist() == [9, 1, 2]
     assert BODY.num_tokens == (5 + 3) + (1 + 2)
 
 
 @pytest.mark.parametrize("cut", [0, 3, 10, -1])
-def test_a_body_that_is_cut_short_is_malformed(cut: int) -> None:
+def test_a_truncated_body_is_malformed(cut: int) -> None:
     with pytest.raises(MalformedBody):
         decode_reverse_kl(encode_reverse_kl(BODY)[:cut])
 
 
-def test_an_answer_has_each_datums_sum_and_its_terms() -> None:
+def test_an_answer_has_the_sum_and_the_terms_of_each_datum() -> None:
     losses = [np.array([0.5, 0.25], np.float32), np.array([1.0], np.float32)]
 
     answer = reverse_kl_answer(losses, {"loss:sum": 1.75})

@@ -1,4 +1,6 @@
-"""Bodies and results of sample requests: read back as written, and nothing hostile gets through."""
+"""Bodies and results of sample requests: unchanged by encoding and decoding, and safe with
+malicious bytes.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,12 @@ bodies = st.builds(
 
 
 @given(bodies)
-def test_a_body_is_read_as_it_was_written(body: SampleBody) -> None:
+def test_a_body_is_unchanged_by_encoding_and_decoding(body: SampleBody) -> None:
     assert decode_sample(encode_sample(body)) == body
 
 
 @given(bodies)
-def test_fields_of_tomorrow_are_ignored(body: SampleBody) -> None:
+def test_fields_of_a_later_version_are_ignored(body: SampleBody) -> None:
     written = encode_sample(body)
     length = int.from_bytes(written[:4], "little")
     text = b'{"a_field_of_tomorrow":[1],' + written[17 : 16 + length]
@@ -61,7 +63,7 @@ def test_fields_of_tomorrow_are_ignored(body: SampleBody) -> None:
 
 
 @given(bodies, st.integers(0, 400))
-def test_a_body_that_was_cut_is_refused(body: SampleBody, cut: int) -> None:
+def test_a_truncated_body_is_refused(body: SampleBody, cut: int) -> None:
     written = encode_sample(body)
     if cut < len(written):
         with pytest.raises(MalformedBody):
@@ -69,7 +71,7 @@ def test_a_body_that_was_cut_is_refused(body: SampleBody, cut: int) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_what_is_no_body_is_refused(content: bytes) -> None:
+def test_content_that_is_not_a_body_is_refused(content: bytes) -> None:
     with pytest.raises(MalformedBody):
         decode_sample(content)
 
@@ -101,7 +103,7 @@ def floats(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def test_a_result_says_what_was_sampled_and_nothing_that_was_not_asked_for() -> None:
+def test_a_result_has_only_the_requested_fields() -> None:
     empty = Sampled(np.zeros(0, np.int32), floats(), "length")
     some = Sampled(np.array([5, 6], np.int32), floats(-0.5, -1.5), "stop")
     message = encode_sample_output(Output((empty, some)))
@@ -113,12 +115,12 @@ def test_a_result_says_what_was_sampled_and_nothing_that_was_not_asked_for() -> 
     assert np.frombuffer(response.sequences[1].tokens, "<i4").tolist() == [5, 6]
     assert np.frombuffer(response.sequences[1].logprobs, "<f4").tolist() == [-0.5, -1.5]
     assert response.sequences[0].tokens == b""
-    assert response.sequences[0].HasField("logprobs")  # none is not the same as not known
+    assert response.sequences[0].HasField("logprobs")  # none is not the same as unknown
     asked = ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs")
     assert not any(response.HasField(name) for name in asked)
 
 
-def test_what_was_asked_about_the_prompt_keeps_its_shape_and_its_bits() -> None:
+def test_prompt_results_keep_their_shape_and_their_bits() -> None:
     topk = TopK(
         np.array([[0, 0], [7, 3]], np.int64), floats(-99999.0, -99999.0, -0.25, -2).reshape(2, 2)
     )

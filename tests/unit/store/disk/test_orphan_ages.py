@@ -3,7 +3,7 @@ from __future__ import annotations
 from cotrain_store.disk.orphan_ages import Unwanted
 
 
-def test_a_file_goes_that_was_unwanted_at_every_look_for_long() -> None:
+def test_a_file_is_removed_after_it_was_unwanted_for_long() -> None:
     unwanted = Unwanted(10)
     assert unwanted.old({"a": "1"}, 100) == []
     assert unwanted.old({"a": "1", "b": "1"}, 109) == []
@@ -11,7 +11,7 @@ def test_a_file_goes_that_was_unwanted_at_every_look_for_long() -> None:
     assert unwanted.old({"b": "1"}, 119) == ["b"]
 
 
-def test_a_file_that_was_wanted_in_between_begins_anew() -> None:
+def test_the_age_of_a_file_wanted_in_between_restarts() -> None:
     unwanted = Unwanted(10)
     unwanted.old({"a": "1"}, 100)
     unwanted.old({}, 105)
@@ -20,7 +20,7 @@ def test_a_file_that_was_wanted_in_between_begins_anew() -> None:
     assert unwanted.old({"a": "1"}, 120) == ["a"]
 
 
-def test_a_file_that_was_touched_or_replaced_begins_anew() -> None:
+def test_the_age_of_a_touched_or_replaced_file_restarts() -> None:
     unwanted = Unwanted(10)
     unwanted.old({"same": "1", "touched": "1"}, 100)
     assert unwanted.old({"same": "1", "touched": "2"}, 110) == ["same"]

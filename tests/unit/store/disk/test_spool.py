@@ -24,7 +24,7 @@ from cotrain_store.disk.spool import (
 from cotrain_store.errors import SpoolCorrupt
 from tests.support.processes import environment_of
 
-#: Nothing in here takes a second; a hang fails instead of hanging.
+#: Time limit in seconds: no step here takes a second, so a deadlock fails the test.
 PATIENCE_S = 120
 
 
@@ -36,7 +36,7 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
 
 
 class HeldDisk:
-    """Stands in for `os.fdatasync`: counts the calls, and lets them through when released."""
+    """Stand-in for `os.fdatasync` that counts the calls, and lets them return when released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
@@ -54,14 +54,14 @@ def put(spool: Spool, payload: bytes) -> str:
     return spool.put(payload).result(PATIENCE_S)
 
 
-def test_what_is_put_is_read_back_by_any_process(spool: Spool, tmp_path: Path) -> None:
+def test_a_record_is_read_by_any_process(spool: Spool, tmp_path: Path) -> None:
     refs = [put(spool, payload) for payload in (b"", b"x", b"y" * 100_000)]
     reader = Spool(tmp_path / "spool", "another")
     assert [reader.read(ref) for ref in refs] == [b"", b"x", b"y" * 100_000]
     reader.close()
 
 
-def test_puts_that_wait_share_one_sync(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_puts_share_one_sync(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = HeldDisk(monkeypatch)
     first = spool.put(b"first")
     assert disk.entered.wait(PATIENCE_S)
@@ -72,7 +72,7 @@ def test_puts_that_wait_share_one_sync(spool: Spool, monkeypatch: pytest.MonkeyP
     assert [spool.read(ref) for ref in refs] == [b"first", *(b"%d" % n for n in range(50))]
 
 
-def test_no_reference_is_given_before_the_record_is_durable(
+def test_no_reference_is_returned_before_the_record_is_durable(
     spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = HeldDisk(monkeypatch)
@@ -97,7 +97,7 @@ def test_segments_are_readable_by_their_owner_only(spool: Spool) -> None:
 
 
 @given(at=st.integers(0, 200), cut=st.booleans())
-def test_a_record_that_changed_on_disk_is_never_read_as_something_else(
+def test_a_record_changed_on_disk_is_never_read(
     tmp_path_factory: pytest.TempPathFactory, at: int, cut: bool
 ) -> None:
     spool = Spool(tmp_path_factory.mktemp("spool"), "w")
@@ -115,7 +115,7 @@ def test_a_record_that_changed_on_disk_is_never_read_as_something_else(
     spool.close()
 
 
-def test_a_torn_tail_takes_no_whole_record_with_it(spool: Spool) -> None:
+def test_a_torn_tail_damages_no_complete_record(spool: Spool) -> None:
     whole, torn = put(spool, b"whole"), put(spool, b"torn")
     segment = spool.folder / "w-0"
     segment.write_bytes(segment.read_bytes()[:-1])
@@ -124,7 +124,7 @@ def test_a_torn_tail_takes_no_whole_record_with_it(spool: Spool) -> None:
         spool.read(torn)
 
 
-def test_a_segment_that_is_gone_is_a_corrupt_record(spool: Spool) -> None:
+def test_a_record_of_a_missing_segment_is_corrupt(spool: Spool) -> None:
     ref = put(spool, b"x")
     (spool.folder / "w-0").unlink()
     with pytest.raises(SpoolCorrupt, match="cannot be read"):
@@ -132,7 +132,7 @@ def test_a_segment_that_is_gone_is_a_corrupt_record(spool: Spool) -> None:
 
 
 @pytest.mark.parametrize("cause", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES])
-def test_a_record_that_cannot_be_read_now_is_no_corrupt_one(
+def test_a_record_unreadable_for_now_is_not_corrupt(
     spool: Spool, monkeypatch: pytest.MonkeyPatch, cause: int
 ) -> None:
     ref = put(spool, b"x")
@@ -147,7 +147,7 @@ def test_a_record_that_cannot_be_read_now_is_no_corrupt_one(
     assert spool.read(ref) == b"x"
 
 
-def test_a_bad_sector_is_a_corrupt_record(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_on_a_bad_sector_is_corrupt(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     ref = put(spool, b"x")
 
     def bad_sector(*_: object) -> None:
@@ -170,7 +170,7 @@ def test_a_bad_sector_is_a_corrupt_record(spool: Spool, monkeypatch: pytest.Monk
         "spool:w-0:0:1:" + "0" * 32 + "\n",
     ],
 )
-def test_only_our_own_references_are_followed(spool: Spool, ref: str) -> None:
+def test_only_valid_references_are_followed(spool: Spool, ref: str) -> None:
     with pytest.raises(SpoolCorrupt, match="Not a spool reference"):
         spool.read(ref)
 
@@ -184,7 +184,7 @@ def test_only_our_own_references_are_followed(spool: Spool, ref: str) -> None:
         st.from_regex(r"[0-9a-f]{32}", fullmatch=True),
     )
 )
-def test_a_reference_is_read_back_as_it_was_written(ref: SpoolRef) -> None:
+def test_a_reference_is_unchanged_by_formatting_and_parsing(ref: SpoolRef) -> None:
     assert SpoolRef.parse(str(ref)) == ref
 
 
@@ -194,11 +194,11 @@ def test_a_worker_named_like_a_host_can_read_its_results(tmp_path: Path) -> None
     spool.close()
 
 
-def test_every_process_start_has_a_writer_of_its_own() -> None:
+def test_every_start_of_a_process_has_its_own_writer() -> None:
     assert new_writer("api") != new_writer("api")
 
 
-def test_a_caller_that_gave_up_does_not_stop_the_writer(
+def test_a_cancelled_caller_does_not_stop_the_writer(
     spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = HeldDisk(monkeypatch)
@@ -240,7 +240,7 @@ def test_a_segment_that_cannot_be_opened_fails_the_put_and_not_the_writer(tmp_pa
     spool.close()
 
 
-def test_closing_finishes_what_waits(tmp_path: Path) -> None:
+def test_closing_finishes_waiting_puts(tmp_path: Path) -> None:
     spool = Spool(tmp_path, "w")
     waiting = [spool.put(b"%d" % number) for number in range(20)]
     spool.close()
@@ -251,7 +251,7 @@ def free(folder: Path) -> list[str]:
     return list(unwritten_segments(Folder(folder)))
 
 
-def test_a_segment_is_held_while_it_is_written_and_until_its_references_are_settled(
+def test_a_segment_is_locked_until_its_references_are_settled(
     tmp_path: Path,
 ) -> None:
     spool = Spool(tmp_path, "w", segment_bytes=100)
@@ -263,12 +263,12 @@ def test_a_segment_is_held_while_it_is_written_and_until_its_references_are_sett
     spool.settle([second])
     assert free(tmp_path) == ["w-0"]
     spool.settle([full])
-    assert free(tmp_path) == ["w-0"]  # the other one is still written to
+    assert free(tmp_path) == ["w-0"]  # the other one is still being written
     spool.close()
     assert free(tmp_path) == ["w-0", "w-1"]
 
 
-def test_a_process_that_is_killed_holds_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_locks_no_segment(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib\n"
         "from cotrain_store.disk.spool import Spool\n"
@@ -288,7 +288,7 @@ def test_a_process_that_is_killed_holds_nothing(tmp_path: Path) -> None:
     assert free(tmp_path) == ["w-0"]
 
 
-def test_a_segment_that_rests_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_segment_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.disk.spool.REST_S", 0.01)
     spool = Spool(tmp_path, "w")
     spool.settle([put(spool, b"x")])
@@ -298,20 +298,20 @@ def test_a_segment_that_rests_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
     spool.close()
 
 
-def test_a_writer_notices_that_its_file_is_gone_and_writes_again(spool: Spool) -> None:
+def test_a_writer_detects_that_its_file_is_missing_and_writes_again(spool: Spool) -> None:
     put(spool, b"lost")
     (spool.folder / "w-0").unlink()
     assert spool.read(put(spool, b"after")) == b"after"
 
 
-def test_a_writer_notices_that_its_file_was_replaced(spool: Spool) -> None:
+def test_a_writer_detects_that_its_file_was_replaced(spool: Spool) -> None:
     put(spool, b"lost")
     (spool.folder / "w-0").unlink()
     (spool.folder / "w-0").write_bytes(b"another")
     assert spool.read(put(spool, b"after")) == b"after"
 
 
-def test_a_file_that_is_removed_again_and_again_fails_the_put(
+def test_a_file_removed_repeatedly_fails_the_put(
     spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def remove(file: int) -> None:
@@ -332,7 +332,7 @@ def test_a_reference_of_another_writer_is_settled_by_that_one(tmp_path: Path) ->
     spools[1].close()
 
 
-def test_a_disk_without_locks_keeps_all_segments(
+def test_on_a_disk_without_locks_no_segment_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "old").write_bytes(b"")
@@ -344,6 +344,6 @@ def test_a_disk_without_locks_keeps_all_segments(
     assert free(tmp_path) == []
 
 
-def test_a_segment_that_another_worker_removes_meanwhile_is_not_listed(tmp_path: Path) -> None:
+def test_a_segment_removed_by_another_worker_is_not_listed(tmp_path: Path) -> None:
     (tmp_path / "api-old").symlink_to(tmp_path / "removed")
     assert free(tmp_path) == []

@@ -46,7 +46,7 @@ def test_an_op_is_read_back_from_its_envelope(op: QueuedOp) -> None:
 
 
 @given(steps)
-def test_a_step_is_read_back_to_the_last_bit(step: Step) -> None:
+def test_a_step_is_unchanged_by_encoding_and_decoding(step: Step) -> None:
     assert Step.parse(encode(step)) == step
     assert Step.parse(encode(step).encode()) == step
 
@@ -61,7 +61,7 @@ def test_fields_of_another_version_are_ignored(step: Step) -> None:
 
 
 @given(steps)
-def test_a_step_of_the_version_before_lets_every_pass_run_to_its_end(step: Step) -> None:
+def test_a_step_of_the_previous_version_runs_every_pass_to_its_end(step: Step) -> None:
     raw = json.loads(encode(step))
     del raw["allowances"]
     assert Step.parse(json.dumps(raw)) == replace(step, allowances={})

@@ -11,7 +11,7 @@ def test_a_result_is_read_back(result: Result) -> None:
     assert Result.decode(result.encode()) == result
 
 
-def test_a_failure_says_who_can_act_on_it() -> None:
+def test_a_failure_has_a_category() -> None:
     failure = Result.failed("The rank is ü.", "user")
     assert failure.json() == {"error": "The rank is ü.", "category": "user"}
     assert failure.kind is ResultKind.FAILURE

@@ -15,7 +15,7 @@ names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
 
 
 @given(names, st.integers(0, 2**31), st.integers(0, 2**64 - 1))
-def test_a_sample_request_names_its_sampler_and_the_copy_of_its_client(
+def test_a_sample_request_id_contains_its_sampler_and_its_client_clone(
     session: str, number: int, seq: int
 ) -> None:
     sampler = sampler_id(SessionId(session), number)
@@ -31,5 +31,5 @@ def test_a_sample_request_names_its_sampler_and_the_copy_of_its_client(
     "request_name",
     ["", ":", "s:train:0:1", "s:sample:0", "s:sample:0:", "s:sample:0:1\n", "\ud800"],
 )
-def test_what_is_no_sample_request_names_no_sampler(request_name: str) -> None:
+def test_an_invalid_sample_request_id_has_no_sampler(request_name: str) -> None:
     assert parse_sample(request_name) is None

@@ -1,4 +1,4 @@
-""""""
+"""Requests of saves and loads in the log."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_a_load_is_read_back(load: LoadRequest) -> None:
     assert LoadRequest.parse(encode(load).encode()) == load
 
 
-def test_what_a_save_does_not_say_takes_its_default() -> None:
+def test_an_omitted_field_of_a_save_has_its_default() -> None:
     assert SaveRequest.parse(b'{"name": "x"}') == SaveRequest(name="x")
 
 
 @given(names, names)
-def test_weights_of_their_own_have_a_folder_of_their_own(one: str, other: str) -> None:
+def test_external_weights_have_their_own_folder(one: str, other: str) -> None:
     folders = external_folder(WeightsRef(one)), external_folder(WeightsRef(other))
     assert (folders[0] == folders[1]) == (one == other)
     assert "/" not in folders[0]

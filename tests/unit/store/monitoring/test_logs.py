@@ -19,7 +19,7 @@ CANARY = "tml-0a1b2c3d_S3cr3t-of_the.tenant"
 
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Configure the logs as a process does; return a function that reads what was written."""
+    """Configure the logs as a process does. Return a function that reads the written lines."""
     before = structlog.get_config()
     written = io.StringIO()
     monkeypatch.setattr("sys.stderr", written)
@@ -33,7 +33,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[dict[s
     structlog.configure(**before)
 
 
-def test_an_event_is_one_line_of_json_that_names_its_process(logged: Any) -> None:
+def test_an_event_is_one_json_line_with_its_process(logged: Any) -> None:
     structlog.get_logger().info("cycle_committed", cycle=3, text="two\nlines")
     (line,) = logged()
     assert line["event"] == "cycle_committed"
@@ -42,7 +42,7 @@ def test_an_event_is_one_line_of_json_that_names_its_process(logged: Any) -> Non
 
 
 @pytest.mark.parametrize("key", [CANARY, "sk-abc.DEF_1-2"])
-def test_no_key_is_ever_written_wherever_it_got_in(logged: Any, key: str) -> None:
+def test_no_key_is_written_from_any_part_of_an_event(logged: Any, key: str) -> None:
     logger = structlog.get_logger()
     logger.info("said", key=key, headers={"X-API-Key": key}, tried=[[key]], text=f"<{key}>")
     logger.info(key)
@@ -57,17 +57,17 @@ def test_no_key_is_ever_written_wherever_it_got_in(logged: Any, key: str) -> Non
     assert key.partition("-")[2] not in written
 
 
-def test_details_are_left_out_unless_asked_for(logged: Any) -> None:
+def test_debug_lines_are_left_out_by_default(logged: Any) -> None:
     structlog.get_logger().debug("detail")
     assert logged() == []
 
 
-def test_time_comes_first(logged: Any) -> None:
+def test_the_time_is_the_first_field(logged: Any) -> None:
     structlog.get_logger().warning("said", of="something")
     assert list(logged()[0]) == ["ts", "level", "process", "event", "of"]
 
 
-def test_a_large_cycle_is_written_on_several_lines_and_names_every_request(logged: Any) -> None:
+def test_the_requests_of_a_large_cycle_are_logged_on_several_lines(logged: Any) -> None:
     requests = [f"s:train:0:{seq}" for seq in range(2 * REQUESTS_PER_LINE + 1)]
     log_requests(structlog.get_logger().info, "cycle_planned", requests, cycle=7, ops=len(requests))
     lines = logged()
@@ -77,7 +77,7 @@ def test_a_large_cycle_is_written_on_several_lines_and_names_every_request(logge
     assert max(len(line["requests"]) for line in lines) == REQUESTS_PER_LINE
 
 
-#: All that a process may say without meaning to, and an end that nothing caught.
+#: Program with every kind of unintended output, and an uncaught exception at its end.
 TALKATIVE = r"""
 import logging, sys, threading, warnings
 noisy = logging.getLogger("library")
@@ -99,7 +99,7 @@ raise SystemError("the end")
 """
 
 
-def test_all_that_a_process_says_is_json_with_the_time_first() -> None:
+def test_all_output_of_a_process_is_json_with_the_time_first() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", TALKATIVE],
         env=environment_of({}),
@@ -120,7 +120,7 @@ def test_all_that_a_process_says_is_json_with_the_time_first() -> None:
     assert "SystemError: the end" in lines[-1]["exception"]
 
 
-def test_a_full_disk_does_not_stop_who_logs() -> None:
+def test_a_full_disk_does_not_stop_a_process_that_logs() -> None:
     script = "from cotrain_store.monitoring.logs import start_logs, log\nstart_logs('x')\nlog.info('lost')\nprint(1)"
     with Path("/dev/full").open("w") as full:
         ran = subprocess.run(

@@ -1,6 +1,6 @@
-"""It shows what prometheus_client's own histogram shows, for many observations at once.
+"""Counted histograms, with the output of prometheus_client's own for many observations at once.
 
-A hundred tenants have a label, and keep it.
+Labels of tenants: the first hundred have their own, and keep it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cotrain_store.monitoring.definitions import Kind, Metric, Source
 from cotrain_store.monitoring.metrics import OTHERS, TENANTS_SHOWN, CountedHistogram, TenantLabels
 
 
-def test_it_reads_as_the_usual_histogram() -> None:
+def test_a_counted_histogram_has_the_usual_output() -> None:
     ends, values = (0.1, 1.0, 3.0), [(0.05, 3), (0.1, 1), (2.0, 4), (50.0, 2)]
     metric = Metric(Source.WORKER, "h_seconds", Kind.HISTOGRAM, "Help.", ("pool",), ends)
     usual, ours = CollectorRegistry(), CollectorRegistry()
@@ -26,7 +26,7 @@ def test_it_reads_as_the_usual_histogram() -> None:
     assert generate_latest(ours).splitlines() == wanted
 
 
-def test_the_first_hundred_keep_their_label_and_all_others_share_one() -> None:
+def test_the_first_hundred_tenants_keep_their_label_and_others_share_one() -> None:
     labels = TenantLabels()
     tenants = [TenantId(f"t{number}") for number in range(TENANTS_SHOWN + 5)]
     for _ in range(2):

@@ -1,4 +1,6 @@
-"""A port with metrics: off by default, threads of its own, and no start where it cannot be had."""
+"""Metrics port: off by default, with its own threads. A process does not start if its port is in
+use.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ def get(port: int | None, path: str) -> bytes:
     return content
 
 
-def test_it_is_off_by_default(tmp_path: Path) -> None:
+def test_the_metrics_port_is_off_by_default(tmp_path: Path) -> None:
     settings = StoreSettings(redis_url="unix:///none", data_dir=tmp_path)
     with metrics_port(settings, own_metrics(Source.WORKER)) as port:
         assert port is None
 
 
-def test_it_shows_what_the_process_counts_and_nothing_else(tmp_path: Path) -> None:
+def test_only_the_metrics_of_the_process_are_shown(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, free_port())
     with metrics_port(settings, own_metrics(Source.SCHEDULER)) as port:
         assert b"# TYPE cotrain_scheduler_leader gauge" in get(port, "/metrics")
@@ -41,7 +43,7 @@ def test_it_shows_what_the_process_counts_and_nothing_else(tmp_path: Path) -> No
         get(port, "/metrics")
 
 
-def test_a_page_that_fails_is_an_error_and_the_next_one_is_answered(tmp_path: Path) -> None:
+def test_a_failed_page_is_an_error_and_the_next_one_is_answered(tmp_path: Path) -> None:
     answers = iter([0, 1])
 
     def page() -> bytes:
@@ -53,7 +55,7 @@ def test_a_page_that_fails_is_an_error_and_the_next_one_is_answered(tmp_path: Pa
         assert get(port, "/metrics") == b"fine"
 
 
-def test_a_port_that_is_taken_ends_the_process_with_a_sentence(
+def test_a_port_in_use_ends_the_process_with_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

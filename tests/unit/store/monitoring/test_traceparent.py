@@ -9,7 +9,7 @@ from cotrain_store.monitoring.traceparent import if_sampled, read_traceparent, t
 SAMPLED = f"00-{'ab' * 16}-{'cd' * 8}-01"
 
 
-def test_a_traceparent_is_read_and_says_whether_its_trace_is_reported() -> None:
+def test_a_traceparent_is_parsed_with_its_sampled_flag() -> None:
     assert read_traceparent(SAMPLED) == (int("ab" * 16, 16), int("cd" * 8, 16), 1)
     assert trace_id(SAMPLED) == "ab" * 16
     assert if_sampled(SAMPLED) == SAMPLED
@@ -23,14 +23,14 @@ def test_a_traceparent_is_read_and_says_whether_its_trace_is_reported() -> None:
         f"00-{'0' * 32}-{'cd' * 8}-01", f"00-{'ab' * 16}-{'0' * 16}-01",
     ],
 )  # fmt: skip
-def test_what_is_no_traceparent_names_no_span(text: str) -> None:
+def test_an_invalid_traceparent_has_no_span(text: str) -> None:
     assert read_traceparent(text) is None
     assert if_sampled(text) == ""
 
 
 @pytest.mark.parametrize("trace", ["", SAMPLED])
 @pytest.mark.parametrize("ref", ["inline", "spool:api-1.2:5:6"])
-def test_an_ops_record_keeps_its_trace_and_is_as_before_without_one(trace: str, ref: str) -> None:
+def test_the_record_of_an_op_has_its_trace_only_if_there_is_one(trace: str, ref: str) -> None:
     op = QueuedOp(RunId("r"), 3, OpKind.FORWARD, 7, ref, 9, 1795393741.25, trace)
     envelope = op.envelope()
     assert QueuedOp.parse(op.run, op.seq, envelope) == op

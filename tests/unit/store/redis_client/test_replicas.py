@@ -1,4 +1,4 @@
-"""Which commands wait for replicas."""
+"""Commands that wait for replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cotrain_store.redis_client.replicas import AWAITED, acknowledged
     ],
     ids=lambda call: call[0],
 )  # fmt: skip
-def test_each_write_that_something_is_promised_on_is_waited_for_as_it_is_sent(
+def test_each_write_command_of_the_client_waits_for_replicas(
     call: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
@@ -32,7 +32,7 @@ def test_each_write_that_something_is_promised_on_is_waited_for_as_it_is_sent(
     assert set(sent) <= AWAITED
 
 
-def test_an_answer_counts_once_enough_disks_have_what_was_written() -> None:
+def test_an_answer_counts_once_enough_replicas_have_synced_the_write() -> None:
     assert acknowledged([7, 1, [1, 1]], 1) == 7
     for too_few in ([0, 1], [1, 0]):
         with pytest.raises(RedisRefuses, match="of 1 replicas"):

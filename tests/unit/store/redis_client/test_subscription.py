@@ -1,4 +1,4 @@
-"""Tasks that live as long as their process, whatever Redis says meanwhile."""
+"""Background tasks that continue after any error of Redis, until their process ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cotrain_store.redis_client.connection import stop_tasks
 from cotrain_store.redis_client.subscription import repeat
 
 
-async def test_what_redis_refuses_ends_one_turn_and_is_logged() -> None:
+async def test_an_error_of_redis_is_logged_and_the_task_continues() -> None:
     refusals: Iterator[Exception] = iter(
         [ResponseError("MISCONF no"), RedisConnectionError("away")]
     )

@@ -28,7 +28,7 @@ def test_a_base_model_may_be_served_under_another_name(
     assert (made.model_name, made.model_source) == (name, source)
 
 
-def test_a_pools_name_is_readable_unique_and_fit_for_a_key() -> None:
+def test_the_name_of_a_pool_is_readable_unique_and_valid_in_a_key() -> None:
     names = ["Qwen/Qwen3-8B", "Qwen-Qwen3-8B", "{x}:*", "ü", "a" * 500]
     pools = [pool_of(name) for name in names]
     assert len(set(pools)) == len(names)
@@ -38,13 +38,13 @@ def test_a_pools_name_is_readable_unique_and_fit_for_a_key() -> None:
 
 
 @pytest.mark.parametrize("worker_id", ["", "a:b", "a b", "{x}", "../w", "-w", "w" * 65])
-def test_a_worker_id_is_fit_for_a_key_and_a_file_name(worker_id: str) -> None:
+def test_a_worker_id_is_valid_in_a_key_and_a_file_name(worker_id: str) -> None:
     with pytest.raises(ValidationError, match="worker_id"):
         settings(worker_id=worker_id)
 
 
 @pytest.mark.parametrize("worker_id", ["w0", "gpu-1.example.com", "0", "A_b"])
-def test_a_worker_may_be_named_like_a_host(worker_id: str) -> None:
+def test_a_worker_may_have_the_name_of_a_host(worker_id: str) -> None:
     assert settings(worker_id=worker_id).worker_id == worker_id
 
 
@@ -63,13 +63,13 @@ def test_a_worker_may_be_named_like_a_host(worker_id: str) -> None:
         {"kv_cache_tokens": -1},
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused_by_name(wrong: dict[str, object]) -> None:
+def test_an_invalid_value_is_refused_by_name(wrong: dict[str, object]) -> None:
     (name,) = wrong
     with pytest.raises(ValidationError, match=name):
         settings(**wrong)
 
 
-def test_the_size_of_micro_batches_is_a_number_or_left_to_the_worker(
+def test_the_micro_batch_size_is_a_number_or_auto(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert settings().micro_batch_tokens == "auto"
@@ -78,7 +78,7 @@ def test_the_size_of_micro_batches_is_a_number_or_left_to_the_worker(
         assert settings().micro_batch_tokens == expected
 
 
-def test_a_vllm_sampler_must_say_where_it_is() -> None:
+def test_a_vllm_sampler_needs_a_url() -> None:
     with pytest.raises(ValidationError, match="vllm_url"):
         settings(sampler="vllm")
     assert settings(sampler="vllm", vllm_url="http://gpu:8000").vllm_url == "http://gpu:8000"

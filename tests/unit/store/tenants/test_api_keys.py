@@ -1,4 +1,4 @@
-"""What an operator may choose as a key, and what of it is shown."""
+"""Keys that an operator may choose, and the part of a key that is shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cotrain_store.tenants.api_keys import read_chosen_keys
 GOOD = "tml-Zk9d82hdk2_9sd8f"
 
 
-def test_a_key_is_called_by_its_name_or_by_how_it_begins() -> None:
+def test_a_key_is_shown_by_its_name_or_its_beginning() -> None:
     named, unnamed = read_chosen_keys([f"ada={GOOD}", "sk-0123456789abcdef"])
     assert (named.name, named.prefix, named.api_key) == ("ada", "tml-Zk9d", GOOD)
     assert (unnamed.name, unnamed.prefix) == ("key 0123…", "sk-0123")
@@ -38,11 +38,11 @@ def test_a_key_needs_sixteen_characters(key: str) -> None:
         "tml-dev",
     ],
 )
-def test_what_is_refused_is_not_shown(entry: str) -> None:
+def test_a_refused_key_is_not_shown(entry: str) -> None:
     with pytest.raises(InvalidKey) as refused:
         read_chosen_keys([entry])
     assert entry.rpartition("=")[2][4:] in {"", "tml-"} or entry[4:] not in str(refused.value)
 
 
-def test_no_key_is_ever_printed() -> None:
+def test_a_key_is_not_part_of_its_repr() -> None:
     assert GOOD not in repr(read_chosen_keys([f"ada={GOOD}"]))

@@ -1,4 +1,4 @@
-"""Encrypted files: for those who were named, whole or not there."""
+"""Encrypted export files: readable by the named recipients only, and complete or missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SSH = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VH
 CONTENT = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(100_000)}
 
 
-def test_each_recipient_reads_every_file_and_nobody_else_does(tmp_path: Path) -> None:
+def test_only_the_recipients_can_read_the_files(tmp_path: Path) -> None:
     alice, bob, eve = (pyrage.x25519.Identity.generate() for _ in range(3))
     recipients = [str(alice.to_public()), SSH, str(bob.to_public())]
     size = write_external(Folder(tmp_path / "external"), REF, CONTENT, recipients, "m")
@@ -41,7 +41,7 @@ def test_each_recipient_reads_every_file_and_nobody_else_does(tmp_path: Path) ->
     assert base_model_of_files(Folder(tmp_path / "external"), folder.name) == "m"
 
 
-def test_what_was_encrypted_once_stays(tmp_path: Path) -> None:
+def test_files_that_are_already_encrypted_are_not_written_again(tmp_path: Path) -> None:
     key = str(pyrage.x25519.Identity.generate().to_public())
     folder = tmp_path / "external" / external_folder(REF)
     size = write_external(Folder(tmp_path / "external"), REF, CONTENT, [key], "m")
@@ -50,7 +50,7 @@ def test_what_was_encrypted_once_stays(tmp_path: Path) -> None:
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
+def test_an_interrupted_write_leaves_no_file_under_the_final_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def power_cut(_: int) -> None:
@@ -63,10 +63,10 @@ def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
     assert not list((tmp_path / "external" / external_folder(REF)).glob("[!.]*"))
 
 
-def test_a_disk_that_fills_up_while_encrypting_is_an_error_of_the_disk(
+def test_a_full_disk_during_encryption_is_an_error_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """age reports what a writer raised as an error of its own."""
+    """age raises its own exception for an error of the writer."""
 
     def encrypt_io(*_: object) -> None:
         raise pyrage.EncryptError("No space left on device (os error 28)")
@@ -90,14 +90,14 @@ def test_a_disk_that_fills_up_while_encrypting_is_an_error_of_the_disk(
         "x" * 9999,
     ],
 )
-def test_a_recipient_that_is_none_is_named(recipient: str) -> None:
+def test_an_invalid_recipient_is_named(recipient: str) -> None:
     key = str(pyrage.x25519.Identity.generate().to_public())
     assert refuse_recipients([key, SSH]) is None
     expected = "age_encryption_recipients[1] is no age or SSH public key."
     assert refuse_recipients([key, recipient]) == expected
 
 
-def test_whose_a_folder_is_without_a_note_nobody_knows(tmp_path: Path) -> None:
+def test_a_folder_without_a_valid_owner_file_has_no_base_model(tmp_path: Path) -> None:
     assert base_model_of_files(Folder(tmp_path), ".") is None
     (tmp_path / "owner.json").write_text("[]")
     assert base_model_of_files(Folder(tmp_path), ".") is None

@@ -1,4 +1,4 @@
-"""Optimizer states on disk: equal to the bit, whole or not there, and named after their content."""
+"""Files of optimizer states: identical bits, complete or missing, and named after their content."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def layout_of(spec: AdapterSpec) -> Layout:
 def a_state(*, step: int = 12) -> HostOptimizer:
     generator = torch.Generator().manual_seed(0)
     m, v = (torch.randn(layout_of(SPEC).size, generator=generator) for _ in range(2))
-    m[0], v[0] = float("-inf"), float("nan")  # bits are bits
+    m[0], v[0] = float("-inf"), float("nan")  # special bit patterns
     return HostOptimizer(SPEC, m, v, step)
 
 
-def test_a_state_is_read_back_to_the_bit(tmp_path: Path) -> None:
+def test_a_state_is_unchanged_by_writing_and_reading(tmp_path: Path) -> None:
     state = a_state()
     written = write_optimizer(Folder(tmp_path), state, "m")
     read = read_optimizer(Folder(tmp_path), written.digest, layout_of)
@@ -47,7 +47,7 @@ def test_a_state_is_read_back_to_the_bit(tmp_path: Path) -> None:
     assert base_model_of_state(Folder(tmp_path), key_of(written.digest)) == "m"
 
 
-def test_equal_states_have_one_file_and_any_difference_makes_another(tmp_path: Path) -> None:
+def test_equal_states_share_a_file_and_different_ones_do_not(tmp_path: Path) -> None:
     state = a_state()
     others = [
         replace(state, step=13),
@@ -62,7 +62,7 @@ def test_equal_states_have_one_file_and_any_difference_makes_another(tmp_path: P
     assert len(set(digests)) == 5 == len(list(tmp_path.glob("??/*")))
 
 
-def test_a_file_that_is_found_is_young_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
+def test_an_existing_file_is_touched_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     written = write_optimizer(Folder(tmp_path), a_state(), "m")
     path = tmp_path / key_of(written.digest)
     os.utime(path, (0, 0))
@@ -75,7 +75,7 @@ def test_a_file_that_is_found_is_young_and_a_damaged_one_is_replaced(tmp_path: P
 
 
 @pytest.mark.parametrize("at", [0, 5, 60, -1])
-def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
+def test_a_changed_byte_is_detected(tmp_path: Path, at: int) -> None:
     written = write_optimizer(Folder(tmp_path), a_state(), "m")
     path = tmp_path / key_of(written.digest)
     content = bytearray(path.read_bytes())
@@ -85,7 +85,7 @@ def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
         read_optimizer(Folder(tmp_path), written.digest, layout_of)
 
 
-def test_a_file_that_is_missing_or_of_another_base_model_is_unreadable(tmp_path: Path) -> None:
+def test_a_missing_file_or_one_of_another_base_model_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(OptimizerUnreadable, match="cannot be read"):
         read_optimizer(Folder(tmp_path), "0" * 64, layout_of)
     written = write_optimizer(Folder(tmp_path), a_state(), "m")
@@ -94,7 +94,7 @@ def test_a_file_that_is_missing_or_of_another_base_model_is_unreadable(tmp_path:
         read_optimizer(Folder(tmp_path), written.digest, lambda spec: plan_layout(spec, wider))
 
 
-def test_a_process_without_descriptors_does_not_take_a_state_for_lost(
+def test_a_process_without_descriptors_does_not_report_a_lost_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = write_optimizer(Folder(tmp_path), a_state(), "m").digest
@@ -103,7 +103,7 @@ def test_a_process_without_descriptors_does_not_take_a_state_for_lost(
         read_optimizer(Folder(tmp_path), digest, layout_of)
 
 
-def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
+def test_an_interrupted_write_leaves_no_file_under_the_final_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def power_cut(_: int) -> None:
@@ -116,7 +116,7 @@ def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}", b"x" * 100])
-def test_whose_a_file_is_that_is_no_state_nobody_knows(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_state_has_no_base_model(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     assert base_model_of_state(Folder(tmp_path), "file") is None
     assert base_model_of_state(Folder(tmp_path), "nothing") is None

@@ -79,7 +79,7 @@ ODD_SCALE = Tenant("all-2", AdapterSpec(2, seed=8, alpha=7.5), "cross_entropy", 
 
 @pytest.mark.parametrize("tenant", [*MIX, ODD_SCALE], ids=lambda tenant: tenant.run)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_plain_peft_loads_the_folder_and_computes_what_the_engine_does(
+def test_plain_peft_loads_the_folder_with_equal_results(
     new_engine: NewEngine, model_folder: ModelFolder, tmp_path: Path, tenant: Any, tied: bool
 ) -> None:
     engine, base = new_engine(tied=tied), model_folder("qwen3", tied=tied)
@@ -93,7 +93,7 @@ def test_plain_peft_loads_the_folder_and_computes_what_the_engine_does(
 
     network: Any = AutoModelForCausalLM.from_pretrained(base)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tied embeddings, and names that transformers retired
+        warnings.simplefilter("ignore")  # tied embeddings, and deprecated names of transformers
         plain: Any = PeftModel.from_pretrained(network, tmp_path / folder.key)
     with torch.no_grad():
         logits = plain(input_ids=torch.from_numpy(datum.tokens)[None]).logits[0]
@@ -110,7 +110,7 @@ def test_plain_peft_loads_the_folder_and_computes_what_the_engine_does(
         AdapterSpec(rank=16, seed=2**40, train_mlp=False, train_unembed=False),
     ],
 )
-def test_an_adapter_is_read_back_to_the_bit(tmp_path: Path, spec: AdapterSpec) -> None:
+def test_an_adapter_is_unchanged_by_writing_and_reading(tmp_path: Path, spec: AdapterSpec) -> None:
     weights = some_weights(spec)
     folder = written(tmp_path, weights)
     found = read(tmp_path, folder.digest)
@@ -118,14 +118,14 @@ def test_an_adapter_is_read_back_to_the_bit(tmp_path: Path, spec: AdapterSpec) -
     assert found.flat.numpy().tobytes() == weights.flat.numpy().tobytes()
 
 
-def test_bits_are_bits(tmp_path: Path) -> None:
+def test_special_bit_patterns_are_kept(tmp_path: Path) -> None:
     weights = some_weights()
     weights.flat[0], weights.flat[1], weights.flat[2] = float("nan"), -0.0, float("-inf")
     found = read(tmp_path, written(tmp_path, weights).digest)
     assert found.flat.numpy().tobytes() == weights.flat.numpy().tobytes()
 
 
-def test_the_digest_names_the_folder_and_its_size_is_that_of_its_files(tmp_path: Path) -> None:
+def test_the_digest_is_the_name_of_the_folder_with_the_size_of_its_files(tmp_path: Path) -> None:
     weights = some_weights()
     folder = written(tmp_path, weights)
     assert folder.digest == digest(weights.spec, BASE, weights.flat)
@@ -133,7 +133,7 @@ def test_the_digest_names_the_folder_and_its_size_is_that_of_its_files(tmp_path:
     assert folder.size == sum(path.stat().st_size for path in (tmp_path / folder.key).iterdir())
 
 
-def test_a_folder_says_what_its_files_hold(tmp_path: Path) -> None:
+def test_a_folder_has_the_checksums_of_its_files(tmp_path: Path) -> None:
     folder = tmp_path / written(tmp_path).key
     sums = {
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (TENSORS, CONFIG)
@@ -141,7 +141,7 @@ def test_a_folder_says_what_its_files_hold(tmp_path: Path) -> None:
     assert read_sums((folder / SUMS).read_bytes()) == sums
 
 
-def test_equal_digests_mean_equal_everything() -> None:
+def test_equal_digests_mean_equal_contents() -> None:
     weights = some_weights()
     changed = weights.flat.clone()
     changed[-5] = torch.nextafter(changed[-5], torch.tensor(9e9))
@@ -164,7 +164,7 @@ def test_equal_content_is_written_once(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / first.key).parent.iterdir()] == [first.digest]
 
 
-def test_one_adapter_has_the_same_bytes_whoever_writes_it(tmp_path: Path) -> None:
+def test_an_adapter_has_the_same_bytes_from_every_writer(tmp_path: Path) -> None:
     files = [written(tmp_path / str(number)) for number in range(8)]
     contents = {
         (tmp_path / str(number) / folder.key / TENSORS).read_bytes()
@@ -173,7 +173,7 @@ def test_one_adapter_has_the_same_bytes_whoever_writes_it(tmp_path: Path) -> Non
     assert len(contents) == 1
 
 
-def test_many_writers_of_one_adapter_leave_one_whole_folder(tmp_path: Path) -> None:
+def test_concurrent_writers_of_one_adapter_leave_one_complete_folder(tmp_path: Path) -> None:
     weights, together = some_weights(), threading.Barrier(8)
     folders: list[WrittenFolder] = []
 
@@ -195,7 +195,9 @@ def test_many_writers_of_one_adapter_leave_one_whole_folder(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("file", [TENSORS, CONFIG])
-def test_a_damaged_folder_is_unreadable_and_writing_repairs_it(tmp_path: Path, file: str) -> None:
+def test_a_damaged_folder_is_unreadable_until_it_is_written_again(
+    tmp_path: Path, file: str
+) -> None:
     folder = written(tmp_path)
     content = (tmp_path / folder.key / file).read_bytes()
     (tmp_path / folder.key / file).write_bytes(content[: len(content) // 2])
@@ -207,7 +209,7 @@ def test_a_damaged_folder_is_unreadable_and_writing_repairs_it(tmp_path: Path, f
 
 
 @pytest.mark.parametrize("at", [-1, -40, 20])
-def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
+def test_a_changed_byte_is_detected(tmp_path: Path, at: int) -> None:
     path = tmp_path / written(tmp_path).key
     content = bytearray((path / TENSORS).read_bytes())
     content[at] ^= 1
@@ -217,7 +219,7 @@ def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Change the tensors of a folder and leave its metadata as it is."""
+    """Change the tensors of a folder without its metadata."""
     tensors: dict[str, torch.Tensor] = load_file(path / TENSORS)
     metadata = peft_folder._metadata((path / TENSORS).read_bytes())
     change(tensors)
@@ -235,14 +237,14 @@ CHANGES: Mapping[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_tensors_than_the_spec_stands_for_are_refused(tmp_path: Path, change: str) -> None:
+def test_tensors_that_do_not_match_the_spec_are_refused(tmp_path: Path, change: str) -> None:
     path = tmp_path / written(tmp_path).key
     rewrite(path, CHANGES[change])
     with pytest.raises(FolderUnreadable):
         read(tmp_path, path.name)
 
 
-def test_a_config_that_says_another_scale_is_refused(tmp_path: Path) -> None:
+def test_a_config_with_another_scale_is_refused(tmp_path: Path) -> None:
     path = tmp_path / written(tmp_path).key
     config = json.loads((path / CONFIG).read_text())
     (path / CONFIG).write_text(json.dumps({**config, "lora_alpha": 64}))
@@ -263,9 +265,7 @@ SUMS_FAULTS: Mapping[str, tuple[Callable[[str], str | None], str]] = {
 
 
 @pytest.mark.parametrize("fault", SUMS_FAULTS)
-def test_an_adapter_without_its_sums_is_refused_with_a_remedy_and_writing_repairs_it(
-    tmp_path: Path, fault: str
-) -> None:
+def test_an_adapter_without_checksums_is_refused_with_a_remedy(tmp_path: Path, fault: str) -> None:
     change, said = SUMS_FAULTS[fault]
     folder = written(tmp_path)
     sums = tmp_path / folder.key / SUMS
@@ -280,7 +280,7 @@ def test_an_adapter_without_its_sums_is_refused_with_a_remedy_and_writing_repair
     read(tmp_path, folder.digest)
 
 
-def test_sums_that_the_operator_wrote_anew_serve_and_a_file_more_changes_nothing(
+def test_checksums_written_by_the_operator_are_accepted(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / written(tmp_path).key
@@ -290,7 +290,7 @@ def test_sums_that_the_operator_wrote_anew_serve_and_a_file_more_changes_nothing
     assert read(tmp_path, folder.name).spec == some_weights().spec
 
 
-def test_an_adapter_under_anothers_name_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
     one, other = written(tmp_path), written(tmp_path, some_weights(seed=1))
     remove_folder(Folder(tmp_path), other.digest)
     (tmp_path / one.key).rename(tmp_path / other.key)
@@ -298,12 +298,12 @@ def test_an_adapter_under_anothers_name_is_refused(tmp_path: Path) -> None:
         read(tmp_path, other.digest)
 
 
-def test_a_folder_that_is_missing_is_unreadable(tmp_path: Path) -> None:
+def test_a_missing_folder_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(FolderUnreadable, match="cannot be read"):
         read(tmp_path, "0" * 64)
 
 
-def test_a_process_without_descriptors_does_not_take_an_adapter_for_lost(
+def test_a_process_without_descriptors_does_not_report_a_lost_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / written(tmp_path).key
@@ -312,7 +312,7 @@ def test_a_process_without_descriptors_does_not_take_an_adapter_for_lost(
         read(tmp_path, path.name)
 
 
-def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
+def test_an_interrupted_write_leaves_no_file_under_the_final_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def power_cut(_: int) -> None:
@@ -324,7 +324,7 @@ def test_a_write_that_breaks_off_leaves_nothing_under_the_final_name(
     assert not list(tmp_path.glob("??/*/[!.]*"))
 
 
-def test_removal_takes_one_adapter_and_twice_is_harmless(tmp_path: Path) -> None:
+def test_removal_deletes_one_adapter_and_may_be_repeated(tmp_path: Path) -> None:
     one, other = written(tmp_path), written(tmp_path, some_weights(seed=1))
     remove_folder(Folder(tmp_path), one.digest)
     remove_folder(Folder(tmp_path), one.digest)

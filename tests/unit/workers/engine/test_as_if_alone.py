@@ -1,4 +1,6 @@
-"""The promise of the project: a run among others equals the run alone, to the bit on CPU fp32."""
+"""Guarantee of the project: a run among others equals the run alone, with identical bits on CPU in
+fp32.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ CYCLES = 3
 
 
 def interleaved(tenants: Sequence[Tenant], cycle: int, rng: np.random.Generator) -> list[Op]:
-    """Mix the ops of several runs; each run's own order stays."""
+    """Mix the ops of several runs. The ops of each run stay in order."""
     queues = [tenant.ops(cycle) for tenant in tenants]
     ops = []
     while queues:
@@ -48,7 +50,7 @@ def assert_same_answers(run: str, mixed: CycleOutput, alone: CycleOutput) -> Non
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
-def test_a_run_among_others_equals_the_run_alone_to_the_bit(
+def test_a_run_among_others_equals_the_run_alone_exactly(
     new_engine: NewEngine, family: str, micro_batch_tokens: int
 ) -> None:
     rng = np.random.default_rng(7)
@@ -68,8 +70,10 @@ def test_a_run_among_others_equals_the_run_alone_to_the_bit(
         )
 
 
-def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path) -> None:
-    """Segments then start anywhere in memory, and a GEMM may care how its operands are aligned."""
+def test_widths_that_split_cache_lines_change_no_bit(tmp_path: Path) -> None:
+    """Segments then start anywhere in memory, and a GEMM may depend on the alignment of its
+    operands.
+    """
     folder = build_tiny("qwen3", tmp_path, hidden=72, vocab=131)
     together, alone = Engine.load(str(folder)), Engine.load(str(folder))
 
@@ -82,7 +86,7 @@ def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path) -> None:
         )
 
 
-def test_two_threads_keep_the_promise(new_engine: NewEngine) -> None:
+def test_two_threads_change_no_bit(new_engine: NewEngine) -> None:
     torch.set_num_threads(2)
     try:
         rng = np.random.default_rng(3)
@@ -100,7 +104,7 @@ def test_two_threads_keep_the_promise(new_engine: NewEngine) -> None:
 
 
 @pytest.mark.parametrize("lora", ["seg", "grouped"])
-def test_how_ops_fall_into_cycles_changes_no_bit(new_engine: NewEngine, lora: str) -> None:
+def test_the_division_of_ops_into_cycles_changes_no_bit(new_engine: NewEngine, lora: str) -> None:
     one_cycle, op_by_op = new_engine(lora_backend=lora), new_engine(lora_backend=lora)
 
     for cycle in range(2):
@@ -124,7 +128,7 @@ def test_the_same_ops_twice_give_the_same_bits(new_engine: NewEngine) -> None:
 
 
 def poisoned(op: Op) -> Op:
-    """Fill a pass with NaN weights."""
+    """Return a pass with NaN weights."""
     assert isinstance(op, Pass)
     datums = [
         replace(d, inputs={**d.inputs, "weights": np.full(len(d.tokens), np.nan, np.float32)})

@@ -1,4 +1,4 @@
-"""A thread's cores: who has which, and when a step of the decoder is better off with one."""
+"""Cores of each thread, and the choice of a single core for decode steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.tiny_models import build_tiny
 
 
 class AlwaysAlone(CoreChoice):
-    """As on a host whose cores are always wanted by others."""
+    """Choice of a single core, as on a host whose cores are always busy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,10 +40,12 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("threads", "cores"), [(2, 2), (3, 3), (0, 1)])
-def test_one_thread_computes_on_the_cores_and_each_later_one_on_a_core_alone(
+def test_the_first_thread_computes_on_all_its_cores_and_later_ones_on_one(
     threads: int, cores: int
 ) -> None:
-    """A second team of OpenMP has the first one sleep at every turn: training took half as long again."""
+    """A second OpenMP team puts the first one to sleep at every switch. Training then took 1.5
+    times as long.
+    """
 
     def work() -> tuple[int, int]:
         use_cores(threads)
@@ -56,8 +58,10 @@ def test_one_thread_computes_on_the_cores_and_each_later_one_on_a_core_alone(
 
 
 def chosen(*phases: tuple[int, float, float, float]) -> list[list[bool]]:
-    """Return by phase which of so many steps were alone, where one on all cores takes so many seconds, of which its
-    thread computes such a part, and one on a core alone so many.
+    """Return per phase, for each step, True if it ran on one core.
+
+    A phase has a number of steps, and three values of each step. These are seconds on all cores,
+    the computing fraction of its thread, and seconds on one core.
     """
     choice, seen = CoreChoice(), []
     for count, all_s, computed, alone_s in phases:
@@ -70,30 +74,28 @@ def chosen(*phases: tuple[int, float, float, float]) -> list[list[bool]]:
     return seen
 
 
-def test_a_thread_that_has_its_cores_never_tries_one_even_where_it_would_be_faster() -> None:
+def test_a_thread_that_has_its_cores_never_tries_a_single_one() -> None:
     assert not any(*chosen((1000, 0.010, 0.98, 0.005)))
 
 
-def test_steps_that_wait_for_cores_take_one_if_it_is_faster_and_all_again_when_they_are_free() -> (
-    None
-):
+def test_steps_that_wait_for_cores_use_one_until_all_are_free() -> None:
     busy, free = chosen((330, 0.280, 0.15, 0.060), (200, 0.009, 1.0, 0.0105))
     assert busy.count(False) <= 3 + 330 / TRY_EVERY
     assert free[-1] is False
     assert free.count(True) <= 3 * TRY_EVERY
 
 
-def test_one_core_is_left_at_once_where_it_is_slower_than_all_that_are_waited_for() -> None:
+def test_a_single_core_is_given_up_at_once_if_it_is_slower() -> None:
     (steps,) = chosen((320, 0.060, 0.5, 0.240))
     assert 1 <= steps.count(True) <= 320 / TRY_EVERY
 
 
-def test_a_step_of_less_than_a_millisecond_says_nothing() -> None:
+def test_a_step_under_a_millisecond_does_not_count() -> None:
     assert not any(*chosen((100, 0.0009, 0.1, 0.0001)))
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_a_step_takes_one_core_while_cores_are_short_and_the_rest_has_them_all() -> None:
+def test_a_step_uses_one_core_while_cores_are_busy_and_the_rest_uses_all() -> None:
     cores = StepCores(2)
     with cores:
         assert torch.get_num_threads() == 2
@@ -114,7 +116,7 @@ def test_a_step_takes_one_core_while_cores_are_short_and_the_rest_has_them_all()
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.numerics
 def test_samples_have_the_same_bits_on_one_core_and_on_all(tmp_path: Path) -> None:
-    """Wide enough that a product is divided among threads."""
+    """The model is wide enough for a product to be divided among threads."""
     engine = Engine.load(str(build_tiny("qwen3", tmp_path, hidden=256, vocab=2048)))
     weights = trained_weights(engine)
     prompt = np.random.default_rng(0).integers(0, 2048, 90)

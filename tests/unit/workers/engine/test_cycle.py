@@ -1,4 +1,4 @@
-"""What runs at the yield points of a computation, what it took, and what becomes of its errors."""
+"""Yield points of a computation: the callback, its duration, and its errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cotrain_workers.engine.cycle import Yielding, drive, run_to_end
 
 
 def computation(caught: list[BaseException]) -> Yielding[str]:
-    """Yield twice; what is raised there is noted and ends it early."""
+    """Yield twice. An error raised at a yield point is recorded and ends the computation early."""
     try:
         yield
         yield
@@ -25,11 +25,11 @@ def test_the_callback_runs_at_every_yield_point() -> None:
     assert elsewhere_s > 0
 
 
-def test_alone_it_runs_to_its_end() -> None:
+def test_a_computation_without_a_callback_runs_to_its_end() -> None:
     assert run_to_end(computation([])) == "done"
 
 
-def test_what_fails_at_a_yield_point_is_raised_in_the_computation() -> None:
+def test_an_error_at_a_yield_point_is_raised_in_the_computation() -> None:
     caught: list[BaseException] = []
     kept: list[object] = []
 
@@ -42,11 +42,11 @@ def test_what_fails_at_a_yield_point_is_raised_in_the_computation() -> None:
     assert [str(error) for error in caught] == ["decoder"]
     frame = caught[0].__traceback__
     while frame is not None:
-        assert "large" not in frame.tb_frame.f_locals  # what the frames held is freed
+        assert "large" not in frame.tb_frame.f_locals  # the locals of the frames are freed
         frame = frame.tb_next
 
 
-def test_what_the_computation_does_not_answer_ends_it() -> None:
+def test_an_error_that_the_computation_does_not_handle_ends_it() -> None:
     def fail() -> None:
         raise KeyError("gone")
 

@@ -49,8 +49,8 @@ print(os.environ["CUBLAS_WORKSPACE_CONFIG"])
 """
 
 
-def test_products_on_cuda_may_come_before_an_engine() -> None:
-    """torch looks for this once, at the first product, and would refuse all later ones."""
+def test_products_on_cuda_may_precede_an_engine() -> None:
+    """torch checks this once, at the first product, and would refuse all later ones."""
     path = os.pathsep.join(each for each in sys.path if each)
     ran = subprocess.run(
         [sys.executable, "-c", IN_A_FRESH_PROCESS],
@@ -63,7 +63,7 @@ def test_products_on_cuda_may_come_before_an_engine() -> None:
     assert ran.stdout.strip() == ":4096:8"
 
 
-def test_writes_are_unordered_for_a_moment_only() -> None:
+def test_unordered_writes_are_allowed_only_in_their_block() -> None:
     torch.use_deterministic_algorithms(mode=True)
     try:
         with unordered_writes():
@@ -77,13 +77,15 @@ def test_writes_are_unordered_for_a_moment_only() -> None:
 
 
 @pytest.mark.parametrize("source", [np.arange(4.0), torch.arange(4.0)])
-def test_values_arrive_in_their_own_type_or_the_one_asked_for(source: np.ndarray) -> None:
+def test_values_arrive_in_their_own_type_or_the_requested_one(source: np.ndarray) -> None:
     assert to_device(source, CPU).tolist() == [0, 1, 2, 3]
     assert to_device(np.arange(4), CPU).dtype == torch.int64
     assert to_device(source, CPU, torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_a_device_reads_pinned_memory_and_the_host_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_copied_through_pinned_memory_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[object] = []
 
     def pin(self: torch.Tensor) -> torch.Tensor:
@@ -102,7 +104,7 @@ def test_a_device_reads_pinned_memory_and_the_host_goes_on(monkeypatch: pytest.M
     assert calls[:2] == ["pin", ((torch.device("cuda", 0),), {"non_blocking": True})]
 
 
-# Ten tensors of 6 MB, made and freed again and again; prints the page faults of the last round.
+# Ten tensors of 6 MB, allocated and freed repeatedly. Prints the page faults of the last round.
 CHURN = """
 import resource, sys, torch
 from cotrain_workers.engine.device import keep_freed_memory
@@ -125,7 +127,7 @@ def page_faults(mode: str) -> int:
     return int(done.stdout)
 
 
-def test_kept_memory_is_not_faulted_in_again() -> None:
+def test_kept_memory_causes_no_page_faults() -> None:
     kept = page_faults("keep")
     if kept < 0:
         pytest.skip("the C library has no mallopt")

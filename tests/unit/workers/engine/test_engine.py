@@ -62,7 +62,7 @@ def test_several_micro_batches_equal_one(new_engine: NewEngine) -> None:
             several.adapters.state(tenant.run).grads,
             one.adapters.state(tenant.run).grads,
         )
-        assert relative_error(ours, theirs) < 1e-6  # other pieces, another order of summation
+        assert relative_error(ours, theirs) < 1e-6  # other slices, another order of summation
 
 
 def test_an_op_of_several_slices_equals_itself_alone(new_engine: NewEngine) -> None:
@@ -76,7 +76,7 @@ def test_an_op_of_several_slices_equals_itself_alone(new_engine: NewEngine) -> N
     assert same_bits(together.adapters.state("large"), alone.adapters.state("large"))
 
 
-def test_only_forwards_leave_no_trace(new_engine: NewEngine) -> None:
+def test_forward_passes_change_no_state(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC), pass_of("a", 1, 5)])
     before = engine.adapters.state("a")
@@ -87,7 +87,7 @@ def test_only_forwards_leave_no_trace(new_engine: NewEngine) -> None:
     assert same_bits(engine.adapters.state("a"), before)
 
 
-def test_forward_and_forward_backward_see_the_same_log_probabilities(
+def test_forward_and_forward_backward_return_the_same_logprobs(
     new_engine: NewEngine,
 ) -> None:
     engine = new_engine()
@@ -120,7 +120,7 @@ def test_a_forward_runs_without_building_a_graph(new_engine: NewEngine) -> None:
 
 
 def test_the_base_model_is_called_without_a_cache(new_engine: NewEngine) -> None:
-    """With one, transformers does not see the packing, and says nothing."""
+    """With a cache, transformers silently ignores the packing."""
     engine = new_engine()
     seen = []
     engine._base.backbone.register_forward_pre_hook(
@@ -132,7 +132,7 @@ def test_the_base_model_is_called_without_a_cache(new_engine: NewEngine) -> None
     assert seen == [False]
 
 
-def test_a_gradient_that_overflows_is_discarded_though_the_loss_is_finite(
+def test_an_overflowing_gradient_is_discarded_though_the_loss_is_finite(
     new_engine: NewEngine,
 ) -> None:
     engine, expected = new_engine(), new_engine()
@@ -153,7 +153,7 @@ def test_a_gradient_that_overflows_is_discarded_though_the_loss_is_finite(
     assert same_bits(engine.adapters.state("a"), expected.adapters.state("a"))
 
 
-def test_gradients_add_up_until_the_step_zeroes_them(new_engine: NewEngine) -> None:
+def test_gradients_are_summed_until_the_step(new_engine: NewEngine) -> None:
     engine, other = new_engine(), new_engine()
     first, second = pass_of("a", 1, 5, 6), pass_of("a", 2, 7, seed=1)
     together = replace(first, datums=[*first.datums, *second.datums])
@@ -171,7 +171,7 @@ def test_gradients_add_up_until_the_step_zeroes_them(new_engine: NewEngine) -> N
     assert after.step == 1
 
 
-def test_a_fresh_adapter_answers_as_the_base_model(new_engine: NewEngine) -> None:
+def test_a_fresh_adapter_returns_the_results_of_the_base_model(new_engine: NewEngine) -> None:
     engine = new_engine()
     specs = (SPEC, AdapterSpec(16, seed=5, train_attn=False))
 
@@ -235,7 +235,7 @@ def test_a_pass_without_datums_is_answered(new_engine: NewEngine) -> None:
         (replace(pass_of("a", 1, 3), loss_fn="mse"), "Unknown loss_fn 'mse'", "user"),
     ],
 )
-def test_what_cannot_run_fails_alone(
+def test_an_impossible_op_fails_alone(
     new_engine: NewEngine, op: Pass | OptimStep | Create, message: str, category: str
 ) -> None:
     engine = new_engine()
@@ -268,7 +268,7 @@ def test_a_gradient_that_overflows_in_the_sum_is_discarded_at_the_step(
     assert (after.step, after.grads_pending) == (0, False)
 
 
-def test_a_restored_run_goes_on_with_the_same_bits(new_engine: NewEngine) -> None:
+def test_a_restored_run_continues_with_the_same_bits(new_engine: NewEngine) -> None:
     tenant, other = EIGHT[0], new_engine()
     engine = new_engine()
     engine.run(tenant.ops(0))
@@ -294,7 +294,7 @@ def test_a_state_is_a_copy(new_engine: NewEngine) -> None:
     assert state.digest() == digest != engine.adapters.state("a").digest()
 
 
-def test_a_dropped_run_is_forgotten(new_engine: NewEngine) -> None:
+def test_a_dropped_run_is_removed(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC)])
 
@@ -325,7 +325,7 @@ def test_the_facts_describe_the_model(new_engine: NewEngine) -> None:
     assert facts.num_parameters == 115_136
 
 
-def test_another_thread_count_or_size_is_another_numerics_id(new_engine: NewEngine) -> None:
+def test_another_thread_count_or_size_changes_the_numerics_id(new_engine: NewEngine) -> None:
     one = new_engine().facts.numerics_id
 
     assert new_engine().facts.numerics_id == one

@@ -1,4 +1,4 @@
-"""What an engine says that it computes with: other numerics, other bits."""
+"""Numerics id of an engine: different numerics, different bits."""
 
 from __future__ import annotations
 
@@ -49,16 +49,18 @@ def test_a_processor_of_another_kind_has_another_name(before: str, after: str) -
 
 
 @pytest.mark.parametrize(("before", "after"), [("2000.000", "3100.5"), ("4000.00", "1.0")])
-def test_another_processor_of_a_kind_has_the_same_name(before: str, after: str) -> None:
+def test_two_processors_of_the_same_kind_have_the_same_name(before: str, after: str) -> None:
     assert processor_of(ONE) == processor_of(ONE.replace(before, after))
 
 
-def test_a_processor_that_is_described_otherwise_has_a_name() -> None:
+def test_a_processor_with_another_description_has_a_name() -> None:
     arm = "processor : 0\nCPU implementer : 0x41\nCPU part : 0xd40"
     assert processor_of(arm) != processor_of(arm.replace("0xd40", "0xd4f"))
 
 
-def test_what_overrules_the_libraries_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_override_the_libraries_are_part_of_the_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     before = cpu_hardware()
@@ -70,7 +72,9 @@ def test_what_overrules_the_libraries_is_part_of_it(monkeypatch: pytest.MonkeyPa
 def test_a_row_of_a_product_has_the_same_bits_among_32_and_more(
     monkeypatch: pytest.MonkeyPatch, instructions: str
 ) -> None:
-    """In a process of its own: MKL reads its settings once. What every promise of equal bits rests on."""
+    """Run in a process of its own, because MKL reads its settings once. Every guarantee of equal
+    bits depends on this.
+    """
     monkeypatch.delenv("MKL_CBWR", raising=False)
     if instructions:
         monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", instructions)

@@ -1,6 +1,6 @@
-"""The CUDA branches of the engine, on a device that is played (`tests/support/rehearsed_cuda.py`).
+"""CUDA branches of the engine, on a simulated device (`tests/support/rehearsed_cuda.py`).
 
-What stays for a real one: the kernels themselves, streams, the compiler, and how fast it all is.
+Only a real device tests the kernels themselves, streams, the compiler, and the speed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def succeeded(done: CycleOutput) -> CycleOutput:
         ("mistral", {"lora_backend": "seg", "recompute": "always"}),
     ],
 )
-def test_a_cycle_points_where_it_does_on_a_cpu_and_waits_twice(
+def test_a_cycle_equals_that_of_a_cpu_in_direction_and_waits_twice(
     cuda: Rehearsal, model_folder: ModelFolder, family: str, settings: dict[str, Any]
 ) -> None:
     folder = model_folder(family)
@@ -91,7 +91,8 @@ def test_a_cycle_points_where_it_does_on_a_cpu_and_waits_twice(
     for each in (engine, plain):
         succeeded(each.run(ops(1)))
 
-    # What the passes found, and the norms of the gradients; no copy but through pinned memory.
+    # The results of the passes, and the norms of the gradients. Every copy goes through pinned
+    # memory.
     assert cuda.waits == ["copy to cpu", "copy to cpu"]
     for tenant in SOME:
         ours, theirs = engine.adapters.state(tenant.run), plain.adapters.state(tenant.run)
@@ -99,7 +100,7 @@ def test_a_cycle_points_where_it_does_on_a_cpu_and_waits_twice(
         assert ours.step == theirs.step == 2
 
 
-def test_gemma_2_trains_without_a_flash_kernel_and_says_so(
+def test_gemma_2_trains_without_a_flash_kernel_and_logs_a_warning(
     cuda: Rehearsal, model_folder: ModelFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     attention.varlen_is_right.cache_clear()
@@ -111,7 +112,7 @@ def test_gemma_2_trains_without_a_flash_kernel_and_says_so(
     assert cuda.ops["torch_attn._varlen_attn"] == 0
 
 
-def test_only_deterministic_algorithms_would_have_to_sort(
+def test_index_copy_sorts_only_with_deterministic_algorithms(
     cuda: Rehearsal, model_folder: ModelFolder
 ) -> None:
     load(model_folder("qwen3"))
@@ -147,7 +148,7 @@ def test_sizes_are_measured(
 
 
 def repeat(cuda: Rehearsal) -> Callable[..., Any]:
-    """Play the recorder of CUDA graphs: nothing may be waited for while one is captured."""
+    """Return a stand-in for the recorder of CUDA graphs. No wait is allowed during a capture."""
 
     def record(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         work()
@@ -162,7 +163,7 @@ def repeat(cuda: Rehearsal) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("flash", ["2.13", "2.12", "3"])
-def test_a_decoder_step_is_captured_and_samples_what_a_cpu_does(
+def test_a_decoder_step_is_captured_and_samples_as_on_a_cpu(
     cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, flash: str
 ) -> None:
     cuda.flash = flash
@@ -192,11 +193,14 @@ def test_a_decoder_step_is_captured_and_samples_what_a_cpu_does(
         assert isinstance(found, SampleOutput)
         assert isinstance(expected, SampleOutput)
         pair = zip(found.sequences, expected.sequences, strict=True)
-        for one, other in pair:  # the first token may be a near tie: log-probabilities are compared
+        for (
+            one,
+            other,
+        ) in pair:  # the first token may be a near tie, so log-probabilities are compared
             assert abs(one.logprobs[0] - other.logprobs[0]) < 0.05
 
 
-def test_decoding_goes_on_without_a_wait(
+def test_decoding_continues_without_a_wait(
     cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_runner, "CudaRecorder", lambda: repeat(cuda))
@@ -216,7 +220,7 @@ def test_decoding_goes_on_without_a_wait(
         ("all-5", {"top_k": 7, "top_p": 0.9, "topk_sample_logprobs": 3}),
     ]
     for at, (run, changes) in enumerate(asked):
-        # The last token of a page, and one behind it, are among those that are generated.
+        # The last token of a page and the one after it are among the generated ones.
         decoder.add(request(str(at), np.arange(250) % 128, run, max_tokens=20, **changes))
     while decoder.step().decoded_tokens < 4:
         pass
@@ -231,7 +235,7 @@ def test_decoding_goes_on_without_a_wait(
 
 
 @pytest.mark.parametrize("trained_on", [False, True])
-def test_a_sampler_is_refreshed_without_a_copy_that_waits(
+def test_a_sampler_is_refreshed_without_a_waiting_copy(
     cuda: Rehearsal, model_folder: ModelFolder, *, trained_on: bool
 ) -> None:
     engine = load(model_folder("qwen3"))
@@ -241,7 +245,7 @@ def test_a_sampler_is_refreshed_without_a_copy_that_waits(
     assert cuda.waits == []
     saved = [each.weights for each in out.values() if isinstance(each, SaveOutput)]
     plain = [HostWeights(each.spec, each.flat.clone()) for each in saved]
-    if trained_on:  # the adapters are others by now: from the host, through pinned memory
+    if trained_on:  # the adapters have changed: weights come from the host, through pinned memory
         succeeded(engine.run(ops(1)))
     assert all((each.on_device() is None) == trained_on for each in saved)
 
@@ -252,14 +256,14 @@ def test_a_sampler_is_refreshed_without_a_copy_that_waits(
         cuda.waits.clear()
         slots = [decoder.slots.pin(key) for key in by_key]
         contents.append([each.pool.flat[each.index].cpu() for each in slots if each])
-        waits = [each for each in cuda.waits if each != "copy to cpu"]  # of this test
-        assert set(waits) <= {"aten._local_scalar_dense"}  # whether all is finite
+        waits = [each for each in cuda.waits if each != "copy to cpu"]  # copies of this test
+        assert set(waits) <= {"aten._local_scalar_dense"}  # the check that all values are finite
 
     assert len(contents[0]) == len(SOME)
     assert all(map(torch.equal, *contents))
 
 
-def test_adapters_move_through_pinned_memory_and_nobody_waits(cuda: Rehearsal) -> None:
+def test_adapters_move_through_pinned_memory_without_a_wait(cuda: Rehearsal) -> None:
     targets = (Target("q_proj", "attn", 64, 64), Target("up_proj", "mlp", 64, 96))
     spec = AdapterSpec(8, seed=0)
     size = 8 * (64 + 64 + 64 + 96)
@@ -279,7 +283,7 @@ def test_adapters_move_through_pinned_memory_and_nobody_waits(cuda: Rehearsal) -
     assert {run: bank.state(run).digest() for run in "abcd"} == before
 
 
-def test_the_rehearsal_refuses_what_cuda_does(cuda: Rehearsal) -> None:
+def test_the_simulated_device_refuses_what_cuda_refuses(cuda: Rehearsal) -> None:
     here, there = torch.ones(2, 2), torch.ones(2, 2, device=DEVICE)
     with pytest.raises(RuntimeError, match="on the host"):
         there + here

@@ -1,4 +1,4 @@
-"""How far a start is becomes a line now and then, where libraries would draw bars."""
+"""Progress of a start, logged periodically instead of the progress bars of libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_bar_of_the_library_is_reported_in_percent(reported: list[str]) -> Non
     assert reported == ["Loading weights: 25%", "Loading weights: 50%", "Loading weights: 75%"]
 
 
-def test_nothing_is_drawn(
+def test_no_bar_is_drawn(
     reported: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with progress.ReportedProgress(total=3, unit="B", desc="model.safetensors") as bar:

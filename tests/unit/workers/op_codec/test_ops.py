@@ -34,7 +34,7 @@ from cotrain_workers.engine.ops import (
     WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
-from cotrain_workers.op_codec import CYCLE_METRIC, result_of
+from cotrain_workers.results import CYCLE_METRIC, result_of
 from tests.support.bodies import optim_body, pass_body
 
 
@@ -65,14 +65,14 @@ def engine_op(queued: QueuedOp, body: bytes, kept: Kept | None = None) -> Op | F
     return requests.engine_op(queued, body, kept or Kept())
 
 
-def test_a_create_carries_every_choice_of_its_tenant() -> None:
+def test_a_create_op_has_every_choice_of_its_tenant() -> None:
     lora = LoraSpec(3, 9, train_attn=False, train_mlp=True, train_unembed=False, alpha=7.5)
     made = engine_op(op(OpKind.CREATE, 0), encode(lora).encode())
     spec = AdapterSpec(3, 9, train_attn=False, train_mlp=True, train_unembed=False, alpha=7.5)
     assert made == Create("r", 0, spec)
 
 
-def test_a_create_that_was_logged_without_an_alpha_has_32() -> None:
+def test_a_logged_create_without_an_alpha_has_32() -> None:
     made = engine_op(op(OpKind.CREATE, 0), b'{"rank": 3, "seed": 9}')
     assert isinstance(made, Create)
     assert made.spec.alpha == 32.0
@@ -81,9 +81,7 @@ def test_a_create_that_was_logged_without_an_alpha_has_32() -> None:
 @pytest.mark.parametrize(
     ("kind", "needs_grad"), [(OpKind.FORWARD, False), (OpKind.FORWARD_BACKWARD, True)]
 )
-def test_a_pass_carries_its_datums_and_whether_it_needs_a_gradient(
-    kind: OpKind, needs_grad: bool
-) -> None:
+def test_a_pass_has_its_datums_and_its_gradient_flag(kind: OpKind, needs_grad: bool) -> None:
     made = engine_op(op(kind), pass_body("r", 1, [[1, 2, 3], [4, 5]], loss_fn="ppo"))
     assert isinstance(made, Pass)
     assert (made.run, made.seq, made.loss_fn, made.needs_grad) == ("r", 1, "ppo", needs_grad)
@@ -92,7 +90,7 @@ def test_a_pass_carries_its_datums_and_whether_it_needs_a_gradient(
     assert [d.inputs["weights"].tolist() for d in made.datums] == [[1.0, 1.0], [1.0]]
 
 
-def test_settings_of_a_loss_are_numbers_for_the_engine() -> None:
+def test_loss_settings_are_numbers_for_the_engine() -> None:
     request = wire_pb2.ForwardBackwardRequest(loss_fn_config={"clip": 0.2})
     request.loss_fn_config_v2["note"].text = "words"
     made = engine_op(op(OpKind.FORWARD), request.SerializeToString())
@@ -100,24 +98,24 @@ def test_settings_of_a_loss_are_numbers_for_the_engine() -> None:
     assert made.loss_config == {"clip": 0.2}
 
 
-def test_an_optim_step_carries_its_numbers() -> None:
+def test_an_optim_step_has_its_parameters() -> None:
     made = engine_op(op(OpKind.OPTIM_STEP), optim_body(lr=0.5))
     assert made == OptimStep("r", 1, 0.5, 0.9, 0.95, 1e-8, 0.0, 0.0)
 
 
-def test_a_rejected_op_fails_with_the_refusal_at_the_door() -> None:
+def test_a_rejected_op_fails_with_the_refusal_of_the_api() -> None:
     body = Result.failed("rank must be…", "user").payload
     assert engine_op(op(OpKind.REJECTED), body) == Failure("rank must be…", "user")
 
 
 @pytest.mark.parametrize("kind", [OpKind.FORWARD, OpKind.FORWARD_BACKWARD])
-def test_a_body_that_cannot_be_read_fails_instead_of_raising(kind: OpKind) -> None:
+def test_an_unreadable_body_fails_without_an_exception(kind: OpKind) -> None:
     made = engine_op(op(kind), b"\xff\xff")
     assert isinstance(made, Failure)
     assert made.category == "user"
 
 
-def test_a_passs_result_has_its_logprobs_in_order_and_its_cycle() -> None:
+def test_the_result_of_a_pass_has_its_logprobs_in_order_and_its_cycle() -> None:
     logprobs = [np.array([-1.5, -2.5], np.float32), np.zeros((3, 2), np.float32)]
     result = result_of(op(OpKind.FORWARD_BACKWARD), PassOutput(logprobs, loss_sum=4.0), cycle=7)
     assert result.kind is ResultKind.PASS
@@ -126,7 +124,7 @@ def test_a_passs_result_has_its_logprobs_in_order_and_its_cycle() -> None:
     assert [o["logprobs"].data for o in output.loss_fn_outputs] == [[-1.5, -2.5], [0.0] * 6]
 
 
-def test_the_other_results_say_what_the_wire_says() -> None:
+def test_the_other_results_have_the_wire_format() -> None:
     step = result_of(op(OpKind.OPTIM_STEP), StepOutput(grad_norm=0.25), cycle=7)
     assert json.loads(step.payload) == {"metrics": {"grad_norm": 0.25, CYCLE_METRIC: 7.0}}
     create = result_of(op(OpKind.CREATE), CreateOutput(trainable_parameters=10), cycle=7)
@@ -155,18 +153,18 @@ def load_body(*sources: LoadSource, optimizer: bool = False, lora: LoraSpec | No
     ("kind", "has_optimizer"),
     [("weights", True), ("sampler_weights", False), ("external_weights", False)],
 )
-def test_a_save_to_train_on_from_takes_the_optimizer_along(kind: str, has_optimizer: bool) -> None:
+def test_a_training_checkpoint_includes_the_optimizer_state(kind: str, has_optimizer: bool) -> None:
     body = json.dumps({"name": "x", "kind": kind}).encode()
     assert engine_op(op(OpKind.SAVE), body) == Save("r", 1, optimizer=has_optimizer)
 
 
-def test_a_save_for_nobody_that_age_knows_fails() -> None:
+def test_a_save_with_an_invalid_recipient_fails() -> None:
     body = encode(SaveRequest(name="x", age_recipients=("age1nonsense",))).encode()
     expected = "age_encryption_recipients[0] is no age or SSH public key."
     assert engine_op(op(OpKind.SAVE), body) == Failure(expected, "user")
 
 
-def test_an_upload_goes_to_the_engine_as_it_is() -> None:
+def test_an_upload_is_passed_to_the_engine_unchanged() -> None:
     lora = LoraSpec(rank=8, seed=7)
     upload = PeftAdapter(lora, (PeftModule("m", "m.A", "m.B", 2.0),), b"tensors")
     assert engine_op(op(OpKind.IMPORT, 0), encode_import(upload)) == Import(
@@ -179,12 +177,12 @@ def test_an_upload_goes_to_the_engine_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"CTI1\xff\xff\xff\xff{"], ids=["nothing", "no import"])
-def test_an_unreadable_import_fails_as_the_users(body: bytes) -> None:
+def test_an_unreadable_import_is_a_user_error(body: bytes) -> None:
     expected = Failure("The uploaded adapter cannot be read.", "user")
     assert engine_op(op(OpKind.IMPORT, 0), body) == expected
 
 
-def test_a_load_carries_what_was_saved() -> None:
+def test_a_load_has_the_saved_values() -> None:
     kept, state = Kept(), HostOptimizer(SPEC, torch.zeros(2), torch.ones(2), 5)
     kept.weights[FIRST], kept.optimizers[FIRST] = weights_of(1.0), state
     for optimizer in (True, False):
@@ -198,7 +196,7 @@ def test_a_load_carries_what_was_saved() -> None:
     assert first.creates
 
 
-def test_several_sources_are_added_up() -> None:
+def test_several_sources_are_summed() -> None:
     kept = Kept()
     kept.weights = {FIRST: weights_of(1.0), SECOND: weights_of(2.0)}
     body = load_body(LoadSource(FIRST, 0.25), LoadSource(SECOND, 0.75), lora=LoraSpec(4, 0))
@@ -211,13 +209,13 @@ def test_several_sources_are_added_up() -> None:
     torch.testing.assert_close(ours, 0.25 * each + 0.75 * 4 * each)
 
 
-def test_a_load_that_asks_for_an_optimizer_that_was_not_saved_fails() -> None:
+def test_a_load_of_a_missing_optimizer_state_fails() -> None:
     kept = Kept()
     kept.weights[FIRST], kept.optimizers[FIRST] = weights_of(1.0), None
     made = engine_op(op(OpKind.LOAD), load_body(LoadSource(FIRST), optimizer=True), kept)
     assert made == Failure(f"Checkpoint {PATH} has no optimizer state.", "user")
 
 
-def test_a_load_whose_files_cannot_be_read_fails_alone() -> None:
+def test_a_load_with_unreadable_files_fails_alone() -> None:
     made = engine_op(op(OpKind.LOAD), load_body(LoadSource(FIRST)))
     assert made == Failure(f"Checkpoint {PATH} cannot be read on the server.", "server")

@@ -18,7 +18,8 @@ from cotrain_workers.engine.ops import (
     WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
-from cotrain_workers.op_codec import answer_of, reverse_kl_op
+from cotrain_workers.op_codec import reverse_kl_op
+from cotrain_workers.results import result_of
 
 REF = WeightsRef("other:train:0:3")
 WEIGHTS = HostWeights(AdapterSpec(2, 0), torch.zeros(0))
@@ -29,7 +30,7 @@ DATUM = KlArrays(
 
 
 class Shelf:
-    """Checkpoints that are there, and none besides."""
+    """Store with exactly the given checkpoints."""
 
     def __init__(self, weights: Mapping[WeightsRef, HostWeights]) -> None:
         self._weights = weights
@@ -66,26 +67,24 @@ def test_a_request_is_read_with_its_reference(
     assert datum.weights.tolist() == [1.0, 0.5]
 
 
-def test_a_reference_that_is_missing_is_the_servers_fault() -> None:
+def test_a_missing_reference_is_a_server_error() -> None:
     assert read(REF, Shelf({})) == Failure(
         "The weights of the reference cannot be read on the server.", "server"
     )
 
 
-def test_a_body_that_cannot_be_read_fails() -> None:
+def test_an_unreadable_body_fails() -> None:
     failure = reverse_kl_op(OP, b"no", Shelf({}))
     assert isinstance(failure, Failure)
     assert failure.category == "user"
 
 
-def test_the_means_are_over_the_targets_that_count() -> None:
+def test_the_means_are_over_the_targets_with_a_weight() -> None:
     losses = [np.array([1.0, 0.0], np.float32), np.array([2.0], np.float32)]
 
-    metrics = answer_of(ReverseKlOutput(losses, 3.0, 1.5, 2), {"clock_cycle:unique": 4.0})[
-        "metrics"
-    ]
+    result = result_of(OP, ReverseKlOutput(losses, 3.0, 1.5, 2), cycle=4)
 
-    assert metrics == {
+    assert result.json()["metrics"] == {
         "loss:sum": 3.0,
         "loss:mean": 1.5,
         "reverse_kl:mean": 0.75,
@@ -95,6 +94,7 @@ def test_the_means_are_over_the_targets_that_count() -> None:
     }
 
 
-def test_nothing_that_counts_has_means_of_zero() -> None:
-    metrics = answer_of(ReverseKlOutput([np.zeros(1, np.float32)], 0.0, 0.0, 0), {})["metrics"]
+def test_without_weighted_targets_the_means_are_zero() -> None:
+    output = ReverseKlOutput([np.zeros(1, np.float32)], 0.0, 0.0, 0)
+    metrics = result_of(OP, output, cycle=4).json()["metrics"]
     assert (metrics["loss:mean"], metrics["reverse_kl:mean"]) == (0.0, 0.0)

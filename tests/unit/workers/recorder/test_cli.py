@@ -43,14 +43,14 @@ def cotrain(*arguments: object) -> Result:
 
 @pytest.fixture
 def flight(new_engine: NewEngine, tmp_path: Path) -> Flight:
-    """Two cycles of two runs, where a server keeps them."""
+    """Record two cycles of two runs in a server's folder."""
     flight = Flight(new_engine(), tmp_path / "recorder" / "pool" / "w0")
     flight.cycle(create(A, rank=4), create(B, rank=2), a_pass(B, 1))
     flight.cycle(a_pass(A, 1), a_step(A, 2), a_pass(B, 2))
     return flight
 
 
-def test_a_replay_that_gives_the_same_says_so_and_exits_with_0(flight: Flight) -> None:
+def test_an_equal_replay_reports_it_and_exits_with_0(flight: Flight) -> None:
     result = cotrain("replay", flight.files[1])
     assert result.exit_code == 0, result.output
     assert "Cycle 2 of tiny on w0" in result.output
@@ -69,10 +69,10 @@ def test_a_replay_that_diverges_names_run_and_seq_and_exits_with_1(
     assert result.exit_code == 1
     (row,) = [line for line in result.stdout.splitlines() if "log-probs" in line]
     assert row.split()[:3] == [B, "2", "forward_backward"]
-    assert result.stdout.endswith("2 of 5 diverged.\n")  # the result, and the gradient it left
+    assert result.stdout.endswith("2 of 5 diverged.\n")  # the result, and the gradient that it left
 
 
-def test_a_replay_as_json_has_the_same_verdicts_and_the_same_exit_code(
+def test_a_replay_as_json_has_the_same_verdicts_and_exit_code(
     flight: Flight, tmp_path: Path
 ) -> None:
     done = cotrain("replay", flight.files[1], "--json")
@@ -87,7 +87,7 @@ def test_a_replay_as_json_has_the_same_verdicts_and_the_same_exit_code(
     assert (diverged.exit_code, json.loads(diverged.stdout)["diverged"]) == (1, 2)
 
 
-def test_a_recording_of_another_machine_is_compared_with_a_tolerance_and_says_so(
+def test_a_recording_of_another_machine_is_compared_with_a_tolerance(
     flight: Flight, tmp_path: Path
 ) -> None:
     cycle = read_cycle(flight.files[1])
@@ -100,7 +100,7 @@ def test_a_recording_of_another_machine_is_compared_with_a_tolerance_and_says_so
     assert "compared with a tolerance" in result.output
 
 
-def test_a_cycle_without_an_outcome_says_that_its_process_crashed(flight: Flight) -> None:
+def test_a_cycle_without_an_outcome_reports_the_crash_of_its_process(flight: Flight) -> None:
     flight.begin(a_pass(A, 3))
     result = cotrain("replay", flight.files[2])
     assert result.exit_code == 0, result.output
@@ -108,7 +108,7 @@ def test_a_cycle_without_an_outcome_says_that_its_process_crashed(flight: Flight
     assert result.stdout.endswith("Nothing to compare with.\n")
 
 
-def test_what_cannot_be_run_again_is_answered_in_one_line(flight: Flight, tmp_path: Path) -> None:
+def test_an_impossible_replay_is_reported_in_one_line(flight: Flight, tmp_path: Path) -> None:
     nothing = tmp_path / "nothing.zip"
     nothing.write_bytes(b"PK")
     for arguments in ([nothing], [flight.files[1], "--base-model", str(tmp_path)]):
@@ -118,9 +118,7 @@ def test_what_cannot_be_run_again_is_answered_in_one_line(flight: Flight, tmp_pa
         assert result.output.strip()
 
 
-def test_the_recordings_of_a_server_are_listed_the_newest_first(
-    flight: Flight, tmp_path: Path
-) -> None:
+def test_recordings_are_listed_with_the_newest_first(flight: Flight, tmp_path: Path) -> None:
     (flight.folder / "000000000009-1.zip").write_bytes(b"PK")
     result = cotrain("recorder", "list", "--data-dir", tmp_path)
     assert result.exit_code == 0, result.output
@@ -136,7 +134,7 @@ def test_the_recordings_of_a_server_are_listed_the_newest_first(
     assert datetime.fromisoformat(newest["recorded_at"]).tzinfo is not None
 
 
-def test_one_run_is_handed_out_without_its_neighbours(flight: Flight, tmp_path: Path) -> None:
+def test_one_run_is_exported_without_its_neighbours(flight: Flight, tmp_path: Path) -> None:
     output = tmp_path / "mine.zip"
     done = cotrain("recorder", "export", flight.files[1], output, "--run", B, "--json")
     assert (done.exit_code, json.loads(done.stdout)["runs"]) == (0, [B])
@@ -147,7 +145,7 @@ def test_one_run_is_handed_out_without_its_neighbours(flight: Flight, tmp_path: 
     assert (refused.exit_code, refused.output) == (2, "Run unknown is not in this cycle.\n")
 
 
-def test_a_replay_needs_no_redis_not_even_its_library() -> None:
+def test_a_replay_needs_neither_redis_nor_its_library() -> None:
     file, model = str(RECORDED / "story-1.zip"), str(RECORDED / "model")
     done = run([sys.executable, "-c", WITHOUT_REDIS, file, "--base-model", model])
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import torch
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import Failure, PassOutput, StepOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.recorder.fingerprints import (
+from cotrain_workers.fingerprints import (
     Fingerprint,
     differences,
     fingerprint_of,
@@ -29,7 +29,7 @@ def of_state(weights: torch.Tensor, *, step: int = 1) -> Fingerprint:
     return fingerprint_of_state(state)
 
 
-def test_the_last_bit_of_a_number_is_a_difference_unless_it_may_be() -> None:
+def test_the_last_bit_of_a_number_counts_without_a_tolerance() -> None:
     off = float(np.nextafter(np.float32(-2), np.float32(0)))
     before, after = of_pass(-1, -2, -3), of_pass(-1, off, -3)
     assert differences(before, after, 0.0) == ["log-probs: -2 became -1.99999988 at 1, and 0 more"]
@@ -39,7 +39,7 @@ def test_the_last_bit_of_a_number_is_a_difference_unless_it_may_be() -> None:
     ]
 
 
-def test_zeros_of_two_signs_are_two_numbers_and_a_nan_is_itself() -> None:
+def test_zeros_of_two_signs_differ_and_nan_equals_nan() -> None:
     assert differences(of_pass(0.0), of_pass(-0.0), 0.0)
     nan = float("nan")
     for tolerance in (0.0, LOOSE):
@@ -47,14 +47,14 @@ def test_zeros_of_two_signs_are_two_numbers_and_a_nan_is_itself() -> None:
         assert differences(of_pass(nan), of_pass(1.0), tolerance)
 
 
-def test_every_number_of_an_output_counts() -> None:
+def test_every_number_of_an_output_is_compared() -> None:
     assert differences(of_pass(-1), of_pass(-1, loss=2.0), 0.0) == ["loss: 1 became 2"]
     assert differences(of_pass(-1), of_pass(-1, -1), 0.0) == ["log-probs: 1 values became 2"]
     one, two = fingerprint_of(StepOutput(0.5)), fingerprint_of(StepOutput(0.75))
     assert differences(one, two, LOOSE) == ["gradient norm: 0.5 became 0.75"]
 
 
-def test_text_counts_with_any_tolerance() -> None:
+def test_text_is_compared_with_any_tolerance() -> None:
     one = fingerprint_of(Failure("Loss is not finite (seq 1).", "user"))
     assert differences(one, of_pass(-1), LOOSE) == [
         "'user error: Loss is not finite (seq 1).' became 'pass'"
@@ -62,7 +62,7 @@ def test_text_counts_with_any_tolerance() -> None:
     assert differences(of_state(VALUES), of_state(VALUES, step=2), LOOSE)
 
 
-def test_a_state_of_other_bits_and_the_same_norm_is_another_one() -> None:
+def test_a_state_with_other_bits_and_the_same_norm_differs() -> None:
     before, after = of_state(VALUES), of_state(VALUES.flip(0))
     assert differences(before, after, 0.0) == ["weights: other bits, of the same norm 5"]
     assert differences(before, after, LOOSE) == []
@@ -73,10 +73,10 @@ def test_a_state_of_other_bits_and_the_same_norm_is_another_one() -> None:
 @pytest.mark.parametrize(
     "other", [of_pass(-1, -3), of_pass(-1, -2, loss=2.0), of_pass(-1), of_state(VALUES)]
 )
-def test_a_digest_stands_for_all_that_is_compared(other: Fingerprint) -> None:
+def test_a_digest_includes_every_compared_value(other: Fingerprint) -> None:
     assert of_pass(-1, -2).digest == of_pass(-1, -2).digest != other.digest
 
 
-def test_a_digest_of_a_state_stands_for_its_arrays() -> None:
+def test_a_digest_of_a_state_includes_its_arrays() -> None:
     assert of_state(VALUES).digest == of_state(VALUES.clone()).digest
     assert of_state(VALUES).digest != of_state(VALUES.flip(0)).digest

@@ -1,4 +1,4 @@
-"""The last cycles are on disk, each in one file; whatever the disk does, training goes on."""
+"""Recordings of the last cycles on disk, one file each. A disk error never stops training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def flight(new_engine: NewEngine, tmp_path: Path) -> Flight:
     return Flight(new_engine(), tmp_path / "flight")
 
 
-def test_a_file_holds_the_plan_the_bodies_the_states_and_what_was_read(flight: Flight) -> None:
+def test_a_file_holds_plan_bodies_states_and_the_weights_read(flight: Flight) -> None:
     flight.cycle(create(A, rank=4), a_pass(A, 1), a_step(A, 2), a_save(A, 3))
     before = flight.engine.adapters.state(A)
     load = a_load(A, 4, [f"{A}:3"], optimizer=True)
@@ -43,9 +43,7 @@ def test_a_file_holds_the_plan_the_bodies_the_states_and_what_was_read(flight: F
     assert list(cycle.found.by_run) == [A, B]
 
 
-def test_a_cycle_that_was_read_and_written_is_the_same_again(
-    flight: Flight, tmp_path: Path
-) -> None:
+def test_a_recording_read_and_written_again_is_unchanged(flight: Flight, tmp_path: Path) -> None:
     whole_story(flight)
     copy = tmp_path / "copy.zip"
     for path in flight.files:
@@ -53,7 +51,7 @@ def test_a_cycle_that_was_read_and_written_is_the_same_again(
         write_cycle(copy, cycle)
         with zipfile.ZipFile(path) as one, zipfile.ZipFile(copy) as two:
             assert one.namelist() == two.namelist()
-            # safetensors writes what it says about tensors in any order
+            # safetensors writes its metadata in any order
             same = [name for name in one.namelist() if not name.endswith(".safetensors")]
             assert [one.read(name) for name in same] == [two.read(name) for name in same]
         again = read_cycle(copy)
@@ -80,13 +78,13 @@ def test_the_oldest_cycles_are_removed(new_engine: NewEngine, tmp_path: Path) ->
     assert [read_facts(path).step.cycle for path in flight.files] == [3, 4]
 
 
-def test_nothing_is_recorded_unless_asked_for(new_engine: NewEngine, tmp_path: Path) -> None:
+def test_nothing_is_recorded_by_default(new_engine: NewEngine, tmp_path: Path) -> None:
     flight = Flight(new_engine(), tmp_path, kept=0)
     flight.cycle(create(A, rank=4))
     assert flight.files == []
 
 
-def test_who_runs_a_cycle_again_leaves_what_killed_the_first_one(
+def test_a_repeated_cycle_keeps_the_recording_of_the_crashed_one(
     flight: Flight, new_engine: NewEngine
 ) -> None:
     flight.begin(create(A, rank=4))
@@ -95,7 +93,7 @@ def test_who_runs_a_cycle_again_leaves_what_killed_the_first_one(
     assert [read_cycle(path).found is None for path in flight.files] == [True, False]
 
 
-def test_a_disk_that_takes_nothing_costs_the_recording_alone(
+def test_a_full_disk_prevents_only_the_recording(
     flight: Flight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -112,7 +110,7 @@ def test_a_disk_that_takes_nothing_costs_the_recording_alone(
 
 
 @pytest.mark.parametrize("member", ["bodies/0", "before/0.safetensors", "outcome.json"])
-def test_a_flipped_byte_is_found_before_anything_runs(flight: Flight, member: str) -> None:
+def test_a_flipped_byte_is_detected_before_anything_runs(flight: Flight, member: str) -> None:
     flight.cycle(create(A, rank=4))
     flight.cycle(a_pass(A, 1))
     path = flight.files[1]
@@ -125,7 +123,7 @@ def test_a_flipped_byte_is_found_before_anything_runs(flight: Flight, member: st
         read_cycle(path)
 
 
-def test_a_torn_file_is_reported_as_one(flight: Flight) -> None:
+def test_a_truncated_file_is_reported_as_unreadable(flight: Flight) -> None:
     flight.cycle(create(A, rank=4))
     path = flight.files[0]
     path.write_bytes(path.read_bytes()[:-40])
@@ -139,14 +137,14 @@ def test_a_torn_file_is_reported_as_one(flight: Flight) -> None:
     [(8, 0x01), (10, 99), (10, 8), (10, 14)],
     ids=["encrypted", "unknown compression", "no deflate", "no lzma"],
 )
-def test_a_file_made_to_break_its_reader_is_reported_as_broken(
+def test_a_malicious_file_is_reported_as_unreadable(
     tmp_path: Path, offset: int, value: int
 ) -> None:
     path = tmp_path / "hostile.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("cycle.json", "{}" * 20)
     content = bytearray(path.read_bytes())
-    content[content.rfind(b"PK\x01\x02") + offset] = value  # in the list of members …
+    content[content.rfind(b"PK\x01\x02") + offset] = value  # in the directory of the archive …
     content[offset - 2] = value  # … and before the member
     path.write_bytes(content)
     for read in (read_cycle, read_facts):
@@ -155,7 +153,7 @@ def test_a_file_made_to_break_its_reader_is_reported_as_broken(
 
 
 @pytest.mark.parametrize("facts", ["[" * 100_000, "[]", "1", '{"format": "cotrain-cycle-1"}'])
-def test_facts_that_are_none_are_reported_as_unreadable(tmp_path: Path, facts: str) -> None:
+def test_invalid_facts_are_reported_as_unreadable(tmp_path: Path, facts: str) -> None:
     path = tmp_path / "hostile.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("cycle.json", facts)

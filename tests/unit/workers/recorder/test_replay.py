@@ -1,4 +1,4 @@
-"""A recorded cycle runs again to the same bits; what does not is named."""
+"""Replay of a recorded cycle: the same bits, and a report of every difference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def flight(new_engine: NewEngine, tmp_path: Path) -> Flight:
 
 @pytest.fixture
 def second_cycle(flight: Flight) -> RecordedCycle:
-    """Two runs that go on, after a cycle that made them."""
+    """Return a cycle of two existing runs."""
     flight.cycle(create(A, rank=4), create(B, rank=2), a_pass(A, 1), a_step(A, 2), a_pass(B, 1))
     flight.cycle(a_pass(A, 3), a_step(A, 4), a_pass(B, 2), a_step(B, 3))
     return read_cycle(flight.files[1])
@@ -67,17 +67,17 @@ def one_bit_off(state: AdapterState) -> torch.Tensor:
     return weights
 
 
-def test_every_cycle_of_a_whole_story_runs_again_to_the_same_bits(flight: Flight) -> None:
+def test_every_recorded_cycle_is_replayed_with_the_same_bits(flight: Flight) -> None:
     whole_story(flight)
     cycles = [read_cycle(path) for path in flight.files]
     rows = [row for cycle in cycles for row in replayed(cycle)]
     assert {row.verdict for row in rows} == {"equal", "left out"}
     left_out = [(row.run, row.seq) for row in rows if row.verdict == "left out"]
-    assert left_out == [(C, 5), (B, 7)]  # a checkpoint that was gone; a crash
+    assert left_out == [(C, 5), (B, 7)]  # a missing checkpoint; a crash
     assert len(rows) == sum(len(c.facts.step.ops) + len(c.found.by_run) for c in cycles if c.found)
 
 
-def test_one_bit_of_a_state_is_found_again_in_its_run_and_in_no_other(
+def test_a_changed_bit_of_a_state_is_reported_for_its_run_only(
     second_cycle: RecordedCycle,
 ) -> None:
     weights = one_bit_off(second_cycle.before[RunId(A)])
@@ -88,7 +88,7 @@ def test_one_bit_of_a_state_is_found_again_in_its_run_and_in_no_other(
     assert state_after.details.startswith("weights: ")
 
 
-def test_a_body_that_was_another_one_is_named_by_run_and_seq(second_cycle: RecordedCycle) -> None:
+def test_a_changed_body_is_reported_by_run_and_seq(second_cycle: RecordedCycle) -> None:
     _, _, _, other = a_pass(B, 77)
     bodies = [*second_cycle.bodies[:2], other, *second_cycle.bodies[3:]]
     rows = replayed(replace(second_cycle, bodies=bodies))
@@ -98,7 +98,7 @@ def test_a_body_that_was_another_one_is_named_by_run_and_seq(second_cycle: Recor
     assert details[3].startswith("gradient norm: ")
 
 
-def test_another_base_model_is_noticed_by_every_run(
+def test_another_base_model_is_reported_for_every_run(
     second_cycle: RecordedCycle, tmp_path: Path
 ) -> None:
     other = build_tiny("qwen3", tmp_path / "other", seed=1)
@@ -114,7 +114,7 @@ def test_a_base_model_of_another_shape_is_refused(
         replayed(second_cycle, base_model=str(other))
 
 
-def test_what_other_numerics_recorded_may_be_off_by_a_little_and_not_by_much(
+def test_results_of_other_numerics_may_differ_within_a_tolerance(
     second_cycle: RecordedCycle,
 ) -> None:
     ours = second_cycle.facts.numerics
@@ -130,7 +130,7 @@ def test_what_other_numerics_recorded_may_be_off_by_a_little_and_not_by_much(
     assert (A, 3) in diverged(replayed(much, tolerance=OTHER_NUMERICS))
 
 
-def test_the_base_model_is_loaded_as_the_recording_worker_had_it(
+def test_the_base_model_is_loaded_with_the_settings_of_the_recording(
     new_engine: NewEngine, tmp_path: Path
 ) -> None:
     flight = Flight(new_engine(micro_batch_tokens=64, head_chunk_rows=16), tmp_path)
@@ -143,7 +143,7 @@ def test_the_base_model_is_loaded_as_the_recording_worker_had_it(
         torch.set_num_threads(1)
 
 
-def test_a_cycle_that_killed_its_process_is_there_and_runs_again(flight: Flight) -> None:
+def test_a_cycle_that_crashed_its_process_is_recorded_and_replayed(flight: Flight) -> None:
     flight.cycle(create(A, rank=4))
     flight.begin(a_pass(A, 1), a_step(A, 2))
     cycle = read_cycle(flight.files[1])
@@ -152,14 +152,14 @@ def test_a_cycle_that_killed_its_process_is_there_and_runs_again(flight: Flight)
     assert verdicts(rows) == {(A, 1): "new", (A, 2): "new", (A, None): "new"}
 
 
-def test_what_failed_by_an_accident_runs_again_when_asked_for(flight: Flight) -> None:
+def test_a_crashed_op_is_replayed_on_request(flight: Flight) -> None:
     flight.cycle(create(A, rank=4), a_pass(A, 1), crashed=[(A, 1)])
     cycle = read_cycle(flight.files[0])
     assert verdicts(replayed(cycle))[A, 1] == "left out"
     assert verdicts(replayed(cycle, everything=True))[A, 1] == "new"
 
 
-def test_one_run_of_a_cycle_runs_again_alone(flight: Flight) -> None:
+def test_one_run_of_a_cycle_is_replayed_alone(flight: Flight) -> None:
     whole_story(flight)
     alone = only_run(read_cycle(flight.files[2]), RunId(B))
     assert {op.run for op in alone.facts.step.ops} == set(alone.before) == {B}
@@ -169,7 +169,7 @@ def test_one_run_of_a_cycle_runs_again_alone(flight: Flight) -> None:
     assert verdicts(replayed(alone)) == {(B, 4): "equal", (B, 5): "equal", (B, None): "equal"}
 
 
-def test_a_replay_shows_the_digests_that_the_cycles_record_has(
+def test_a_replay_shows_the_digests_of_the_cycle_record(
     second_cycle: RecordedCycle,
 ) -> None:
     assert second_cycle.found
@@ -178,10 +178,10 @@ def test_a_replay_shows_the_digests_that_the_cycles_record_has(
         assert shown[op_id] == fingerprint.digest
 
 
-def test_a_pass_of_several_cycles_runs_again_in_the_one_it_ended_in(
+def test_a_pass_over_several_cycles_is_replayed_in_its_last_one(
     new_engine: NewEngine, tmp_path: Path
 ) -> None:
-    """And with it what waited; in the cycles before it has changed nothing, whatever is asked for."""
+    """Ops that waited for it are replayed too. In earlier cycles it has changed no state."""
     flight = Flight(new_engine(micro_batch_tokens=8), tmp_path)
     flight.cycle(create(A, rank=4), create(B, rank=2))
     ops = a_pass(A, 1), a_step(A, 2)

@@ -1,4 +1,4 @@
-"""Which groups a step is cut into, once processes crashed during it."""
+"""Groups into which a step is split after crashes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def test_a_step_without_a_crash_stays_whole() -> None:
     assert named(groups_of([*ops_of("a", 2), *ops_of("b", 2)], {"a:1..a:2"})) == ["a:1..b:2"]
 
 
-def test_it_is_cut_at_a_border_of_runs_as_near_to_the_middle_as_can_be() -> None:
+def test_a_step_is_split_between_runs_as_near_to_its_middle_as_possible() -> None:
     three = [*ops_of("a", 1), *ops_of("b", 1), *ops_of("c", 4)]
     assert named(groups_of(three, {"a:1..c:4"})) == ["a:1..b:1", "c:1..c:4"]
     assert named(groups_of([*ops_of("a", 5), *ops_of("b", 1)], {"a:1..b:1"})) == ["a:1..a:5", "b:1"]
 
 
-def test_the_ops_of_one_run_are_halved_in_their_order() -> None:
+def test_the_ops_of_one_run_are_halved_in_order() -> None:
     assert named(groups_of(ops_of("a", 5), {"a:1..a:5"})) == ["a:1..a:2", "a:3..a:5"]
 
 
-def test_a_half_during_which_a_process_crashed_is_cut_again_down_to_one_request() -> None:
+def test_a_half_that_crashed_is_split_again_down_to_one_op() -> None:
     crashed = {"a:1..a:4", "a:1..a:2", "a:2"}
     assert named(groups_of(ops_of("a", 4), crashed)) == ["a:1", "a:2", "a:3..a:4"]
     crashed = {"a:1..a:4", "a:3..a:4"}
@@ -41,7 +41,7 @@ def test_a_half_during_which_a_process_crashed_is_cut_again_down_to_one_request(
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_every_request_is_in_one_group_and_in_order(counts: list[int], data: st.DataObject) -> None:
+def test_every_op_is_in_one_group_and_in_order(counts: list[int], data: st.DataObject) -> None:
     ops = [op for at, count in enumerate(counts) for op in ops_of(f"r{at}", count)]
     crashed: set[str] = set()
     for _ in range(len(ops)):

@@ -61,7 +61,7 @@ def test_of_two_dangerous_requests_one_runs_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("kills", [[kill("a:2", 5000, 2)], [kill("a:2", 5300), kill("a:2", 5000)]])
-def test_a_datum_over_which_two_processes_ended_fails_and_all_others_run(kills: list[Kill]) -> None:
+def test_a_datum_that_ended_two_processes_fails_and_the_others_run(kills: list[Kill]) -> None:
     part = careful_part(OPS, kills, (), LIMIT_BYTES)
     assert [(op.run, op.seq) for op in part.ops] == [("a", 1), ("a", 3), ("b", 1), ("b", 2)]
     assert not part.is_apart
@@ -70,7 +70,7 @@ def test_a_datum_over_which_two_processes_ended_fails_and_all_others_run(kills: 
     assert "a datum of 5,000 tokens, within a memory limit of 2.0 GB." in failure.message
 
 
-def test_datums_over_which_two_processes_ended_together_run_in_smaller_slices() -> None:
+def test_datums_that_together_ended_two_processes_run_in_smaller_slices() -> None:
     ops: list[Op] = [a_pass("a", 1, 500, 500, 500)]
     part = careful_part(ops, [kill("a:1", 1500, 2)], (), LIMIT_BYTES)
     assert not part.failures
@@ -79,7 +79,7 @@ def test_datums_over_which_two_processes_ended_together_run_in_smaller_slices() 
     assert op.slice_tokens == 750
 
 
-def test_only_micro_batches_are_read_of_what_processes_ended_over() -> None:
+def test_only_counts_of_micro_batches_are_read() -> None:
     counts = {"s:train:0:1@5000/w.0": 2, "s:train:0:1": 1, "s:train:0:1..s:train:1:4": 1}
     assert kills_of(counts) == [Kill("s:train:0:1", 5000, "w.0", 2)]
 
@@ -121,7 +121,7 @@ def runs(engine: FakeEngine, tokens: int, longest: int, *, needs_grad: bool = Tr
         pass
 
 
-def test_a_micro_batch_is_noted_while_it_runs_if_none_as_large_has() -> None:
+def test_a_micro_batch_is_recorded_while_it_is_the_largest_so_far() -> None:
     engine, counts = FakeEngine(), Counts()
     LargePasses(engine, counts, WorkerId("w0"))  # type: ignore[arg-type]
     for tokens, longest in ((256, 256), (2048, 64), (2048, 64), (1000, 900), (2048, 900)):
@@ -132,7 +132,7 @@ def test_a_micro_batch_is_noted_while_it_runs_if_none_as_large_has() -> None:
     assert len(counts.seen) == 3
 
 
-def test_all_of_a_dangerous_request_is_noted_and_earlier_kills_count_until_it_is_over() -> None:
+def test_every_micro_batch_of_a_dangerous_request_is_recorded() -> None:
     engine, counts = FakeEngine(), Counts(**{"r_1@2048/w0": 1})
     passes = LargePasses(engine, counts, WorkerId("w0"))  # type: ignore[arg-type]
     assert passes.part_of([a_pass("r", 1, 2048)]).is_apart
@@ -148,7 +148,7 @@ def test_all_of_a_dangerous_request_is_noted_and_earlier_kills_count_until_it_is
     assert not passes.concern(["r:1"])
 
 
-def test_a_process_that_lives_on_after_it_ran_out_of_memory_is_no_kill() -> None:
+def test_a_process_that_survives_running_out_of_memory_is_not_a_kill() -> None:
     engine, counts = FakeEngine(), Counts()
     LargePasses(engine, counts, WorkerId("w0"))  # type: ignore[arg-type]
     batch = UpcomingBatch(("r", 1), 2048, 64, needs_grad=True)
@@ -159,7 +159,7 @@ def test_a_process_that_lives_on_after_it_ran_out_of_memory_is_no_kill() -> None
     assert len(counts.seen) == 2, "it did not fit, and is no measure of what does"
 
 
-def test_a_store_that_is_away_stops_no_pass() -> None:
+def test_an_unavailable_store_stops_no_pass() -> None:
     engine, counts = FakeEngine(), Counts()
     LargePasses(engine, counts, WorkerId("w0"))  # type: ignore[arg-type]
     counts.is_away = True
@@ -167,9 +167,7 @@ def test_a_store_that_is_away_stops_no_pass() -> None:
 
 
 @pytest.mark.parametrize(("worker", "spared"), [("w0", 5000), ("w1", None)])
-def test_memory_is_spared_from_the_start_where_the_process_before_ended(
-    worker: str, spared: int | None
-) -> None:
+def test_memory_is_spared_from_the_start_after_a_kill(worker: str, spared: int | None) -> None:
     engine = FakeEngine()
     LargePasses(engine, Counts(**{"r_1@5000/w0": 1}), WorkerId(worker))  # type: ignore[arg-type]
     assert engine.spared == spared

@@ -1,4 +1,4 @@
-"""What a run can be brought back from."""
+"""States from which a run can be replayed."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ def bases(**row: Any) -> list[tuple[int, str, str]]:
     return [(base.seq, base.file, base.sha256) for base in bases_of(log_position(MADE | row))]
 
 
-def test_a_run_without_a_copy_begins_at_its_beginning() -> None:
+def test_a_run_without_a_snapshot_is_replayed_from_its_creation() -> None:
     assert bases(snap="-1") == [(-1, "", "")]
 
 
-def test_behind_the_first_copy_there_is_its_beginning() -> None:
+def test_the_creation_of_a_run_is_the_base_after_its_first_snapshot() -> None:
     assert bases(**NEWEST, oldsnap="-1") == [(8, "new", "n"), (-1, "", "")]
 
 
-def test_the_newest_copy_comes_before_its_predecessor() -> None:
+def test_the_newest_snapshot_comes_before_the_previous_one() -> None:
     assert bases(**NEWEST, **OLDER) == [(8, "new", "n"), (4, "old", "o")]
 
 
-def test_a_predecessor_without_a_file_is_no_base() -> None:
+def test_a_snapshot_without_a_file_is_not_a_base() -> None:
     assert bases(**NEWEST, oldsnap="4") == [(8, "new", "n")]
 
 
-def test_a_replay_knows_whose_numbers_the_log_holds_from_each_copy_on() -> None:
+def test_each_base_has_the_numerics_id_of_its_log() -> None:
     def numerics(**row: str) -> list[str]:
         position = log_position(MADE | NEWEST | OLDER | row)
         return [base.numerics_id for base in bases_of(position)]

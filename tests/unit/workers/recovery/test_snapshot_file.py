@@ -1,4 +1,4 @@
-""""""
+"""Snapshot files, and the policy for snapshots and evictions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN = "session:train:0"
 def a_state(*, dtype: torch.dtype = torch.float32, grads_pending: bool = True) -> AdapterState:
     generator = torch.Generator().manual_seed(0)
     weights, grads, m, v = (torch.randn(48, generator=generator, dtype=dtype) for _ in range(4))
-    weights[0], grads[0] = float("-inf"), float("nan")  # bits are bits
+    weights[0], grads[0] = float("-inf"), float("nan")  # special bit patterns
     spec = AdapterSpec(rank=3, seed=5, train_mlp=False)
     return AdapterState(spec, weights, grads, m, v, step=12, grads_pending=grads_pending)
 
@@ -45,7 +45,7 @@ def written(folder: Path, state: AdapterState, *, seq: int = 7, writer: str = "w
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("grads_pending", [True, False])
-def test_a_state_is_read_back_to_the_bit(
+def test_a_state_is_unchanged_by_writing_and_reading(
     tmp_path: Path, dtype: torch.dtype, grads_pending: bool
 ) -> None:
     state = a_state(dtype=dtype, grads_pending=grads_pending)
@@ -55,14 +55,14 @@ def test_a_state_is_read_back_to_the_bit(
     assert (read.spec, read.step, read.grads_pending) == (state.spec, 12, grads_pending)
 
 
-def test_a_copy_knows_its_size_and_lies_where_it_says(tmp_path: Path) -> None:
+def test_a_snapshot_has_the_stated_size_and_place(tmp_path: Path) -> None:
     snapshot = written(tmp_path, a_state())
     assert (tmp_path / snapshot.file).stat().st_size == snapshot.size
     assert (tmp_path / snapshot.file).parent.stat().st_mode & 0o777 == 0o700
-    assert RUN not in snapshot.file  # a run's name is a client's, a path is ours
+    assert RUN not in snapshot.file  # the name of a run comes from a client, and a path must not
 
 
-def test_a_replaced_worker_never_writes_over_a_file_of_its_successor(
+def test_a_replaced_worker_never_overwrites_a_file_of_its_successor(
     tmp_path: Path,
 ) -> None:
     writers = ("w0-1", "w0-2", "w1-1")
@@ -70,7 +70,7 @@ def test_a_replaced_worker_never_writes_over_a_file_of_its_successor(
 
 
 @pytest.mark.parametrize("at", [0, 5, 100, -1])
-def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
+def test_a_changed_byte_is_detected(tmp_path: Path, at: int) -> None:
     snapshot = written(tmp_path, a_state())
     content = bytearray((tmp_path / snapshot.file).read_bytes())
     content[at] ^= 1
@@ -79,21 +79,19 @@ def test_a_changed_byte_is_noticed(tmp_path: Path, at: int) -> None:
         read_snapshot(Folder(tmp_path), snapshot.file, snapshot.sha256, RUN, 7)
 
 
-def test_a_file_that_is_missing_is_unreadable(tmp_path: Path) -> None:
+def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(SnapshotUnreadable, match="cannot be read"):
         read_snapshot(Folder(tmp_path), "x/7-1.safetensors", "0" * 64, RUN, 7)
 
 
 @pytest.mark.parametrize(("run", "seq"), [("other", 7), (RUN, 8)])
-def test_a_copy_of_another_run_or_another_moment_is_refused(
-    tmp_path: Path, run: str, seq: int
-) -> None:
+def test_a_snapshot_of_another_run_or_seq_is_refused(tmp_path: Path, run: str, seq: int) -> None:
     snapshot = written(tmp_path, a_state())
     with pytest.raises(SnapshotUnreadable, match="is not of run"):
         read_snapshot(Folder(tmp_path), snapshot.file, snapshot.sha256, run, seq)
 
 
-def test_a_write_that_breaks_off_leaves_no_file_under_the_final_name(
+def test_an_interrupted_write_leaves_no_file_under_the_final_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def power_cut(_: int) -> None:
@@ -105,7 +103,7 @@ def test_a_write_that_breaks_off_leaves_no_file_under_the_final_name(
     assert list(tmp_path.rglob("*.safetensors")) == []
 
 
-def test_removal_spares_what_is_kept_and_other_runs(tmp_path: Path) -> None:
+def test_removal_keeps_the_given_files_and_those_of_other_runs(tmp_path: Path) -> None:
     old, new = written(tmp_path, a_state(), seq=1), written(tmp_path, a_state(), seq=2)
     other = write_snapshot(Folder(tmp_path), "other", 1, "w0-1", "numerics", a_state())
     (tmp_path / new.file).with_name(".2-w0-1.safetensors.0f").write_bytes(b"half")
@@ -114,11 +112,11 @@ def test_removal_spares_what_is_kept_and_other_runs(tmp_path: Path) -> None:
     assert left == sorted([new.file, other.file])
     assert old.file not in left
     remove_snapshots(Folder(tmp_path), RUN)
-    remove_snapshots(Folder(tmp_path), RUN)  # twice is harmless
+    remove_snapshots(Folder(tmp_path), RUN)  # repeating it has no effect
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == [other.file]
 
 
-def test_equal_digests_mean_equal_everything() -> None:
+def test_equal_digests_mean_equal_states() -> None:
     state = a_state()
     assert state.digest() == replace(state).digest()
     changed = state.weights.clone()
@@ -133,7 +131,7 @@ def test_equal_digests_mean_equal_everything() -> None:
     assert len({state.digest(), *(other.digest() for other in others)}) == 1 + len(others)
 
 
-def test_only_files_that_no_log_goes_on_from_are_orphans(tmp_path: Path) -> None:
+def test_only_files_from_which_no_log_continues_are_orphans(tmp_path: Path) -> None:
     kept, orphan = (written(tmp_path, a_state(), seq=seq).file for seq in (1, 2))
     damaged, half = (
         (tmp_path / orphan).with_name(name) for name in ("3-x-1.x", ".4-x-1.safetensors.0f")
@@ -148,7 +146,7 @@ def test_only_files_that_no_log_goes_on_from_are_orphans(tmp_path: Path) -> None
     assert sorted(found) == sorted([orphan, str(half.relative_to(tmp_path))])
 
 
-def test_what_a_worker_may_be_about_to_register_is_no_orphan(tmp_path: Path) -> None:
+def test_a_file_of_a_running_writer_is_no_orphan(tmp_path: Path) -> None:
     path = tmp_path / written(tmp_path, a_state(), seq=1).file
     half = path.with_name(".2-gpu-1.example.com-7.safetensors.0f")
     half.write_bytes(b"torn")
@@ -163,7 +161,7 @@ def test_what_a_worker_may_be_about_to_register_is_no_orphan(tmp_path: Path) -> 
     assert (run_folder(RUN), "gpu-1.example.com-7") in asked
 
 
-def test_a_process_without_descriptors_does_not_take_a_copy_for_lost(
+def test_a_process_without_descriptors_does_not_report_a_lost_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = written(tmp_path, a_state())
@@ -176,7 +174,7 @@ NOW = 1_000.0
 POLICY = SnapshotPolicy(replay_s=30.0, ops=10, bytes=1_000, idle_s=60.0, evict_idle_s=120.0)
 
 
-def test_committed_ops_add_up() -> None:
+def test_committed_ops_are_summed() -> None:
     backlog = ReplayBacklog(seq=3)
     backlog.add(4, size=100, compute_s=1.5, replay_s=3.0, now=NOW)
     backlog.add(5, size=50, compute_s=0.5, replay_s=1.0, now=NOW + 1)
@@ -208,7 +206,7 @@ def test_committed_ops_add_up() -> None:
         (ReplayBacklog(5, ops=0, entries=LOG_ENTRIES, used_at=NOW), True),
     ],
 )
-def test_a_copy_is_due_when_a_replay_would_cost_too_much_or_the_run_rests(
+def test_a_snapshot_is_due_if_its_replay_is_costly_or_the_run_is_idle(
     backlog: ReplayBacklog, is_due: bool
 ) -> None:
     assert POLICY.needs_snapshot(backlog, NOW) == is_due
@@ -222,13 +220,13 @@ def test_a_copy_is_due_when_a_replay_would_cost_too_much_or_the_run_rests(
         (ReplayBacklog(5, ops=1, used_at=NOW - 9_999), False),
     ],
 )
-def test_a_run_leaves_memory_when_it_rested_long_and_has_nothing_to_replay(
+def test_a_run_is_evicted_after_idling_long_without_a_replay_backlog(
     backlog: ReplayBacklog, may: bool
 ) -> None:
     assert POLICY.may_evict(backlog, NOW) == may
 
 
-def test_a_run_with_something_to_replay_is_copied_out_before_it_may_leave() -> None:
+def test_a_run_with_a_replay_backlog_is_copied_before_its_eviction() -> None:
     assert POLICY.idle_s < POLICY.evict_idle_s
     backlog = ReplayBacklog(5, ops=1, used_at=NOW)
     later = NOW + POLICY.evict_idle_s
@@ -236,13 +234,13 @@ def test_a_run_with_something_to_replay_is_copied_out_before_it_may_leave() -> N
     assert not POLICY.may_evict(backlog, later)
 
 
-def test_a_small_pass_among_many_costs_a_whole_pass_when_its_run_is_alone() -> None:
+def test_a_small_pass_among_many_has_the_cost_of_a_pass_alone() -> None:
     cost = ReplayCost(pass_s=0.08, step_s=0.02)
     assert cost.alone_s(0.03, 1 / 64, is_pass=True) == pytest.approx(0.03 + 0.08 * 63 / 64)
     assert cost.alone_s(0.03, 1 / 64, is_pass=False) == pytest.approx(0.03 + 0.02 * 63 / 64)
 
 
-def test_a_pass_that_had_its_cycle_for_itself_costs_the_same_again() -> None:
+def test_a_pass_alone_in_its_cycle_has_the_same_cost_again() -> None:
     assert ReplayCost(pass_s=0.08).alone_s(1.3, 1.0, is_pass=True) == 1.3
     # It took several cycles, and more than the last one.
     assert ReplayCost(pass_s=0.08).alone_s(5.0, 4.0, is_pass=True) == 5.0
@@ -255,20 +253,18 @@ def some_runs(*replay_s: float, **more: float) -> dict[RunId, ReplayBacklog]:
     }
 
 
-def test_the_costliest_runs_are_copied_until_a_replay_of_all_others_keeps_within_the_bound() -> (
-    None
-):
+def test_the_costliest_runs_are_copied_until_the_total_is_in_bounds() -> None:
     assert POLICY.runs_due(some_runs(*[0.5] * 44), NOW) == []
     assert POLICY.runs_due(some_runs(*[0.5] * 45), NOW) == ["r0"]
     assert POLICY.runs_due(some_runs(1.0, 9.0, 6.0, 9.5, 8.0), NOW) == ["r3", "r1"]
 
 
-def test_a_run_whose_copy_takes_long_to_write_is_not_copied_for_the_others() -> None:
+def test_a_run_with_a_slow_copy_is_not_copied_for_the_others() -> None:
     quick = ReplayBacklog(5, ops=1, replay_s=5.0, used_at=NOW)
     runs = some_runs(9.0, 9.1, copy_s=2.3) | {RunId("quick"): quick}
     assert POLICY.runs_due(runs, NOW) == ["quick"]
 
 
-def test_what_rests_is_copied_whatever_all_runs_cost() -> None:
+def test_an_idle_run_is_copied_at_any_total_cost() -> None:
     runs = some_runs(1.0) | {RunId("rests"): ReplayBacklog(5, ops=1, used_at=NOW - 60)}
     assert POLICY.runs_due(runs, NOW) == ["rests"]

@@ -1,4 +1,4 @@
-"""What a claimed sample request asks of the decoder, and what its result says."""
+"""Conversion of a claimed sample request for the decoder, and of its output to a result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLAIMED = ClaimedSample(
 EOS = (7, 9)
 
 
-def test_every_field_reaches_the_decoder() -> None:
+def test_every_field_is_passed_to_the_decoder() -> None:
     body = replace(
         BODY, num_samples=3, max_tokens=None, temperature=0.5, top_k=4, top_p=0.9, seed=11,
         prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=1,
@@ -50,14 +50,14 @@ def test_every_field_reaches_the_decoder() -> None:
         (("a", "bc"), [7, 9], ("a", "bc")),
     ],
 )
-def test_nothing_stops_at_nothing_and_all_else_at_the_end_of_sequence_too(
+def test_an_empty_stop_list_is_the_only_one_without_end_of_sequence(
     stop: tuple[str, ...] | tuple[int, ...] | None, tokens: list[int], strings: tuple[str, ...]
 ) -> None:
     made = sample_request(CLAIMED, replace(BODY, stop=stop), EOS)
     assert (sorted(made.stop_tokens), made.stop_strings) == (tokens, strings)
 
 
-def test_a_seed_of_ones_own_comes_from_the_request_and_nothing_else() -> None:
+def test_a_default_seed_depends_only_on_the_request() -> None:
     unseeded = replace(BODY, seed=None)
     made = sample_request(CLAIMED, unseeded, EOS)
     assert made.seed == seed_of(REQUEST) == 8131979140669290372
@@ -67,7 +67,7 @@ def test_a_seed_of_ones_own_comes_from_the_request_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "targets"), [((1,), ()), ((1, 2), ((),))])
-def test_targets_of_a_prompt_with_nothing_to_score_are_a_matrix_all_the_same(
+def test_targets_of_a_prompt_without_scored_tokens_are_a_matrix(
     prompt: tuple[int, ...], targets: tuple[tuple[int, ...], ...]
 ) -> None:
     body = replace(BODY, prompt=prompt, target_prompt_logprobs=targets)
@@ -76,7 +76,7 @@ def test_targets_of_a_prompt_with_nothing_to_score_are_a_matrix_all_the_same(
     assert made.target_prompt_logprobs.shape == (len(prompt) - 1, 0)
 
 
-def test_an_output_is_encoded_as_the_wire_has_it() -> None:
+def test_an_output_is_encoded_in_the_wire_format() -> None:
     sequence = SampledSequence(
         np.array([4, 7], np.int32), np.array([-1, -2], np.float32), "stop", None
     )
@@ -87,6 +87,6 @@ def test_an_output_is_encoded_as_the_wire_has_it() -> None:
     assert np.frombuffer(response.sequences[0].tokens, "<i4").tolist() == [4, 7]
 
 
-def test_a_failure_keeps_its_words_and_its_category() -> None:
+def test_a_failure_keeps_its_message_and_its_category() -> None:
     result = sample_result(Failure("No.", "user"))
     assert result.json() == {"error": "No.", "category": "user"}

@@ -1,4 +1,4 @@
-"""When tokens came, and whose time a decode step was."""
+"""Times of tokens, and the device time that each tenant uses in a decode step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A, B = TenantId("a"), TenantId("b")
 
 @pytest.fixture
 def bench(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """Times with clocks of the test's own, and how to read what was counted."""
+    """Return token times on a simulated clock, with a reader of the metrics."""
     worker = request.node.name
     clock = SimpleNamespace(now=1000.0)
     metrics = WorkerMetrics("pool", WorkerId(worker))
@@ -35,7 +35,7 @@ def new(request: str, sequence: int = 0, count: int = 1) -> NewTokens:
     return NewTokens(request, sequence, 0, (1,) * count, (0.0,) * count)
 
 
-def test_a_request_waits_and_then_its_tokens_come_one_after_the_other(bench: Any) -> None:
+def test_queue_time_first_token_and_inter_token_times_are_counted(bench: Any) -> None:
     times, clock, counted = bench.times, bench.clock, bench.counted
     times.accept("r", A, 998.0)
     times.begin("r")
@@ -53,7 +53,7 @@ def test_a_request_waits_and_then_its_tokens_come_one_after_the_other(bench: Any
     assert counted("sample_inter_token_seconds_bucket", le="1.0") == 1
 
 
-def test_a_step_is_its_tenants_by_their_tokens_and_a_prompt_of_all_alike(bench: Any) -> None:
+def test_the_time_of_a_step_is_divided_among_tenants_by_tokens(bench: Any) -> None:
     times, counted = bench.times, bench.counted
     for request, tenant in (("r", A), ("s", B)):
         times.accept(request, tenant, 999.0)
@@ -67,7 +67,7 @@ def test_a_step_is_its_tenants_by_their_tokens_and_a_prompt_of_all_alike(bench: 
     assert counted("tenant_device_seconds_total", tenant="a") == pytest.approx(5)
 
 
-def test_a_request_that_ended_leaves_nothing(bench: Any) -> None:
+def test_a_finished_request_leaves_no_state(bench: Any) -> None:
     times = cast("TokenTimes", bench.times)
     times.accept("r", A, 999.0)
     times.begin("r")

@@ -1,4 +1,4 @@
-"""What a worker finds out before it enters its pool."""
+"""Measurements of a worker before it enters its pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cotrain_workers.worker.bootstrap import BatchSizeCache, measure_throughput
 
 
 @pytest.mark.parametrize("num_tokens", [256, 1024])
-def test_the_speed_is_that_of_as_many_tokens_as_are_asked_for_and_leaves_no_run(
+def test_the_throughput_is_measured_with_the_requested_tokens(
     new_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     engine, trained = new_engine(), []
@@ -30,7 +30,7 @@ def test_the_speed_is_that_of_as_many_tokens_as_are_asked_for_and_leaves_no_run(
     assert "probe" not in engine.adapters
 
 
-def test_a_size_outlives_the_process_that_measured_it(tmp_path: Path) -> None:
+def test_a_measured_size_is_kept_for_later_processes(tmp_path: Path) -> None:
     path = tmp_path / "new" / "sizes.json"
     BatchSizeCache(path).remember("H200, 8B", 8192)
     BatchSizeCache(path).remember("H200, 4B", 12288)
@@ -41,7 +41,7 @@ def test_a_size_outlives_the_process_that_measured_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"a": "many"}', "\x00"])
-def test_a_broken_file_is_as_good_as_none(tmp_path: Path, content: str) -> None:
+def test_a_broken_file_is_treated_like_a_missing_one(tmp_path: Path, content: str) -> None:
     path = tmp_path / "sizes.json"
     path.write_text(content)
     assert BatchSizeCache(path).tokens("a") is None

@@ -1,4 +1,4 @@
-"""Which spans a committed cycle leaves, and which not."""
+"""Spans of a committed cycle."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.tracing import Tracer
 from cotrain_workers.engine.ops import CycleOutput, CyclePart, Failure, Output, Progress, StepOutput
+from cotrain_workers.results import StepCommit, StepRun
 from cotrain_workers.worker.cycle_log import bound_to_cycle, trace_cycle
 from cotrain_workers.worker.device_time import CycleTimes, DeviceTime
-from cotrain_workers.worker.step_commit import StepCommit
-from cotrain_workers.worker.step_runner import StepRun
 
 A, B = RunId("a"), RunId("b")
 PLAN, FIRST, SECOND, OTHER = (f"00-{'ab' * 16}-{n * 16}-01" for n in "1234")
@@ -39,7 +38,7 @@ NOTHING = StepCommit(
 
 @dataclass
 class Spans:
-    """A tracer that keeps what it is told, and names spans by their order."""
+    """Tracer that records every span, and names spans by their order."""
 
     told: list[dict[str, Any]] = field(default_factory=list)
 
@@ -77,7 +76,7 @@ DONE: dict[tuple[str, int], Output] = {
 }
 
 
-def test_a_cycle_is_below_its_plan_with_its_parts_and_linked_with_each_op_both_ways() -> None:
+def test_a_cycle_is_a_child_of_its_plan_and_linked_with_its_ops() -> None:
     spans = spans_of(STEP, DONE)
     [cycle] = spans.named("cycle")
     assert (cycle["parent"], cycle["links"]) == (PLAN, [FIRST, SECOND, OTHER])
@@ -91,9 +90,7 @@ def test_a_cycle_is_below_its_plan_with_its_parts_and_linked_with_each_op_both_w
     assert "finite" not in str(spans.told)
 
 
-def test_a_pass_that_stays_open_is_linked_and_not_over_and_what_waits_behind_it_is_neither() -> (
-    None
-):
+def test_an_open_pass_is_linked_without_a_span_and_later_ops_are_not() -> None:
     spans = spans_of(STEP, {(B, 1): StepOutput(0.5)}, {(A, 1): Progress(10, 10)})
     [cycle] = spans.named("cycle")
     assert cycle["links"] == [FIRST, OTHER]
@@ -101,24 +98,24 @@ def test_a_pass_that_stays_open_is_linked_and_not_over_and_what_waits_behind_it_
     assert spans.named("optim_step") == []
 
 
-def test_a_cycle_that_ran_in_pieces_has_one_part_for_them() -> None:
+def test_a_cycle_run_in_groups_has_one_part_for_them() -> None:
     names = [span["name"] for span in spans_of(STEP, DONE, is_whole=False).told]
     assert "run" in names
     assert "wave" not in names
 
 
-def test_ops_that_nothing_traces_leave_no_span() -> None:
+def test_untraced_ops_have_no_span() -> None:
     untraced = replace(STEP, ops=tuple(replace(op, trace="") for op in STEP.ops))
     assert spans_of(untraced, DONE).told == []
 
 
-def test_short_visits_of_the_decoder_are_no_sampling() -> None:
+def test_short_visits_of_the_decoder_do_not_count_as_sampling() -> None:
     times = CycleTimes(DeviceTime())
     times.visited(lambda: None)()
     assert [part.name for part in times.parts(None)] == []
 
 
-def test_lines_of_the_log_name_a_cycle_and_its_trace() -> None:
+def test_log_lines_have_the_cycle_and_its_trace() -> None:
     with bound_to_cycle(STEP):
         assert structlog.contextvars.get_contextvars() == {"cycle": 4, "trace_id": "ab" * 16}
     with bound_to_cycle(replace(STEP, trace="")):

@@ -1,8 +1,8 @@
-"""All of the device's time is booked, once, and what was booked never becomes less.
+"""Booking of the device's time: all of it, once, and never reduced afterwards.
 
-What cycles took says how much a cycle may hold, whatever their size.
+Throughput estimate from the durations of cycles of any size.
 
-When the decoder gets its turns, on a clock that only work moves; and neither side starves.
+Time sharing between training and the decoder, on a simulated clock: neither side starves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.full_table import no_descriptor
         st.tuples(st.sampled_from(Phase), st.floats(0, 10), st.floats(0, 20)), min_size=1
     )
 )  # fmt: skip
-def test_whatever_happens_the_phases_add_up_and_only_grow(
+def test_the_phases_always_add_up_and_never_decrease(
     laps: list[tuple[Phase, float, float]],
 ) -> None:
     clock = SimpleNamespace(now=100.0)
@@ -51,7 +51,7 @@ def test_whatever_happens_the_phases_add_up_and_only_grow(
     assert sum(before.values()) == pytest.approx(clock.now - 100.0)
 
 
-def test_what_the_optimizer_took_is_taken_from_training() -> None:
+def test_optimizer_time_is_subtracted_from_training_time() -> None:
     clock = SimpleNamespace(now=0.0)
     device = DeviceTime(lambda: clock.now)
     for now, phase in ((1, Phase.IDLE), (4, Phase.TRAIN), (5, Phase.SAMPLE)):
@@ -63,7 +63,7 @@ def test_what_the_optimizer_took_is_taken_from_training() -> None:
     assert device.seconds == {"train": 4.5, "optim": 0.5, "sample": 1.0, "idle": 1.0}
 
 
-def test_more_of_the_optimizer_than_one_lap_has_room_for_is_booked_with_the_next() -> None:
+def test_optimizer_time_beyond_one_lap_is_booked_with_the_next() -> None:
     clock = SimpleNamespace(now=0.0)
     device = DeviceTime(lambda: clock.now)
     device.optimized(3.0)
@@ -73,7 +73,7 @@ def test_more_of_the_optimizer_than_one_lap_has_room_for_is_booked_with_the_next
     assert (device.seconds["optim"], device.seconds["train"]) == (3.0, 1.0)
 
 
-def test_the_duty_is_that_of_the_last_minute() -> None:
+def test_the_duty_covers_the_last_minute() -> None:
     duty = Duty(window_s=60)
     assert duty.shares({"train": 0.0, "idle": 0.0}, now=0) == {"train": 0.0, "idle": 0.0}
     assert duty.shares({"train": 30.0, "idle": 10.0}, now=40) == {"train": 0.75, "idle": 0.25}
@@ -84,7 +84,7 @@ MICRO_BATCH = 8192
 
 
 class Machine:
-    """Takes its time for each forward and for each token, within a quarter of that."""
+    """Machine with a duration per forward and per token, random within a quarter."""
 
     def __init__(self, overhead_s: float, tokens_per_s: float) -> None:
         self._overhead_s, self._per_token_s = overhead_s, 1 / tokens_per_s
@@ -105,49 +105,49 @@ def after_small_cycles(machine: Machine, found: Throughput, cycles: int, most: i
 
 
 def after_full_cycles(machine: Machine, found: Throughput, cycles: int, period_s: float) -> float:
-    """Return what is believed after cycles that hold what is believed before each."""
+    """Return the estimate after cycles of the size that was estimated before each."""
     for _ in range(cycles):
         tokens = max(1, int(found.tokens_per_s(MICRO_BATCH) * period_s))
         found.measure(*machine.run(tokens))
     return found.tokens_per_s(MICRO_BATCH)
 
 
-def test_small_cycles_alone_do_not_make_a_machine_look_slow() -> None:
+def test_small_cycles_alone_do_not_lower_the_throughput_estimate() -> None:
     """A cycle of six tokens takes 20 ms here: 300 tokens per second, of 45,000."""
     machine = Machine(0.02, 50_000)
     believed = after_small_cycles(machine, Throughput(50_000), 2000, most=12)
     assert machine.rate / 2 < believed < machine.rate * 2
 
 
-def test_cycles_that_are_always_small_are_measured_all_the_same() -> None:
-    """A large model on a processor: ten seconds hold a hundred tokens, and a wrong guess a thousand."""
+def test_a_throughput_is_measured_from_small_cycles_only() -> None:
+    """A large model on a CPU: 10 s are enough for 100 tokens, and a wrong guess gives 1,000."""
     machine = Machine(1.5, 10)
     believed = after_small_cycles(machine, Throughput(400), 60, most=200)
     assert believed == pytest.approx(machine.rate, rel=0.5)
 
 
 @pytest.mark.parametrize("first", [50, 5_000, 500_000])
-def test_a_wrong_guess_is_put_right_by_the_cycles_that_follow_it(first: float) -> None:
+def test_a_wrong_first_estimate_is_corrected_by_the_next_cycles(first: float) -> None:
     machine = Machine(0.02, 50_000)
     believed = after_full_cycles(machine, Throughput(first), 20, period_s=10)
     assert believed == pytest.approx(machine.rate, rel=0.3)
 
 
-def test_a_machine_that_is_shared_from_now_on_is_believed_within_ten_cycles() -> None:
+def test_a_lower_throughput_is_estimated_within_ten_cycles() -> None:
     found = Throughput(50_000)
     after_full_cycles(Machine(0.02, 50_000), found, 20, period_s=10)
     slower = Machine(0.02, 12_500)
     assert after_full_cycles(slower, found, 10, 10) == pytest.approx(slower.rate, rel=0.3)
 
 
-def test_one_cycle_that_took_long_says_little() -> None:
+def test_one_long_cycle_changes_the_estimate_little() -> None:
     found = Throughput(50_000)
     before = after_full_cycles(Machine(0.02, 50_000), found, 20, period_s=10)
     found.measure(13, 100_000, 60.0)
     assert found.tokens_per_s(MICRO_BATCH) == pytest.approx(before, rel=0.2)
 
 
-def test_a_cycle_without_passes_says_nothing() -> None:
+def test_a_cycle_without_passes_does_not_change_the_estimate() -> None:
     found = Throughput(1000)
     found.measure(0, 0, 3.0)
     assert found.tokens_per_s(MICRO_BATCH) == 1000
@@ -160,7 +160,7 @@ seconds = st.floats(1e-4, 30.0)
 
 
 class Sampler:
-    """Always has something to decode."""
+    """Sampler that always has work."""
 
     def __init__(self, clock: SimpleNamespace) -> None:
         self._clock = clock
@@ -181,7 +181,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 class WithoutDescriptors(Sampler):
-    """Cannot open any file."""
+    """Sampler that cannot open any file."""
 
     @override
     def advance(self) -> bool:
@@ -204,10 +204,10 @@ def sharing_of(
     return TimeSharing(service, Share(0.5), threading.Event(), DeviceTime()), sampler
 
 
-def test_steps_that_follow_each_other_keep_their_share_of_all_the_time(
+def test_successive_steps_leave_sampling_only_its_share_of_all_time(
     clock: SimpleNamespace,
 ) -> None:
-    """The road from one step to the next, which the decoder uses, is charged to it."""
+    """The decoder also uses the time between two steps, which is charged to it."""
     sharing, sampler = sharing_of(clock)
     began = clock.now
     for _ in range(50):
@@ -216,7 +216,7 @@ def test_steps_that_follow_each_other_keep_their_share_of_all_the_time(
     assert sampler.steps * STEP_S <= 0.5 * (clock.now - began) + STEP_S
 
 
-def test_what_is_decoded_while_training_rests_is_free(clock: SimpleNamespace) -> None:
+def test_decoding_while_training_is_idle_is_free(clock: SimpleNamespace) -> None:
     sharing, sampler = sharing_of(clock)
     train(sharing, clock, 0.2)
     while clock.now < 101 + GAP_S:
@@ -226,7 +226,7 @@ def test_what_is_decoded_while_training_rests_is_free(clock: SimpleNamespace) ->
     assert (sampler.steps - before) * STEP_S >= 0.2 - STEP_S
 
 
-def test_a_sampler_that_can_read_nothing_now_does_no_harm_to_training(
+def test_a_sampler_without_descriptors_does_not_disturb_training(
     clock: SimpleNamespace,
 ) -> None:
     sharing, sampler = sharing_of(clock, WithoutDescriptors)
@@ -235,10 +235,10 @@ def test_a_sampler_that_can_read_nothing_now_does_no_harm_to_training(
 
 
 @given(shares, st.lists(st.tuples(seconds, st.lists(seconds, min_size=1)), min_size=1))
-def test_over_any_prefix_each_keeps_its_share_up_to_one_step(
+def test_over_any_prefix_both_keep_their_share_up_to_one_step(
     sampling_share: float, visits: list[tuple[float, list[float]]]
 ) -> None:
-    """Each visit: a period of training, then decode steps (of these lengths, again and again)."""
+    """A visit is a period of training, followed by decode steps of the given durations in rotation."""
     share = Share(sampling_share)
     trained = decoded = longest_period = longest_step = 0.0
     for period, steps in visits:
@@ -257,7 +257,7 @@ def test_over_any_prefix_each_keeps_its_share_up_to_one_step(
             assert trained >= (1 - sampling_share) * (both - longest_step) - 1e-6
 
 
-def test_a_decoder_that_had_nothing_to_do_saves_nothing_up() -> None:
+def test_an_idle_decoder_accumulates_no_credit() -> None:
     share = Share(0.5)
     share.trained(100.0)
     share.forfeit()
@@ -266,7 +266,7 @@ def test_a_decoder_that_had_nothing_to_do_saves_nothing_up() -> None:
     assert not share.may_decode
 
 
-def test_what_a_long_decode_step_took_too_much_is_paid_back_before_the_next() -> None:
+def test_excess_time_of_a_long_decode_step_is_paid_back_first() -> None:
     share = Share(0.5)
     share.trained(1.0)
     share.decoded(4.0)

@@ -1,4 +1,4 @@
-"""A worker's heartbeat: what ends it, and what it outlives."""
+"""Heartbeat of a worker: the errors that end it, and those that do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENOUGH_S = 60.0
 
 
 class Failing:
-    """A store that fails each heartbeat in its own way, and then takes one."""
+    """Store that raises the given errors, one per heartbeat, and then accepts one."""
 
     def __init__(self, *failures: Exception) -> None:
         self._failures = list(failures)
@@ -37,7 +37,7 @@ def heartbeat_of(store: Failing) -> tuple[Heartbeat, threading.Event]:
     return Heartbeat(cast("Execution", store), lambda: facts, stopping), stopping
 
 
-def test_heartbeats_go_on_after_what_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_continue_after_transient_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.001)
     store = Failing(RedisConnectionError(), OutOfMemoryError(), OSError("no free descriptor"))
     heartbeat, stopping = heartbeat_of(store)
@@ -48,7 +48,7 @@ def test_heartbeats_go_on_after_what_passes(monkeypatch: pytest.MonkeyPatch) -> 
     assert not heartbeat.was_replaced
 
 
-def test_heartbeats_go_on_while_the_worker_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_continue_while_the_worker_drains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.001)
     store = Failing()
     heartbeat, stopping = heartbeat_of(store)
@@ -60,7 +60,7 @@ def test_heartbeats_go_on_while_the_worker_drains(monkeypatch: pytest.MonkeyPatc
     heartbeat.end()
 
 
-def test_a_worker_that_was_replaced_stops() -> None:
+def test_a_replaced_worker_stops() -> None:
     heartbeat, stopping = heartbeat_of(Failing(Fenced()))
     heartbeat.start()
     heartbeat._thread.join()

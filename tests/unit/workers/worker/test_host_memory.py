@@ -11,7 +11,9 @@ from cotrain_workers.engine.device import free_host_bytes, memory_limit_bytes
     ("limit", "free"),
     [("max", 2048 * 1024), ("1000000", 999_000), ("99999999", 2048 * 1024), ("10", 0)],
 )
-def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, limit: str, free: int) -> None:
+def test_the_limit_of_a_container_applies_if_it_is_lower(
+    tmp_path: Path, limit: str, free: int
+) -> None:
     memory = tmp_path / "meminfo"
     memory.write_text("MemTotal:  9999 kB\nMemAvailable:    2048 kB\n")
     (tmp_path / "memory.max").write_text(f"{limit}\n")
@@ -20,7 +22,7 @@ def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, limit: str,
     assert free_host_bytes(memory, tmp_path) == free
 
 
-def test_files_that_a_container_has_read_do_not_count_as_used(tmp_path: Path) -> None:
+def test_cached_files_of_a_container_do_not_count_as_used(tmp_path: Path) -> None:
     memory = tmp_path / "meminfo"
     memory.write_text("MemAvailable:    2048 kB\n")
     (tmp_path / "memory.max").write_text("1000\n")
@@ -30,7 +32,7 @@ def test_files_that_a_container_has_read_do_not_count_as_used(tmp_path: Path) ->
     assert free_host_bytes(memory, tmp_path) == 900
 
 
-def test_outside_a_container_it_is_what_the_host_has(tmp_path: Path) -> None:
+def test_outside_a_container_the_free_memory_is_that_of_the_host(tmp_path: Path) -> None:
     memory = tmp_path / "meminfo"
     memory.write_text("MemAvailable: 1 kB\n")
 
@@ -53,7 +55,7 @@ def test_outside_a_container_it_is_what_the_host_has(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_limit_is_that_of_the_control_group_of_either_kind(
+def test_the_limit_is_read_from_either_kind_of_control_group(
     tmp_path: Path, files: dict[str, str], own: str
 ) -> None:
     for name, content in files.items():
@@ -63,5 +65,5 @@ def test_the_limit_is_that_of_the_control_group_of_either_kind(
     assert memory_limit_bytes(tmp_path, tmp_path / "cgroup") == 5000
 
 
-def test_without_a_limit_it_is_what_the_host_has(tmp_path: Path) -> None:
+def test_without_a_limit_the_memory_is_that_of_the_host(tmp_path: Path) -> None:
     assert memory_limit_bytes(tmp_path / "absent", tmp_path / "absent") >= free_host_bytes()

@@ -21,7 +21,7 @@ def heartbeat_of(host: str, seen_at: float = 0.0) -> WorkerHeartbeat:
     return WorkerHeartbeat(WorkerId("w0"), 1, "serving", "cpu", 1.0, 0, 0, seen_at, host=host)
 
 
-def test_a_worker_id_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
+def test_a_worker_id_belongs_to_one_process_until_that_ends(tmp_path: Path) -> None:
     script = (
         "import sys, pathlib; from cotrain_workers.worker.heartbeat import lock_worker_id;"
         "lock_worker_id(pathlib.Path(sys.argv[1]), 'pool', 'w0'); print('taken', flush=True); sys.stdin.read()"
@@ -42,7 +42,7 @@ def test_a_worker_id_is_one_process_s_until_that_ends(tmp_path: Path) -> None:
     os.close(lock_worker_id(tmp_path, "pool", "w0"))
 
 
-def test_a_process_that_is_just_ending_is_waited_for(
+def test_the_lock_of_an_ending_process_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = lock_worker_id(tmp_path, "pool", "w0")
@@ -51,23 +51,25 @@ def test_a_process_that_is_just_ending_is_waited_for(
 
 
 @pytest.mark.parametrize("heartbeat", [None, heartbeat_of("here"), heartbeat_of("")])
-def test_no_process_elsewhere_is_no_reason_to_wait(heartbeat: WorkerHeartbeat | None) -> None:
-    """A heartbeat of this host is of a process that is gone: it lock the lock."""
+def test_without_a_heartbeat_from_another_host_there_is_no_wait(
+    heartbeat: WorkerHeartbeat | None,
+) -> None:
+    """A heartbeat of this host is of an ended process, because the lock is free."""
     await_absence(lambda: heartbeat, "here", patience_s=0)
 
 
-def test_a_heartbeat_from_another_host_that_goes_on_is_refused() -> None:
+def test_an_id_with_heartbeats_from_another_host_is_refused() -> None:
     with pytest.raises(WorkerIdInUse, match="on host there, is worker w0"):
         await_absence(lambda: heartbeat_of("there"), "here", patience_s=0)
 
 
-def test_a_last_heartbeat_from_another_host_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_heartbeat_from_another_host_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_workers.worker.heartbeat.time.sleep", lambda _: None)
     heartbeats = iter([heartbeat_of("there"), heartbeat_of("there"), None])
     await_absence(lambda: next(heartbeats), "here")
 
 
-def test_each_worker_without_an_id_takes_the_first_that_no_process_has(tmp_path: Path) -> None:
+def test_each_worker_without_an_id_takes_the_first_free_one(tmp_path: Path) -> None:
     claimed = [claim_free_worker_id(tmp_path, "pool", lambda _: None, "here") for _ in range(3)]
     assert claimed == ["w0", "w1", "w2"]
     assert claim_free_worker_id(tmp_path, "other", lambda _: None, "here") == "w0"
@@ -81,7 +83,7 @@ def test_the_successor_of_a_worker_takes_its_id(tmp_path: Path) -> None:
     assert claim_free_worker_id(tmp_path, "pool", lambda _: None, "here") == "w1"
 
 
-def test_an_id_whose_process_lives_on_another_host_is_not_free(
+def test_an_id_with_a_live_process_on_another_host_is_not_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cotrain_workers.worker.heartbeat.time.sleep", lambda _: None)
@@ -94,10 +96,10 @@ def test_an_id_whose_process_lives_on_another_host_is_not_free(
     os.close(lock_worker_id(tmp_path, "pool", "w0", patience_s=0))
 
 
-def test_an_id_whose_process_died_on_another_host_is_free_once_its_heartbeat_has_run_out(
+def test_an_id_of_another_host_is_free_once_its_heartbeat_has_expired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a container that was killed and made anew."""
+    """For example, after a container was killed and recreated."""
     monkeypatch.setattr("cotrain_workers.worker.heartbeat.time.sleep", lambda _: None)
     last = iter([heartbeat_of("there")] * 3)
     assert claim_free_worker_id(tmp_path, "pool", lambda _: next(last, None), "here") == "w0"

@@ -1,4 +1,4 @@
-"""A base model's tokenizer, published for processes that have no model."""
+"""Tokenizer of a base model, published for processes without the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def published(source: Path, folder: Path) -> PublishedTokenizer | None:
     return publish_tokenizer(str(source), "tiny-1", Folder(folder), local_files_only=True)
 
 
-def test_what_is_published_reads_like_the_models_own(tmp_path: Path) -> None:
+def test_a_published_tokenizer_equals_that_of_the_model(tmp_path: Path) -> None:
     made = published(build_tiny_qwen3(tmp_path / "model"), tmp_path / "published")
     assert made is not None
     assert made.folder.startswith("tiny-1-")
@@ -29,7 +29,7 @@ def test_what_is_published_reads_like_the_models_own(tmp_path: Path) -> None:
     assert made.text(tokens) == "def f(x): return 'ü'"
 
 
-def test_clients_of_the_last_major_transformers_can_read_what_is_published(tmp_path: Path) -> None:
+def test_the_previous_major_transformers_reads_a_published_tokenizer(tmp_path: Path) -> None:
     made = published(build_tiny_qwen3(tmp_path / "model"), tmp_path / "published")
     assert made is not None
     folder = tmp_path / "published" / made.folder
@@ -39,7 +39,7 @@ def test_clients_of_the_last_major_transformers_can_read_what_is_published(tmp_p
     assert made.text(tokenizer.encode("def f(x): return 'ü'")) == "def f(x): return 'ü'"
 
 
-def test_publishing_twice_changes_nothing_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_publishing_twice_changes_nothing_and_leaves_no_files(tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path / "model")
     first = published(model, tmp_path / "published")
     again = published(model, tmp_path / "published")
@@ -49,7 +49,7 @@ def test_publishing_twice_changes_nothing_and_leaves_nothing_behind(tmp_path: Pa
     assert [path.name for path in (tmp_path / "published").iterdir()] == [first.folder]
 
 
-def test_a_torn_folder_is_written_again(tmp_path: Path) -> None:
+def test_a_damaged_folder_is_written_again(tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path / "model")
     made = published(model, tmp_path / "published")
     assert made is not None

@@ -1,6 +1,7 @@
-"""Sampler weights on the device: a cache of slots, filled from adapters that are there, or from the host.
+"""Cache of sampler weights on the device, in slots filled from resident adapters or from the host.
 
-Pools share one limit: one that needs a slot takes memory from those with slots that are not in use.
+Pools of different rank share one memory limit. A pool that needs a slot takes memory from pools with
+unused slots.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import Target, plan_layout
 
-DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # what the cache holds by default
-#: After its last use a slot is kept so long from a pool of another rank class that could do without it. Pools
-#: that change size are copied, and a GPU records its graphs over them again: not for every request.
+DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # default size of the cache
+#: Seconds for which an unused slot is protected from pools of another rank. Resizing a pool copies it, and a GPU
+#: captures its graphs again, so this must not happen for every request.
 KEPT_S = 1.0
-#: Of so many weights that wait for a slot the rank is remembered, so that they are not loaded at every step.
+#: Maximum number of waiting weights whose rank is cached, so that they are not loaded at every step.
 MAX_WAITING = 10_000
 
 
@@ -36,11 +37,11 @@ class WeightsNotFinite(ValueError):
 
 
 class WeightsUnfit(ValueError):
-    """The weights were made for another base model."""
+    """Weights made for another base model."""
 
 
 class WeightSlots:
-    """Keeps the weights that were used last; never evicts what is in use."""
+    """LRU cache of sampler weights that never evicts weights in use."""
 
     def __init__(
         self,
@@ -55,15 +56,15 @@ class WeightSlots:
         self._dtype = dtype
         self._load = load
         self._limit = default_bytes(targets, dtype) if limit_bytes is None else limit_bytes
-        self._slots: OrderedDict[str, Slot] = OrderedDict()  # least used first
+        self._slots: OrderedDict[str, Slot] = OrderedDict()  # least recently used first
         self._pools: dict[int, Pool] = {}
         self._last_loaded: tuple[str, HostWeights] | None = None
-        self._waiting: dict[str, SlotLayout] = {}  # those that had no slot when they were asked for
+        self._waiting: dict[str, SlotLayout] = {}  # weights for which `pin` found no slot
 
     def pin(self, key: str, *, at_once: bool = False) -> Slot | None:
-        """Return the slot of some weights and keep it until `unpin`; None while there is none for them.
+        """Return the slot of some weights and hold it until `unpin`; None if no slot is available.
 
-        Those that another rank class used lately keep their memory, unless the slot must be had `at_once`.
+        Weights of another rank class that were used within KEPT_S keep their memory, unless `at_once` is set.
         Raises WeightsMissing, WeightsUnfit, WeightsNotFinite.
         """
         slot = self._slots.get(key) or self._fill(key, at_once=at_once)
@@ -73,13 +74,13 @@ class WeightSlots:
         return slot
 
     def unpin(self, key: str) -> None:
-        """Let go of a slot."""
+        """Release one use of a slot."""
         slot = self._slots[key]
         slot.users -= 1
         slot.unpinned_at = time.monotonic()
 
     def rivals(self, key: str) -> frozenset[str]:
-        """Return the weights in use whose slot would do for the weights that `pin` had no slot for."""
+        """Return the weights in use in the pool in which `pin` found no slot for `key`."""
         rank = self._waiting[key].rank
         return frozenset(
             name
@@ -92,7 +93,7 @@ class WeightSlots:
         return frozenset(name for name, slot in self._slots.items() if slot.users)
 
     def fits_without(self, key: str, given_up: Collection[str]) -> bool:
-        """Return whether the weights that `pin` had no slot for would have one `at_once`, were those unused."""
+        """Return True if `pin` with `at_once` would find a slot for waiting weights without `given_up`."""
         rank = self._waiting[key].rank
         taken = Counter(
             slot.pool.layout.rank
@@ -103,11 +104,11 @@ class WeightSlots:
         return has_slot or self._fits(rank, taken)
 
     def filled(self) -> list[Slot]:
-        """Return every filled slot, the least used first."""
+        """Return every filled slot, least recently used first."""
         return list(self._slots.values())
 
     def drop(self, key: str) -> None:
-        """Forget weights that will not be named again, unless they are in use."""
+        """Drop weights that no later request uses, unless they are in use now."""
         self._waiting.pop(key, None)
         if key in self._slots and not self._slots[key].users:
             self._evict(key)
@@ -130,7 +131,7 @@ class WeightSlots:
         return slot
 
     def _loaded(self, key: str) -> HostWeights:
-        """Return weights that fit; they are kept until others are loaded, or a slot has them."""
+        """Return checked weights, cached until other weights are loaded or a slot is filled."""
         if self._last_loaded is None or self._last_loaded[0] != key:
             host = self._load(key)
             self._check(host)
@@ -139,7 +140,7 @@ class WeightSlots:
 
     def _wait(self, key: str, layout: SlotLayout) -> None:
         if key not in self._waiting and len(self._waiting) >= MAX_WAITING:
-            self._waiting.clear()  # each is loaded once more
+            self._waiting.clear()  # each of them is loaded once more
         self._waiting[key] = layout
 
     def _check(self, host: HostWeights) -> None:
@@ -155,7 +156,7 @@ class WeightSlots:
         return Pool(layout, torch.zeros(0, layout.size, device=self._device, dtype=self._dtype))
 
     def _free_slot(self, pool: Pool, *, at_once: bool) -> bool:
-        """Free a slot of a pool: by growing, by evicting, or with memory that other pools do not use."""
+        """Free a slot of a pool: grow it, evict, or take memory that other pools do not use."""
         affordable = self._affordable(pool)
         if affordable > 0:
             pool.grow(min(affordable, max(1, len(pool.flat) - ZERO_SLOTS)))
@@ -170,7 +171,7 @@ class WeightSlots:
         return True
 
     def _shrink_others(self, pool: Pool, *, at_once: bool) -> bool:
-        """Have memory for one slot more of a full pool; False if others use, or lately used, too much of it."""
+        """Free memory for one more slot of a full pool; return False if other pools use it or used it recently."""
         rank = pool.layout.rank
         taken = Counter(slot.pool.layout.rank for slot in self._slots.values())
         evicted, now = [], time.monotonic()
@@ -194,21 +195,21 @@ class WeightSlots:
         return True
 
     def _fits(self, rank: int, taken: Mapping[int, int]) -> bool:
-        """Return whether a pool has memory for one slot more, where every pool has only the slots it must hold."""
+        """Return True if one more slot fits when every pool is reduced to its `taken` slots."""
         others = sum(
             (slots + ZERO_SLOTS) * self._pools[each].slot_bytes
             for each, slots in taken.items()
             if slots and each != rank
         )
         own = taken.get(rank, 0)
-        is_alone = not (others or own)  # larger than the limit, and nothing else is there
+        is_alone = not (others or own)  # a single slot may exceed the limit
         return (
             is_alone
             or others + (own + 1 + ZERO_SLOTS) * self._pools[rank].slot_bytes <= self._limit
         )
 
     def _affordable(self, pool: Pool) -> int:
-        """Return by how many slots a pool may grow."""
+        """Return the number of slots by which a pool may grow."""
         more = (self._limit - self._bytes()) // pool.slot_bytes
         return more if len(pool.flat) else more - ZERO_SLOTS
 
@@ -221,13 +222,13 @@ class WeightSlots:
 
 
 def default_bytes(targets: Sequence[Target], dtype: torch.dtype) -> int:
-    """Return what the cache holds by default."""
+    """Return the default size of the cache in bytes."""
     slots = DEFAULT_SLOTS + ZERO_SLOTS
     return slots * slot_layout(targets, DEFAULT_RANK).size * dtype.itemsize
 
 
 def found_weights(host: HostWeights) -> torch.Tensor:
-    """Return weights where they are, best on the device."""
+    """Return the flat weights, from the device if they are resident there."""
     found = host.on_device()
     return host.flat if found is None else found
 
@@ -238,14 +239,14 @@ def trained_modules(host: HostWeights, targets: Sequence[Target]) -> frozenset[s
 
 
 class PinnedWeights:
-    """Slots by the key of their weights; the base model alone, None, needs no slot."""
+    """Pinned slots by weights key. The key None, the base model alone, needs no slot."""
 
     def __init__(self, weights: WeightSlots) -> None:
         self._weights = weights
         self.slots: dict[str | None, Slot | None] = {None: None}
 
     def pin(self, key: str | None, *, at_once: bool = False) -> bool:
-        """Keep weights for one sequence more; False while there is no slot for them.
+        """Pin weights for one more sequence; return False while no slot is available.
 
         Raises:
             WeightsMissing, WeightsNotFinite, WeightsUnfit: as `WeightSlots.pin`.
@@ -258,9 +259,9 @@ class PinnedWeights:
         return True
 
     def unpin(self, key: str | None) -> None:
-        """Keep weights for one sequence less."""
+        """Unpin weights for one sequence."""
         if key is not None:
             self._weights.unpin(key)
             slot = self.slots[key]
             if slot is not None and not slot.users:
-                del self.slots[key]  # else it would keep the memory of a pool that was given up
+                del self.slots[key]  # a reference would retain the memory of a removed pool

@@ -1,7 +1,7 @@
-"""CUDA graphs of pure decode steps: one per number of rows and set of ranks, captured when first wanted.
+"""CUDA graphs of pure decode steps, one per number of rows and set of ranks, captured on first use.
 
 A step of eager kernels is bound by their launches (about 40 to 60 ms for 36 layers); a graph is not. A
-graph is used only after its output was compared with that of the same step run eagerly.
+graph is used only after its output has matched that of the same step in eager mode.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from cotrain_workers.engine.routing import StepRoute
 
 # (ids [1, T], positions [1, T], route) -> hidden states [T, d]
 RunModel = Callable[[torch.Tensor, torch.Tensor, StepRoute], torch.Tensor]
-# Records some work; returns what repeats it, and where its output then is.
+# Records some work; returns a function that replays it, and the tensor that holds its output.
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-Key = tuple[int, tuple[tuple[int, int, int], ...]]  # rows, and where the pools lie
+Key = tuple[int, tuple[tuple[int, int, int], ...]]  # rows, and `memory_key` of each pool
 
-# One row is a step of two: no graph of its own.
+# One row is padded to two, so it has no graph of its own.
 ROWS = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-TOLERANCE = 0.02  # of the largest hidden state: bf16 kernels that sum in another order
+TOLERANCE = 0.02  # times the largest hidden state: bf16 kernels may sum in another order
 
 
 class PinnedBuffer:
-    """Numbers in one tensor on the device, and the host's array that they are sent from in one copy."""
+    """Integer array on the host and its copy on the device, sent in one transfer."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._host = torch.zeros(size, dtype=dtype)
@@ -48,12 +48,12 @@ class PinnedBuffer:
         self.values: np.ndarray = self._host.numpy()
 
     def send(self) -> None:
-        """Copy all to the device, and do not wait for what that still has to do."""
+        """Copy all values to the device without waiting for pending work."""
         self.on_device.copy_(to_device(self._host, self.on_device.device), non_blocking=True)
 
 
 class HostInputs:
-    """The host's side of the inputs of one graph: filled in place, and only where a step differs."""
+    """Host side of the inputs of one graph, updated in place and only where a step differs."""
 
     def __init__(
         self, rows: int, max_pages: int, slots: Sequence[int], cache: KvCache, device: torch.device
@@ -62,16 +62,16 @@ class HostInputs:
         self.wide = PinnedBuffer(
             3 * rows, torch.int64, device
         )  # ids, positions and key-value slots
-        self.cuts = [rows, rows * max_pages, *slots]  # of what is narrow: lengths, pages, ends
+        self.cuts = [rows, rows * max_pages, *slots]  # sizes within `narrow`: lengths, pages, ends
         self.narrow = PinnedBuffer(sum(self.cuts), torch.int32, device)
         self._ids, self._positions, self._kv_slots = self.wide.values.reshape(3, rows)
         self._lengths, blocks, *self._ends = np.split(self.narrow.values, np.cumsum(self.cuts)[:-1])
         self._blocks = blocks.reshape(rows, max_pages)
         self._blocks.fill(self._dump)
-        self._pages: list[list[int]] = [[] for _ in range(rows)]  # that `_blocks` holds
+        self._pages: list[list[int]] = [[] for _ in range(rows)]  # current content of `_blocks`
 
     def fill(self, items: Sequence[Item], pools: Sequence[Pool]) -> None:
-        """Write a step, and send it; the rows left over belong to no sequence and write to the dump."""
+        """Write the inputs of a step and send them; unused rows write to the dump page."""
         n, left = len(items), len(self._ids) - len(items)
         for at, item in enumerate(items):
             self._set_pages(at, item.span.pages)
@@ -93,7 +93,7 @@ class HostInputs:
         self.narrow.send()
 
     def _set_pages(self, at: int, pages: Sequence[int]) -> None:
-        """Have the pages of a row; most rows have those of the step before."""
+        """Set the pages of a row. Most rows have the pages of the previous step."""
         had = self._pages[at]
         if had != pages:
             self._blocks[at, len(pages) : len(had)] = self._dump
@@ -103,18 +103,18 @@ class HostInputs:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What changes from step to step, in tensors that stay."""
+    """Graph inputs that change with each step, in tensors with fixed addresses."""
 
     ids: torch.Tensor  # int64 [1, rows]
     positions: torch.Tensor  # int64 [1, rows]
     tables: KernelTables
-    slot_ends: Sequence[torch.Tensor]  # of each pool, int32 [slots]
+    slot_ends: Sequence[torch.Tensor]  # per pool, int32 [slots]
     host: HostInputs
 
     def fill(
         self, items: Sequence[Item], pools: Sequence[Pool], chosen: torch.Tensor | None
     ) -> None:
-        """Write a step, whose tokens may be among those `chosen` last, on the device."""
+        """Write the inputs of a step. Its tokens may be among `chosen`, on the device."""
         self.host.fill(items, pools)
         if chosen is not None:
             self.ids.copy_(looked_up(self.ids, chosen))
@@ -130,7 +130,7 @@ class Captured:
 
 
 class DecodeGraphs:
-    """The graphs of one model; a shape whose graph failed or differed runs eagerly from then on."""
+    """CUDA graphs of one model. A shape whose graph failed or differed runs eagerly from then on."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class DecodeGraphs:
         contract: Contract,
         record: Record,
     ) -> None:
-        self.refused: list[str] = []  # why a graph is not used, for the operator
+        self.refused: list[str] = []  # reasons why graphs are not used, for the operator
         self._run_model = run_model
         self._cache = cache
         self._max_pages = max_pages
@@ -156,7 +156,7 @@ class DecodeGraphs:
     def run(self, items: Sequence[Item], chosen: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return the hidden states of a step, or None if it must run eagerly.
 
-        `chosen` are the tokens, on the device, that the sequences' unread ones are among.
+        `chosen` are the last tokens chosen on the device, among them the unread tokens of the sequences.
         """
         if len(items) > ROWS[-1] or any(isinstance(item.work, Chunk) for item in items):
             return None
@@ -175,7 +175,7 @@ class DecodeGraphs:
         return captured.hidden
 
     def _forget_moved(self, key: Key) -> None:
-        """Drop the graphs over pools that have grown since, and lie elsewhere."""
+        """Drop graphs over pools that have been reallocated."""
         now = {lies[0]: lies for lies in key[1]}
         for other in list(self._captured):
             if any(now.get(lies[0], lies) != lies for lies in other[1]):
@@ -195,7 +195,7 @@ class DecodeGraphs:
         ]
         attention = KernelAttention(self._cache, inputs.tables, self._contract)
         route = MixedStep(attention, GroupedLora(groups))
-        # No method of this object, which will hold it: dropping a decoder frees its memory at once.
+        # Not a method of this object, which would create a cycle: dropping a decoder frees its memory at once.
         work = partial(self._run_model, inputs.ids, inputs.positions, route)
 
         try:
@@ -206,7 +206,7 @@ class DecodeGraphs:
             self.refused.append(f"{rows} rows: {str(error).splitlines()[0]}")
             return None
         expected, found = (x[: len(items)].float() for x in (expected, hidden))
-        # Rows of an adapter that overflows prove nothing, and must not cost the others their graph.
+        # Rows of an adapter that overflows are ignored, so that the other tenants keep their graph.
         good = torch.isfinite(expected).all(dim=-1, keepdim=True)
         gap = float((found - expected).where(good, 0).abs().amax())
         largest = float(expected.where(good, 0).abs().amax())
@@ -234,14 +234,14 @@ class DecodeGraphs:
 
 
 def memory_key(pool: Pool) -> tuple[int, int, int]:
-    """Name the memory that a graph over a pool reads: rank, address, slots."""
+    """Return the memory of a pool that a graph reads: rank, address, number of slots."""
     return pool.layout.rank, pool.flat.data_ptr(), len(pool.flat)
 
 
 def slot_per_row(slots: Sequence[Slot | None], pool: Pool, left: int) -> list[int]:
-    """Return which slot of a pool each row takes, `left` of filler included, in ascending order.
+    """Return the slot of a pool for each row, followed by `left` filler rows, in ascending order.
 
-    Rows of other adapters take a slot of zeros: the first one before those of the pool, else the last.
+    Rows of other pools use a slot of zeros: the first one before the rows of this pool, else the last.
     """
     before, last, found = True, len(pool.flat) - 1, []
     for slot in slots:
@@ -252,20 +252,23 @@ def slot_per_row(slots: Sequence[Slot | None], pool: Pool, left: int) -> list[in
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory: only one output is needed at a time."""
+    """Recorder of CUDA graphs that share one memory pool, as only one output is needed at a time."""
 
     def __init__(self) -> None:
         self._memory: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Warm up in a side stream (libraries allocate on first use), then capture."""
+        """Return a replay function and its output; warm up in a side stream, then capture.
+
+        The warm-up is needed because libraries allocate on first use.
+        """
         side: Any = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Another thread may wait for its copies in between: that must end neither capture nor thread.
+        # Another thread may synchronize during the capture; in this mode neither of the two fails.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             hidden = work()
         return graph.replay, hidden

@@ -1,6 +1,6 @@
-"""The parts of a decoder step on CUDA: the flash kernel over pages, and LoRA by grouped products.
+"""CUDA implementation of a decoder step: flash attention over pages, and LoRA with grouped products.
 
-Not run by the CPU tests; `tests/gpu` compares both with the plain parts, which run anywhere.
+The CPU tests do not run it. `tests/gpu` compares both with the plain implementations, which run anywhere.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from cotrain_workers.engine.model.attention import NARROW, varlen_kernel, varlen
 from cotrain_workers.engine.routing import AttentionRule
 
 NEEDED = {"block_table", "seqused_k", "window_size", "scale", "enable_gqa"}
-MAX_GROUPS = 1023  # of one grouped product
+MAX_GROUPS = 1023  # per grouped product
 
 log = logging.getLogger(__name__)
 
 
 def kernel_takes(weight: torch.Tensor, score_softcap: float | None) -> bool:
-    """Return whether this torch's flash kernel can attend over pages for a model of this kind.
+    """Return True if the flash kernel of this torch can attend over pages for this kind of model.
 
-    If not on CUDA, the log says why.
+    On CUDA, a negative result is logged with its reasons.
     """
     if not weight.is_cuda:
         return False
@@ -47,7 +47,7 @@ def kernel_takes(weight: torch.Tensor, score_softcap: float | None) -> bool:
 
 
 def groups_take(weight: torch.Tensor, slots: Sequence[Slot | None]) -> bool:
-    """Return whether the adapters of a step can be one grouped product per pool."""
+    """Return True if the adapters of a step can run as one grouped product per pool."""
     most = max((slot.pool.flat.shape[0] for slot in slots if slot is not None), default=0)
     has_them = hasattr(functional, "grouped_mm")
     return weight.is_cuda and weight.dtype in NARROW and has_them and most <= MAX_GROUPS
@@ -55,11 +55,11 @@ def groups_take(weight: torch.Tensor, slots: Sequence[Slot | None]) -> bool:
 
 @dataclass(frozen=True)
 class KernelTables:
-    """Where `n` rows of `s` spans are stored, and what each span attends to."""
+    """Storage of `n` rows of `s` spans, and the keys of each span."""
 
     kv_slots: torch.Tensor  # int64 [n]
-    offsets: torch.Tensor  # int32 [s + 1]: where each span begins, and the end
-    key_offsets: torch.Tensor  # int32 [s + 1]: where each one's pages would begin, side by side
+    offsets: torch.Tensor  # int32 [s + 1]: start of each span, and the end
+    key_offsets: torch.Tensor  # int32 [s + 1]: start of each span's pages if all were contiguous
     lengths: torch.Tensor  # int32 [s]: positions to attend to
     blocks: torch.Tensor  # int32 [s, pages]
     max_queries: int
@@ -67,7 +67,7 @@ class KernelTables:
 
 
 def kernel_tables(spans: Sequence[Span], cache: KvCache, device: torch.device) -> KernelTables:
-    """Build the tables of spans that lie side by side from row 0 on."""
+    """Return the tables of contiguous spans that start at row 0."""
     size = cache.page_tokens
     counts = [len(positions(span)) for span in spans]
     pages = max(-(-span.stop // size) for span in spans)
@@ -91,25 +91,25 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, device: torch.device) -
 
 
 def key_offsets(spans: int, max_keys: int, device: torch.device) -> torch.Tensor:
-    """Return where the pages of each of `spans` would begin if all had the most, and the end."""
+    """Return the start of each span's pages if every span had `max_keys` keys, and the end."""
     return torch.arange(spans + 1, dtype=torch.int32, device=device) * max_keys
 
 
 class Contract(NamedTuple):
-    """Which arguments a flash kernel over pages needs."""
+    """Arguments that a version of the flash kernel over pages needs."""
 
     key_offsets: bool
-    """Where each sequence's pages begin: wanted by FlashAttention 2, which never looks, refused by 3."""
+    """Start of each sequence's pages: required by FlashAttention 2, which ignores it, and refused by 3."""
     one_split: bool
-    """That one sum goes over all of a sequence's keys; its bits then do not depend on its neighbours."""
+    """One sum over all keys of a sequence; its bits then do not depend on its neighbours."""
 
 
-#: FlashAttention 2 of torch 2.13 and of 2.12, and 3, which under deterministic algorithms splits no sum.
+#: FlashAttention 2 of torch 2.13 and of 2.12, then 3, which does not split sums in deterministic mode.
 CONTRACTS = (Contract(True, True), Contract(True, False), Contract(False, False))
 
 
 class KernelAttention:
-    """Attention of a step in one kernel per layer."""
+    """Attention of a step with one kernel per layer."""
 
     def __init__(self, cache: KvCache, tables: KernelTables, contract: Contract) -> None:
         self._cache = cache
@@ -119,15 +119,15 @@ class KernelAttention:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        """Map `q` `[T, heads, d]` to the same shape; rows that belong to no sequence become zero."""
+        """Map `q` `[T, heads, d]` to the same shape; rows without a sequence become zero."""
         tables, n = self._tables, len(self._tables.kv_slots)
         self._cache.write(layer, tables.kv_slots, k[:n], v[:n])
         keys, values = self._cache.paged(layer)
         kernel = varlen_kernel()
         assert kernel is not None
         splits = {"num_splits": 1} if self._contract.one_split else {}
-        # Of one query nothing lies to the right. With a bound there, FlashAttention 2 reads the keys once
-        # for each head of queries; without, once for all that share them.
+        # A single query has no keys to its right. With a bound there, FlashAttention 2 reads the keys once
+        # per query head; without a bound, once for all query heads that share them.
         right = -1 if tables.max_queries == 1 and rule.window is None else 0
         out: torch.Tensor = kernel(
             q[:n].contiguous(),
@@ -155,7 +155,7 @@ class Grouped(NamedTuple):
     start: int
     stop: int
     pool: Pool
-    ends: torch.Tensor  # int32 [slots]: where each slot's rows end, counted from `start`
+    ends: torch.Tensor  # int32 [slots]: end of each slot's rows, counted from `start`
 
 
 class GroupedLora:
@@ -163,20 +163,20 @@ class GroupedLora:
 
     def __init__(self, groups: Sequence[Grouped]) -> None:
         self._groups = groups
-        self._kept_x: torch.Tensor | None = None  # what was multiplied for siblings yet to come
+        self._kept_x: torch.Tensor | None = None  # input of `_kept_lows`, which later siblings use
         self._kept_lows: dict[str, list[torch.Tensor]] = {}
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place.
 
-        Modules that read the same tensor `x` are multiplied with their A matrices together.
+        Modules that read the same tensor `x` share one product with their stacked A matrices.
         """
         for group, low in zip(self._groups, self._take_lows(module, x), strict=True):
             product = functional.grouped_mm(low, group.pool.stacked_b(module), offs=group.ends)
             y[group.start : group.stop].add_(product[:, : y.shape[1]])
 
     def _take_lows(self, module: str, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `x A^T` of each group, `[n, rank]`; the first sibling computes those of all."""
+        """Return `x A^T` of each group, `[n, rank]`; the first sibling computes it for all siblings."""
         if self._kept_x is not x or module not in self._kept_lows:
             self._kept_x, self._kept_lows = x, {}
             for group in self._groups:
@@ -192,7 +192,7 @@ class GroupedLora:
 
 
 def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedLora:
-    """Group rows that are sorted by pool and slot; those of the base model alone come first."""
+    """Return the LoRA groups of rows sorted by pool and slot; rows without an adapter come first."""
     groups, start = [], sum(slot is None for slot in slots)
     while start < len(slots):
         first = slots[start]
@@ -205,7 +205,7 @@ def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedL
 
 
 def slot_ends(indices: Sequence[int], pool: Pool) -> list[int]:
-    """Return where the rows of each slot of a pool end, given the slots of all rows."""
+    """Return the end of each slot's rows in a pool, given the slots of all rows."""
     counts = [0] * pool.flat.shape[0]
     for index in indices:
         counts[index] += 1

@@ -1,7 +1,7 @@
-"""The decoder of the engine: many requests, many adapters, one packed step after the other.
+"""Continuous-batching decoder of the engine: packed steps over many requests and adapters.
 
-Same modules, weights and head as training. On CPU in fp32 a seeded request gives the same tokens and
-log-probabilities, to the bit, alone and in any batch, with cached pages and after preemption.
+The decoder uses the modules, weights and head of training. On CPU in fp32 a seeded request returns
+bit-identical tokens and log-probabilities alone and in any batch, with cached pages and after preemption.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class EngineDecoder:
         self.pages = pages
         self._vocab_size = base.vocab_size
         self._text = text
-        # What a prompt and its continuation can have together:
+        # Limit of a prompt plus its continuation:
         self.max_sequence_tokens = min(base.context_length, (pages.count - 1) * page)
         self._page_tokens = page
         self._index = PrefixIndex(pages)
@@ -91,37 +91,37 @@ class EngineDecoder:
         self._head_chunk_rows = sizes.head_chunk_rows
         self.runner = ModelRunner(base, self._cache, -(-self.max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}
-        self._pinned = PinnedWeights(self.slots)  # of the sequences that run
+        self._pinned = PinnedWeights(self.slots)  # of the running sequences
         self._copies: CopyStream = SideStream(device) if device.type == "cuda" else InLine()
-        self.overlaps = device.type == "cuda"  # a CPU would have nothing to do for it
+        self.overlaps = device.type == "cuda"  # on a CPU, host and device are the same cores
         chooses_cores = device.type == "cpu" and keeps_bits()
         self.cores: AbstractContextManager[object] = (
             StepCores(torch.get_num_threads()) if chooses_cores else nullcontext()
         )
         self._begun: NextTokens | None = (
-            None  # by the row that the device computes between two calls
+            None  # tokens of the step that the device computes between two calls
         )
-        self._empty: list[tuple[str, SampleOutput]] = []  # finished before they began
+        self._empty: list[tuple[str, SampleOutput]] = []  # requests that need no step at all
         self._arrivals = 0
-        self.preemptions = 0  # since the decoder was made
+        self.preemptions = 0  # since the decoder was created
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """True if any request is unfinished."""
         return bool(self._groups or self._empty)
 
     @property
     def waiting(self) -> Counter[str]:
-        """How many requests of each tenant were added and have not begun."""
+        """Number of requests that were added and have not started, by tenant."""
         return Counter(g.request.tenant for g in self._groups.values() if not g.has_begun)
 
     @property
     def kv_cache_ratio(self) -> float:
-        """What part of the pages for keys and values sequences hold. Any thread may ask."""
+        """Ratio of KV-cache pages held by sequences. Safe to read from any thread."""
         return 1 - (self.pages.free + self.pages.idle) / self.pages.count
 
     def refuse(self, request: SampleRequest) -> str | None:
-        """Return why this request can never run, as a sentence for the tenant, or None."""
+        """Return the reason why this request can never run, as a sentence for the tenant, or None."""
         return refuse_sample(
             request,
             vocab_size=self._vocab_size,
@@ -130,7 +130,7 @@ class EngineDecoder:
         )
 
     def add(self, request: SampleRequest) -> None:
-        """Queue a request that `refuse` let pass."""
+        """Queue a request that `refuse` accepted."""
         assert request.id not in self._groups
         limit = self.max_sequence_tokens
         if request.max_tokens is not None:
@@ -145,23 +145,23 @@ class EngineDecoder:
         self.scheduler.add(group)
 
     def cancel(self, request_id: str) -> None:
-        """Free everything a request holds; no output follows. Unknown ids are ignored."""
+        """Cancel a request and free its memory; no output follows. Unknown ids are ignored."""
         self._empty = [each for each in self._empty if each[0] != request_id]
         if request_id in self._groups:
             self._forget(self._groups[request_id])
 
     def drop_weights(self, key: str) -> None:
-        """Forget copies of weights that no request will name again; those in use stay until unused."""
+        """Drop copies of weights that no later request uses. Copies in use stay until they are unused."""
         self.slots.drop(key)
         self._index.drop(key)
 
     @torch.inference_mode()
     def step(self) -> Progress:
-        """Admit who fits, compute one packed row, and choose the next token of everyone who is ready.
+        """Admit waiting sequences, compute one packed step and choose the next token of each ready sequence.
 
-        On a GPU the row behind it begins before its tokens are read, if it only takes those further that run:
-        then the next call has nothing to begin before it reads. What a sequence that ended computed in it
-        is thrown away.
+        On a GPU the following step starts before the tokens of this one are read, if it only continues
+        running sequences. The next call then reads tokens without starting a step first. Results that
+        such a step computes for a sequence that has ended are discarded.
         """
         with self.cores:
             return self._step()
@@ -180,9 +180,9 @@ class EngineDecoder:
         return log.progress()
 
     def _begin(self, log: StepLog, chosen: torch.Tensor | None = None) -> NextTokens | None:
-        """Have the device compute a row, and choose the tokens behind it; None if no sequence gets one.
+        """Start a step on the device and choose the tokens after it; return None if no sequence gets one.
 
-        `chosen` are those of the row before, if they are unread.
+        `chosen` are the unread tokens of the step before, if any.
         """
         plan = self.scheduler.plan()
         self._note_preempted(plan.preempted)
@@ -197,8 +197,8 @@ class EngineDecoder:
         return choose_next(ready, logits, slots, self._head_chunk_rows, self._copies)
 
     def _admit(self, log: StepLog) -> None:
-        """Let sequences begin until one does not fit; fail those without weights."""
-        blocked: set[str] = set()  # tenants whose next weights cannot be had now
+        """Admit sequences until one does not fit; fail requests whose weights cannot be used."""
+        blocked: set[str] = set()  # tenants whose next weights are unavailable now
         while (sequence := self.scheduler.next_waiting(blocked)) is not None:
             group = sequence.group
             preempted = self.scheduler.preempt_for(sequence)
@@ -209,7 +209,7 @@ class EngineDecoder:
                 if not self._pin(sequence):
                     blocked.add(group.request.tenant)
                     continue
-            except OSError:  # they are there and cannot be read now: it keeps its place
+            except OSError:  # a temporary read error: the sequence keeps its position in the queue
                 blocked.add(group.request.tenant)
             except WeightsMissing as missing:
                 unreadable = f"The weights cannot be read on the server: {missing.reason}"
@@ -224,7 +224,7 @@ class EngineDecoder:
                 group.has_begun = True
 
     def _pin(self, sequence: SequenceState) -> bool:
-        """Keep the weights of a sequence on the device; others may have to give way to them."""
+        """Pin the weights of a sequence on the device. This may preempt sequences with other weights."""
         weights = sequence.group.request.weights
         if self._pinned.pin(weights):
             return True
@@ -243,7 +243,7 @@ class EngineDecoder:
             self._pinned.unpin(sequence.group.request.weights)
 
     def _absorb(self, forward: Forward, log: StepLog) -> None:
-        """Note what a step put in place, and read off what was asked about prompts."""
+        """Record the pages that a step has stored, and compute the requested prompt log-probabilities."""
         for chunk, span, _ in forward.items:
             if not isinstance(chunk, Chunk):
                 chunk.sequence.stored = chunk.stop
@@ -259,7 +259,7 @@ class EngineDecoder:
             self.scheduler.memory.store(chunk, hidden[-1].clone() if chunk.ends_prompt else None)
 
     def _score(self, group: Group, start: int, hidden: torch.Tensor) -> bool:
-        """Fill in log-probabilities of a page of a prompt; False if they are not finite."""
+        """Compute log-probabilities of a page of a prompt; return False if they are not finite."""
         assert group.scores is not None
         rows = group.scores.rows(start, start + len(hidden))
         for at in range(rows.start, rows.stop, self._head_chunk_rows):
@@ -271,7 +271,7 @@ class EngineDecoder:
         return True
 
     def _first(self, log: StepLog) -> list[SequenceState]:
-        """Return who gets its first token, as its prompt is there; end those that want none."""
+        """Return sequences that are due their first token; finish requests that generate no tokens."""
         found = []
         for sequence in self.scheduler.running:
             if sequence.hidden is None:
@@ -283,7 +283,7 @@ class EngineDecoder:
         return found
 
     def _read(self, begun: NextTokens, log: StepLog) -> None:
-        """Give each sequence the token that was chosen for it. Waits for the device."""
+        """Append its chosen token to each sequence. Waits for the device."""
         for sequence, token, logprob, top in begun.read():
             if not math.isfinite(logprob):
                 self._fail_not_finite(sequence.group, log)
@@ -293,7 +293,7 @@ class EngineDecoder:
             self._append(sequence, token, logprob, log)
 
     def _append(self, sequence: SequenceState, token: int, logprob: float, log: StepLog) -> None:
-        """Give a sequence its next token; finish it if that was the last."""
+        """Append a token to a sequence, and finish the sequence after its last token."""
         request, offset = sequence.group.request, len(sequence.tokens)
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
@@ -321,7 +321,7 @@ class EngineDecoder:
         self._forget(group)
 
     def _forget(self, group: Group) -> None:
-        """Free everything a request holds."""
+        """Remove a request and free its memory."""
         del self._groups[group.request.id]
         for sequence in self.scheduler.cancel(group):
             self._pinned.unpin(sequence.group.request.weights)

@@ -1,4 +1,4 @@
-"""The key-value memory of the decoder: pages of every layer, allocated once."""
+"""KV cache of the decoder: pages of every layer, allocated once; and its default sizes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cotrain_workers.engine.model.base_model import KvShape
 
 CPU_TOKENS = 65_536
 CPU_BYTES = 2 * 1024**3
-# Of the memory that is free when the decoder is made; training needs the rest. Sampler weights are in it.
+# Share of the free memory when the decoder is created, sampler weights included; training needs the rest.
 CUDA_SHARE = 0.25
 PAGE_TOKENS = {"cpu": 64, "cuda": 256}
 
 
 class KvCache:
-    """Keys and values of `pages` pages; one page more is a dump for rows that belong to no sequence."""
+    """Keys and values of `pages` pages, and one dump page for rows without a sequence."""
 
     def __init__(
         self, shape: KvShape, pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype
@@ -27,17 +27,17 @@ class KvCache:
         self.page_tokens = page_tokens
         self.dump = pages
         size = ((pages + 1) * page_tokens, shape.heads, shape.head_dim)
-        # [positions, kv heads, head dim]; a page is `page_tokens` neighbouring positions
+        # [positions, kv heads, head dim]; a page is `page_tokens` adjacent positions
         self._keys, self._values = (
             [torch.empty(size, device=device, dtype=dtype) for _ in range(shape.layers)]
             for _ in range(2)
         )
-        for memory in (*self._keys, *self._values):  # any other page is blank before its first use
+        for memory in (*self._keys, *self._values):  # other pages are zeroed before their first use
             memory[pages * page_tokens :] = 0
 
     @property
     def device(self) -> torch.device:
-        """Return where it is."""
+        """Device of the cache."""
         return self._keys[0].device
 
     def paged(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +54,7 @@ class KvCache:
             self._values[layer].index_copy_(0, kv_slots, values)
 
     def gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of `m` page tables `[m, c]`: `[m, kv heads, c * page_tokens, head dim]`."""
+        """Return keys and values of `m` page tables `[m, c]`, `[m, kv heads, c * page_tokens, head dim]`."""
         rows, pages = table.shape
         found = []
         for memory in self.paged(layer):
@@ -66,7 +66,7 @@ class KvCache:
     def prepare(self, copies: Mapping[int, int], blank: Sequence[int]) -> None:
         """Copy pages (page to write -> page to read), then zero the blank ones.
 
-        Attention multiplies what a mask hides by zero: a stale NaN would come through.
+        Attention multiplies masked values by zero, so a stale NaN would reach the result.
         """
         if not copies and not blank:
             return
@@ -84,7 +84,7 @@ class KvCache:
 
 
 def decoder_share(device: torch.device) -> int | None:
-    """Return the bytes of a GPU for keys, values and sampler weights together; None on a CPU."""
+    """Return the GPU bytes for keys, values and sampler weights together; None on a CPU."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -94,9 +94,7 @@ def decoder_share(device: torch.device) -> int | None:
 def affordable_tokens(
     shape: KvShape, context_length: int, dtype: torch.dtype, free_bytes: int | None
 ) -> int:
-    """Return how many tokens of key-value memory to allocate by default: what `free_bytes` holds,
-    on a CPU a few sequences.
-    """
+    """Return the default number of KV-cache tokens: what fits in `free_bytes`, or a few sequences on a CPU."""
     token_bytes = 2 * shape.layers * shape.heads * shape.head_dim * dtype.itemsize
     if free_bytes is not None:
         return free_bytes // token_bytes
@@ -104,17 +102,17 @@ def affordable_tokens(
     return min(wanted, CPU_BYTES // token_bytes)
 
 
-MAX_SEQUENCES = 256  # of one tenant that run at once
+MAX_SEQUENCES = 256  # running at once per tenant
 
 
-STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # of prompts, per step: the bound on activations
-# Rows and prompt tokens of a step that several tenants share: about twice the time of a lone row (ADR 23).
+STEP_TOKENS = {"cpu": 512, "cuda": 4096}  # prompt tokens per step: bounds the activations
+# Rows and prompt tokens of a step of several tenants: takes about twice as long as a single row (ADR 23).
 SHARED_STEP_TOKENS = {"cpu": 48, "cuda": 512}
 
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """How much memory and work a decoder may use; None lets it choose for the device."""
+    """Memory and work limits of a decoder; None selects the default of the device."""
 
     kv_tokens: int | None
     page_tokens: int | None
@@ -124,8 +122,8 @@ class DecoderSizes:
 
 
 def sampler_bytes(default: int, share: int | None) -> int:
-    """Return what sampler weights may take: on a GPU no more than a quarter of the decoder's share.
+    """Return the memory limit of sampler weights in bytes: on a GPU at most a quarter of the decoder's share.
 
-    `default` is what they take where no share is set.
+    `default` applies where no share is set.
     """
     return default if share is None else min(default, share // 4)

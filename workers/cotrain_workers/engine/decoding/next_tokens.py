@@ -1,4 +1,4 @@
-"""The next tokens of the sequences that are ready: chosen on the device, and read by the host when they are there."""
+"""Next tokens of ready sequences, chosen on the device and read by the host when the copy is complete."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Logits = Callable[[torch.Tensor, list[Slot | None]], torch.Tensor]
 
 
 class Ready(NamedTuple):
-    """Sequences whose next token can be chosen, each adapter's side by side, and their states `[n, d]`."""
+    """Sequences that are due a token, sorted by adapter, and their hidden states `[n, d]`."""
 
     sequences: list[SequenceState]
     hidden: torch.Tensor
 
 
 class TextRequest(NamedTuple):
-    """The most probable tokens of those sequences that want to know `k` of them."""
+    """Most probable tokens of the sequences that requested `k` of them."""
 
     sequences: Sequence[SequenceState]
     k: int
@@ -41,7 +41,7 @@ class TextRequest(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a sequence got."""
+    """Token chosen for one sequence."""
 
     sequence: SequenceState
     token: int
@@ -51,7 +51,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class NextTokens:
-    """One token for each of some sequences, on the device and on its way to the host."""
+    """One token for each of some sequences, on the device and being copied to the host."""
 
     sequences: Sequence[SequenceState]
     tokens: torch.Tensor  # int64 [n], on the device
@@ -60,14 +60,14 @@ class NextTokens:
 
     @property
     def is_wanted(self) -> bool:
-        """Return whether any of the sequences still waits for its token."""
+        """True if any of the sequences still waits for its token."""
         return any(sequence.unread for sequence in self.sequences)
 
     def read(self) -> Iterator[Read]:
-        """Wait for the device, then yield what each sequence got that still waits for it.
+        """Wait for the device, then yield the token of each sequence that still waits for it.
 
-        Those that ended, or were cancelled, since the token was chosen do not; nor do those that the caller
-        ends while it reads.
+        Sequences that were finished or cancelled after the choice are skipped, also those that the caller
+        finishes while iterating.
         """
         found = {name: each.numpy() for name, each in self._on_host.whole().items()}
         tops: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -87,15 +87,15 @@ def find_ready(
     first: Sequence[SequenceState],
     slot_of: Mapping[str | None, Slot | None],
 ) -> Ready | None:
-    """Return who is ready: those at their `first` token, whose states are known, and those of a step's rows.
+    """Return the sequences that are due a token, or None if there are none.
 
-    None if none is.
+    They are those in `first`, whose hidden states are known, and those whose last row was just computed.
     """
     items = [] if forward is None else forward.items
     last = [
         item
         for item in items
-        # A request that failed a moment ago holds no pages.
+        # The request may have failed during this step; it then holds no pages.
         if isinstance(item.work, Row) and item.work.is_last and item.work.sequence.pages
     ]
     sequences = [*first, *(item.work.sequence for item in last)]
@@ -114,7 +114,7 @@ def find_ready(
 
 
 def take(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Return some rows of `hidden` `[n, d]`; the first ones, in their order, without a copy."""
+    """Return some rows of `hidden` `[n, d]`; a prefix in order is returned without a copy."""
     if list(rows) == list(range(len(rows))):
         return hidden[: len(rows)]
     return hidden.index_select(0, to_device(torch.tensor(rows), hidden.device))
@@ -127,7 +127,7 @@ def choose_next(
     chunk_rows: int,
     copies: CopyStream,
 ) -> NextTokens:
-    """Choose the next token of each sequence, `chunk_rows` at a time, and begin to copy them to the host."""
+    """Choose the next token of each sequence, `chunk_rows` at a time, and start the copy to the host."""
     tokens, logprobs, asked = [], [], []
     for at in range(0, len(ready.sequences), chunk_rows):
         sequences = ready.sequences[at : at + chunk_rows]
@@ -150,7 +150,7 @@ def choose_next(
 
 
 def ask(sequences: Sequence[SequenceState], logits: torch.Tensor) -> Iterator[TextRequest]:
-    """Find the most probable tokens for those who want to know; rows of one `k` go together."""
+    """Yield the most probable tokens for sequences that requested them, batched by `k`."""
     wanted = [sequence.group.request.topk_sample_logprobs for sequence in sequences]
     for k in set(wanted) - {0}:
         rows = [at for at, own in enumerate(wanted) if own == k]

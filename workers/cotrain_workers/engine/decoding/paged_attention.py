@@ -1,8 +1,8 @@
 """Attention of one decoder step over pages.
 
-A prompt attends page by page, each page in one call against exactly its own keys; a generated token
-attends alone, to its own length rounded up to whole pages. Both depend on the sequence only, so on CPU
-neighbours, cached pages and preemption change no bit.
+A prompt attends page by page, each page in one call against exactly its own keys. A generated token
+attends alone, to its own length rounded up to whole pages. Both depend only on the sequence, so on a CPU
+the bits do not depend on neighbours, cached pages or preemption.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from cotrain_workers.engine.routing import AttentionRule
 
 
 class Span(NamedTuple):
-    """Rows of a step that attend together: positions `start` to `stop` of one sequence."""
+    """Rows of a step that attend together, at positions `start` to `stop` of one sequence."""
 
-    row: int  # where they begin in the packed row
+    row: int  # first row in the packed step
     start: int
     stop: int
-    pages: Sequence[int]  # the sequence's page table, up to `stop` at least
+    pages: Sequence[int]  # page table of the sequence, at least up to `stop`
 
 
 @dataclass
 class Alike:
-    """Spans of one shape: `m` times `n` queries against `keys` positions, whole pages."""
+    """Spans of one shape: `m` times `n` queries against `keys` positions in whole pages."""
 
     rows: torch.Tensor  # int64 [m * n]
     table: torch.Tensor  # int64 [m, pages]
     starts: torch.Tensor  # int64 [m]: position of the first query
     queries: int  # n
     keys: int
-    is_first: bool  # the queries are all there is to attend to
+    is_first: bool  # all spans start at position 0, so there are no earlier keys
     _masks: dict[tuple[int | None, int], torch.Tensor] = field(init=False, default_factory=dict)
 
     def mask(self, window: int | None, heads: int) -> torch.Tensor:
-        """Return bool `[m, 1, heads * n, keys]`, true where a query may look; the same for each head."""
+        """Return the mask, bool `[m, 1, heads * n, keys]`: True where a query may attend; equal for all heads."""
         name = (window, heads)
         if name not in self._masks:
             device = self.rows.device
@@ -54,7 +54,7 @@ class Alike:
 
 
 class PagedAttention:
-    """The page tables of one step, and its attention; writes the step's keys and values first."""
+    """Page tables and attention of one step. Keys and values of the step are written before attending."""
 
     def __init__(
         self, cache: KvCache, rows: Sequence[Span], chunks: Sequence[Span], device: torch.device
@@ -77,7 +77,7 @@ class PagedAttention:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        """Map `q` `[T, heads, d]` to the same shape; rows that belong to no sequence become zero."""
+        """Map `q` `[T, heads, d]` to the same shape; rows without a sequence become zero."""
         self._cache.write(
             layer, self._kv_slots, k.index_select(0, self._rows), v.index_select(0, self._rows)
         )
@@ -118,8 +118,8 @@ def grouped_attention(
 ) -> torch.Tensor:
     """Attend with the query heads that share keys as further queries of one head.
 
-    With `enable_gqa` and few queries, two threads split the work by the size of the batch, and a row's
-    bits depend on its neighbours; so they do when the number of keys is odd (measured on CPU fp32).
+    With `enable_gqa` and few queries, two threads split the work by the batch size, so a row's bits depend
+    on its neighbours. The same happens when the number of keys is odd (measured on CPU fp32).
     """
     m, heads, n, d = q.shape
     shared = heads // k.shape[1]
@@ -136,7 +136,7 @@ def grouped_attention(
 def softcapped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attend with capped scores; a lone item is computed twice, as a batch of one has other bits."""
+    """Attend with capped scores; a single item is computed twice, because a batch of one has other bits."""
     if len(q) > 1:
         return softcapped_attention(q, k, v, mask, rule)
     q, k, v, mask = (x.expand(2, -1, -1, -1) for x in (q, k, v, mask))
@@ -149,13 +149,13 @@ def positions(span: Span) -> range:
 
 
 def batched(x: torch.Tensor, group: Alike) -> torch.Tensor:
-    """Pick a group's rows of `x` `[T, heads, d]`: `[m, heads, n, d]`."""
+    """Return a group's rows of `x` `[T, heads, d]` as `[m, heads, n, d]`."""
     picked = x.index_select(0, group.rows)
     return picked.view(-1, group.queries, *x.shape[1:]).transpose(1, 2)
 
 
 def by_shape(spans: Iterable[Span], page_tokens: int) -> list[list[Span]]:
-    """Put together spans of as many queries that attend to as many pages."""
+    """Group spans that have the same number of queries and of pages."""
     groups: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
         shape = (span.stop - span.start, -(-span.stop // page_tokens))
@@ -164,7 +164,7 @@ def by_shape(spans: Iterable[Span], page_tokens: int) -> list[list[Span]]:
 
 
 def alike(spans: Sequence[Span], cache: KvCache, device: torch.device) -> Alike:
-    """Build the tables of spans of one shape."""
+    """Return the tables of spans of one shape."""
     first, size = spans[0], cache.page_tokens
     pages = -(-first.stop // size)
     rows = [span.row + at for span in spans for at in range(span.stop - span.start)]

@@ -1,4 +1,4 @@
-"""A small step that the flash kernel over pages must compute as the plain attention does before it is used."""
+"""Self-check of the flash kernel over pages: it must match the plain attention before it is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cotrain_workers.engine.model.attention import varlen_parameters
 from cotrain_workers.engine.model.base_model import KvShape
 from cotrain_workers.engine.routing import AttentionRule
 
-#: Over the largest value: probabilities rounded to 16 bits.
+#: Relative to the largest value; probabilities are rounded to 16 bits.
 TOLERANCE = 2e-2
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 def find_contract(
     shape: KvShape, heads: int, page_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> Contract | None:
-    """Return how to call the kernel so that it gives what the plain attention does.
+    """Return the arguments with which the kernel matches the plain attention, or None.
 
-    Over two sequences, one of two pages. None if it cannot: the log says why. `heads` is the number of
-    query heads.
+    The check uses two sequences, one of two pages. A mismatch is logged with its reasons. `heads` is the number
+    of query heads.
     """
     reasons = []
     for contract in CONTRACTS:
@@ -41,7 +41,11 @@ def find_contract(
         try:
             check = partial(difference, shape, heads, page_tokens, device, dtype, contract=contract)
             found = max(check(window=window, queries=n) for window in (None, 8) for n in (1, 3))
-        except (RuntimeError, TypeError, ValueError) as error:  # what it wants moves with torch
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # its signature depends on the torch version
             reasons.append(f"{contract} cannot run: {str(error).splitlines()[0]}")
             continue
         if found < TOLERANCE:
@@ -63,7 +67,7 @@ def difference(
     window: int | None,
     queries: int,
 ) -> float:
-    """Return how far the two lie apart, over the largest value; the second sequence has `queries`."""
+    """Return the maximum difference relative to the largest value; the second sequence has `queries`."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(rows: int, count: int) -> torch.Tensor:
@@ -77,7 +81,7 @@ def difference(
     for cache in caches:
         cache.prepare({}, range(3))
         cache.write(0, torch.arange(page_tokens, device=device), *earlier)
-    # One more token of the sequence whose first page is page 0; the beginning of another.
+    # One more token of the sequence whose first page is page 0, and the start of another sequence.
     row = Span(0, page_tokens, page_tokens + 1, [0, 1])
     chunk = Span(1, 0, queries, [2])
     q, k, v = (random(1 + queries, count) for count in (heads, shape.heads, shape.heads))

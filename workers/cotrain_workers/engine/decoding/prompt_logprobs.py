@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw model: of generated tokens, of a prompt, of the most probable tokens."""
+"""Log-probabilities of the raw model: prompt scores and the most probable tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB, SampleRequest, TopK
 from cotrain_workers.engine.model.unembedding import picked_logprobs
 
-SKIPPED = -1  # in the targets of a request
+SKIPPED = -1  # target without a log-probability
 
 
 class PromptScores:
-    """What a request asks about its prompt of `P` tokens, filled page by page.
+    """Requested log-probabilities of a prompt of `P` tokens, filled page by page.
 
     The hidden state of row `i` predicts token `i + 1`.
     """
@@ -20,7 +20,7 @@ class PromptScores:
     def __init__(self, request: SampleRequest) -> None:
         size, last_n = len(request.prompt), request.prompt_logprobs_last_n
         self._first_own_row = 0 if last_n is None else max(0, size - 1 - last_n)
-        # The targets are asked for everywhere, whatever `last_n` says.
+        # Targets are scored at all positions; `last_n` does not apply to them.
         has_targets = request.target_prompt_logprobs is not None
         self.first_row = 0 if has_targets else self._first_own_row
         self._prompt = request.prompt
@@ -40,18 +40,18 @@ class PromptScores:
         )
 
     def rows(self, start: int, stop: int) -> range:
-        """Return which of the rows `start` to `stop` are asked for."""
+        """Return those of the rows `start` to `stop` whose log-probabilities are requested."""
         return range(max(start, self.first_row), min(stop, len(self._prompt) - 1))
 
     def fill(self, rows: range, logits: torch.Tensor) -> bool:
-        """Read the answers off `logits` `[len(rows), V]`; False if they are not finite."""
+        """Compute results from `logits` `[len(rows), V]`; return False if they are not finite."""
         if not torch.isfinite(logits.amax(dim=-1)).all():
             return False
         after = slice(rows.start + 1, rows.stop + 1)
         columns = self._columns(rows, after, logits.device)
         found, _ = picked_logprobs(logits, columns)
         values = found.float().cpu().numpy()
-        before = max(0, self._first_own_row - rows.start)  # rows that only the targets ask about
+        before = max(0, self._first_own_row - rows.start)  # rows that only the targets need
         own = slice(rows.start + 1 + before, rows.stop + 1)
         if self.logprobs is not None:
             self.logprobs[own] = values[before:, 0]
@@ -66,7 +66,7 @@ class PromptScores:
         return True
 
     def _columns(self, rows: range, after: slice, device: torch.device) -> torch.Tensor:
-        """Return the tokens to look up per row: the prompt's own, then the targets."""
+        """Return the tokens to score in each row: the prompt's own token, then the targets."""
         columns = [self._prompt[after, None]]
         if self._targets is not None:
             columns.append(self._targets[rows.start : rows.stop].clip(min=0))
@@ -74,13 +74,13 @@ class PromptScores:
 
 
 def asks_about_prompt(request: SampleRequest) -> bool:
-    """Return whether any log-probability of the prompt is wanted."""
+    """Return True if any log-probability of the prompt is requested."""
     wanted = request.prompt_logprobs or request.topk_prompt_logprobs > 0
     return wanted or request.target_prompt_logprobs is not None
 
 
 def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `k` most probable tokens of each row, int32 and float32 `[n, k]`."""
+    """Return ids and log-probabilities of the `k` most probable tokens, int32 and float32 `[n, k]`."""
     ids = logits.topk(k, dim=-1).indices
     logprobs, _ = picked_logprobs(logits, ids)
     return ids.int(), logprobs.float()

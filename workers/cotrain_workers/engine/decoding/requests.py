@@ -1,4 +1,4 @@
-"""What goes into a decoder and what comes out, as plain data; and the interface of the decoders."""
+"""Input and output of a decoder as plain data, and the interface of all decoders."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from cotrain_workers.engine.ops import Failure
 
-# Decodes the generated tokens of one sequence to text; bytes of an unfinished character at either
-# end become replacement characters.
+# Decodes the generated tokens of one sequence to text. Bytes of an incomplete character at either end
+# become replacement characters.
 TextOf = Callable[[Sequence[int]], str]
 
 NO_TOP_K = -1
@@ -36,11 +36,11 @@ class SampleRequest:
     prompt_logprobs: bool
     topk_prompt_logprobs: int
     topk_sample_logprobs: int
-    prompt_logprobs_last_n: int | None  # None: of the whole prompt
+    prompt_logprobs_last_n: int | None  # None: the whole prompt
     target_prompt_logprobs: np.ndarray | None  # int64 [P - 1, K]: tokens at 1..P-1; -1 is skipped
-    # Pages of a prompt are shared within one tenant: a hit tells what was sent before.
+    # Prompt pages are shared only within one tenant, because a cache hit reveals an earlier prompt.
     tenant: str = ""
-    # A tenant of weight 2 gets twice the tokens of one of weight 1; its newest request says it.
+    # A tenant of weight 2 gets twice the tokens of one of weight 1. The newest request sets the weight.
     tenant_weight: float = 1.0
 
 
@@ -54,7 +54,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """One continuation; the token or the tokens that made it stop are its last."""
+    """One continuation; its last tokens are those that stopped it."""
 
     tokens: np.ndarray  # int32 [n]
     logprobs: np.ndarray  # float32 [n], of the raw model: before temperature, top_k and top_p
@@ -64,13 +64,13 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class SampleOutput:
-    """All continuations of a request, and what was asked about its prompt."""
+    """Continuations of a request and the requested scores of its prompt."""
 
     sequences: Sequence[SampledSequence]
     prompt_logprobs: np.ndarray | None  # float32 [P]; NaN where not computed, [0] always
     topk_prompt: TopK | None  # [P, k]; token 0 and NOT_COMPUTED_LOGPROB where not computed
     target_prompt_logprobs: np.ndarray | None  # float32 [P - 1, K]; NaN where skipped
-    cached_prompt_tokens: int  # their keys and values came from earlier requests
+    cached_prompt_tokens: int  # prompt tokens whose keys and values came from earlier requests
 
 
 NOT_COMPUTED_LOGPROB = -99999.0
@@ -78,7 +78,7 @@ NOT_COMPUTED_LOGPROB = -99999.0
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens that a sequence gained in one step; `offset` tokens came before them."""
+    """Tokens that a sequence gained in one step; it had `offset` tokens before."""
 
     request: str
     sequence: int
@@ -89,7 +89,7 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step did."""
+    """Result of one step."""
 
     finished: Sequence[tuple[str, SampleOutput | Failure]]
     tokens: Sequence[NewTokens]
@@ -101,28 +101,28 @@ class Decoder(Protocol):
     """Generates tokens for many requests at once. Not thread-safe."""
 
     def refuse(self, request: SampleRequest) -> str | None:
-        """Return why this request can never run, as a sentence for the tenant, or None."""
+        """Return the reason why this request can never run, as a sentence for the tenant, or None."""
 
     def add(self, request: SampleRequest) -> None:
-        """Queue a request that `refuse` let pass."""
+        """Queue a request that `refuse` accepted."""
 
     def cancel(self, request_id: str) -> None:
-        """Free everything a request holds; no output follows. Unknown ids are ignored."""
+        """Cancel a request and free its memory; no output follows. Unknown ids are ignored."""
 
     def step(self) -> Progress:
-        """Work for one step; return at once when there is nothing to do."""
+        """Run one step; return at once if there is no work."""
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """True if any request is unfinished."""
 
     @property
     def waiting(self) -> Counter[str]:
-        """How many requests of each tenant were added and have not begun."""
+        """Number of requests that were added and have not started, by tenant."""
 
     @property
     def kv_cache_ratio(self) -> float | None:
-        """What part of the pages for keys and values sequences hold; None where that is not known."""
+        """Ratio of KV-cache pages held by sequences; None if the decoder does not report it."""
 
     def drop_weights(self, key: str) -> None:
-        """Forget copies of weights that no request will name again; those in use stay until unused."""
+        """Drop copies of weights that no later request uses. Copies in use stay until they are unused."""

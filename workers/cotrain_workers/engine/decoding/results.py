@@ -1,4 +1,4 @@
-"""From sequences in progress to what the caller gets; and how a next token is chosen."""
+"""Conversion of sequences in progress to results, and the sampling parameters of the next token."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from cotrain_workers.engine.ops import Failure
 
 @dataclass
 class StepLog:
-    """What a step did, so far."""
+    """Results of the current step, collected so far."""
 
     finished: list[tuple[str, SampleOutput | Failure]] = field(default_factory=list)
     tokens: list[NewTokens] = field(default_factory=list)
     prompt_tokens: int = 0
 
     def progress(self) -> Progress:
-        """Return it as plain data."""
+        """Return the results as plain data."""
         return Progress(self.finished, self.tokens, len(self.tokens), self.prompt_tokens)
 
 
 def choice_of(sequence: SequenceState) -> Choice:
-    """Return how the next token of a sequence is chosen."""
+    """Return the sampling parameters of the next token of a sequence."""
     request = sequence.group.request
     if not request.temperature:
         return Choice(0.0, request.top_k, request.top_p, 0.0)
@@ -55,7 +55,7 @@ def sampled(sequence: SequenceState, reason: Literal["stop", "length"]) -> Sampl
 
 
 def output_of(group: Group) -> SampleOutput:
-    """Return a finished request as plain data; sequences without a token ended by length."""
+    """Return a finished request as plain data; sequences without tokens have the stop reason "length"."""
     scores = group.scores
     return SampleOutput(
         sequences=[

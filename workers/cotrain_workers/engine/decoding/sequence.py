@@ -1,4 +1,4 @@
-"""One sample request in progress, and each of its sequences."""
+"""State of a sample request in progress, and of each of its sequences."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from cotrain_workers.engine.decoding.stop_strings import ReadText
 
 @dataclass(eq=False)
 class Group:
-    """A request in progress: its prompt is computed by its first sequence and shared by the others."""
+    """A request in progress. Its first sequence computes the prompt, which the others share."""
 
     request: SampleRequest
     arrival: int  # smaller is older
     page_tokens: int
-    limit: int  # tokens that a sequence may hold, prompt included
-    scores: PromptScores | None  # None: nothing was asked about the prompt
+    limit: int  # maximum tokens of a sequence, prompt included
+    scores: PromptScores | None  # None: no scores of the prompt are requested
     prompt: list[int] = field(init=False)
-    chunks: list[bytes] = field(init=False)  # the prompt, page by page; the last may be partial
+    chunks: list[bytes] = field(init=False)  # pages of the prompt; the last may be partial
     computed: set[int] = field(default_factory=set)  # pages of the prompt not found in the cache
     has_begun: bool = False
-    is_prompt_ready: bool = False  # it was computed or found, as a whole, at least once
+    is_prompt_ready: bool = False  # the whole prompt was computed or found at least once
     finished: dict[int, SampledSequence] = field(default_factory=dict)
     _preempted: list[SequenceState] = field(default_factory=list)  # oldest first
-    _new: SequenceState = field(init=False)  # of those that have never run: made one by one
+    _new: SequenceState = field(init=False)  # the next sequence that has never run
 
     def __post_init__(self) -> None:
         tokens, step = self.request.prompt, self.page_tokens
@@ -43,47 +43,47 @@ class Group:
 
     @property
     def has_waiting(self) -> bool:
-        """Return whether any of its sequences waits."""
+        """True if any of its sequences is waiting."""
         return bool(self._preempted) or self._new.index < self.request.num_samples
 
     def next(self) -> SequenceState | None:
-        """Return its oldest sequence that may run now; others wait for the prompt, which the first computes."""
+        """Return its oldest sequence that may run now. New ones wait until the first has computed the prompt."""
         if self._preempted:
             return self._preempted[0]
         is_left = self._new.index < self.request.num_samples
         return self._new if is_left and (self._new.index == 0 or self.is_prompt_ready) else None
 
     def begin(self, sequence: SequenceState) -> None:
-        """Take out what `next` returned: it runs."""
+        """Remove the sequence returned by `next` from the waiting ones."""
         if self._preempted:
             self._preempted.remove(sequence)
         else:
             self._new = SequenceState(self, sequence.index + 1)
 
     def wait_again(self, sequence: SequenceState) -> None:
-        """Let a sequence wait that ran."""
+        """Add a sequence that was running to the waiting ones."""
         insort(self._preempted, sequence, key=attrgetter("age"))
 
     @property
     def origin(self) -> Origin:
-        """Return among whom the pages of its prompt are shared."""
+        """Scope in which the pages of its prompt are shared."""
         return Origin(self.request.weights, self.request.tenant)
 
     @property
     def generates_nothing(self) -> bool:
-        """Return whether there is no room or no wish for a single token."""
+        """True if no token is requested, or none fits."""
         return self.limit <= len(self.prompt)
 
     @property
     def cached_prompt_tokens(self) -> int:
-        """Return how many tokens of the prompt were never computed for this request."""
+        """Number of prompt tokens that were never computed for this request."""
         return len(self.prompt) - sum(
             min(self.page_tokens, len(self.prompt) - page * self.page_tokens)
             for page in self.computed
         )
 
     def first_scored_chunk(self) -> int:
-        """Return the first page of the prompt whose hidden states are asked for."""
+        """Return the first page of the prompt whose hidden states are needed for scores."""
         return (
             len(self.chunks) if self.scores is None else self.scores.first_row // self.page_tokens
         )
@@ -91,7 +91,7 @@ class Group:
 
 @dataclass(eq=False)
 class SequenceState:
-    """One continuation in progress. What it generated survives preemption; its memory does not."""
+    """One continuation in progress. Generated tokens survive a preemption, pages do not."""
 
     group: Group
     index: int
@@ -99,41 +99,41 @@ class SequenceState:
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # [k] each, per token
     read_text: ReadText = field(default_factory=ReadText)
-    # While it runs:
+    # Only while it is running:
     pages: list[int] = field(
         default_factory=list
     )  # keys and values of position p: pages[p // size]
-    stored: int = 0  # positions whose keys and values are in place
-    node: Node | None = None  # the index's name for the last prompt page in place
-    is_indexed: bool = True  # false once the index forgot a page that it holds
+    stored: int = 0  # positions whose keys and values are stored
+    node: Node | None = None  # index node of the last stored prompt page
+    is_indexed: bool = True  # False once the index has dropped one of its pages
     hidden: torch.Tensor | None = None  # `[d]` of the last prompt token, until the first token
-    resumed_at: int = 0  # tokens that it had when it was admitted last
-    unread: int = 0  # tokens behind `tokens` that the device has chosen and the host has not read
-    chosen_at: int = 0  # the place of the last of them among those that were chosen with it
+    resumed_at: int = 0  # number of tokens at its last admission
+    unread: int = 0  # tokens after `tokens` that the device has chosen and the host has not read
+    chosen_at: int = 0  # index of the last of them among the tokens chosen in its step
 
     @property
     def age(self) -> tuple[int, int]:
-        """Return what orders sequences: smaller is older."""
+        """Sort key of sequences; smaller is older."""
         return (self.group.arrival, self.index)
 
     @property
     def length(self) -> int:
-        """Return the number of tokens, prompt and unread ones included."""
+        """Number of tokens, including the prompt and unread tokens."""
         return len(self.group.prompt) + len(self.tokens) + self.unread
 
     @property
     def is_full(self) -> bool:
-        """Return whether there is no room for another token."""
+        """True if there is no space for another token."""
         return self.length >= self.group.limit
 
     @property
     def is_prompt_stored(self) -> bool:
-        """Return whether the whole prompt is in place."""
+        """True if the whole prompt is stored."""
         return self.stored >= len(self.group.prompt)
 
     @property
     def scores_prompt(self) -> bool:
-        """Return whether this sequence computes what was asked about the prompt."""
+        """True if this sequence computes the requested scores of the prompt."""
         group = self.group
         return self.index == 0 and group.scores is not None and not group.is_prompt_ready
 

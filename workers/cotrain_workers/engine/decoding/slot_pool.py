@@ -1,9 +1,10 @@
-"""The memory of sampler weights of one rank class, in slots, and how matrices lie in a slot.
+"""Memory pool of sampler weights of one rank class, and the layout of matrices in a slot.
 
-Adapters of one rank class (rank rounded up to a power of two, 8 at least) lie in one pool, so that rows
-of many adapters gather their matrices in one call. Ranks and outputs are padded with zeros: a product
-whose items start on a cache line and are multiples of it long has the same bits in every batch (measured
-on CPU fp32 for widths 33 to 4096 and ranks 8 to 128; without the padding, not for odd widths).
+Adapters of one rank class (rank rounded up to a power of two, at least 8) share one pool. Rows of many
+adapters then gather their matrices in one call. Ranks and outputs are padded with zeros, because aligned
+products have the same bits in every batch. Aligned means that an item starts on a cache line and has a multiple of
+its length. This was measured on CPU fp32 for widths 33 to 4096 and ranks 8 to 128; without padding, it fails for
+odd widths.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.grouped import MIN_RANK, padded_rank, shared_input
 from cotrain_workers.engine.spec import AdapterSpec, Target, aligned, plan_layout
 
-ZERO_SLOTS = 2  # of each pool
+ZERO_SLOTS = 2  # per pool
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Where the padded matrices of each module lie in a slot."""
+    """Offsets of the padded matrices of each module in a slot."""
 
     rank: int  # padded
     offset_by_name: Mapping[str, tuple[int, int]]  # of A `[rank, in]` and B `[rank, padded out]`
     target_by_name: Mapping[str, Target]
     siblings: Mapping[str, tuple[str, ...]]
-    """By module: those whose A matrices lie next to each other, as they read the same x."""
+    """Modules that read the same x and whose A matrices are adjacent, by module."""
     size: int
 
 
 @dataclass(eq=False)
 class Pool:
-    """The slots of one rank class."""
+    """Slots of one rank class."""
 
     layout: SlotLayout
     flat: torch.Tensor  # [slots, layout.size]
@@ -44,37 +45,37 @@ class Pool:
 
     @property
     def slot_bytes(self) -> int:
-        """Return the size of one slot."""
+        """Size of one slot in bytes."""
         return self.layout.size * self.flat.element_size()
 
     @property
     def bytes(self) -> int:
-        """Return the size of all slots."""
+        """Size of all slots in bytes."""
         return self.flat.shape[0] * self.slot_bytes
 
     def matrices(self, module: str, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy A `[n, rank, in]` and scale * B^T `[n, rank, padded out]` of `slots`, int64 `[n]`."""
+        """Return copies of A `[n, rank, in]` and scale * B^T `[n, rank, padded out]` of `slots`, int64 `[n]`."""
         a, b = (part.index_select(0, slots) for part in self._parts(module))
         return self._shaped(module, a, b)
 
     def repeated(self, module: str, slot: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A and scale * B^T of one slot, seen `n` times without a copy."""
+        """Return A and scale * B^T of one slot, repeated `n` times without a copy."""
         a, b = (part[slot : slot + 1].expand(n, -1) for part in self._parts(module))
         return self._shaped(module, a, b)
 
     def stacked_a(self, siblings: tuple[str, ...]) -> torch.Tensor:
-        """Return A of some siblings, of all slots, without a copy: `[slots, siblings * rank, in]`."""
+        """Return A of sibling modules for all slots, without a copy: `[slots, siblings * rank, in]`."""
         at, _ = self.layout.offset_by_name[siblings[0]]
         width = self.layout.target_by_name[siblings[0]].inputs
         rows = len(siblings) * self.layout.rank
         return self.flat[:, at : at + rows * width].view(-1, rows, width)
 
     def stacked_b(self, module: str) -> torch.Tensor:
-        """Return scale * B^T of all slots, without a copy: `[slots, rank, padded out]`."""
+        """Return scale * B^T for all slots, without a copy: `[slots, rank, padded out]`."""
         return self._shaped(module, *self._parts(module))[1]
 
     def grow(self, slots: int) -> None:
-        """Add free slots; the first and the last stay zero, for rows of no adapter of this pool."""
+        """Add free slots. The first and the last slot stay zero, for rows of other pools."""
         count = max(len(self.flat), ZERO_SLOTS)
         grown = self.flat.new_zeros(count + slots, self.layout.size)
         grown[: len(self.flat)] = self.flat
@@ -82,7 +83,7 @@ class Pool:
         self.free += range(count + slots - 2, count - 2, -1)
 
     def shrink(self, filled: Sequence[Slot]) -> None:
-        """Keep memory for these slots alone, all that are filled; each may move."""
+        """Reduce the memory to the filled slots; each may move."""
         kept = [0, *(slot.index for slot in filled), len(self.flat) - 1]
         self.flat = self.flat.index_select(0, to_device(torch.tensor(kept), self.flat.device))
         self.free = []
@@ -107,17 +108,17 @@ class Pool:
 
 @dataclass(eq=False)
 class Slot:
-    """Some sampler weights on the device."""
+    """Slot with sampler weights on the device."""
 
     pool: Pool
     index: int
-    modules: frozenset[str]  # those with matrices of their own; the others are zero
+    modules: frozenset[str]  # modules that the weights change; the matrices of others are zero
     users: int = 0
     unpinned_at: float = -math.inf
 
 
 def slot_layout(targets: Sequence[Target], rank: int) -> SlotLayout:
-    """Lay out the padded matrices of every module for adapters of a rank."""
+    """Return the layout of the padded matrices of every module for adapters of a rank."""
     padded = padded_rank(rank)
     offsets: dict[str, tuple[int, int]] = {}
     siblings: dict[str, tuple[str, ...]] = {}
@@ -134,7 +135,7 @@ def slot_layout(targets: Sequence[Target], rank: int) -> SlotLayout:
 
 
 def neighbours(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Yield modules that read one x, as far as their A matrices can lie side by side without a gap."""
+    """Yield modules that read the same x, grouped if their A matrices can be adjacent without a gap."""
     for _, same in groupby(targets, key=shared_input):
         together = list(same)
         if aligned(MIN_RANK * together[0].inputs) == MIN_RANK * together[0].inputs:
@@ -146,7 +147,7 @@ def neighbours(targets: Sequence[Target]) -> Iterator[list[Target]]:
 def lay_out(
     weights: torch.Tensor, spec: AdapterSpec, layout: SlotLayout, slot: torch.Tensor
 ) -> None:
-    """Lay an adapter's arena `[size]` out in a slot `[layout.size]` of the same device."""
+    """Write an adapter's arena `[size]` to a slot `[layout.size]` of the same device."""
     rank = spec.rank
     own = plan_layout(spec, list(layout.target_by_name.values()))
     scaled = own.views(weights * spec.scale)

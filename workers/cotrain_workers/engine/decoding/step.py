@@ -1,4 +1,4 @@
-"""What one decoder step computes, arranged in a packed row, and the route that its rows take."""
+"""Work of one decoder step, arranged in a packed row, and the route of its rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEWEST_ROWS = 16
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of one prompt, all on one page, that one step computes."""
+    """Tokens of one prompt on one page, computed in one step."""
 
     sequence: SequenceState
     start: int
@@ -27,55 +27,55 @@ class Chunk:
 
     @property
     def page(self) -> int:
-        """Return its place in the sequence's page table."""
+        """Index in the sequence's page table."""
         return self.start // self.sequence.group.page_tokens
 
     @property
     def ends_prompt(self) -> bool:
-        """Return whether the prompt is complete with it."""
+        """True if it completes the prompt."""
         return self.stop == len(self.sequence.group.prompt)
 
 
 class Row(NamedTuple):
-    """A generated token whose keys and values one step computes."""
+    """A generated token whose keys and values are computed in one step."""
 
     sequence: SequenceState
     position: int
 
     @property
     def start(self) -> int:
-        """Return its position."""
+        """Position of the token."""
         return self.position
 
     @property
     def stop(self) -> int:
-        """Return the position after it."""
+        """Position after the token."""
         return self.position + 1
 
     @property
     def is_last(self) -> bool:
-        """Return whether the next token follows it; rows before it make up for a preemption."""
+        """True if the next token is chosen after this row; earlier rows recompute a preempted sequence."""
         return self.position == self.sequence.length - 1
 
 
 @dataclass
 class Plan:
-    """One step: first copy, then blank, then compute."""
+    """One step; pages are copied first, then zeroed, then the work is computed."""
 
     rows: list[Row] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)  # page to write -> page to read
-    blank: list[int] = field(default_factory=list)  # pages that hold what their last user left
+    blank: list[int] = field(default_factory=list)  # pages with data of their last user, to zero
     preempted: list[SequenceState] = field(default_factory=list)
 
     @property
     def work(self) -> list[Row | Chunk]:
-        """Return everything to compute."""
+        """Rows and chunks to compute."""
         return [*self.rows, *self.chunks]
 
 
 class Attention(Protocol):
-    """Writes the keys and values of a step and attends."""
+    """Attention of a step, which also writes its keys and values."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
@@ -84,14 +84,14 @@ class Attention(Protocol):
 
 
 class Lora(Protocol):
-    """Knows the adapter of each row."""
+    """LoRA of a step, with the adapter of each row."""
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
 
 
 class MixedStep:
-    """A `StepRoute` of two independent parts."""
+    """A `StepRoute` composed of attention and LoRA."""
 
     def __init__(self, attention: Attention, lora: Lora) -> None:
         self._attention = attention
@@ -105,7 +105,10 @@ class MixedStep:
         """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
         y = functional.linear(x, weight, bias)
         if self._rows is None or self._x is not x:
-            self._x, self._rows = x, x[0]  # modules that read one x are given one tensor, too
+            self._x, self._rows = (
+                x,
+                x[0],
+            )  # siblings get the identical tensor, which `Lora` compares
         self._lora.add(module, self._rows, y[0])
         return y
 
@@ -117,7 +120,7 @@ class MixedStep:
 
 
 class Item(NamedTuple):
-    """A page of a prompt or a generated token, in its place in the packed row."""
+    """A page of a prompt or a generated token, with its position in the packed row."""
 
     work: Row | Chunk
     span: Span
@@ -125,27 +128,28 @@ class Item(NamedTuple):
 
 
 def padded(rows: int) -> int:
-    """Return the length to pad a step to.
+    """Return the padded length of a step.
 
     A row of a product with a weight matrix has the same bits for every number of rows from 12 on
-    (measured on CPU fp32); 16 rather than 32 saves a quarter of the time of a step for few sequences.
+    (measured on CPU fp32). A minimum of 16 instead of 32 saves a quarter of the time of a step with few
+    sequences.
     """
     return FEWEST_ROWS if rows <= FEWEST_ROWS else bucket(rows)
 
 
 def looked_up(ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return token ids where below zero each stands for one of those `chosen` `[n]`: -1 the first, -2 the next."""
+    """Return token ids with negative ones replaced from `chosen` `[n]`: -1 is the first, -2 the second."""
     rows = (-1 - ids).clamp_(min=0)
     return chosen.index_select(0, rows.flatten()).view_as(ids).where(ids < 0, ids)
 
 
 def slot_order(slot: Slot | None) -> tuple[int, int]:
-    """Return what sorts rows so that each adapter's are neighbours, and each pool's."""
+    """Return the sort key that groups rows by pool and adapter."""
     return (0, 0) if slot is None else (slot.pool.layout.rank, slot.index)
 
 
 def arrange(plan: Plan, slot_of: Mapping[str | None, Slot | None]) -> list[Item]:
-    """Put the work of a plan in a row, each adapter's side by side."""
+    """Return the work of a plan in one packed row, sorted by adapter."""
     items, row = [], 0
     for work, slot in sorted(
         ((work, slot_of[work.sequence.group.request.weights]) for work in plan.work),
@@ -158,5 +162,5 @@ def arrange(plan: Plan, slot_of: Mapping[str | None, Slot | None]) -> list[Item]
 
 
 def span_of(work: Row | Chunk, row: int) -> Span:
-    """Return what a row or chunk attends to."""
+    """Return the span of a row or chunk."""
     return Span(row, work.start, work.stop, work.sequence.pages)

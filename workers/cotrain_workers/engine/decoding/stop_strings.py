@@ -1,4 +1,4 @@
-"""Whether the newest token ends a generation: stop tokens, and one automaton for all stop strings."""
+"""Stop conditions of a sequence: stop tokens, and one automaton for all stop strings."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from functools import lru_cache
 
 from cotrain_workers.engine.decoding.requests import SampleRequest, TextOf
 
-#: What an unfinished character, or bytes that are none, become.
+#: Replacement of an incomplete character or of invalid bytes.
 REPLACEMENT = "\ufffd"
-#: Tokens whose text is waited for: more of them are no unfinished character.
+#: Maximum number of tokens held back as an incomplete character.
 MAX_PENDING = 16
-#: A character has at most so many bytes, and so many tokens.
+#: Maximum number of bytes of a character, and so of its tokens.
 CHARACTER_TOKENS = 4
-#: The last tokens of a prompt, of which as few as possible are decoded along with what follows.
+#: Number of last prompt tokens of which as few as possible are decoded together with the following text.
 PROMPT_TOKENS = 8
 
 
 class StopStrings:
-    """Finds the end of any of some strings (Aho-Corasick): a character costs as much for many as for one.
+    """Aho-Corasick automaton of stop strings; the cost per character does not depend on their number.
 
-    Nodes are numbered so that a string is a chain of neighbours; only where two strings part is there
-    anything to look up. A node takes about ten bytes.
+    Nodes are numbered so that a string is a chain of consecutive numbers. Only branches need a lookup. A node
+    takes about ten bytes.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -46,7 +46,7 @@ class StopStrings:
                 node = child
             ends[node] = 1
         self._labels, self._ends = "\0" + "".join(labels), ends
-        self._shorter = array("I", bytes(4 * len(ends)))  # the longest other prefix that ends here
+        self._shorter = array("I", bytes(4 * len(ends)))  # longest proper suffix that is a node
         for node in sorted(range(1, len(ends)), key=depths.__getitem__):
             if depths[node] > 1:
                 parent = self._parents[node]
@@ -54,7 +54,7 @@ class StopStrings:
             ends[node] |= ends[self._shorter[node]]
 
     def advance(self, node: int, text: str) -> tuple[int, bool]:
-        """Read `text` from `node` on (0: the beginning); return where it leads, and whether a string ended."""
+        """Read `text` from `node` (0 is the start); return the next node and True if a string ended."""
         for character in text:
             node = self._after(node, character)
             if self._ends[node]:
@@ -79,24 +79,24 @@ class StopStrings:
 
 @lru_cache(maxsize=64)
 def stop_strings(stops: tuple[str, ...]) -> StopStrings:
-    """Return the automaton of some strings: the requests of a client mostly have the same."""
+    """Return the cached automaton of some strings; requests of a client usually share them."""
     return StopStrings(stops)
 
 
 @dataclass
 class ReadText:
-    """How far the text of a sequence was read. Survives preemption, as the tokens do."""
+    """Position of the text matcher in a sequence. Survives preemption, like the tokens."""
 
     node: int = 0
     context: list[int] = field(default_factory=list)
-    """Read, and decoded along with what follows: some tokenizers drop a space before their first token."""
+    """Tokens already read and decoded again with the next ones: some tokenizers drop a leading space."""
     pending: list[int] = field(default_factory=list)
-    """Not read yet: they end inside a character, or have no text."""
+    """Tokens not read yet: they end inside a character, or have no text."""
     is_behind_prompt: bool = False
 
 
 def has_stopped(token: int, request: SampleRequest, read: ReadText, text_of: TextOf | None) -> bool:
-    """Return whether a sequence's next token ends it. Call it once for every token, in order."""
+    """Return True if the next token ends a sequence. The caller must pass every token once, in order."""
     if token in request.stop_tokens:
         return True
     if not request.stop_strings:
@@ -109,16 +109,16 @@ def has_stopped(token: int, request: SampleRequest, read: ReadText, text_of: Tex
 
 
 def prompt_end(prompt: Sequence[int], text_of: TextOf) -> list[int]:
-    """Return the last tokens of a prompt to read a text behind: some tokenizers drop a first space."""
+    """Return the last prompt tokens as decoding context, because some tokenizers drop a leading space."""
     counts = range(1, len(prompt) + 1)
-    # Part of a character would spoil the bytes that follow.
+    # A partial character would corrupt the bytes that follow.
     return next((list(prompt[-n:]) for n in counts if REPLACEMENT not in text_of(prompt[-n:])), [])
 
 
 def has_stop_string(token: int, stops: StopStrings, read: ReadText, text_of: TextOf) -> bool:
-    """Return whether a stop string ends with the text of the next token; reads on if not.
+    """Return True if a stop string ends in the text of the next token; otherwise advance the matcher.
 
-    A character counts once all its bytes are there; then only it and the tokens just before it are decoded.
+    A character counts once its bytes are complete. Only it and the tokens just before it are decoded then.
     """
     read.pending.append(token)
     known = len(text_of(read.context)) if read.context else 0
@@ -135,7 +135,7 @@ def has_stop_string(token: int, stops: StopStrings, read: ReadText, text_of: Tex
         _go_on(read, node, len(read.pending), has_text=True)
         read.context = read.context[-whole:]
         return is_stopped or is_found
-    elif len(read.pending) > MAX_PENDING:  # bytes that are no text
+    elif len(read.pending) > MAX_PENDING:  # invalid bytes
         count = len(read.pending) - CHARACTER_TOKENS
         text = text_of(read.context + read.pending[:count])
         node, _ = stops.advance(read.node, text[known:])
@@ -144,16 +144,16 @@ def has_stop_string(token: int, stops: StopStrings, read: ReadText, text_of: Tex
 
 
 def _whole_character(tokens: Sequence[int], text_of: TextOf) -> int:
-    """Count the last tokens that are one character alone; 0 for none.
+    """Return the number of last tokens that form exactly one character, or 0.
 
-    Where bytes are tokens, a byte that is no character spoils the text of all its neighbours.
+    With byte tokens, an invalid byte corrupts the text of all adjacent tokens.
     """
     counts = range(2, min(CHARACTER_TOKENS, len(tokens) - 1) + 1)
     return next((n for n in counts if REPLACEMENT not in text_of(tokens[-n:])), 0)
 
 
 def _go_on(read: ReadText, node: int, count: int, *, has_text: bool) -> None:
-    """Note that the first `count` pending tokens were read, up to `node`."""
+    """Record that the first `count` pending tokens were read, up to `node`."""
     if has_text:
         read.context = read.pending[:count]
     read.pending = read.pending[count:]

@@ -1,7 +1,7 @@
-"""Choose the next token of each row: temperature, top-k, top-p, and one uniform number per token.
+"""Sampling of the next token of each row: temperature, top-k, top-p, and one uniform number per token.
 
-The draw inverts the cumulative distribution in integers, whose sums are exact in any order: the same on
-CPU and under CUDA's deterministic algorithms (which have no cumulative sum of floats), in any batch.
+The draw inverts the cumulative distribution in integers, whose sums are exact in any order. The result is
+therefore equal on CPU and with CUDA's deterministic algorithms (which lack a cumulative sum of floats), in any batch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from cotrain_workers.engine.device import to_device, unordered_writes
 
-UNIT = 2.0**40  # a probability of 1; less than 1 / UNIT is never drawn
-ROWS = 64  # per call: a row's running sums take 8 bytes per token of the vocabulary
+UNIT = 2.0**40  # probability 1; probabilities below 1 / UNIT are never drawn
+ROWS = 64  # per call: the cumulative sums of a row take 8 bytes per token of the vocabulary
 
 
 class Choice(NamedTuple):
-    """How the next token of one row is chosen."""
+    """Sampling parameters of the next token of one row."""
 
     temperature: float  # 0: the most probable token, the lowest id among equals
     top_k: int  # below 1: off
@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 
 def uniform(seed: int, sequence: int, token: int) -> float:
-    """Return the number that decides one token: it depends on nothing but its three names."""
+    """Return the uniform number of one token, derived only from its three arguments."""
     name = f"{seed}:{sequence}:{token}".encode()
     bits = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
     return (bits >> 11) * 2.0**-53
@@ -44,7 +44,7 @@ def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
 
 
 def choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-    """Choose for a few rows."""
+    """Return the tokens of at most `ROWS` rows."""
     likeliest = logits[: len(choices)].argmax(dim=-1)
     drawn = [at for at, choice in enumerate(choices) if choice.temperature > 0]
     if not drawn:
@@ -55,7 +55,7 @@ def choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor
     temperatures = to_device(
         torch.tensor([c.temperature for c in wanted], dtype=logits.dtype), device
     )
-    temperatures.clamp_(min=torch.finfo(logits.dtype).tiny)  # one that becomes 0 here makes 0 / 0
+    temperatures.clamp_(min=torch.finfo(logits.dtype).tiny)  # a value rounded to 0 would give 0 / 0
     some = logits.index_select(0, rows)
     scaled = (some - some.amax(dim=-1, keepdim=True)) / temperatures[
         :, None
@@ -69,7 +69,7 @@ def choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor
 
 
 def keep_most_probable(weights: torch.Tensor, choices: Sequence[Choice]) -> None:
-    """Zero what top_k, then top_p leave out of `weights` `[rows, V]`; equals stay or go together."""
+    """Zero `weights` `[rows, V]` excluded by top_k, then by top_p; equal weights are treated alike."""
     for k in {choice.top_k for choice in choices if 0 < choice.top_k < weights.shape[1]}:
         rows = matching(weights, [choice.top_k == k for choice in choices])
         some = weights.index_select(0, rows)
@@ -87,20 +87,20 @@ def keep_most_probable(weights: torch.Tensor, choices: Sequence[Choice]) -> None
 
 
 def nucleus(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Keep the fewest of the largest weights that add up to each row's share of the total."""
+    """Zero all but the fewest largest weights whose sum reaches each row's share of the total."""
     ordered = weights.sort(dim=-1, descending=True).values
     sums = ordered.cumsum(dim=-1)
-    before = (sums - ordered).double()  # of all larger ones
+    before = (sums - ordered).double()  # sum of all larger weights
     kept = (before < shares[:, None] * sums[:, -1:].double()).sum(dim=-1, keepdim=True)
     least = ordered.gather(1, (kept - 1).clamp(min=0))
     return weights.where(weights >= least, 0)
 
 
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return for each row the first index whose running sum passes `uniform * total`.
+    """Return for each row the first index whose cumulative sum exceeds `uniform * total`.
 
-    Of weights that are none (NaN in the logits) it is any index that there is: the next step may look it up
-    before the host has seen that it means nothing.
+    Rows with invalid weights (NaN in the logits) get an arbitrary valid index: the next step may look it
+    up before the host detects the NaN.
     """
     sums = weights.cumsum(dim=-1)
     total = sums[:, -1]
@@ -110,6 +110,6 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def matching(weights: torch.Tensor, wanted: Sequence[bool]) -> torch.Tensor:
-    """Return which rows are wanted, int64."""
+    """Return the indices of wanted rows, int64."""
     rows = [at for at, is_wanted in enumerate(wanted) if is_wanted]
     return to_device(torch.tensor(rows), weights.device)

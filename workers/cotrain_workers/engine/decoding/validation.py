@@ -1,4 +1,4 @@
-"""What the decoder checks on the host before a sample request may touch the device."""
+"""Validation of sample requests on the host, before they use the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cotrain_workers.engine.decoding.requests import SampleRequest
 def refuse_sample(
     request: SampleRequest, *, vocab_size: int, max_sequence_tokens: int, has_text: bool
 ) -> str | None:
-    """Return why this request can never run, as a sentence for the tenant, or None."""
+    """Return the reason why this request can never run, as a sentence for the tenant, or None."""
     size = len(request.prompt)
     if size == 0:
         return "The prompt is empty; it has at least one token."
@@ -30,7 +30,7 @@ def refuse_sample(
 
 
 def refuse_tokens(request: SampleRequest, vocab_size: int) -> str | None:
-    """Return which token id lies outside the vocabulary, or what is wrong with the targets."""
+    """Return the token id outside the vocabulary or the fault of the targets, as a sentence, or None."""
     size, targets = len(request.prompt), request.target_prompt_logprobs
     outside = (request.prompt < 0) | (request.prompt >= vocab_size)
     if outside.any():
@@ -51,7 +51,7 @@ def refuse_tokens(request: SampleRequest, vocab_size: int) -> str | None:
 
 
 def refuse_counts(request: SampleRequest, vocab_size: int) -> str | None:
-    """Return which number is out of range."""
+    """Return the number that is out of range, as a sentence, or None."""
     if request.num_samples < 1:
         return f"num_samples is {request.num_samples}; it must be at least 1."
     if request.max_tokens is not None and request.max_tokens < 0:
@@ -69,7 +69,7 @@ def refuse_counts(request: SampleRequest, vocab_size: int) -> str | None:
 
 
 def refuse_shape_of_distribution(request: SampleRequest) -> str | None:
-    """Return what is wrong with temperature or top_p."""
+    """Return the fault of temperature or top_p, as a sentence, or None."""
     if not (math.isfinite(request.temperature) and request.temperature >= 0):
         return f"temperature is {request.temperature}; it must be 0 (greedy) or positive."
     if not 0 < request.top_p <= 1:

@@ -1,4 +1,4 @@
-"""Which backend computes the LoRA paths of a micro-batch: `seg`, `grouped` or `fused`."""
+"""Selection of the backend that computes the LoRA paths of a micro-batch: `seg`, `grouped` or `fused`."""
 
 from __future__ import annotations
 
@@ -25,53 +25,53 @@ from cotrain_workers.engine.spec import Target
 Choice = Literal["auto", "seg", "grouped", "fused"]
 
 FEW_SEGMENTS, LONG_SEGMENT = 2, 4096
-# Of these generations torch has a kernel; on others it loops, and waits for the device to know how often.
+# Major compute capabilities with a torch kernel; on others torch loops and synchronizes to read the group sizes.
 GROUPED_KERNEL = (9, 10)
 
 log = logging.getLogger(__name__)
 
 
-#: What says that kernels do not run on a device, or cannot be built on its host: of drivers, linkers and compilers.
+#: Errors of drivers, linkers and compilers when kernels do not run on a device or do not build on its host.
 UNFIT = (RuntimeError, OSError, ImportError, SubprocessError)
-#: The same of Triton, by name, as one module alone imports it: too little shared memory, no assembler.
+#: The same for Triton, by name, because only one module imports it: too little shared memory, no assembler.
 UNFIT_NAMES = frozenset(["OutOfResources", "PTXASError"])
 
 
 class BackendUnfit(ValueError):
-    """The LoRA backend that was asked for cannot be used here; the message says why."""
+    """The requested LoRA backend cannot be used; the message contains the reason."""
 
 
 class KernelsBroken(Exception):
-    """The fused LoRA kernels failed in a way that is a fault of theirs, and not of the device."""
+    """The fused LoRA kernels failed because of a defect of their own, not of the device."""
 
 
 @dataclass(frozen=True)
 class LoraBackend:
-    """How an engine computes LoRA."""
+    """LoRA backend of an engine and its parameters."""
 
     name: Choice  # part of the numerics
     dtype: torch.dtype  # of the base model
     groups: Sequence[ModuleGroup] = ()  # of the base model, for `fused`
     linears: Mapping[str, LinearWeights] = field(default_factory=dict, repr=False, compare=False)
     fallback_reason: str = field(default="", compare=False)
-    """Why this device does without a faster backend, if it does."""
+    """Reason why this device does not use a faster backend, if there is one."""
 
     @property
     def stores_first(self) -> bool:
-        """Return whether stale sums are written over (`kept_share`); else they are to be zeros."""
+        """True if stale sums are overwritten (`kept_share`); otherwise the caller must zero them."""
         return self.name == "seg"
 
     @property
     def align(self) -> int:
-        """Return what every segment's first row is a multiple of."""
+        """Multiple to which the first row of every segment is aligned."""
         return 1 if self.name in ("seg", "fused") else ROWS
 
     def order(self, source: Source) -> Any:
-        """Return what the segments of a micro-batch are to be sorted by."""
+        """Return the sort key of the segments of a micro-batch."""
         return () if self.name in ("seg", "fused") else stack_class(source.layout)
 
     def of(self, segments: Sequence[Segment], rows: int) -> TrainingLora:
-        """Return the LoRA paths of one micro-batch of `rows`, padded."""
+        """Return the LoRA paths of one micro-batch with `rows` padded rows."""
         if self.name == "fused":
             return FusedLora(segments, rows, self.groups, self.linears)
         backend = choose(len(segments), rows) if self.name == "auto" else self.name
@@ -83,8 +83,8 @@ class LoraBackend:
 def choose(segments: int, tokens: int) -> Literal["seg", "grouped"]:
     """Return the backend for a micro-batch on CUDA, where either may run.
 
-    Calculated, not measured: per module and pass forward and back, `seg` launches 7 kernels a segment and
-    `grouped` about 13 in all, at 4 to 5 us each. Segments of 4,096 tokens hide that behind the base model
+    Calculated, not measured: per module, forward and backward, `seg` launches 7 kernels per segment and
+    `grouped` about 13 in total, at 4 to 5 us each. Segments of 4,096 tokens hide that behind the base model
     (a 4096 x 4096 module: 0.17 ms forward at 790 TFLOP/s), and then `seg` copies no weights.
     """
     if segments <= FEW_SEGMENTS or tokens >= LONG_SEGMENT * segments:
@@ -98,10 +98,10 @@ def find_backend(
     weight: torch.Tensor,
     linears: Mapping[str, LinearWeights] = MappingProxyType({}),
 ) -> LoraBackend:
-    """Return the backend for a base model, of whose weights `weight` is one, and `linears` the modules by name.
+    """Return the backend for a base model. `weight` is one of its weights, `linears` its modules by name.
 
-    "auto" is `seg` on a CPU, whatever the micro-batch. On CUDA it is `fused` where its kernels are right, else
-    `grouped` or `seg` by micro-batch, else `seg`, and says why. Raises BackendUnfit, KernelsBroken.
+    "auto" is `seg` on a CPU for every micro-batch. On CUDA it is `fused` if its kernels are correct, else
+    `grouped` or `seg` by micro-batch, else `seg`; the log contains the reason. Raises BackendUnfit, KernelsBroken.
     """
     if choice == "seg" or (choice == "auto" and not weight.is_cuda):
         return LoraBackend("seg", weight.dtype)
@@ -128,7 +128,7 @@ def find_backend(
 
 
 def unfused(weight: torch.Tensor) -> str | None:
-    """Return why the fused kernels cannot be used here, or None: each was compared with `seg` on the device.
+    """Return why the fused kernels cannot be used, or None if each matches `seg` on this device.
 
     Raises KernelsBroken, DeviceLost.
     """
@@ -137,14 +137,14 @@ def unfused(weight: torch.Tensor) -> str | None:
     reason = missing_kernels(weight.device)
     if reason:
         return reason
-    # On a CPU, where kernels are interpreted, the wide ones take minutes.
+    # On a CPU, kernels are interpreted, and the wide sizes take minutes.
     sizes = [TARGETS, WIDE_TARGETS] if weight.device.type == "cuda" else [TARGETS]
     try:
         found = [
             disagreement(weight.device, weight.dtype, backend="fused", targets=own) for own in sizes
         ]
         return next((reason for reason in found if reason), None)
-    except Exception as error:  # a compiler's, of any type
+    except Exception as error:  # compilers raise exceptions of any type
         check_device(weight.device)
         name = type(error).__name__
         if not isinstance(error, UNFIT) and name not in UNFIT_NAMES:
@@ -154,13 +154,13 @@ def unfused(weight: torch.Tensor) -> str | None:
 
 
 def unfit(targets: Sequence[Target], dtype: torch.dtype) -> str | None:
-    """Return why grouped products cannot take the modules of a base model, or None."""
+    """Return why grouped products cannot process the modules of a base model, or None."""
     if not hasattr(functional, "grouped_mm"):
         return f"torch {torch.__version__} has no grouped_mm"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"grouped_mm does not take {dtype}"
     for target in targets:
-        # Strides are multiples of 16 bytes. The unembedding is not among its products.
+        # Strides are multiples of 16 bytes. The unembedding does not use grouped products.
         if target.family != "unembed" and (target.inputs % MIN_RANK or target.outputs % MIN_RANK):
             sizes = f"{target.inputs} x {target.outputs}"
             return f"{target.name} is {sizes}, not of multiples of {MIN_RANK}"

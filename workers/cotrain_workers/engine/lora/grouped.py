@@ -1,16 +1,13 @@
-"""The backend `grouped`: a few launches per module, whatever the number of adapters.
+"""The backend `grouped`: a constant number of launches per module for any number of adapters.
 
-A grouped product multiplies each group of rows with a matrix of its own. Segments are sorted by pack class,
-so that each class is one range of rows (`Groups`), whose segments begin at multiples of 8 rows: the rows in
-between, of filler, belong to the segment before them, for which they add zeros to its gradients; those at
-the end have a group of zeros, as a grouped product leaves rows of no group uninitialised.
+A grouped product multiplies each group of rows with a matrix of its own. Segments are sorted by stack class,
+so each class is one range of rows (`Groups`), and its segments begin at multiples of 8 rows. Filler rows
+in between belong to the preceding segment, whose gradients they change by zero. Filler rows at the end form a group
+with a matrix of zeros, because a grouped product leaves rows without a group uninitialised.
 
-Which segments of a micro-batch one grouped product takes, and with what.
-
-Copies of many adapters side by side, as grouped products want them: one rank, one stride, no gaps.
-
-They live for one micro-batch. Filling it reads each arena once (6 bytes a parameter under a 16-bit base,
-where the optimizer step moves 28), so nothing is kept for idle adapters, and no copy can be stale.
+`StackedWeights` copies many adapters into the layout of grouped products: one rank, one stride, no gaps. The copies
+are valid for one micro-batch. Filling them reads each arena once: 6 bytes per parameter under a 16-bit base, where
+the optimizer step moves 28. Nothing is retained for idle adapters, so no copy can be stale.
 """
 
 from __future__ import annotations
@@ -30,28 +27,29 @@ from cotrain_workers.engine.lora.segmented import anchor
 from cotrain_workers.engine.routing import Part, Segment, Source
 from cotrain_workers.engine.spec import Layout, Pair, Target, aligned
 
-MIN_RANK = 8  # 16 bytes of a 16-bit type: the strides of a grouped product are multiples of that
-# Modules that read one x: their A matrices lie next to each other, and are one product.
+#: 16 bytes of a 16-bit type. Strides of a grouped product must be multiples of that.
+MIN_RANK = 8
+# Modules that read the same x: their A matrices are adjacent and form one product.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True)
 class StackLayout:
-    """Where the padded matrices of one adapter lie in its slot."""
+    """Offsets of the padded matrices of one adapter in its slot."""
 
     rank: int  # padded
     siblings: Mapping[
         str, tuple[str, ...]
-    ]  # by module: who reads the same x, in order, itself included
+    ]  # by module: modules that read the same x, in order, itself included
     a: Mapping[str, tuple[int, int]]  # by module: offset of A `[rank, in]`, and `in`
     b: Mapping[str, tuple[int, int]]  # by module: offset of B^T `[rank, out]`, and `out`
     size: int
 
 
 class StackedWeights:
-    """The weights of some adapters that train the same modules, in ranks up to that of the layout.
+    """Weights of adapters that train the same modules, with ranks up to that of the layout.
 
-    Behind them lies one more slot, of zeros, for rows of no adapter.
+    One more slot of zeros follows, for rows without an adapter.
     """
 
     def __init__(self, layout: StackLayout, sources: Sequence[Source], dtype: torch.dtype) -> None:
@@ -59,14 +57,14 @@ class StackedWeights:
         device = sources[0].weights.device
         self._flat = torch.zeros(len(sources) + 1, layout.size, dtype=dtype, device=device)
         for slot, source in zip(self._flat, sources, strict=False):
-            # It casts as it copies: no second copy of an adapter is made on the way.
+            # The copy also casts, so there is no intermediate copy of an adapter.
             torch._foreach_copy_(
                 views_at(slot, matrix_spans(layout, source.layout.rank)),
                 views_at(source.weights, arena_spans(source.layout)),
             )
 
     def a(self, siblings: tuple[str, ...]) -> torch.Tensor:
-        """Return the A matrices of modules that read one x, `[slots, modules * rank, in]`."""
+        """Return the A matrices of modules that read the same x, `[slots, modules * rank, in]`."""
         at, width = self.layout.a[siblings[0]]
         return self._stack(at, len(siblings) * self.layout.rank, width)
 
@@ -76,7 +74,7 @@ class StackedWeights:
         return self._stack(at, self.layout.rank, width)
 
     def pair(self, module: str, slot: int, rank: int) -> Pair:
-        """Return the matrices of one adapter, of its own rank."""
+        """Return the matrices of one adapter, with its own rank."""
         at_a, inputs = self.layout.a[module]
         at_b, outputs = self.layout.b[module]
         flat = self._flat[slot]
@@ -90,18 +88,18 @@ class StackedWeights:
 
 
 def stack_class(layout: Layout) -> tuple[int, tuple[str, ...]]:
-    """Name what adapters have in common that fit into one stack: padded rank and families."""
+    """Return the key of adapters that fit into one stack: padded rank and families."""
     return padded_rank(layout.rank), tuple(sorted({target.family for target in layout.targets}))
 
 
 def padded_rank(rank: int) -> int:
-    """Return the rank a stack pads to: a power of two, 8 at least, so that there are few classes."""
+    """Return the rank padded to a power of two, at least 8, which limits the number of classes."""
     return max(MIN_RANK, 1 << (rank - 1).bit_length())
 
 
 @cache
 def plan_stack(rank: int, targets: tuple[Target, ...]) -> StackLayout:
-    """Lay out a slot for adapters of padded `rank` on these modules."""
+    """Return the layout of a slot for adapters of padded `rank` on these modules."""
     siblings, a, b, end = {}, {}, {}, 0
     for _, same in groupby(targets, key=shared_input):
         together = list(same)
@@ -117,13 +115,13 @@ def plan_stack(rank: int, targets: tuple[Target, ...]) -> StackLayout:
 
 
 def shared_input(target: Target) -> tuple[str, str]:
-    """Name what a module reads, the same for those that read one x."""
+    """Return a key that is equal for modules that read the same x."""
     parent, _, name = target.name.rpartition(".")
     return parent, next((names[0] for names in SIBLINGS if name in names), name)
 
 
 def arena_spans(layout: Layout) -> list[tuple[int, int]]:
-    """Return offset and size of each matrix in an arena: A and B of one module after the other."""
+    """Return offset and size of each matrix in an arena: A and B, module by module."""
     spans = []
     for target in layout.targets:
         at_a, at_b = layout.offset_by_name[target.name]
@@ -142,9 +140,9 @@ def matrix_spans(layout: StackLayout, rank: int) -> list[tuple[int, int]]:
 
 
 def views_at(flat: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return the parts of a 1-D tensor at `spans`, which do not overlap, in their order.
+    """Return the parts of a 1-D tensor at non-overlapping `spans`, in their order.
 
-    One split instead of a slice for each: 500 slices take a millisecond.
+    One split replaces a slice per span, because 500 slices take a millisecond.
     """
     sizes, end = [], 0
     in_order = sorted(range(len(spans)), key=lambda at: spans[at][0])
@@ -156,27 +154,29 @@ def views_at(flat: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[torch
     return [view_by_span[at] for at in range(len(spans))]
 
 
-ROWS = 8  # that every segment starts at a multiple of
-# A grouped product takes 1,023 groups; one is the filler's.
+ROWS = 8  # alignment of the first row of every segment
+# A grouped product supports 1,023 groups; one of them is for filler.
 MAX_SEGMENTS = 1022
 
 
-# Segments (by number) that want a gradient, each into matrices that no other of the round adds to.
+# Segments (by index) with gradients; within a round, no two add to the same matrices.
 Round = Sequence[tuple[int, Mapping[str, Pair]]]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Neighbouring segments of one stack class: rows `start` to `stop` of the packed row."""
+    """Adjacent segments of one stack class: rows `start` to `stop` of the packed row."""
 
     start: int
     stop: int
     stacked: StackedWeights
     segments: Sequence[Segment]
-    slots: Sequence[int]  # of each segment's adapter in the stack
+    slots: Sequence[int]  # index of each segment's adapter in the stack
     rounds: Sequence[Round]
-    adapter_ends: torch.Tensor  # int32 [adapters + 1]: where each one's rows end, then the filler's
-    segment_ends: torch.Tensor  # int32 [segments]: where each one's rows end
+    adapter_ends: (
+        torch.Tensor
+    )  # int32 [adapters + 1]: end of each adapter's rows, then of the filler
+    segment_ends: torch.Tensor  # int32 [segments]: end of each segment's rows
     scales: torch.Tensor  # fp32 [stop - start, 1]
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
@@ -185,8 +185,9 @@ class Groups:
 
 
 def find_groups(segments: Sequence[Segment], rows: int, dtype: torch.dtype) -> Iterator[Groups]:
-    """Put neighbours of one stack class together, in a packed row of `rows`; those of a base model
-    without adapter have none.
+    """Yield groups of adjacent segments of one stack class, in a packed row of `rows`.
+
+    Segments of the base model without an adapter are left out.
     """
     cuts = list(neighbours(segments))
     starts = [own[0].start for own in cuts]
@@ -196,7 +197,7 @@ def find_groups(segments: Sequence[Segment], rows: int, dtype: torch.dtype) -> I
 
 
 def neighbours(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Yield segments that follow each other, are of one class, and are not too many for one call."""
+    """Yield lists of adjacent segments of one class, at most MAX_SEGMENTS each."""
     for _, same in groupby(segments, key=lambda segment: stack_class(segment.source.layout)):
         own = list(same)
         for at in range(0, len(own), MAX_SEGMENTS):
@@ -204,7 +205,7 @@ def neighbours(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
 
 
 def make_groups(own: Sequence[Segment], start: int, stop: int, dtype: torch.dtype) -> Groups:
-    """StackedWeights the adapters of some segments; each one's rows go up to where the next one's start."""
+    """Return the groups of some segments; each segment's rows extend to the start of the next one."""
     last = start + -(-(own[-1].stop - start) // ROWS) * ROWS
     ends = [segment.start - start for segment in own[1:]] + [last - start]
     sources: list[Source] = []
@@ -238,7 +239,7 @@ def make_groups(own: Sequence[Segment], start: int, stop: int, dtype: torch.dtyp
 
 
 def find_rounds(segments: Sequence[Segment]) -> Sequence[Round]:
-    """Order the additions to gradients: one launch adds to many, and to none of them twice."""
+    """Return rounds of gradient additions: one launch adds to many gradients, but to none of them twice."""
     rounds: list[list[tuple[int, Mapping[str, Pair]]]] = []
     round_by_gradient: dict[int, int] = {}
     for at, segment in enumerate(segments):
@@ -253,12 +254,12 @@ def find_rounds(segments: Sequence[Segment]) -> Sequence[Round]:
 
 
 class GroupedLora:
-    """The LoRA paths of one micro-batch. The order of the segments decides how many groups there are."""
+    """LoRA paths of one micro-batch. The order of the segments determines the number of groups."""
 
     def __init__(self, segments: Sequence[Segment], rows: int, dtype: torch.dtype) -> None:
         self._groups = list(find_groups(segments, rows, dtype))
         self._groups_by_module: dict[str, list[Groups]] = {}
-        self._kept_x: torch.Tensor | None = None  # what was multiplied for siblings yet to come
+        self._kept_x: torch.Tensor | None = None  # input of `_kept_lows`, which later siblings use
         self._kept_lows: dict[str, tuple[torch.Tensor, ...]] = {}
 
     def linear(
@@ -273,7 +274,7 @@ class GroupedLora:
         return out
 
     def parts(self, module: str) -> Sequence[Part]:
-        """Return the segments whose adapter trains `module`, as views into the packs."""
+        """Return the segments whose adapter trains `module`, as views into the stacks."""
         return [
             Part(
                 s.start,
@@ -296,7 +297,7 @@ class GroupedLora:
     def _take_lows(
         self, module: str, x: torch.Tensor, groups: Sequence[Groups]
     ) -> tuple[torch.Tensor, ...]:
-        """Return `scale * x A^T` of a module, of each of the groups; the first sibling computes all."""
+        """Return `scale * x A^T` of a module for each group; the first sibling computes it for all siblings."""
         if self._kept_x is not x or module not in self._kept_lows:
             siblings = groups[0].stacked.layout.siblings[module]
             needs_grad = any(each.rounds for each in groups)
@@ -313,7 +314,7 @@ class GroupedLora:
 
 
 class SharedLow(torch.autograd.Function):
-    """`scale * x [A_1; A_2; …]^T` for modules that read one `x`: one product per pack class."""
+    """`scale * x [A_1; A_2; …]^T` for modules that read the same `x`, as one product per stack class."""
 
     @staticmethod
     def forward(  # type: ignore[explicit-override]
@@ -323,7 +324,7 @@ class SharedLow(torch.autograd.Function):
         siblings: tuple[str, ...],
         groups: Sequence[Groups],
     ) -> tuple[torch.Tensor, ...]:
-        """Return `[n, rank]` of each module and class, module by module."""
+        """Return `[n, rank]` per module and class, module by module."""
         ctx.save_for_backward(x)
         ctx.siblings, ctx.groups = siblings, groups
         lows = []
@@ -335,7 +336,7 @@ class SharedLow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
-        """Return the gradient of `x`; add those of the A matrices to their arenas."""
+        """Return the gradient of `x`; add the gradients of the A matrices to their arenas."""
         (x,) = ctx.saved_tensors
         products = []
         for at, each in enumerate(ctx.groups):
@@ -349,7 +350,7 @@ class SharedLow(torch.autograd.Function):
 
 
 class GroupedLinear(torch.autograd.Function):
-    """`y = x W^T + b`, and `y += low B^T` on the rows of each pack class."""
+    """`y = x W^T + b`, and `y += low B^T` on the rows of each stack class."""
 
     @staticmethod
     def forward(  # type: ignore[explicit-override]
@@ -372,9 +373,9 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
-        """Return the gradients of `x` and of each `low`; add those of the B matrices to their arenas."""
+        """Return the gradients of `x` and of each `low`; add the gradients of the B matrices to their arenas."""
         weight, *lows = ctx.saved_tensors
-        gy = grads[0][0].contiguous()  # a grouped product takes no expanded tensor
+        gy = grads[0][0].contiguous()  # grouped products reject expanded tensors
         gx = torch.mm(gy, weight)[None] if ctx.needs_input_grad[0] else None
         low_grads = []
         for each, low in zip(ctx.groups, lows, strict=True):
@@ -404,7 +405,7 @@ def add_b(groups: Groups, module: str, low: torch.Tensor, gy: torch.Tensor) -> N
     """Add `gy^T low` of each segment to the B gradients of a module."""
     if not groups.rounds:
         return
-    # [segments, out, rank], transposed in memory as B is in an arena
+    # [segments, out, rank], transposed in memory like B in an arena
     products = weight_gradient(groups, low, gy).transpose(1, 2).unbind()
     for each in groups.rounds:
         totals = [grads[module].b for _, grads in each]
@@ -417,7 +418,7 @@ def add_b(groups: Groups, module: str, low: torch.Tensor, gy: torch.Tensor) -> N
 def weight_gradient(groups: Groups, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return `left^T right` over the rows of each segment, fp32 `[segments, columns, columns]`.
 
-    A product of a 16-bit type is rounded to it once; what is added up is fp32.
+    A product of a 16-bit type is rounded to it once; the accumulation is in fp32.
     """
     return functional.grouped_mm(left.t(), right, offs=groups.segment_ends).float()
 
@@ -425,7 +426,7 @@ def weight_gradient(groups: Groups, left: torch.Tensor, right: torch.Tensor) -> 
 def joined(
     products: Sequence[torch.Tensor], groups: Sequence[Groups], like: torch.Tensor
 ) -> torch.Tensor:
-    """Put the rows of each group into one tensor like `like` `[1, T, …]`, zero elsewhere."""
+    """Return the rows of each group in one tensor of the shape of `like` `[1, T, …]`, zero elsewhere."""
     if len(products[0]) == like.shape[1]:
         return products[0][None]
     whole = torch.zeros_like(like)

@@ -1,4 +1,4 @@
-"""A frozen linear module under many adapters, and the backend `seg`: a loop of GEMMs over segments."""
+"""Frozen linear module with many adapters, and the backend `seg`: a loop of GEMMs over segments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cotrain_workers.engine.spec import kept_share
 
 
 class MultiLoraLinear(nn.Module):
-    """A frozen `nn.Linear` that adds, row by row, the LoRA path of the adapter that owns the row."""
+    """A frozen `nn.Linear` that adds to each row the LoRA path of the row's adapter."""
 
     def __init__(self, base: nn.Linear, name: str, router: Router) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class MultiLoraLinear(nn.Module):
         self.router = router
         router.linears[name] = self
 
-    # typing.override begins with Python 3.12
+    # typing.override requires Python 3.12
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[explicit-override]
         """Map `x` `[1, T, in]` to `[1, T, out]`."""
         if self.router.step is not None:
@@ -34,7 +34,7 @@ class MultiLoraLinear(nn.Module):
 
 
 class SegmentLora:
-    """The backend `seg`: small GEMMs, segment by segment. Any type, rank and width; the reference."""
+    """The backend `seg`: small GEMMs, segment by segment. Reference for any type, rank and width."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = [(segment, segment.source.compute) for segment in segments]
@@ -70,10 +70,10 @@ class SegmentLora:
 
 
 def anchor(needs_grad: bool) -> torch.Tensor:
-    """Return an input that makes autograd record a node even where its other inputs want no gradient.
+    """Return an input that makes autograd record a node even if no other input requires a gradient.
 
-    The LoRA matrices are views into arenas, no autograd leaves, and the first layer of a frozen base
-    gets an `x` that wants none.
+    The LoRA matrices are views into arenas, not autograd leaves, and in the first layer of a frozen base
+    `x` requires no gradient.
     """
     return torch.empty(0, requires_grad=needs_grad)
 
@@ -81,8 +81,8 @@ def anchor(needs_grad: bool) -> torch.Tensor:
 class SegmentedLora(torch.autograd.Function):
     """`y = x W^T + b`, and `y += scale (x A^T) B^T` on the rows of each part.
 
-    Weight gradients are added to the parts' arenas, segment by segment, so their sums depend on the
-    segment alone; a neighbour cannot change a bit of them, whatever it holds.
+    Weight gradients are added to the parts' arenas, segment by segment, so their sums depend only on the
+    segment. The content of a neighbouring segment cannot change a bit of them.
     """
 
     @staticmethod
@@ -97,7 +97,7 @@ class SegmentedLora(torch.autograd.Function):
         """Return `y` `[1, T, out]`."""
         y = functional.linear(x, weight, bias)
         cuts = Cuts.of(parts, x.shape[1])
-        # Columns of transposes, as the products want them: to transpose each is a call more.
+        # Columns of transposes, the layout of the products: one call less per part than transposing each.
         each = zip(parts, cuts.columns(x[0].t()), cuts.columns(y[0].t()), strict=True)
         lows = []
         for (_, _, weights, scale, _), columns, out in each:
@@ -111,7 +111,7 @@ class SegmentedLora(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
-        """Return the gradient of `x`; add those of the LoRA matrices to their arenas."""
+        """Return the gradient of `x`; add the gradients of the LoRA matrices to their arenas."""
         x, weight, *lows = ctx.saved_tensors
         gy, cuts = grads[0][0], ctx.cuts
         gx = torch.mm(gy, weight) if ctx.needs_input_grad[0] else None
@@ -130,16 +130,16 @@ class SegmentedLora(torch.autograd.Function):
 
 
 class Cuts(NamedTuple):
-    """Where to cut a packed row for one view of each part: a slice for each takes several times as long."""
+    """Split sizes of a packed row for one view per part; a slice per part takes several times as long."""
 
     sizes: list[int]
-    """Of the parts, and of what lies before, between and behind them."""
+    """Sizes of the parts, and of the rows before, between and after them."""
     wanted: list[int]
-    """Which of those are the parts."""
+    """Indices of the parts in `sizes`."""
 
     @classmethod
     def of(cls, parts: Sequence[Part], length: int) -> Cuts:
-        """Return those for parts in the order of their rows, of a packed row of some length."""
+        """Return the cuts for parts in row order, in a packed row of some length."""
         sizes: list[int] = []
         wanted: list[int] = []
         end = 0
@@ -152,12 +152,12 @@ class Cuts(NamedTuple):
         return cls([*sizes, length - end], wanted)
 
     def rows(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `[n, …]` of each part, of `x` `[T, …]`."""
+        """Return the rows `[n, …]` of each part of `x` `[T, …]`."""
         cut = x.split_with_sizes(self.sizes)
         return [cut[at] for at in self.wanted]
 
     def columns(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `[…, n]` of each part, of `x` `[…, T]`."""
+        """Return the columns `[…, n]` of each part of `x` `[…, T]`."""
         cut = x.split_with_sizes(self.sizes, dim=1)
         return [cut[at] for at in self.wanted]
 
@@ -165,9 +165,9 @@ class Cuts(NamedTuple):
 def add_product(
     total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, share: int = 1
 ) -> None:
-    """Make `total`, an fp32 (or fp64) view of an arena, `share * total + scale * left @ right`, in its precision.
+    """Set `total` to `share * total + scale * left @ right`, in its precision; it is an fp32 or fp64 arena view.
 
-    If `share` is 0, what was there is not read: it may be NaN.
+    If `share` is 0, the old value is not read: it may be NaN.
     """
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=share, alpha=scale)

@@ -1,4 +1,4 @@
-"""A small random problem that `grouped` and `fused` must solve as `seg` does before they are used."""
+"""Self-check: `grouped` and `fused` must match `seg` on a small random problem before they are used."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.routing import LinearWeights, Segment, TrainingLora
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, plan_layout
 
-# Of the largest value. fp32: another order of summation; measured 4e-7 at most on CPU. 16 bits: `grouped`
-# rounds each product to them where `seg` adds in fp32.
+# Relative to the largest value. fp32: another order of summation; measured 4e-7 at most on CPU. 16 bits: `grouped`
+# rounds each product to 16 bits, where `seg` adds in fp32.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 SPECS = (
     *(AdapterSpec(rank, seed=0) for rank in (8, 1, 5)),
@@ -34,7 +34,7 @@ TARGETS = (
     Target("0.mlp.up_proj", "mlp", 64, 128),
     Target("0.mlp.down_proj", "mlp", 128, 64),
 )
-#: The same, so wide that kernels take the tiles that they take of a real model.
+#: The same modules, wide enough that kernels use the tile sizes of a real model.
 WIDE_TARGETS = tuple(
     replace(each, inputs=16 * each.inputs, outputs=16 * each.outputs) for each in TARGETS
 )
@@ -43,7 +43,7 @@ LENGTHS = (1, 9, 40, 8, 30, 70)
 
 @dataclass(frozen=True)
 class RandomAdapter:
-    """An adapter whose A and B are random."""
+    """Adapter with random A and B."""
 
     layout: Layout
     weights: torch.Tensor
@@ -52,7 +52,7 @@ class RandomAdapter:
 
 @dataclass
 class RandomLinear:
-    """A module of the base model."""
+    """Random module of the base model."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -65,7 +65,7 @@ def disagreement(
     backend: Literal["grouped", "fused"] = "grouped",
     targets: Sequence[Target] = TARGETS,
 ) -> str | None:
-    """Return where a backend differs from `seg` by more than rounding, or None."""
+    """Return the result in which a backend differs from `seg` by more than rounding, or None."""
     generator = torch.Generator().manual_seed(0)
     adapters = [random_adapter(spec, device, dtype, generator, targets) for spec in SPECS]
     rows = sum(-(-length // ROWS) * ROWS for length in lengths) + 24
@@ -89,7 +89,7 @@ def lora_of(
     dtype: torch.dtype,
     targets: Sequence[Target] = TARGETS,
 ) -> TrainingLora:
-    """Return a backend over the random modules."""
+    """Return a LoRA backend for the random modules."""
     if name == "seg":
         return SegmentLora(segments)
     if name == "grouped":
@@ -100,7 +100,7 @@ def lora_of(
 def random_linears(
     device: torch.device, dtype: torch.dtype, targets: Sequence[Target] = TARGETS
 ) -> dict[str, RandomLinear]:
-    """Draw the modules of the base model on the host."""
+    """Return random modules of the base model, drawn on the host."""
     generator = torch.Generator().manual_seed(2)
     return {
         target.name: RandomLinear(
@@ -117,14 +117,14 @@ def random_adapter(
     generator: torch.Generator,
     targets: Sequence[Target] = TARGETS,
 ) -> RandomAdapter:
-    """Draw an adapter on the host, so that every device has the same."""
+    """Return a random adapter, drawn on the host so that it is equal on every device."""
     layout = plan_layout(spec, targets)
     weights = (torch.randn(layout.size, generator=generator) / 8).to(device)
     return RandomAdapter(layout, weights, layout.views(weights.to(dtype)))
 
 
 def segments_of(adapters: Sequence[RandomAdapter], lengths: Sequence[int]) -> list[Segment]:
-    """Give each adapter a segment and a zeroed gradient; a row of filler follows each of odd length."""
+    """Return a segment with a zeroed gradient for each adapter, padded with filler to multiples of ROWS."""
     segments, start = [], 0
     pairs = zip(adapters, SPECS, lengths, strict=True)
     for adapter, spec, length in sorted(pairs, key=lambda each: stack_class(each[0].layout)):
@@ -141,7 +141,7 @@ def plus_mlp(
     gate: int,
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """Return `x` and what an MLP makes of it, added up; `modules` are its gate, up and down."""
+    """Return `x` plus the output of an MLP; `modules` are its gate, up and down."""
     if isinstance(lora, FusedLora):
         lora.add_to(modules[2], x)
         return lora.mlp(modules[0], modules[2], gate, x)
@@ -162,7 +162,7 @@ def run(
     dtype: torch.dtype,
     targets: Sequence[Target] = TARGETS,
 ) -> tuple[list[str], list[torch.Tensor]]:
-    """Pass random rows through every module and back; return names and values of all that came out."""
+    """Run random rows forward and backward through every module; return names and values of all results."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:

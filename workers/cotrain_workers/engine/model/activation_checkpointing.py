@@ -1,7 +1,7 @@
-"""Whether the decoder layers keep what backward needs, or compute it a second time.
+"""Activation checkpointing: decoder layers either keep the tensors for backward or recompute them.
 
-The second forward is the first one again, on the same inputs and under the same route, so no bit of a
-gradient depends on the choice: it is one of memory against time, and may be made for each micro-batch.
+The second forward repeats the first one on the same inputs and under the same route, so no bit of a
+gradient depends on the choice. It trades time for memory, and may differ between micro-batches.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Choice = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a decoder layer: its input `[1, T, d]`, and the layer as a function of it."""
+    """One call of a decoder layer: its input `[1, T, d]`, and the layer as a function of the input."""
 
     hidden: torch.Tensor
     forward: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Recompute:
-    """The switch of one base model's decoder layers."""
+    """Recompute switch of the decoder layers of one base model."""
 
     def __init__(self) -> None:
         self.is_on = False
         self._instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def record(self, run: Callable[[], Any]) -> list[LayerCall]:
-        """Run the model without its layers, and return their calls; the input of all is that of the first."""
+        """Run the model without its layers and return their calls, all with the input of the first layer."""
         calls: list[LayerCall] = []
 
         def note(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,7 +45,7 @@ class Recompute:
         return calls
 
     def bypass(self, hidden: torch.Tensor, run: Callable[[], Any]) -> Any:
-        """Run the model with `hidden` `[1, T, d]` as the output of each layer, so of the last."""
+        """Run the model with `hidden` `[1, T, d]` as the output of every layer."""
         return self._replace_layers(run, lambda forward, args, kwargs: hidden)
 
     def _replace_layers(self, run: Callable[[], Any], instead: Any) -> Any:
@@ -56,21 +56,21 @@ class Recompute:
             self._instead = None
 
     def attach(self, layers: Iterable[nn.Module]) -> None:
-        """Let every layer ask this switch each time it is run with gradients."""
+        """Replace the `forward` of every layer by one that checks this switch."""
         for layer in layers:
             layer.forward = self.asking(layer.forward)
 
     def asking(self, forward: Any) -> Any:
-        """Return a layer's `forward` that asks this switch."""
+        """Return a layer's `forward` that checks this switch at each call with gradients."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._instead is not None:
                 return self._instead(forward, args, kwargs)
             if not (self.is_on and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            # Not reentrant: the LoRA matrices are no autograd leaves and the input of the first layer
-            # wants no gradient, so a reentrant checkpoint would pass that layer by in silence. Nothing
-            # in a layer is random: no state of a generator has to come back.
+            # Not reentrant: the LoRA matrices are not autograd leaves and the input of the first layer
+            # requires no gradient, so a reentrant checkpoint would silently skip that layer. Layers use no
+            # random numbers, so there is no RNG state to restore.
             return checkpoint(
                 forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
             )

@@ -1,9 +1,9 @@
-"""Attention over a packed row: each sequence sees itself alone, by the segment table of the route.
+"""Attention over a packed row: each sequence attends only to itself, by the segment table of the route.
 
-Registered with transformers under `PER_SEQUENCE`. transformers packs by `position_ids` only while no KV cache
-exists and says nothing otherwise; this function cannot run without the table.
+It is registered with transformers as `PER_SEQUENCE`. transformers packs by `position_ids` only without a KV
+cache, and otherwise ignores them silently; this function cannot run without the table.
 
-A small packed row that every attention kernel must solve as dense attention does before it is used.
+Each attention kernel is compared with dense attention on a small packed row before it is used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from cotrain_workers.engine.routing import AttentionRule, EqualLengths, Router, 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-#: Lengths of the sequences of the comparison: across blocks, short, and a block of their own.
+#: Sequence lengths of the comparison: across blocks, short, and exactly one block.
 PROBE = (200, 1, 3, 180, 256)
-#: Over the largest value, of results in 16 bits against fp32: rounded probabilities, twice in backward.
+#: Relative to the largest value, for 16-bit results against fp32; probabilities are rounded twice in backward.
 TOLERANCE = 2e-2
 
 
@@ -39,9 +39,9 @@ def agrees(
     shape: tuple[int, int, int],
     rule: AttentionRule,
 ) -> bool:
-    """Compare a kernel with dense attention over sequences of the lengths `PROBE`, forward and backward.
+    """Return True if a kernel matches dense attention on sequences of the lengths `PROBE`, forward and backward.
 
-    `shape` is query heads, key-value heads and head size. If it fails or differs, the log says so.
+    `shape` contains query heads, key-value heads and head size. A failure or a mismatch is logged.
     """
     heads, kv_heads, size = shape
     generator = torch.Generator(device).manual_seed(0)
@@ -51,7 +51,7 @@ def agrees(
     )
     try:
         found = difference(attend, partial(dense, rule=rule), q, k, v)
-    except Exception:  # whatever the kernel does not like
+    except Exception:  # kernels raise exceptions of any type
         log.exception("%s cannot run here and is not used for %s", name, rule)
         return False
     if not found < TOLERANCE:
@@ -60,7 +60,7 @@ def agrees(
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """Attend over a row of sequences of the lengths `PROBE`, in fp32 with all scores, without a cap; `[T, heads, d]`."""
+    """Return attention over sequences of the lengths `PROBE`, computed densely in fp32 without a cap; `[T, heads, d]`."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))
@@ -80,14 +80,14 @@ log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make `PER_SEQUENCE` known to transformers; twice is harmless."""
+    """Register `PER_SEQUENCE` with transformers; a second call has no effect."""
     AttentionInterface.register(PER_SEQUENCE, attention_per_sequence)
-    # No mask is built: the segment table says all of it. (A dense one would be T x T.)
+    # No mask is needed besides the segment table. (A dense one would be T x T.)
     AttentionMaskInterface.register(PER_SEQUENCE, lambda *args, **kwargs: None)
 
 
 def attach(module: nn.Module, router: Router, layer: int) -> None:
-    """Give an attention module of the base model its way to the segment table, and its number."""
+    """Attach the router and the layer number to an attention module of the base model."""
     module.cotrain_router = router  # type: ignore[assignment]
     module.cotrain_layer = layer  # type: ignore[assignment]
 
@@ -104,20 +104,22 @@ def attention_per_sequence(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally within each sequence.
+    """Return causal attention within each sequence.
 
     `query` is `[1, heads, T, d]`, `key` and `value` `[1, kv_heads, T, d]`; returns `[1, T, heads, d]`.
-    Raises NotImplementedError for what it does not implement, so that no model is wrong in silence.
+    Raises NotImplementedError for unsupported arguments, so that no model is silently wrong.
     """
     refuse_unsupported(dropout, kwargs)
     router: Router = module.cotrain_router  # type: ignore[assignment]
     rule = AttentionRule(scaling, sliding_window, softcap)
-    # squeeze: backward of `x[0]` writes zeros and copies
+    # squeeze, because backward of `x[0]` writes zeros and copies
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
     if router.step is not None:
         layer: int = module.cotrain_layer  # type: ignore[assignment]
         return router.step.attend(layer, q, k, v, rule)[None], None
-    if attention_mask is not None and attention_mask.numel() > 1:  # one value: ours, of no meaning
+    if (
+        attention_mask is not None and attention_mask.numel() > 1
+    ):  # a single value is our placeholder
         raise NotImplementedError("Packed attention does not implement attention_mask.")
     table = router.route.sequences
     if varlen_takes(q, k, rule):
@@ -132,7 +134,7 @@ def attention_per_sequence(
 
 
 def refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise NotImplementedError if the model asks for attention that this file does not compute."""
+    """Raise NotImplementedError if the model requests attention that this file does not compute."""
     asked = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
     if dropout:
         asked.append("dropout")
@@ -150,7 +152,7 @@ def attend(
     table: SequenceTable,
     rule: AttentionRule,
 ) -> torch.Tensor:
-    """Attend within each of `n` sequences of length `l`; all `[n * l, heads, d]`."""
+    """Return attention within each of `n` sequences of length `l`; all tensors are `[n * l, heads, d]`."""
     shape = (group.sequences, group.length, -1, q.shape[-1])
     q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d], no copies
     is_windowed = rule.window is not None and group.length > rule.window
@@ -172,7 +174,7 @@ def attend(
 def softcapped_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attend with scores `cap * tanh(score / cap)` (Gemma 2); holds `[n, heads, l, l]`."""
+    """Return attention with scores `cap * tanh(score / cap)` (Gemma 2); allocates `[n, heads, l, l]`."""
     assert rule.softcap is not None
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -183,16 +185,16 @@ def softcapped_attention(
 
 
 def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> bool:
-    """Return whether the flash kernel for ragged batches computes this: on CUDA, in 16 bits, no cap."""
+    """Return True if the flash kernel for ragged batches can compute this: on CUDA, in 16 bits, without a cap."""
     return q.is_cuda and varlen_is_right(
         q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2]), rule
     )
 
 
 def use_flash_3(device: torch.device) -> bool:
-    """Let torch's flash calls run on FlashAttention 3 where that is installed and the GPU is a Hopper.
+    """Switch torch's flash calls to FlashAttention 3 if it is installed and the GPU is a Hopper.
 
-    Forward and backward of a sequence of 2,048 tokens then take a little more than half the time.
+    Forward and backward of a sequence of 2,048 tokens then take slightly more than half the time.
     """
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if activate is None or torch.cuda.get_device_capability(device)[0] != 9:
@@ -206,7 +208,7 @@ def use_flash_3(device: torch.device) -> bool:
 
 
 def flash_in_use() -> str:
-    """Name what torch's flash calls run on."""
+    """Return the name of the implementation of torch's flash calls."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return (current and current()) or "FA2"
 
@@ -215,11 +217,10 @@ def flash_in_use() -> str:
 def varlen_is_right(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rule: AttentionRule
 ) -> bool:
-    """Compare the flash kernel with dense attention, once; where it cannot be used, the log says why.
+    """Return True if the flash kernel matches dense attention; compares once and logs a mismatch.
 
-    FlashAttention 3 gives way to 2 for the whole process.
-
-    `shape` is query heads, key-value heads and head size.
+    If FlashAttention 3 does not match, the whole process falls back to 2. `shape` contains query heads, key-value
+    heads and head size.
     """
     lacking = varlen_lacks(dtype, rule)
     if not lacking:
@@ -237,7 +238,7 @@ def varlen_is_right(
 
 
 def varlen_lacks(dtype: torch.dtype, rule: AttentionRule) -> str:
-    """Return why no flash kernel of this torch computes a rule, or nothing."""
+    """Return the reason why no flash kernel of this torch computes a rule, or an empty string."""
     known = varlen_parameters()
     if dtype not in NARROW:
         return f"there is no kernel for {dtype}"
@@ -252,7 +253,7 @@ def varlen_lacks(dtype: torch.dtype, rule: AttentionRule) -> str:
 
 @cache
 def warn_slow(reason: str) -> None:
-    """Say it once for each reason, and not for each layer."""
+    """Log a reason once, not for each layer."""
     log.warning(
         "Attention is slow here, and its memory grows with the square of a sequence's length: %s",
         reason,
@@ -271,7 +272,7 @@ def varlen_kernel() -> Callable[..., Any] | None:
 
 @cache
 def varlen_parameters() -> frozenset[str]:
-    """Return the arguments that this torch's kernel knows; its signature moved with each release."""
+    """Return the arguments of this torch's kernel; its signature changed with each release."""
     kernel = varlen_kernel()
     return frozenset(inspect.signature(kernel).parameters) if kernel else frozenset()
 
@@ -279,7 +280,7 @@ def varlen_parameters() -> frozenset[str]:
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: SequenceTable, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attend over the whole packed row in one kernel, by a rule for which it lacks nothing; all `[T, heads, d]`."""
+    """Return attention over the packed row by one kernel, for a rule that it supports; all tensors `[T, heads, d]`."""
     kernel, known = varlen_kernel(), varlen_parameters()
     assert kernel is not None
     extra: dict[str, Any] = {}

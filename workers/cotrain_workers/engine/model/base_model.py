@@ -1,4 +1,4 @@
-"""Load a frozen base model and refuse, with the reason, what the engine would compute wrongly."""
+"""Loading of a frozen base model, and rejection of models that the engine would compute wrongly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
 from cotrain_workers.engine.spec import Family, Target
 
-# model_type of transformers -> how people call it
+# model_type of transformers -> common name
 SUPPORTED: Mapping[str, str] = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -52,15 +52,15 @@ FAMILY_BY_MODULE: Mapping[str, Family] = {
     "lm_head": "unembed",
 }
 UNEMBED = "lm_head"
-# Their frequencies depend on the longest sequence of the batch, that is, on a neighbour.
+# Their frequencies depend on the longest sequence of the batch, and so on other tenants.
 COUPLING_ROPES = ("dynamic", "longrope")
-#: The library computes these; models have the default one in their own code.
+#: The default is in the code of each model; transformers computes the others.
 ROPES = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind not in COUPLING_ROPES))
-#: What a model raises for a value of its configuration that it cannot use.
+#: Exceptions that a model raises for an unusable value of its configuration.
 _OF_CONTENT = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError,
 )  # fmt: skip
-#: The smallest value of a key of the configuration, where the configuration has the key.
+#: Minimum value of each key of the configuration, if the key is present.
 LEAST: Mapping[str, int] = {
     "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1,
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1,
@@ -70,12 +70,12 @@ LEAST: Mapping[str, int] = {
 
 
 class UnsupportedModel(UnusableModel, ValueError):
-    """This base model cannot be trained here; the message says why."""
+    """The base model cannot be trained here; the message contains the reason."""
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """What one token leaves in the key-value memory: two vectors per layer and head."""
+    """KV-cache shape of one token: a key and a value vector per layer and head."""
 
     layers: int
     heads: int
@@ -106,12 +106,12 @@ class BaseModel:
 def load_base_model(
     model: str, *, device: torch.device, dtype: torch.dtype, local_files_only: bool
 ) -> BaseModel:
-    """Load a hub id or a folder.
+    """Load a base model by hub id or folder.
 
     Raises:
-        UnsupportedModel: of a kind that is not trained here.
-        NoModel: there is none, or it cannot be read.
-        ModelTooLarge: it is larger than the memory that is free.
+        UnsupportedModel: its type is not supported.
+        NoModel: it does not exist or cannot be read.
+        ModelTooLarge: it does not fit into free memory.
     """
     try:
         return _load(model, device, dtype, local_files_only=local_files_only)
@@ -144,9 +144,9 @@ def _load(
 
 @torch.no_grad()
 def refuse_failing(network: Any) -> None:
-    """Raise NoModel if a pass of two tokens fails by the configuration, or yields what is not finite."""
+    """Raise NoModel if a pass of two tokens fails because of the configuration, or its results are not finite."""
     count = network.get_input_embeddings().num_embeddings
-    # Not the first ones: the embedding of padding is often zero.
+    # Not the first ids, because the embedding of padding is often zero.
     tokens = torch.tensor([[count // 2, count // 3]], device=network.device)
     try:
         logits = network(input_ids=tokens, use_cache=False).logits
@@ -154,7 +154,7 @@ def refuse_failing(network: Any) -> None:
         if is_out_of_memory(error):
             raise model_too_large() from error
         if isinstance(error, RuntimeError) and network.device.type != "cpu":
-            raise  # perhaps of the device
+            raise  # it may be a device error
         raise unfit_config(f"{type(error).__name__}: {error}") from error
     if not torch.isfinite(logits).all():
         raise NoModel(
@@ -163,7 +163,7 @@ def refuse_failing(network: Any) -> None:
 
 
 def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel:
-    """Put our modules into a model, and say what it is; its weights may still be to come (device `meta`)."""
+    """Return a base model with our modules in place; weights may be loaded later (device `meta`)."""
     targets, router = find_targets(network), Router()
     num_parameters = network.num_parameters()
     adapt(network, targets, router)
@@ -189,7 +189,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
 
 
 def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
-    """Return the weights, by module, that PEFT may save with an adapter; of a group those that are whole."""
+    """Return the weights, by module, that PEFT may save with an adapter; with sharding only unsharded ones."""
     embedding = base.backbone.get_parameter("embed_tokens.weight")
     whole = {} if base.lock_step.sharding else {"model.embed_tokens": embedding}
     if embedding is base.head_weight:
@@ -198,7 +198,7 @@ def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
 
 
 def kv_shape(config: Any) -> KvShape:
-    """Return how large a token's keys and values are."""
+    """Return the size of a token's keys and values."""
     head_dim = getattr(config, "head_dim", None)
     return KvShape(
         layers=config.num_hidden_layers,
@@ -208,7 +208,7 @@ def kv_shape(config: Any) -> KvShape:
 
 
 def eos_token_ids(network: Any) -> tuple[int, ...]:
-    """Return the tokens that end a generation, as the model's generation settings name them."""
+    """Return the tokens that end a generation according to the model's generation settings."""
     settings = getattr(network, "generation_config", None) or network.config
     named = settings.eos_token_id
     if named is None:
@@ -222,14 +222,14 @@ def eos_token_ids(network: Any) -> tuple[int, ...]:
 
 
 def refuse_too_large(needed_bytes: int) -> None:
-    """Raise ModelTooLarge for a model that this host cannot hold: the kernel would end the process, without a word."""
+    """Raise ModelTooLarge for a model that exceeds this host's memory; the kernel would kill the process silently."""
     free_bytes = free_host_bytes()
     if needed_bytes > free_bytes:
         raise model_too_large(needed_bytes, free_bytes)
 
 
 def refuse_type(kind: str) -> None:
-    """Raise UnsupportedModel for a `model_type` that is not trained here."""
+    """Raise UnsupportedModel for a `model_type` that cannot be trained here."""
     if kind not in SUPPORTED:
         names = ", ".join(SUPPORTED.values())
         raise UnsupportedModel(f"models of type {kind!r} cannot be trained; {names} can.")
@@ -257,7 +257,7 @@ def refuse_unsupported(config: Any) -> None:
 
 
 def rope_types(config: Any) -> list[str]:
-    """Return the kinds of rotary embedding in a config, which may have one per layer type."""
+    """Return the types of rotary embedding in a configuration, which may have one per layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     if not isinstance(rope, dict):
         raise unfit_config("rope_parameters must be an object")
@@ -270,7 +270,7 @@ def rope_types(config: Any) -> list[str]:
 
 
 def _refuse_numbers(config: Any) -> None:
-    """Raise NoModel for a number that no model has: it fails the first pass, or makes it not finite."""
+    """Raise NoModel for an impossible number, which would fail the first pass or make its results not finite."""
     for key, least in LEAST.items():
         value = getattr(config, key, None)
         if value is None:
@@ -282,7 +282,7 @@ def _refuse_numbers(config: Any) -> None:
 
 
 def make_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """Build the model without weights, which will be of `dtype`; raises NoModel."""
+    """Return the model without weights, for weights of `dtype`; raises NoModel."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
@@ -291,10 +291,10 @@ def make_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def find_targets(network: nn.Module) -> tuple[Target, ...]:
-    """Return the modules LoRA can be attached to, in model order: those that PEFT chooses by these names.
+    """Return the modules that LoRA can be attached to, in model order; PEFT selects the same by these names.
 
     Raises:
-        UnsupportedModel: one is no plain linear, or none has such a name.
+        UnsupportedModel: a module is not a plain linear, or a name is missing.
     """
     targets = []
     for name, module in network.named_modules():
@@ -311,7 +311,7 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
 
 
 def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
-    """Put our linear modules and our attention into a loaded model."""
+    """Replace linear modules and attention of a loaded model by ours."""
     for target in targets:
         linear = network.get_submodule(target.name)
         if target.name != UNEMBED:

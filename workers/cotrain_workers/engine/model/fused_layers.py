@@ -1,15 +1,13 @@
-"""Kernels in the layers of a base model, in training and decoding: norms, rotations and gates; with the LoRA backend
-`fused`, gates and residual additions inside the products next to them.
+"""Kernels in the layers of a base model, for training and decoding: norms, rotations and gates.
 
-What a layer computes is recognised, and the kernel compared with it, before it is put there. Else the layer does it as
-transformers has it, and the log says so.
+With the LoRA backend `fused`, gates and residual additions are part of the adjacent products instead.
 
-The gated product of an MLP as one kernel, for decoding. In training it is part of the products, or plain.
+A layer's computation is recognised by a pure function with identical bits. A kernel is compared with that function
+before it replaces it. Otherwise the layer keeps the code of transformers, and the log says so.
 
-The rotation of the heads of queries or keys, and their RMS norm before it if there is one: one kernel, one back.
-
-What the layers of transformers compute between their products, as pure functions: a layer is known by the one
-that gives the same bits.
+* `gated`: gated product of an MLP in one kernel, for decoding. In training it is part of the products, or plain.
+* `RotatedNorm`: rotation of query or key heads after an optional RMS norm, in one kernel each way.
+* `norm_then_weight` to `half_turned`: pure functions of the layers' computations between products.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from cotrain_workers.engine.model.kept_norm import WARPS, KeptNorm, block
 from cotrain_workers.engine.model.kernel_check import example, is_right
 from cotrain_workers.engine.routing import Router
 
-GATE_BLOCK, GATE_WARPS = 1024, 4  # values of a program
+GATE_BLOCK, GATE_WARPS = 1024, 4  # values per program
 
 _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
 _LIBRARY.define("gated(Tensor gate, Tensor up, int kind) -> Tensor")
@@ -56,16 +54,16 @@ torch.library.register_fake("cotrain::gated", lambda gate, *_: torch.empty_like(
 
 _GIVEN = "Tensor? weight, Tensor cos, Tensor sin"
 SCHEMAS = {
-    # x [T, heads, size], cos and sin [T, size]; without a weight no norm; `one`: the scale is one more than it
+    # x [T, heads, size], cos and sin [T, size]; no norm without a weight; `one`: the scale is weight + 1
     "rotated_norm": f"(Tensor x, {_GIVEN}, float eps, bool one) -> Tensor",
     "rotated_norm_back": f"(Tensor gy, Tensor? x, {_GIVEN}, float eps, bool one) -> Tensor",
 }
 
 
 class RotatedNorm(torch.autograd.Function):
-    """`x` `[T, heads, size]`, each head normed, if there is a weight, and turned by `cos` and `sin` `[T, size]`.
+    """`x` `[T, heads, size]`, each head normalised if there is a weight, and rotated by `cos` and `sin` `[T, size]`.
 
-    The weight is frozen. Without one the gradient does not need `x`, and it is not kept.
+    The weight is frozen. Without a weight, the gradient does not need `x`, which is then not saved.
     """
 
     @staticmethod
@@ -78,7 +76,7 @@ class RotatedNorm(torch.autograd.Function):
         eps: float,
         one: bool,
     ) -> torch.Tensor:
-        """Return the same shape."""
+        """Return the rotated heads, of the same shape."""
         x, cos, sin = (each.contiguous() for each in (x, cos, sin))
         ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
         ctx.rest = eps, one
@@ -101,7 +99,7 @@ def rotated_norm(
     eps: float,
     one: bool,
 ) -> torch.Tensor:
-    """Return each head normed and turned."""
+    """Return each head normalised and rotated."""
     return _run("rotated", [x, weight, cos, sin], eps, one, norm=weight is not None)
 
 
@@ -145,14 +143,14 @@ Pure = Callable[..., Any]
 
 
 def norm_then_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the RMS norm of Llama, Mistral and Qwen: rounded, then scaled."""
+    """Return the RMS norm of Llama, Mistral and Qwen, which is rounded before scaling."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def norm_with_one(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the RMS norm of Gemma: scaled by one more than the weight, then rounded."""
+    """Return the RMS norm of Gemma, which is scaled by weight + 1 before rounding."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * (1.0 + weight.float())).type_as(x)
@@ -171,7 +169,7 @@ def gelu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `q` and `k` `[1, heads, T, d]` turned by `cos` and `sin` `[1, T, d]`."""
+    """Return `q` and `k` `[1, heads, T, d]` rotated by `cos` and `sin` `[1, T, d]`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + half_turned(q) * sin, k * cos + half_turned(k) * sin
 
@@ -183,7 +181,7 @@ def half_turned(x: torch.Tensor) -> torch.Tensor:
 
 
 def first_equal(candidates: Sequence[Pure], inputs: Sequence[Any], expected: Any) -> Pure | None:
-    """Return the first candidate that gives what the model's own function gave, bit for bit."""
+    """Return the first candidate whose result has the bits of the model's own function, or None."""
     wanted = expected if isinstance(expected, tuple) else (expected,)
     for pure in candidates:
         found = pure(*inputs)
@@ -194,20 +192,20 @@ def first_equal(candidates: Sequence[Pure], inputs: Sequence[Any], expected: Any
 
 
 Norm = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-Checked = dict[tuple[Any, ...], bool]  # kernels, by function and sizes
+Checked = dict[tuple[Any, ...], bool]  # check results of kernels, by function and sizes
 
-#: A layer of these alone adds to its input what attention made of a norm, and then what the MLP made of another.
+#: Norms before attention and before the MLP. A layer with only these modules adds both results to its input.
 NORMS = ("input_layernorm", "post_attention_layernorm")
 PARTS = {*NORMS, "self_attn", "mlp"}
 ROPE = "apply_rotary_pos_emb"
 ROWS = 64
-"""Of the examples by which functions are recognised and kernels checked."""
+"""Rows of the examples that recognise functions and check kernels."""
 
 log = logging.getLogger(__name__)
 
 
 def fuse_layers(base: BaseModel, *, in_products: bool) -> tuple[str, ...]:
-    """Put kernels into the layers of a base model; return which. `in_products`: its LoRA backend is `fused`."""
+    """Replace parts of a base model's layers by kernels; return their names. `in_products`: LoRA is `fused`."""
     reason = missing_kernels(base.head_weight.device)
     if base.lock_step.sharding:
         reason = "its weights are shared among processes"
@@ -216,7 +214,7 @@ def fuse_layers(base: BaseModel, *, in_products: bool) -> tuple[str, ...]:
         return ()
     backbone: Any = base.backbone
     named = [each for each in backbone.modules() if type(each).__name__.endswith("RMSNorm")]
-    checked: Checked = {}  # of 36 layers with a kernel that does not run, one says so
+    checked: Checked = {}  # of 36 layers with a failing kernel, only one logs it
     norms = {each: _fuse_norm(each, checked) for each in named}
     gates = [_fuse_gate(each.mlp, base.router, checked, in_products) for each in backbone.layers]
     done: dict[str, list[Any]] = {
@@ -244,7 +242,7 @@ def _once(checked: Checked, key: tuple[Any, ...], check: Callable[[], bool]) -> 
 
 
 def _fuse_norm(norm: Any, checked: Checked) -> Norm | None:
-    """Give a norm a kernel; return that, which gives also what it is of."""
+    """Replace a norm by a kernel; return the kernel, which also returns its input, or None."""
     eps, pure = known_norm(norm)
     if pure is None:
         return None
@@ -270,7 +268,7 @@ def _fuse_norm(norm: Any, checked: Checked) -> Norm | None:
 
 
 def _fuse_gate(mlp: Any, router: Router, checked: Checked, in_products: bool) -> bool:
-    """Give an MLP its gate in a kernel, where it decodes, and inside the products, where it trains."""
+    """Replace the gate of an MLP, by a kernel in decoding and within the products in training."""
     shape = (1, ROWS, mlp.down_proj.weight.shape[1])
     both = [example(mlp.down_proj.weight, *shape) for _ in range(2)]
     pure = first_equal((silu_gate, gelu_gate), both, mlp.act_fn(both[0]) * both[1])
@@ -296,7 +294,7 @@ def _fuse_gate(mlp: Any, router: Router, checked: Checked, in_products: bool) ->
 
 
 def _fuse_heads(attention: Any, checked: Checked) -> bool:
-    """Turn queries and keys in a kernel, which norms them, too, in an attention that does so right before."""
+    """Replace the rotation of queries and keys by a kernel, together with the norms directly before it."""
     original = type(attention).forward
     eager = getattr(original, "__globals__", {}).get(ROPE)
     if eager is None or ROPE not in original.__code__.co_names:
@@ -322,7 +320,7 @@ def _fuse_heads(attention: Any, checked: Checked) -> bool:
 
 
 def _rotation(norm: Any, checked: Checked, examples: tuple[torch.Tensor, ...]) -> Any:
-    """Return a kernel that norms heads `[1, heads, T, size]`, if there is a norm, and turns them; None as `_fuse_norm` does."""
+    """Return a kernel that normalises heads `[1, heads, T, size]`, if there is a norm, and rotates them, or None."""
     eps, pure = (0.0, None) if norm is None else known_norm(norm)
     if norm is not None and pure is None:
         return None
@@ -346,7 +344,7 @@ def _fuse_residuals(
     router: Router,
     asking: Callable[[Any], Any],
 ) -> bool:
-    """Add in the products what a layer adds, where it trains and its MLP computes its gate there."""
+    """Add a layer's residuals inside the products in training, if its MLP computes its gate there."""
     if {name for name, _ in layer.named_children()} != PARTS:
         return False
     before_attention, before_mlp = (norms[getattr(layer, name)] for name in NORMS)
@@ -369,7 +367,7 @@ def _fuse_residuals(
 
 
 def known_norm(norm: Any) -> tuple[float, Any]:
-    """Return the epsilon of a norm, and which of the known functions it is, or None."""
+    """Return the epsilon of a norm and the matching known function, or None in its place."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))
     x = example(norm.weight, ROWS, len(norm.weight))
     given = (x, norm.weight, eps)
@@ -377,7 +375,7 @@ def known_norm(norm: Any) -> tuple[float, Any]:
 
 
 def _with_global(function: Any, name: str, value: Any) -> Any:
-    """Return a copy of a function that sees another value under one of its module's names."""
+    """Return a copy of a function with another value for one global name."""
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, name: value},

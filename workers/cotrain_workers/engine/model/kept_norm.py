@@ -1,4 +1,4 @@
-"""An RMS norm that hands on what it read, too: back, the gradients of both, or of the norm alone, are one kernel."""
+"""RMS norm that also returns its input, so that backward of the norm and the residual is one kernel."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ WARPS = 8
 
 _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
 SCHEMAS = {
-    # x [T, width]; `one`: the scale is one more than the weight
+    # x [T, width]; `one`: the scale is weight + 1
     "rms_norm": "(Tensor x, Tensor weight, float eps, bool one) -> Tensor",
     "rms_norm_back": "(Tensor x, Tensor weight, Tensor gy, Tensor? kept, float eps, bool one) -> Tensor",
 }
 
 
 class KeptNorm(torch.autograd.Function):
-    """The norm of each row of `x` `[..., width]`, and `x`. The weight is frozen."""
+    """The norm of each row of `x` `[..., width]`, and `x` itself. The weight is frozen."""
 
     @staticmethod
     def forward(  # type: ignore[explicit-override]
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, one: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both."""
+        """Return the norm and `x`."""
         ctx.save_for_backward(x, weight)
         ctx.rest = eps, one
-        ctx.set_materialize_grads(False)  # where what was kept is not taken up, it has none
+        ctx.set_materialize_grads(False)  # an unused `x` has no gradient
         return torch.ops.cotrain.rms_norm(x.contiguous(), weight, eps, one), x
 
     @staticmethod
@@ -53,7 +53,7 @@ def rms_norm_back(
     eps: float,
     one: bool,
 ) -> torch.Tensor:
-    """Return the gradient of `x`, given those of its norm and, if it was kept, of `x`."""
+    """Return the gradient of `x`, given the gradients of its norm and, if it was used, of `x` itself."""
     gx = torch.empty_like(x)
     given = x, weight, gy, gy if kept is None else kept, gx
     _run("norm_backward", *given, eps=eps, ONE=one, PLUS=kept is not None)
@@ -61,7 +61,7 @@ def rms_norm_back(
 
 
 def block(size: int) -> int:
-    """Return how many values a kernel takes to hold `size`: the next power of two."""
+    """Return the block size of a kernel for `size` values: the next power of two."""
     return 1 << (size - 1).bit_length()
 
 

@@ -1,4 +1,4 @@
-"""Whether a kernel does what the function does that it replaces: it is compared before it is used."""
+"""Comparison of a kernel with the function that it replaces, before it is used."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from cotrain_workers.engine.device import check_device
 
 Pure = Callable[..., Any]
 
-#: Over the largest value. A kernel that keeps fp32 between two operations where eager rounds to 16 bits
-#: differs by a rounding, and by one more in the backward of a product.
+#: Relative to the largest value. A kernel that keeps fp32 between two operations where eager mode rounds to 16 bits
+#: differs by one rounding, and by another one in the backward of a product.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 log = logging.getLogger(__name__)
 
 
 def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]) -> bool:
-    """Compare a kernel with its function, forward and backward by the first `tensors` arguments, then without
-    gradients, as the decoder calls it; if it fails or differs, the log says so. Raises DeviceLost.
+    """Return True if a kernel matches its function, forward and backward for the first `tensors` arguments.
+
+    It is also compared without gradients, as used by the decoder. A failure or a mismatch is logged.
+    Raises DeviceLost.
     """
     inputs, rest = examples[:tensors], examples[tensors:]
     found = 0.0
@@ -32,7 +34,7 @@ def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]
             )
         with torch.inference_mode():
             found = max(found, apart(outs_of(kernel, examples), outs_of(function, examples)))
-    except Exception:  # a compiler's, of any type
+    except Exception:  # compilers raise exceptions of any type
         check_device(examples[0].device)
         log.exception("The kernel of %s is not used", function.__name__)
         return False
@@ -43,14 +45,12 @@ def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]
 
 
 def difference(ours: Pure, theirs: Pure, *inputs: torch.Tensor) -> float:
-    """Return how far two functions of tensors lie apart, and their gradients: the largest difference
-    over the largest value.
-    """
+    """Return the largest relative difference of two functions of tensors, and of their gradients."""
     return apart(*(outs_and_gradients(function, inputs) for function in (ours, theirs)))
 
 
 def apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    """Return how far tensors lie apart: the largest difference over the largest value."""
+    """Return the largest difference of tensors, relative to the largest value."""
     return max(
         float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
         for a, b in zip(ours, theirs, strict=True)
@@ -58,13 +58,13 @@ def apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float
 
 
 def outs_of(function: Pure, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Return what a function gives."""
+    """Return the outputs of a function as a tuple."""
     outs = function(*args)
     return outs if isinstance(outs, tuple) else (outs,)
 
 
 def outs_and_gradients(function: Pure, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what a function gives, and its gradients for a slope that is not the same everywhere."""
+    """Return the outputs of a function and its gradients for varying output gradients."""
     leaves = [each.detach().clone().requires_grad_() for each in inputs]
     with torch.enable_grad():
         outs = outs_of(function, leaves)
@@ -75,6 +75,6 @@ def outs_and_gradients(function: Pure, inputs: Sequence[torch.Tensor]) -> list[t
 
 
 def example(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return random values of the device and type of `like`; no generator of torch's moves on."""
+    """Return random values with the device and dtype of `like`, without changing a global generator."""
     generator = torch.Generator(like.device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype)

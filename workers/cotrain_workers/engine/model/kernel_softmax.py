@@ -1,7 +1,7 @@
-"""The softmax over the vocabulary in two passes over fp32 logits: one reads them, one writes their gradient.
+"""Softmax over the vocabulary in two passes over fp32 logits: one reads them, one writes their gradient.
 
-No probabilities are kept, and the gradient is written in the type of the weights. For the LoRA backend `fused`,
-as its kernels need what these do.
+No probabilities are stored, and the gradient is written in the dtype of the weights. Used with the LoRA backend
+`fused`, which has the same requirements.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from cotrain_workers.engine.model.kept_norm import block
 from cotrain_workers.engine.model.kernel_check import TOLERANCE, apart, example
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 
-COLUMNS, WARPS = 4096, 8  # that a program takes at once
+COLUMNS, WARPS = 4096, 8  # columns per program
 
 _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
 SCHEMAS = {
-    # logits fp32 [rows, V]; `cap` 0: they have none
+    # logits fp32 [rows, V]; `cap` 0: no cap
     "softmax_norms": "(Tensor logits, float cap) -> Tensor",
-    # of the rows from `first` on that targets [c, K] are of
+    # targets [c, K] belong to the rows from `first` on
     "softmax_pick": "(Tensor logits, Tensor norms, Tensor targets, int first, float cap) -> Tensor",
     "softmax_backward": "(Tensor logits, Tensor norms, Tensor targets, Tensor slopes, Tensor(a!) grads, int first, "
     "float cap) -> ()",
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class KernelSoftmax:
-    """As `PlainSoftmax`; its logits are to be complete when it is made."""
+    """Implementation of `Softmax` by kernels; its logits must be complete when it is created."""
 
     def __init__(
         self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
@@ -50,26 +50,26 @@ class KernelSoftmax:
         return found
 
     def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
-        """Take d loss / d logprob `[c, K]`."""
+        """Write the gradient of some rows, given d loss / d logprob `[c, K]`."""
         given = self._logits, self._norms, targets, slope, self._grads
         torch.ops.cotrain.softmax_backward(*given, rows.start, self._cap)
 
     def gradient(self) -> torch.Tensor:
-        """Return d loss / d logits `[rows, V]` before the cap; that of rows that did not go back is anything."""
+        """Return d loss / d logits `[rows, V]` before the cap; rows without `go_back` are undefined."""
         assert self._grads is not None
         return self._grads
 
 
 def find_softmax(weight: torch.Tensor, softcap: float | None) -> NewSoftmax:
-    """Return the kernels for an unembedding `[V, d]`, if they are right on its device, or else the plain way.
+    """Return the kernel softmax for an unembedding `[V, d]` if it is correct on its device, else the plain one.
 
     Raises DeviceLost.
     """
-    # In 16 bits alone a gradient would hide what is off.
+    # A comparison in 16 bits only would hide errors of the gradient.
     for dtype in dict.fromkeys((torch.float32, weight.dtype)):
         try:
             found = disagreement(weight, softcap, dtype)
-        except Exception:  # a compiler's, of any type
+        except Exception:  # compilers raise exceptions of any type
             check_device(weight.device)
             log.exception("The softmax is not in two passes")
             return PlainSoftmax
@@ -80,8 +80,9 @@ def find_softmax(weight: torch.Tensor, softcap: float | None) -> NewSoftmax:
 
 
 def disagreement(weight: torch.Tensor, softcap: float | None, dtype: torch.dtype) -> float:
-    """Return how far the kernels are off on random logits, with gradients of `dtype`: the largest difference
-    over the largest value.
+    """Return the largest relative difference of kernel and plain softmax on random logits.
+
+    Gradients have the type `dtype`.
     """
     targets = torch.tensor([[0, len(weight) - 1], [1, 1], [0, 1]], device=weight.device)
     slopes = torch.tensor([[1.0, -0.5], [2.0, 0.5], [0.0, 0.0]], device=weight.device)

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""The kernels of norms, rotations and gates: what a value becomes depends on its own row and nothing else.
+"""Triton kernels of norms, rotations and gates. Each value depends only on its own row.
 
-`ONE` is Gemma's norm, scaled by one more than the weight and rounded once; the others round, then scale.
+`ONE` selects Gemma's norm, which is scaled by weight + 1 and rounded once. Other norms are rounded, then scaled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def norm(x, weight, y, width, eps, ONE: tl.constexpr, BLOCK: tl.constexpr):
 def norm_backward(
     x, weight, gy, kept, gx, width, eps, ONE: tl.constexpr, PLUS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the gradient of a row of `x`: that of its norm and, with `PLUS`, `kept`, that of `x` itself."""
+    """Write the gradient of a row of `x` through its norm, plus, with `PLUS`, `kept`, the gradient of `x` itself."""
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     cells = tl.program_id(0).to(tl.int64) * width + columns
@@ -49,7 +49,7 @@ def norm_backward(
 
 @triton.jit
 def halves(x, cells, half, mask):
-    """Load both halves of heads, in fp32."""
+    """Return both halves of heads in fp32."""
     first = tl.load(x + cells, mask=mask, other=0.0).to(tl.float32)
     return first, tl.load(x + cells + half, mask=mask, other=0.0).to(tl.float32)
 
@@ -59,7 +59,7 @@ def rotated(
     x, weight, cos, sin, y, heads, half, eps,
     NORM: tl.constexpr, ONE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write each head of a row, or with `NORM` its norm, turned; a head is two halves."""
+    """Write each head of a row, normalised with `NORM`, then rotated; a head consists of two halves."""
     row = tl.program_id(0).to(tl.int64)
     columns, numbers = tl.arange(0, HALF)[None, :], tl.arange(0, HEADS)[:, None]
     inside = columns < half
@@ -85,7 +85,7 @@ def rotated_backward(
     x, weight, cos, sin, gy, gx, heads, half, eps,
     NORM: tl.constexpr, ONE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a row of what `rotated` read."""
+    """Write the gradient of a row of the input of `rotated`."""
     row = tl.program_id(0).to(tl.int64)
     columns, numbers = tl.arange(0, HALF)[None, :], tl.arange(0, HEADS)[:, None]
     inside = columns < half
@@ -111,7 +111,7 @@ def rotated_backward(
 
 @triton.jit
 def gated(gate, up, y, count, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Write `act(gate) * up`, rounded as two ops round it."""
+    """Write `act(gate) * up`, rounded after each of the two operations."""
     cells = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = cells < count
     kind: tl.constexpr = y.dtype.element_ty

@@ -1,4 +1,4 @@
-"""Read a base model from a folder or a hub; what is wrong with it is a sentence for the operator."""
+"""Reader of a base model from a folder or hub; each fault becomes a sentence for the operator."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.progress import ReportedProgress
 
 CONFIG = "config.json"
-#: Where a model may lie below the folder that was named: among others, or in a hub's cache.
+#: Locations of a model below the given folder: subfolders, and the cache of a hub.
 _BELOW = (f"*/{CONFIG}", f"snapshots/*/{CONFIG}")
 _READ = {".json", ".safetensors", ".bin"}
-#: Several times those of the deepest models. The library's lists of many more would take all memory.
+#: Several times the depth of the deepest models. For many more, lists in the library would use up all memory.
 MAX_LAYERS = 2048
 _AGAIN = "fetch or copy them again"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class UnusableModel(Exception):
-    """This base model cannot be served; the message says why, and what to do."""
+    """The base model cannot be served; the message contains reason and remedy."""
 
 
 class NoModel(UnusableModel, OSError):
-    """There is no model there, or none that can be read."""
+    """There is no readable model at this location."""
 
 
 class ModelTooLarge(UnusableModel, ValueError):
-    """The model takes more memory than there is."""
+    """The model needs more memory than is free."""
 
 
 def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_only: bool) -> Any:
-    """Read the configuration of a hub id or a folder.
+    """Return the configuration of a hub id or a folder.
 
-    `refuse_type` is asked before the library, which does not know every type. Raises NoModel, and what
-    `refuse_type` does.
+    `refuse_type` is called before the library, which does not support every type. Raises NoModel and the
+    exceptions of `refuse_type`.
     """
     folder = Path(model)
     if folder.exists():
@@ -67,7 +67,7 @@ def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_o
         adapter = find_adapter_config_file(model, local_files_only=local_files_only)
     except Exception as error:
         raise NoModel(_unreadable(error)) from error
-    if adapter is not None:  # the library attaches it where PEFT is installed, and nowhere else
+    if adapter is not None:  # the library would attach it, but only where PEFT is installed
         raise NoModel(
             "the folder holds an adapter as well (adapter_config.json): move it out; bring the adapter "
             "with `cotrain upload`, if the model does not hold it already."
@@ -76,11 +76,11 @@ def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_o
 
 
 def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> Any:
-    """Load the model into host memory.
+    """Return the model, loaded into host memory.
 
     Raises:
-        NoModel: weights are missing, torn, of other shapes than the configuration says, or not used by
-            it. The library would fill in random numbers for the first, and leave out the last.
+        NoModel: weights are missing, truncated, unused, or their shapes differ from the configuration.
+            The library would replace missing weights by random numbers and ignore unused ones.
         ModelTooLarge: there is not enough memory.
     """
     try:
@@ -90,7 +90,7 @@ def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> A
             local_files_only=local_files_only,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are reported below, by name
+            ignore_mismatched_sizes=True,  # reported below, by name
             tqdm_class=ReportedProgress,
         )
     except Exception as error:
@@ -108,7 +108,7 @@ def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> A
 
 
 def refuse_absent(absent: Iterable[str]) -> None:
-    """Raise NoModel for parameters that the files lack, or hold in another shape."""
+    """Raise NoModel for parameters that are missing from the files, or have another shape there."""
     names = sorted(absent)
     if names == [HEAD]:
         raise NoModel(
@@ -122,7 +122,7 @@ def refuse_absent(absent: Iterable[str]) -> None:
 
 
 def refuse_unused(unused: Iterable[str]) -> None:
-    """Raise NoModel for tensors of the files that the configured model has no place for."""
+    """Raise NoModel for tensors of the files that the configured model does not use."""
     if names := sorted(unused):
         raise NoModel(
             f"its weights hold {_first_of(names)}, which the model of its {CONFIG} has no place for, so "
@@ -132,7 +132,7 @@ def refuse_unused(unused: Iterable[str]) -> None:
 
 
 def untied() -> NoModel:
-    """Say that a checkpoint holds two matrices where its configuration ties them to one."""
+    """Return the error for a checkpoint with two matrices where its configuration ties them to one."""
     return NoModel(
         f"its weights hold {HEAD} with other values than {EMBEDDING}, but {CONFIG} ties the two: set "
         f"tie_word_embeddings to false in {CONFIG}."
@@ -140,11 +140,11 @@ def untied() -> NoModel:
 
 
 def refuse_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise NoModel for a tensor that holds NaN or infinity, which makes each result of the model NaN."""
+    """Raise NoModel for a tensor with NaN or infinity, which makes each result of the model NaN."""
     for name, tensor in tensors:
         if not tensor.numel() or not tensor.is_floating_point():
             continue
-        low, high = tensor.aminmax()  # NaN passes into both; `isfinite` would need a copy
+        low, high = tensor.aminmax()  # NaN propagates to both; `isfinite` would need a copy
         if bool(torch.isfinite(low) & torch.isfinite(high)):
             continue
         if name.endswith("inv_freq"):
@@ -153,12 +153,12 @@ def refuse_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def unfit_config(reason: str) -> NoModel:
-    """Say that a configuration describes no model, in the first line of `reason`."""
+    """Return the error for an invalid configuration, with the first line of `reason`."""
     return NoModel(f"its {CONFIG} describes no model ({_first_line(reason)}): correct it.")
 
 
 def model_too_large(needed_bytes: int = 0, free_bytes: int = 0) -> ModelTooLarge:
-    """Say that memory is too small for a model; sizes in bytes, 0 where they are not known."""
+    """Return the error for a model that exceeds the memory; sizes in bytes, 0 if unknown."""
     sizes = f" (its weights take {needed_bytes / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free)"
     return ModelTooLarge(
         f"there is not enough memory for it{sizes if needed_bytes else ''}: "
@@ -167,7 +167,7 @@ def model_too_large(needed_bytes: int = 0, free_bytes: int = 0) -> ModelTooLarge
 
 
 def _refuse_other_things(path: Path) -> None:
-    """Raise NoModel for a file, and for a folder that holds something else than a model."""
+    """Raise NoModel for a file, and for a folder without a model."""
     if not path.is_dir():
         raise NoModel(f"it is a file: give the folder of a model, which holds {CONFIG}.")
     if (path / CONFIG).exists():
@@ -187,7 +187,7 @@ def _refuse_other_things(path: Path) -> None:
 
 
 def _refuse_closed_files(folder: Path) -> None:
-    """Raise NoModel for a file that this user may not read, of which the library says that it is not there."""
+    """Raise NoModel for a file that this user may not read; the library would report it as missing."""
     files = (file for file in sorted(folder.iterdir()) if file.suffix in _READ)
     closed = [file.name for file in files if not os.access(file, os.R_OK)]
     if closed:
@@ -234,7 +234,7 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def _brief(error: BaseException) -> str:
-    """Return the first line of a message, which may be a page long."""
+    """Return the first line of a message, which may be very long."""
     return _first_line(str(error).strip() or type(error).__name__)
 
 

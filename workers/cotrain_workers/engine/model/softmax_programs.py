@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""The kernels of the softmax over a vocabulary: each program has one row, or some columns of one.
+"""Triton kernels of the softmax over a vocabulary; each program computes one row, or some columns of one.
 
-Logits are fp32, and before the cap: `CAPPED` means that `cap * tanh(x / cap)` is what a softmax is of. `norms`
-`[rows, 2]` are the largest of a row and the sum of all `exp(x - largest)`. What takes some rows of a visit
-alone counts them from `first`: rows that begin anywhere are no variant of their own, which might have other bits.
+Logits are fp32, before the cap. `CAPPED` applies the softmax to `cap * tanh(x / cap)`. `norms` `[rows, 2]`
+contains the maximum of each row and the sum of all `exp(x - maximum)`. Kernels for some rows of a visit receive
+the number of the `first` one. It is not specialised, because a variant might have other bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-3.4e38)  # finite, so that a row may begin with -inf
+LOWEST = tl.constexpr(-3.4e38)  # finite, because a row may begin with -inf
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def squashed(x, cap):
 
 @triton.jit
 def capped(x, cap, CAPPED: tl.constexpr):
-    """Return what the softmax is of."""
+    """Return the capped logits, or `x` without a cap."""
     if CAPPED:
         x = cap * squashed(x, cap)
     return x
@@ -30,7 +30,7 @@ def capped(x, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def softmax_norms(logits, norms, width, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the norms of a row, read once."""
+    """Write maximum and exponential sum of a row in one pass."""
     row = tl.program_id(0).to(tl.int64)
     peak = tl.full((), LOWEST, tl.float32)
     total = tl.full((), 0.0, tl.float32)
@@ -57,7 +57,7 @@ def softmax_pick(
     known = tl.arange(0, BLOCK) < count
     target = tl.load(targets + cells, mask=known, other=0)
     x = capped(tl.load(logits + row * width + target, mask=known, other=0.0), cap, CAPPED)
-    # The largest is taken off first: its sum with the logarithm would be rounded as a large number is.
+    # The maximum is subtracted first: maximum + logarithm would be rounded like a large number.
     logprob = (x - tl.load(norms + 2 * row)) - tl.log(tl.load(norms + 2 * row + 1))
     tl.store(logprobs + cells, logprob, mask=known)
 

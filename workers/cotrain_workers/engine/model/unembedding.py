@@ -1,4 +1,4 @@
-"""From hidden states to logits and log-probabilities of some rows, and the way back."""
+"""Projection of hidden states to logits and log-probabilities of some rows, and its backward."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cotrain_workers.engine.spec import kept_share
 
 
 def raw_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the logits `[c, V]` of `hidden` `[c, d]`, before LoRA and cap; fp32 under a 16-bit base."""
+    """Return the logits `[c, V]` of `hidden` `[c, d]` before LoRA and cap; fp32 for a 16-bit base."""
     narrow = weight.dtype in (torch.bfloat16, torch.float16)
     product = wide_product if narrow else torch.mm
     return product(hidden, weight.t())
 
 
 def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Return `softcap * tanh(logits / softcap)`, in place (Gemma 2); without a cap the logits."""
+    """Return `softcap * tanh(logits / softcap)`, in place (Gemma 2); without a cap, the logits."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -31,7 +31,7 @@ def picked_logprobs(
     peak = logits.amax(dim=-1, keepdim=True)
     picked = logits.gather(1, targets)
     probabilities = torch.softmax(logits, dim=-1, out=out)
-    # logsumexp without another pass of exp: the largest probability is exp(peak - logsumexp).
+    # logsumexp without another exp over all logits: the largest probability is exp(peak - logsumexp).
     top = probabilities.amax(dim=-1, keepdim=True)
     return picked.sub_(peak).add_(top.log_()), probabilities
 
@@ -39,11 +39,12 @@ def picked_logprobs(
 def logit_slope(
     probabilities: torch.Tensor, slope: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Turn probabilities `[c, V]`, which it overwrites, into d loss / d logits, given d loss / d logprob
-    `[c, K]`: `d loss / d logit_v = sum_k slope_k (1[v = target_k] - p_v)`.
+    """Return d loss / d logits, given d loss / d logprob `[c, K]`; overwrites probabilities `[c, V]`.
+
+    `d loss / d logit_v = sum_k slope_k (1[v = target_k] - p_v)`.
     """
     grad = probabilities.mul_(-slope.sum(dim=1, keepdim=True))
-    # One column after the other: two columns of a row may name the same token, and adding both in one
+    # Columns one by one: two columns of a row may contain the same token, and adding both in one
     # call would need atomics on CUDA.
     for column in range(slope.shape[1]):
         at = targets[:, column : column + 1]
@@ -53,7 +54,7 @@ def logit_slope(
 
 
 class Cap:
-    """`softcap * tanh(logits / softcap)` (Gemma 2), in place, and the way back; without a cap nothing."""
+    """`softcap * tanh(logits / softcap)` (Gemma 2), in place, and its backward; the identity without a cap."""
 
     def __init__(self, softcap: float | None, *, goes_back: bool) -> None:
         self._softcap = softcap
@@ -61,40 +62,40 @@ class Cap:
         self._tanh: torch.Tensor | None = None
 
     def on(self, logits: torch.Tensor) -> torch.Tensor:
-        """Cap logits."""
+        """Return capped logits, computed in place."""
         if self._softcap is not None and self._goes_back:
             self._tanh = torch.tanh(logits / self._softcap)
         return capped(logits, self._softcap)
 
     def back(self, slope: torch.Tensor) -> torch.Tensor:
-        """Turn d loss / d logits into that by the logits before the cap."""
+        """Return d loss / d logits before the cap, given d loss / d logits after it."""
         return slope if self._tanh is None else slope.mul_(1 - self._tanh**2)
 
 
 class Softmax(Protocol):
-    """Of all rows of some logits `[rows, V]` before the cap: what a row gets depends on that row alone."""
+    """Softmax of all rows of some logits `[rows, V]` before the cap. Results of a row depend only on that row."""
 
     def logprobs(self, rows: slice, targets: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities of `targets` `[c, K]`."""
 
     def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
-        """Take d loss / d logprob `[c, K]` of rows whose log-probabilities were asked for."""
+        """Compute the gradient, given d loss / d logprob `[c, K]`, of rows whose `logprobs` were computed."""
 
     def gradient(self) -> torch.Tensor:
-        """Return d loss / d logits `[rows, V]` before the cap; that of rows that did not go back is anything."""
+        """Return d loss / d logits `[rows, V]` before the cap; rows without `go_back` are undefined."""
 
 
 class NewSoftmax(Protocol):
-    """What makes one, of logits that it may overwrite."""
+    """Factory of a softmax of logits, which it may overwrite."""
 
     def __call__(
         self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
     ) -> Softmax:
-        """Return it; gradients will be of `dtype`."""
+        """Return the softmax; its gradients have the type `dtype`."""
 
 
 class PlainSoftmax:
-    """A softmax of PyTorch's operations, which keeps all probabilities until they become the gradient."""
+    """Softmax by PyTorch operations, which stores all probabilities until they become the gradient."""
 
     def __init__(
         self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
@@ -103,7 +104,7 @@ class PlainSoftmax:
         self._softcap = softcap
         self._dtype = dtype
         self._goes_back = goes_back
-        self._slopes = torch.empty_like(logits)  # before a row went back: its probabilities
+        self._slopes = torch.empty_like(logits)  # probabilities, until `go_back` of a row
         self._cap_by_start: dict[int, Cap] = {}
 
     def logprobs(self, rows: slice, targets: torch.Tensor) -> torch.Tensor:
@@ -112,19 +113,19 @@ class PlainSoftmax:
         return picked_logprobs(cap.on(self._logits[rows]), targets, self._slopes[rows])[0]
 
     def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
-        """Take d loss / d logprob `[c, K]`."""
+        """Compute the gradient of some rows, given d loss / d logprob `[c, K]`."""
         grad = logit_slope(self._slopes[rows], slope, targets)
         self._cap_by_start[rows.start].back(grad)
 
     def gradient(self) -> torch.Tensor:
-        """Return d loss / d logits `[rows, V]` before the cap; that of rows that did not go back is anything."""
+        """Return d loss / d logits `[rows, V]` before the cap; rows without `go_back` are undefined."""
         return self._slopes.to(self._dtype)
 
 
 class Projection:
-    """Some rows of a piece under the unembedding and the adapter's LoRA on it, and the way back.
+    """Projection of some rows by the unembedding and the adapter's LoRA on it, and its backward.
 
-    `c` rows, `V` the vocabulary. `logits` first, then `backward`, once each.
+    There are `c` rows and `V` tokens in the vocabulary. Call `logits`, then `backward`, once each.
     """
 
     def __init__(
@@ -143,26 +144,28 @@ class Projection:
         self._low: torch.Tensor | None = None  # A @ hidden^T, [rank, c]
 
     def logits(self) -> torch.Tensor:
-        """Return a new tensor `[c, V]`, fp32 under a 16-bit base."""
+        """Return a new tensor `[c, V]`, fp32 for a 16-bit base."""
         return self._cap.on(self.adapted(raw_logits(self._hidden, self._weight)))
 
     def backward(self, slope: torch.Tensor) -> None:
-        """Given d loss / d logits `[c, V]`, which it overwrites, write d loss / d hidden and add the
-        LoRA gradients.
+        """Write d loss / d hidden and add the LoRA gradients, given d loss / d logits `[c, V]`.
+
+        Overwrites `slope`.
         """
         grad = self._cap.back(slope).to(self._weight.dtype)
         self.finish(grad, torch.mm(grad, self._weight))
 
     def adapted(self, logits: torch.Tensor) -> torch.Tensor:
-        """Add LoRA to raw logits `[c, V]`, in place."""
+        """Return raw logits `[c, V]` plus LoRA, in place."""
         if self._part is not None:
             self._low = torch.mm(self._part.weights.a, self._hidden.t())
             add_product(logits, self._low.t(), self._part.weights.b.t(), self._part.scale)
         return logits
 
     def finish(self, grad: torch.Tensor, hidden_grad: torch.Tensor) -> None:
-        """Given `grad`, d loss / d raw logits `[c, V]`, and its product with the weight `[c, d]`, write
-        d loss / d hidden and add the LoRA gradients.
+        """Write d loss / d hidden and add the LoRA gradients.
+
+        `grad` is d loss / d raw logits `[c, V]`, and `hidden_grad` its product with the weight `[c, d]`.
         """
         if self._part is not None:
             assert self._low is not None

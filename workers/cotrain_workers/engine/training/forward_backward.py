@@ -176,9 +176,10 @@ class ForwardBackward:
         return batch.tokens > self._micro_batch_tokens and not isinstance(op, ReverseKl)
 
     def _must_wait(self, batch: MicroBatch, passes: Sequence[PassState]) -> bool:
-        """Return True for a long datum that cannot be suspended, as enough others are, and would block all work.
+        """Return True for a long datum that would block all work, because it cannot be suspended.
 
-        If those have not run for RECENT_S, for instance because their tenants are paused, it runs to its end.
+        At most MAX_SUSPENDED data are suspended at once. If none of those has run for RECENT_S, for instance because their
+        tenants are paused, the datum runs to its end.
         """
         owner = passes[batch.op_slices[0].owner]
         if owner.allowance is None or owner.long or not self._is_long(batch, passes):
@@ -231,7 +232,7 @@ class ForwardBackward:
             else:
                 ran_out = False
             cost.tokens += long.done_tokens - before
-            # here the exception is released, and with it the tensors that its frames held
+            # Here the exception is released, and with it the tensors that its frames held.
             if ran_out:
                 cost.tokens -= long.done_tokens
                 self._long.discard(long)
@@ -333,9 +334,9 @@ class ForwardBackward:
                 waiting.extendleft((second, first))
 
     def spare_memory(self, tokens: int) -> None:
-        """Take less memory for micro-batches of this size from now on, as if it had run out over one.
+        """Use less memory for micro-batches of this size from now on, as if one had run out of memory.
 
-        Fewer slices go together, and layers are computed twice: no bit depends on either.
+        Fewer slices run together, and layers are recomputed. No bit depends on either.
         """
         self.safe_tokens = min(self.safe_tokens, max(1, tokens // 2))
         if self._may_recompute:

@@ -51,7 +51,7 @@ async def check_server(
 
     Raises:
         VllmUnavailable: it does not answer, or not yet.
-        VllmUnusable: it was started otherwise than docs/vllm.md says.
+        VllmUnusable: it was started otherwise than docs/operate/vllm.md says.
     """
     try:
         card = base_card(base_model, await server.models())

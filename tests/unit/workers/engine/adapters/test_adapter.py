@@ -27,7 +27,7 @@ def full_of(value: float, dtype: torch.dtype = torch.float32) -> Gradient:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_written_over_what_was_discarded(dtype: torch.dtype) -> None:
+def test_products_overwrite_a_discarded_gradient(dtype: torch.dtype) -> None:
     gradient, fresh = full_of(math.nan), full_of(0.0)
     discard_all([gradient])
     left, right = (torch.randn(5, 3).to(dtype), torch.randn(3, 24).to(dtype))
@@ -41,10 +41,10 @@ def test_products_are_written_over_what_was_discarded(dtype: torch.dtype) -> Non
             assert kept_share(sums) == 1
 
     assert fresh.views["q_proj"].b.any()
-    assert torch.equal(gradient.flat, fresh.flat)  # of the other module nothing was written
+    assert torch.equal(gradient.flat, fresh.flat)  # the other module got no product
 
 
-def test_a_discarded_gradient_counts_as_zeros_for_whoever_asks() -> None:
+def test_a_discarded_gradient_counts_as_zeros() -> None:
     gradients = [full_of(math.inf) for _ in range(4)]
     discard_all(gradients[1:])
 
@@ -57,7 +57,7 @@ def test_a_discarded_gradient_counts_as_zeros_for_whoever_asks() -> None:
     assert not gradients[3].views["v_proj"].b.any()
 
 
-def test_a_norm_is_that_of_what_has_been_written_since() -> None:
+def test_a_norm_includes_later_writes() -> None:
     gradient = full_of(1.0)
     before = gradient.norm()
 
@@ -71,7 +71,7 @@ def test_a_norm_is_that_of_what_has_been_written_since() -> None:
     assert gradient.norm() == 0
 
 
-def test_a_norm_is_added_up_in_fp64() -> None:
+def test_a_norm_is_summed_in_fp64() -> None:
     gradient = full_of(0.0)
     generator = torch.Generator().manual_seed(1)
     gradient.flat.copy_(torch.randn(layout().size, generator=generator))
@@ -80,25 +80,25 @@ def test_a_norm_is_added_up_in_fp64() -> None:
     assert gradient.norm() != float(gradient.flat.norm())
 
 
-def test_finite_values_of_fp64_may_have_a_norm_that_is_not() -> None:
+def test_finite_fp64_values_may_have_an_infinite_norm() -> None:
     gradient = full_of(1e200, torch.float64)
 
     assert gradient.is_finite()
     assert gradient.norm() == math.inf
 
 
-def test_what_was_no_gradient_keeps_all_it_has() -> None:
+def test_a_pair_outside_of_gradients_is_never_discarded() -> None:
     assert kept_share(Pair(torch.ones(1, 1), torch.ones(1, 1))) == 1
 
 
 @pytest.mark.parametrize("bad", [[INF], [-INF], [NAN], [INF, -INF]])
-def test_one_value_that_is_not_finite_is_found(bad: list[float]) -> None:
+def test_a_single_non_finite_value_is_found(bad: list[float]) -> None:
     values = torch.ones(1000)
     values[500 : 500 + len(bad)] = torch.tensor(bad)
 
     assert not is_all_finite(values)
 
 
-def test_values_whose_sum_is_not_finite_may_be() -> None:
+def test_finite_values_may_have_a_non_finite_sum() -> None:
     assert is_all_finite(torch.full((4,), 3e38))
     assert is_all_finite(torch.ones(4))

@@ -33,7 +33,7 @@ def test_a_is_kaiming_uniform_and_b_is_zero() -> None:
         assert pair.a.std() == pytest.approx(bound / math.sqrt(3), rel=0.1)
 
 
-def test_the_seed_and_the_name_fix_a_module_whatever_else_is_trained() -> None:
+def test_the_values_of_a_module_depend_only_on_seed_and_name() -> None:
     everything = weights_of(AdapterSpec(4, seed=3))
     head_only = weights_of(AdapterSpec(4, seed=3, train_attn=False, train_mlp=False))
 
@@ -56,13 +56,13 @@ def test_matrices_do_not_overlap_and_start_on_a_cache_line() -> None:
     assert owners.sum() == layout.trainable_parameters == 5 * sum((80, 148, 125))
 
 
-def test_alpha_is_shared_by_all_ranks() -> None:
+def test_alpha_does_not_depend_on_the_rank() -> None:
     assert AdapterSpec(8, seed=0).scale == 4.0
     assert AdapterSpec(64, seed=0).scale == 0.5
 
 
 @pytest.mark.parametrize("field", ["weights", "grads", "m", "v", "step", "grads_pending", "spec"])
-def test_a_digest_sees_every_part_of_a_state(field: str) -> None:
+def test_a_digest_depends_on_every_part_of_a_state(field: str) -> None:
     bank = AdapterBank(TARGETS, torch.device("cpu"), torch.float32)
     bank.create("a", AdapterSpec(4, seed=0))
     state = bank.state("a")
@@ -78,7 +78,7 @@ def test_a_digest_sees_every_part_of_a_state(field: str) -> None:
     assert bank.state("a").digest() == state.digest()
 
 
-def test_a_version_is_never_that_of_other_weights() -> None:
+def test_a_version_is_never_used_for_other_weights() -> None:
     bank = AdapterBank(TARGETS, torch.device("cpu"), torch.bfloat16)
     first = bank.create("a", AdapterSpec(4, seed=0))
     seen = {first.version}
@@ -90,7 +90,7 @@ def test_a_version_is_never_that_of_other_weights() -> None:
     assert len(seen) == 3
 
 
-def test_the_compute_copy_is_made_when_asked_and_again_after_a_change() -> None:
+def test_the_compute_copy_is_made_on_demand_and_again_after_a_change() -> None:
     adapter = AdapterBank(TARGETS, torch.device("cpu"), torch.bfloat16).create(
         "a", AdapterSpec(4, seed=0)
     )
@@ -104,7 +104,7 @@ def test_the_compute_copy_is_made_when_asked_and_again_after_a_change() -> None:
     assert (adapter.compute["lm_head"].b == 2.0).all()
 
 
-def test_a_parked_adapter_keeps_nothing_on_the_device() -> None:
+def test_an_offloaded_adapter_uses_no_device_memory() -> None:
     bank = AdapterBank(TARGETS, torch.device("cpu"), torch.bfloat16, adapter_bytes=1)
     adapter = bank.create("a", AdapterSpec(4, seed=0))
     assert adapter.compute

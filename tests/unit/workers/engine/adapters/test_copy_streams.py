@@ -1,4 +1,4 @@
-"""Copies in a stream of their own: who waits for whom. `tests/gpu` has the real streams."""
+"""Copies in a stream of their own, and the waits between streams. `tests/gpu` tests real streams."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """What of `torch.cuda` a copy stream uses, writing down what it was asked."""
+    """Part of `torch.cuda` that a copy stream uses. It logs every call."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -67,7 +67,7 @@ class FakeCuda:
 
 
 class Side(SideStream):
-    pins = False  # memory is pinned for a GPU, and there is none
+    pins = False  # memory is pinned for a GPU only
 
 
 def banked(cuda: Any, runs: str, budget_in_adapters: int) -> AdapterBank:
@@ -85,9 +85,9 @@ def banked(cuda: Any, runs: str, budget_in_adapters: int) -> AdapterBank:
     return bank
 
 
-def test_the_computation_waits_for_a_prefetched_adapter_only_when_it_needs_it() -> None:
+def test_the_computation_waits_for_a_prefetched_adapter_only_on_use() -> None:
     cuda = FakeCuda()
-    bank = banked(cuda, "ab", 1)  # `b` has taken the place of `a`
+    bank = banked(cuda, "ab", 1)  # `b` has replaced `a`
     cuda.log.clear()
 
     bank.prefetch(["a"])
@@ -101,7 +101,7 @@ def test_the_computation_waits_for_a_prefetched_adapter_only_when_it_needs_it() 
     assert len(cuda.log) == len(prefetched) + 1
 
 
-def test_what_is_in_use_is_not_parked_for_the_next_cycle() -> None:
+def test_an_adapter_in_use_is_not_offloaded_by_a_prefetch() -> None:
     cuda = FakeCuda()
     bank = banked(cuda, "ab", 1)
     bank.bring_in(["a"])
@@ -124,12 +124,14 @@ def test_the_host_waits_for_a_state_only_when_it_reads_it() -> None:
     copy.state()
     assert cuda.log[-1] == "host waits for copies 1"
 
-    bank.bring_in(["a"])  # may be written to from here on
+    bank.bring_in(["a"])  # may be written from here on
     assert cuda.log[-1] == "compute waits for copies 1"
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 100])
-def test_arenas_come_back_the_same_in_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arenas_are_copied_back_unchanged_in_blocks(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copy_streams, "BLOCK_BYTES", 64)
     arenas = {"weights": torch.randn(size), "m": torch.randn(size)}
 

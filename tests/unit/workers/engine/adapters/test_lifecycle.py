@@ -1,4 +1,4 @@
-"""Saving an adapter and loading it: a run goes on from a checkpoint to the bit."""
+"""Saving and loading of an adapter: a run continues from a checkpoint with identical bits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load_of(
 
 
 def logprobs_of(engine: Engine, tenant: Tenant = TENANT) -> list[bytes]:
-    """Evaluate the datums of cycle 1, which are the same whatever the run is called here."""
+    """Return the logprobs of the datums of cycle 1, which are the same for every name of the run."""
     forward = next(op for op in TENANT.ops(1) if isinstance(op, Pass) and not op.needs_grad)
     output = engine.run([replace(forward, run=tenant.run)]).outputs[tenant.run, forward.seq]
     assert isinstance(output, PassOutput)
@@ -65,7 +65,7 @@ def for_run(ops: list[Op], run: str) -> list[Op]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_load_brings_back_weights_optimizer_and_what_follows_to_the_bit(
+def test_a_load_restores_weights_optimizer_and_later_steps_exactly(
     new_engine: Callable[..., Engine], dtype: torch.dtype
 ) -> None:
     engine, stayed = new_engine(dtype=dtype), new_engine(dtype=dtype)
@@ -87,7 +87,7 @@ def test_a_load_brings_back_weights_optimizer_and_what_follows_to_the_bit(
     assert same_bits(engine.adapters.state(TENANT.run), stayed.adapters.state(TENANT.run))
 
 
-def test_a_load_without_optimizer_state_starts_adam_anew(new_engine: Callable[..., Engine]) -> None:
+def test_a_load_without_optimizer_state_resets_adam(new_engine: Callable[..., Engine]) -> None:
     engine, fresh = new_engine(), new_engine()
     engine.run(TENANT.ops(0))
     save = saved(engine)
@@ -102,7 +102,7 @@ def test_a_load_without_optimizer_state_starts_adam_anew(new_engine: Callable[..
     assert same_bits(engine.adapters.state(TENANT.run), fresh.adapters.state(TENANT.run))
 
 
-def test_a_pending_gradient_is_dropped_by_a_load(new_engine: Callable[..., Engine]) -> None:
+def test_a_load_drops_a_pending_gradient(new_engine: Callable[..., Engine]) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
     before, save = engine.adapters.state(TENANT.run), saved(engine)
@@ -114,7 +114,7 @@ def test_a_pending_gradient_is_dropped_by_a_load(new_engine: Callable[..., Engin
     assert same_bits(engine.adapters.state(TENANT.run), before)
 
 
-def test_a_checkpoint_stays_as_it_is_while_the_run_that_loaded_it_trains_on(
+def test_a_checkpoint_is_unchanged_while_a_run_that_loaded_it_trains(
     new_engine: Callable[..., Engine],
 ) -> None:
     engine = new_engine()
@@ -128,7 +128,7 @@ def test_a_checkpoint_stays_as_it_is_while_the_run_that_loaded_it_trains_on(
     assert all(map(torch.equal, arenas, before))
 
 
-def test_a_new_run_goes_on_where_the_checkpoint_was_taken(
+def test_a_new_run_continues_from_a_checkpoint(
     new_engine: Callable[..., Engine],
 ) -> None:
     engine = new_engine()
@@ -140,7 +140,7 @@ def test_a_new_run_goes_on_where_the_checkpoint_was_taken(
     assert same_bits(engine.adapters.state("new"), engine.adapters.state(TENANT.run))
 
 
-def test_another_run_takes_a_checkpoint_and_keeps_its_own_seed(
+def test_another_run_loads_a_checkpoint_and_keeps_its_own_seed(
     new_engine: Callable[..., Engine],
 ) -> None:
     engine = new_engine()
@@ -176,10 +176,12 @@ def test_saves_and_loads_of_one_cycle_run_in_their_order(
     assert again.optimizer.step == first.optimizer.step == 1
 
 
-def test_runs_that_load_among_others_change_no_bit_of_theirs_or_their_own(
+def test_runs_that_load_among_others_change_no_bit_of_any_run(
     new_engine: Callable[..., Engine],
 ) -> None:
-    """Two of the mix load, one begins by a load, the others train: each as if alone."""
+    """Two runs of the mix load, one starts with a load, and the others train. Each result equals
+    that of the run alone.
+    """
 
     def ops_of(tenant: Tenant, save: SaveOutput, cycle: int) -> list[Op]:
         ops = tenant.ops(cycle)
@@ -216,7 +218,7 @@ def test_runs_that_load_among_others_change_no_bit_of_theirs_or_their_own(
     [AdapterSpec(4, 1), AdapterSpec(8, 1, train_unembed=False), AdapterSpec(8, 1, train_mlp=False)],
     ids=str,
 )
-def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(
+def test_a_checkpoint_of_another_shape_is_refused_without_a_change(
     new_engine: Callable[..., Engine], spec: AdapterSpec
 ) -> None:
     engine = new_engine()
@@ -234,7 +236,7 @@ def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(
     assert same_bits(engine.adapters.state(TENANT.run), before)
 
 
-def test_a_run_whose_creation_failed_says_so_to_every_later_op(
+def test_every_op_after_a_failed_creation_reports_it(
     new_engine: Callable[..., Engine],
 ) -> None:
     engine = new_engine()
@@ -260,7 +262,7 @@ def test_a_run_whose_creation_failed_says_so_to_every_later_op(
     assert not any(first.run in engine.adapters for first in refused)
 
 
-def test_a_save_for_sampling_carries_no_optimizer(new_engine: Callable[..., Engine]) -> None:
+def test_a_save_for_sampling_has_no_optimizer_state(new_engine: Callable[..., Engine]) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
     output = engine.run([Save(TENANT.run, 9)]).outputs[TENANT.run, 9]
@@ -268,7 +270,7 @@ def test_a_save_for_sampling_carries_no_optimizer(new_engine: Callable[..., Engi
     assert output.optimizer is None
 
 
-def test_log_probabilities_of_the_new_run_are_those_of_the_old(
+def test_the_logprobs_of_a_new_run_equal_those_of_the_saved_run(
     new_engine: Callable[..., Engine],
 ) -> None:
     engine = new_engine()
@@ -282,10 +284,12 @@ def without_optimizer(save: SaveOutput, alpha: float) -> SaveOutput:
     return SaveOutput(HostWeights(replace(save.weights.spec, alpha=alpha), save.weights.flat))
 
 
-def test_weights_of_another_alpha_add_what_they_added_before(
+def test_loaded_weights_of_another_alpha_keep_their_effect(
     new_engine: Callable[..., Engine],
 ) -> None:
-    """The run's B takes the ratio; to fp32's rounding, since 7.5 / 32 is no power of two."""
+    """The B matrix of the run is scaled by the ratio. Equal up to fp32 rounding, since 7.5 / 32 is
+    not a power of two.
+    """
     engine, other = new_engine(), new_engine()
     engine.run(TENANT.ops(0))
     theirs = replace(TENANT.spec, alpha=7.5)
@@ -304,7 +308,7 @@ def test_weights_of_another_alpha_add_what_they_added_before(
     np.testing.assert_allclose(ours, scaled, atol=1e-5)
 
 
-def test_an_optimizer_state_of_another_alpha_is_refused_and_changes_nothing(
+def test_an_optimizer_state_of_another_alpha_is_refused(
     new_engine: Callable[..., Engine],
 ) -> None:
     engine = new_engine()
@@ -335,7 +339,7 @@ def test_an_alpha_that_would_overflow_is_refused(new_engine: Callable[..., Engin
 
 @pytest.mark.parametrize("creates", [True, False])
 @pytest.mark.parametrize("ruined", ["weights", "m", "v"])
-def test_a_checkpoint_that_no_step_could_go_on_from_is_refused(
+def test_a_checkpoint_with_non_finite_values_is_refused(
     new_engine: Callable[..., Engine], ruined: str, creates: bool
 ) -> None:
     engine = new_engine()
@@ -390,14 +394,14 @@ def adapter(
 
 
 def change(weights: HostWeights, name: str, target: Target) -> torch.Tensor:
-    """Return what the adapter adds to a module's weight, fp64."""
+    """Return the fp64 product that the adapter adds to the weight of a module."""
     pair = layout_of(weights.spec).views(weights.flat).get(name)
     if pair is None:
         return torch.zeros(target.outputs, target.inputs, dtype=torch.float64)
     return weights.spec.scale * (pair.b.double() @ pair.a.double())
 
 
-def test_the_change_of_a_mix_is_the_sum_of_the_changes() -> None:
+def test_the_effect_of_a_mix_is_the_sum_of_the_effects() -> None:
     sources = [
         (0.75, adapter(AdapterSpec(4, 1))),
         (-2.0, adapter(AdapterSpec(3, 2, train_mlp=False))),
@@ -413,7 +417,7 @@ def test_the_change_of_a_mix_is_the_sum_of_the_changes() -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)  # fp32 weights
 
 
-def test_one_source_with_coefficient_one_is_itself_to_the_bit() -> None:
+def test_a_single_source_with_coefficient_one_is_unchanged() -> None:
     source = adapter(AdapterSpec(5, 7, train_mlp=False, alpha=12.0))
 
     mixed = mix([(1.0, source)], layout_of)
@@ -422,7 +426,7 @@ def test_one_source_with_coefficient_one_is_itself_to_the_bit() -> None:
     assert torch.equal(mixed.flat, source.flat)
 
 
-def test_a_mix_trains_whatever_a_source_does_and_has_one_scale() -> None:
+def test_a_mix_trains_every_module_of_a_source_and_has_one_scale() -> None:
     spec = mixed_spec(
         [
             AdapterSpec(4, 9, train_attn=False, train_mlp=False),
@@ -434,10 +438,10 @@ def test_a_mix_trains_whatever_a_source_does_and_has_one_scale() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_logits_of_a_mix_are_those_of_plain_peft_with_the_summed_weights(
+def test_the_logits_of_a_mix_equal_those_of_peft_with_summed_weights(
     new_engine: NewEngine, model_folder: Callable[..., Path], *, tied: bool
 ) -> None:
-    """PEFT gets each source as an adapter; its linear layers are then merged by hand."""
+    """PEFT loads each source as an adapter. Its linear layers are then merged by hand."""
     engine, folder = new_engine(tied=tied), model_folder(tied=tied)
     sources = [
         (0.6, adapter(AdapterSpec(4, 1), engine.adapters.layout_of)),
@@ -455,7 +459,7 @@ def test_the_logits_of_a_mix_are_those_of_plain_peft_with_the_summed_weights(
 def logits(
     folder: Path, sources: list[tuple[float, HostWeights]], engine: Engine, tokens: np.ndarray
 ) -> torch.Tensor:
-    """Return the logits of plain PEFT with `sum c_i * change_i` in fp64, in one adapter's place."""
+    """Return the logits of plain PEFT with `sum c_i * change_i` in fp64 in place of one adapter."""
     widest = mixed_spec([weights.spec for _, weights in sources])
     oracle = PeftOracle(folder, widest, torch.float64)
     deltas: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Adapters that PEFT saved, through the reading of uploads and into the engine: the same function."""
+"""Adapters saved by PEFT, read as uploads and imported into the engine, with equal results."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def foreign(model_folder: ModelFolder, tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that has PEFT itself save an adapter with random B."""
+    """Return a function with which PEFT itself saves an adapter with random B."""
 
     def saved(
         settings: dict[str, Any],
@@ -107,7 +107,7 @@ def foreign(model_folder: ModelFolder, tmp_path: Path) -> Callable[..., Path]:
 
 
 def imported(upload: Upload) -> PeftAdapter:
-    """Pass an upload through the body of its op."""
+    """Return an upload encoded to the body of its op and decoded again."""
     return peft_adapter(encode_import(upload))
 
 
@@ -122,7 +122,9 @@ def every_logprob(network: Any) -> np.ndarray:
 
 
 def every_logprob_of(engine: Engine, run: str) -> np.ndarray:
-    """Ask for every token of the vocabulary at every position: the logits, but for their level."""
+    """Return the log-probs of every token of the vocabulary at every position: the logits up to a
+    constant.
+    """
     columns = np.tile(np.arange(128), (len(TOKENS), 1))
     weights = np.zeros(columns.shape, np.float32)
     datum = Datum(TOKENS, {"target_tokens": columns, "weights": weights})
@@ -134,7 +136,7 @@ def every_logprob_of(engine: Engine, run: str) -> np.ndarray:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
-def test_an_adapter_of_peft_computes_here_what_it_computes_there(
+def test_an_imported_adapter_computes_the_results_of_peft(
     new_engine: NewEngine,
     model_folder: ModelFolder,
     foreign: Callable[..., Path],
@@ -158,7 +160,7 @@ def test_an_adapter_of_peft_computes_here_what_it_computes_there(
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("along", ["auto", True])
-def test_base_weights_saved_along_are_dropped_where_they_are_those_served_here(
+def test_saved_base_weights_equal_to_ours_are_dropped(
     new_engine: NewEngine, foreign: Callable[..., Path], tied: bool, along: bool | str
 ) -> None:
     settings = FOREIGN["ranks and alphas by module"]
@@ -218,7 +220,7 @@ def test_half_precision_is_widened_without_loss(
     ids=["everything", "no-mlp", "no-attn"],
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_our_own_export_comes_back_to_the_bit(
+def test_our_own_export_is_imported_unchanged(
     new_engine: NewEngine, tmp_path: Path, spec: AdapterSpec, tied: bool
 ) -> None:
     layout_of = new_engine(tied=tied).adapters.layout_of
@@ -232,7 +234,7 @@ def test_our_own_export_comes_back_to_the_bit(
     assert weights.flat.numpy().tobytes() == flat.numpy().tobytes()
 
 
-def test_what_an_adapter_leaves_out_begins_as_in_a_fresh_one(
+def test_missing_modules_of_an_adapter_start_as_in_a_fresh_one(
     new_engine: NewEngine, foreign: Callable[..., Path]
 ) -> None:
     layout_of = new_engine().adapters.layout_of
@@ -300,14 +302,14 @@ REFUSED: dict[str, tuple[PeftAdapter, str]] = {
 
 
 @pytest.mark.parametrize(("adapter", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_the_base_model_is_refused_with_the_key(
+def test_an_adapter_that_does_not_fit_the_base_model_is_refused_by_its_key(
     new_engine: NewEngine, adapter: PeftAdapter, reason: str
 ) -> None:
     with pytest.raises(ImportRefused, match=reason):
         read_import(adapter, new_engine().adapters.layout_of, MAX_RANK)
 
 
-def test_a_refusal_fails_the_import_alone(new_engine: NewEngine) -> None:
+def test_a_refusal_fails_only_its_import(new_engine: NewEngine) -> None:
     engine = new_engine()
     bad = Import("bad", 0, REFUSED["other width"][0])
     outputs = engine.run([bad, Import("good", 0, imported(GOOD))]).outputs
@@ -317,5 +319,5 @@ def test_a_refusal_fails_the_import_alone(new_engine: NewEngine) -> None:
     assert isinstance(outputs["good", 0], CreateOutput)
 
 
-def test_uploads_are_read_for_the_modules_that_can_be_adapted() -> None:
+def test_uploads_are_read_for_the_adaptable_modules() -> None:
     assert dict(FAMILY_BY_MODULE) == dict(base_model.FAMILY_BY_MODULE)

@@ -15,29 +15,29 @@ from cotrain_workers.engine.adapters.residency import (
 
 
 def sizes(on_device: str, on_host: str = "") -> list[AdapterSize]:
-    """Return adapters of one byte each, the least used first."""
+    """Return adapters of one byte each, the least recently used first."""
     return [AdapterSize(run, 1, is_on_device=run in on_device) for run in (*on_host, *on_device)]
 
 
-def test_what_is_needed_replaces_the_least_used() -> None:
+def test_a_needed_adapter_replaces_the_least_recently_used_one() -> None:
     assert moves_for(sizes("abcd", "e"), ["e", "a"], 4) == Moves(["b"], ["e"])
 
 
-def test_nothing_moves_while_all_fits() -> None:
+def test_no_adapter_moves_while_all_fit() -> None:
     assert moves_for(sizes("abc", "e"), ["e"], 4) == Moves([], ["e"])
     assert moves_for(sizes("abc", "e"), ["a"], 4) == Moves([], [])
     assert moves_for(sizes("abcdefgh"), ["a"], None) == Moves([], [])
 
 
-def test_what_is_needed_comes_in_even_if_it_does_not_fit() -> None:
+def test_needed_adapters_are_loaded_even_beyond_the_budget() -> None:
     assert moves_for(sizes("a", "bcd"), ["b", "c", "d"], 2) == Moves(["a"], ["b", "c", "d"])
 
 
-def test_a_budget_that_new_runs_have_exceeded_is_kept_again() -> None:
+def test_a_budget_exceeded_by_new_runs_is_restored() -> None:
     assert moves_for(sizes("abcd"), ["d"], 2) == Moves(["a", "b"], [])
 
 
-def test_the_next_cycles_come_in_as_far_as_they_fit_with_this_one() -> None:
+def test_adapters_of_the_next_cycles_are_prefetched_as_far_as_they_fit() -> None:
     adapters = sizes("abcd", "efg")
 
     assert prefetch_moves(adapters, ["e", "f", "g"], in_use="cd", budget=4) == Moves(
@@ -50,7 +50,7 @@ def test_the_next_cycles_come_in_as_far_as_they_fit_with_this_one() -> None:
     )
 
 
-def test_a_cycle_is_cut_only_where_its_adapters_do_not_fit() -> None:
+def test_a_cycle_is_divided_only_if_its_adapters_do_not_fit() -> None:
     sizes = {"a": 2, "b": 2, "c": 3, "d": 1}
 
     assert device_groups(list("abcd"), sizes, None) == [list("abcd")]
@@ -61,7 +61,7 @@ def test_a_cycle_is_cut_only_where_its_adapters_do_not_fit() -> None:
     assert device_groups([], {}, 1) == [[]]
 
 
-def test_the_least_used_leave_and_no_more_of_them_than_must() -> None:
+def test_the_minimum_of_least_recently_used_adapters_is_removed() -> None:
     sizes = {"a": 3, "b": 3, "c": 3}
 
     assert over_budget(sizes, 9) == []
@@ -71,10 +71,10 @@ def test_the_least_used_leave_and_no_more_of_them_than_must() -> None:
 
 
 @pytest.mark.parametrize("noise", [0, 1 << 20])
-def test_the_share_of_a_gpu_is_the_same_after_a_restart(noise: int) -> None:
+def test_the_adapter_budget_of_a_gpu_is_the_same_after_a_restart(noise: int) -> None:
     # H200 and Qwen3-8B in bf16.
     assert adapter_budget(150_000_000_000, 16_400_000_000 + noise) == 24 * GIB
 
 
-def test_a_full_gpu_leaves_memory_for_an_adapter_all_the_same() -> None:
+def test_a_full_gpu_keeps_memory_for_an_adapter() -> None:
     assert adapter_budget(16 * GIB, 15 * GIB) == GIB

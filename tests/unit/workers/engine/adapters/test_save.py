@@ -14,21 +14,21 @@ NewEngine = Callable[..., Engine]
 
 
 class Named:
-    """Stand in for settings that name end-of-sequence tokens."""
+    """Stand-in for settings with end-of-sequence tokens."""
 
     def __init__(self, eos_token_id: int | list[int] | None) -> None:
         self.eos_token_id = eos_token_id
 
 
 class Network:
-    """Stand in for a model."""
+    """Stand-in for a model."""
 
     def __init__(self, generation: int | list[int] | None, config: int | list[int] | None) -> None:
         self.generation_config = Named(generation)
         self.config = Named(config)
 
 
-def test_a_save_is_the_weights_after_the_step_of_its_cycle(new_engine: NewEngine) -> None:
+def test_a_save_has_the_weights_after_the_step_of_its_cycle(new_engine: NewEngine) -> None:
     engine, tenant = new_engine(), MIX[0]
 
     saved = engine.run([Save(tenant.run, 9), *tenant.ops(0)]).outputs[tenant.run, 9]
@@ -39,7 +39,7 @@ def test_a_save_is_the_weights_after_the_step_of_its_cycle(new_engine: NewEngine
     assert torch.equal(saved.weights.flat, engine.adapters.state(tenant.run).weights)
 
 
-def test_a_save_stays_as_it_is_while_the_run_trains_on(new_engine: NewEngine) -> None:
+def test_a_save_is_unchanged_while_its_run_trains(new_engine: NewEngine) -> None:
     engine, tenant = new_engine(), MIX[0]
     saved = engine.run([*tenant.ops(0), Save(tenant.run, 9)]).outputs[tenant.run, 9]
     assert isinstance(saved, SaveOutput)
@@ -62,7 +62,7 @@ def test_two_saves_of_one_cycle_are_equal(new_engine: NewEngine) -> None:
     assert torch.equal(first.weights.flat, second.weights.flat)
 
 
-def test_a_run_that_is_not_here_cannot_be_saved(new_engine: NewEngine) -> None:
+def test_an_unknown_run_cannot_be_saved(new_engine: NewEngine) -> None:
     output = new_engine().run([Save("unknown", 1)]).outputs["unknown", 1]
 
     assert isinstance(output, Failure)
@@ -70,7 +70,7 @@ def test_a_run_that_is_not_here_cannot_be_saved(new_engine: NewEngine) -> None:
     assert "its creation failed" in output.message
 
 
-def test_others_work_after_every_micro_batch(new_engine: NewEngine) -> None:
+def test_there_is_a_yield_point_after_every_micro_batch(new_engine: NewEngine) -> None:
     engine, yields = new_engine(micro_batch_tokens=64), []
 
     ops = [op for tenant in MIX for op in tenant.ops(0)]
@@ -79,7 +79,7 @@ def test_others_work_after_every_micro_batch(new_engine: NewEngine) -> None:
     assert len(yields) == cycle.forwards > 3
 
 
-def test_others_work_after_every_save_and_load(new_engine: NewEngine) -> None:
+def test_there_is_a_yield_point_after_every_save_and_load(new_engine: NewEngine) -> None:
     engine, tenant, yields = new_engine(), MIX[0], []
     saved = engine.run([*tenant.ops(0), Save(tenant.run, 9)]).outputs[tenant.run, 9]
     assert isinstance(saved, SaveOutput)
@@ -99,7 +99,7 @@ def test_without_passes_there_is_no_yield_point(new_engine: NewEngine) -> None:
     assert yields == []
 
 
-def test_what_ends_a_generation_is_read_from_the_model(new_engine: NewEngine) -> None:
+def test_the_end_tokens_are_read_from_the_model(new_engine: NewEngine) -> None:
     assert new_engine().facts.eos_token_ids == (2,)
     assert eos_token_ids(Network([7, 3], 1)) == (3, 7)
     assert eos_token_ids(Network(None, 1)) == (1,)

@@ -1,4 +1,4 @@
-"""Adapters at rest are in host memory, and no bit differs."""
+"""Offloading of idle adapters to host memory, without a change of bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def adapter_bytes(engine: Engine, spec: AdapterSpec) -> int:
 
 
 def max_on_device(engine: Engine) -> Callable[[], int]:
-    """Watch how many bytes of arenas are ever on the device at once."""
+    """Record the maximum of arena bytes on the device at once."""
     bank, most, make = engine.adapters, [0], engine.adapters._make
 
     def measured(moves: Any) -> None:
@@ -36,12 +36,12 @@ def max_on_device(engine: Engine) -> Callable[[], int]:
         on_device = [arena for a in bank._adapter_by_run.values() for arena in a.arenas.values()]
         most[0] = max(most[0], sum(arena.nbytes for arena in on_device))
 
-    bank._make = measured  # type: ignore[method-assign]  # one that counts
+    bank._make = measured  # type: ignore[method-assign]  # counts the bytes
     return lambda: most[0]
 
 
 def fresh_state(engine: Engine, seed: int) -> AdapterState:
-    """Return a state that differs from another seed's everywhere."""
+    """Return a state whose values depend on the seed."""
     size = engine.adapters.layout_of(SPEC).size
     arenas = torch.rand(3, size, generator=torch.Generator().manual_seed(seed)) * 0.1
     return AdapterState(SPEC, arenas[0], torch.zeros(size), arenas[1], arenas[2], 5, False)
@@ -54,7 +54,7 @@ def cycle(runs: list[str], seed: int) -> list[Op]:
     return [*passes, *(replace(STEP, run=run) for run in runs)]
 
 
-def test_a_thousand_idle_runs_take_no_more_of_the_device_than_eight(new_engine: NewEngine) -> None:
+def test_a_thousand_idle_runs_use_the_device_memory_of_eight(new_engine: NewEngine) -> None:
     size = adapter_bytes(new_engine(), SPEC)
     engine, roomy = new_engine(adapter_bytes=8 * size), new_engine()
     seen = max_on_device(engine)
@@ -80,12 +80,12 @@ def test_a_thousand_idle_runs_take_no_more_of_the_device_than_eight(new_engine: 
     assert engine.adapters.state("run-1").digest() == fresh_state(engine, 1).digest()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # fp64 is not promised
-def test_a_cycle_that_does_not_fit_runs_in_device_groups_to_the_same_bits(
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # fp64 is not guaranteed
+def test_a_cycle_too_large_for_the_device_runs_in_groups_with_equal_bits(
     new_engine: NewEngine, dtype: torch.dtype
 ) -> None:
     together = new_engine(dtype=dtype)
-    tight = new_engine(dtype=dtype, adapter_bytes=1)  # each adapter is a device group of its own
+    tight = new_engine(dtype=dtype, adapter_bytes=1)  # one adapter per device group
 
     for number in range(3):
         ops = [op for tenant in MIX for op in tenant.ops(number)]
@@ -101,7 +101,7 @@ def test_a_cycle_that_does_not_fit_runs_in_device_groups_to_the_same_bits(
         assert same_bits(tight.adapters.state(tenant.run), together.adapters.state(tenant.run))
 
 
-def test_a_gradient_that_waits_for_its_step_is_parked_too(new_engine: NewEngine) -> None:
+def test_a_gradient_that_waits_for_its_step_is_offloaded_too(new_engine: NewEngine) -> None:
     roomy, tight = new_engine(), new_engine(adapter_bytes=1)
     for engine in (roomy, tight):
         engine.run([Create("a", 0, SPEC), *cycle(["a"], 0)[:1]])
@@ -115,7 +115,7 @@ def test_a_gradient_that_waits_for_its_step_is_parked_too(new_engine: NewEngine)
     assert tight.adapters.state("a").step == 1
 
 
-def test_a_parked_run_can_be_saved_and_loaded(new_engine: NewEngine) -> None:
+def test_an_offloaded_run_can_be_saved_and_loaded(new_engine: NewEngine) -> None:
     engine = new_engine(adapter_bytes=1)
     engine.run([Create("a", 0, SPEC), *cycle(["a"], 0)])
     engine.run([Create("b", 0, replace(SPEC, seed=1))])
@@ -129,7 +129,7 @@ def test_a_parked_run_can_be_saved_and_loaded(new_engine: NewEngine) -> None:
     assert torch.equal(engine.adapters.state("b").weights, engine.adapters.state("a").weights)
 
 
-def test_a_dropped_run_frees_its_memory_wherever_it_was(new_engine: NewEngine) -> None:
+def test_a_dropped_run_frees_its_memory_in_any_tier(new_engine: NewEngine) -> None:
     engine = new_engine(adapter_bytes=1)
     engine.run([Create("a", 0, SPEC), Create("b", 0, SPEC)])
     assert engine.adapters.offloaded == 1
@@ -141,9 +141,11 @@ def test_a_dropped_run_frees_its_memory_wherever_it_was(new_engine: NewEngine) -
     assert "a" not in engine.adapters
 
 
-def test_the_least_used_runs_are_those_over_the_host_budget(new_engine: NewEngine) -> None:
+def test_the_least_recently_used_runs_exceed_the_host_budget(new_engine: NewEngine) -> None:
     size = adapter_bytes(new_engine(), SPEC)
-    engine = new_engine(host_bytes=3 * size)  # on a CPU what is "on the device" is there as well
+    engine = new_engine(
+        host_bytes=3 * size
+    )  # on a CPU, the memory of the device is that of the host
     for run in "abcde":
         engine.adapters.restore(run, fresh_state(engine, 0))
     assert engine.adapters.over_budget() == ["a", "b"]
@@ -156,7 +158,7 @@ def test_the_least_used_runs_are_those_over_the_host_budget(new_engine: NewEngin
     assert new_engine().adapters.over_budget() == []
 
 
-def test_one_step_whose_gradient_is_not_finite_fails_alone(new_engine: NewEngine) -> None:
+def test_a_step_with_a_non_finite_gradient_fails_alone(new_engine: NewEngine) -> None:
     mixed, alone = new_engine(), new_engine()
     for engine, runs in ((mixed, ["a", "bad", "c"]), (alone, ["a"]), (alone, ["c"])):
         for run in runs:

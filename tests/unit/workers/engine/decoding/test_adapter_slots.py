@@ -31,7 +31,7 @@ def host(rank: int, seed: int = 0, **families: bool) -> HostWeights:
 
 
 def slots_of(stored: Mapping[str, HostWeights], capacity: int | None = None) -> WeightSlots:
-    """Return a cache with room for some adapters of rank 8 (two slots of a pool are always zero)."""
+    """Return a cache for some adapters of rank 8. Two slots of a pool are always zero."""
     one = slot_layout(TARGETS, 8).size * 4
     limit = None if capacity is None else (capacity + ZERO_SLOTS) * one
     loads.clear()
@@ -49,7 +49,7 @@ loads: list[str] = []
 
 
 def product(slot: Slot | None) -> torch.Tensor:
-    """Compute the LoRA path of one adapter on rows that are always the same."""
+    """Return the LoRA output of one adapter for fixed rows."""
     x = torch.randn(3, 24, generator=torch.Generator().manual_seed(7))
     found = torch.zeros(3, 131)
     RowLora([slot] * 3, torch.device("cpu")).add("lm_head", x, found)
@@ -58,7 +58,7 @@ def product(slot: Slot | None) -> torch.Tensor:
 
 @pytest.mark.parametrize("rank", [1, 5, 8, 20])
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_slot_computes_what_the_adapter_computes(rank: int, target: Target) -> None:
+def test_a_slot_computes_what_its_adapter_computes(rank: int, target: Target) -> None:
     weights = host(rank)
     slot = slots_of({"a": weights}).pin("a")
     pair = plan_layout(weights.spec, TARGETS).views(weights.flat)[target.name]
@@ -71,7 +71,7 @@ def test_a_slot_computes_what_the_adapter_computes(rank: int, target: Target) ->
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_have_the_same_bits_however_they_are_mixed() -> None:
+def test_rows_have_the_same_bits_in_any_mix() -> None:
     stored = {str(at): host(rank, at) for at, rank in enumerate((8, 5, 8, 1, 20, 16, 8))}
     slots = slots_of(stored)
     pinned = [slots.pin(key) for key in stored]
@@ -89,7 +89,7 @@ def test_rows_have_the_same_bits_however_they_are_mixed() -> None:
 
 
 @pytest.mark.parametrize(("gather", "keep"), [(0, 0), (1 << 20, 0), (1 << 20, 1 << 20)])
-def test_copying_matrices_or_not_and_keeping_them_changes_no_bit(
+def test_gathering_and_keeping_matrices_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch, gather: int, keep: int
 ) -> None:
     slots = slots_of({str(at): host(8, at) for at in range(5)})
@@ -107,7 +107,7 @@ def test_copying_matrices_or_not_and_keeping_them_changes_no_bit(
         lora.add("q_proj", x, torch.zeros(5, 40))
 
 
-def test_modules_that_an_adapter_does_not_train_stay_as_they_are() -> None:
+def test_modules_that_an_adapter_does_not_train_are_unchanged() -> None:
     stored = {"a": host(8, train_mlp=False), "b": host(8, 1)}
     slots = slots_of(stored)
     a, b = slots.pin("a"), slots.pin("b")
@@ -119,14 +119,14 @@ def test_modules_that_an_adapter_does_not_train_stay_as_they_are() -> None:
     assert y[2].any()
 
 
-def test_the_least_used_is_evicted_and_never_one_in_use() -> None:
+def test_the_least_recently_used_slot_is_evicted_unless_it_is_in_use() -> None:
     stored = {key: host(8, at) for at, key in enumerate("abcd")}
     slots = slots_of(stored, capacity=2)
     slots.pin("a")
     slots.pin("b")
     assert slots.pin("c") is None
     assert slots.pin("c") is None
-    assert loads == ["a", "b", "c"]  # it waits in host memory
+    assert loads == ["a", "b", "c"]  # c waits in host memory
 
     slots.unpin("b")
     assert slots.pin("c") is not None
@@ -137,7 +137,7 @@ def test_the_least_used_is_evicted_and_never_one_in_use() -> None:
     assert loads == ["a", "b", "c", "d", "a"]
 
 
-def test_what_is_cached_is_not_loaded_again() -> None:
+def test_a_cached_adapter_is_not_loaded_again() -> None:
     slots = slots_of({"a": host(8)})
     first = slots.pin("a")
     slots.unpin("a")
@@ -146,7 +146,7 @@ def test_what_is_cached_is_not_loaded_again() -> None:
     assert loads == ["a"]
 
 
-def test_unused_pools_are_given_up_for_another_rank() -> None:
+def test_unused_pools_are_freed_for_another_rank() -> None:
     stored = {"a": host(8), "b": host(8, 1), "large": host(16)}
     slots = slots_of(stored, capacity=3)
     slots.pin("a")
@@ -159,7 +159,7 @@ def test_unused_pools_are_given_up_for_another_rank() -> None:
     assert slots.pin("a", at_once=True) is not None
 
 
-def test_what_was_used_lately_is_not_given_up_for_another_rank(
+def test_recently_used_slots_are_not_freed_for_another_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slots = slots_of({"a": host(8), "large": host(16)}, capacity=2)
@@ -173,8 +173,8 @@ def test_what_was_used_lately_is_not_given_up_for_another_rank(
     assert len(slots.filled()) == 1
 
 
-def test_a_pool_with_slots_in_use_gives_another_rank_what_it_can_spare() -> None:
-    """As little as is needed, the least used first; what stays computes the same bits, wherever it lies now."""
+def test_a_pool_in_use_frees_its_unused_slots_for_another_rank() -> None:
+    """It frees the minimum, least recently used first. Moved adapters compute the same bits."""
     stored = {key: host(8, at) for at, key in enumerate("abcdefghij")} | {"large": host(16, 99)}
     slots = slots_of(stored, capacity=12)
     small = {key: slots.pin(key) for key in "abcdefghij"}
@@ -189,11 +189,11 @@ def test_a_pool_with_slots_in_use_gives_another_rank_what_it_can_spare() -> None
         assert torch.equal(product(small[key]), before[key])
     assert torch.equal(product(large), product(slots_of(stored).pin("large")))
     assert slots.pin("f") is small["f"]
-    assert slots.pin("a", at_once=True) is not None  # in the place of g, which has no user
+    assert slots.pin("a", at_once=True) is not None  # in the place of g, which is not in use
     assert slots.filled()[0] is small["b"]
 
 
-def test_nothing_is_given_up_for_another_rank_where_that_would_not_be_enough() -> None:
+def test_no_slot_is_freed_for_another_rank_if_that_is_not_enough() -> None:
     slots = slots_of({"a": host(8), "b": host(8, 1), "large": host(16)}, capacity=3)
     slots.pin("a")
     slots.pin("b")
@@ -207,7 +207,7 @@ def test_nothing_is_given_up_for_another_rank_where_that_would_not_be_enough() -
     assert slots.in_use() == {"a"}
 
 
-def test_what_is_remembered_of_weights_that_wait_is_bounded(
+def test_the_number_of_remembered_waiting_weights_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adapter_slots, "MAX_WAITING", 3)
@@ -231,7 +231,7 @@ def test_an_adapter_larger_than_the_cache_is_served_alone() -> None:
     assert slots.pin("b", at_once=True) is not None
 
 
-def test_dropped_weights_are_loaded_again_and_those_in_use_stay() -> None:
+def test_dropped_weights_are_removed_unless_they_are_in_use() -> None:
     slots = slots_of({"a": host(8)})
     slots.pin("a")
     slots.drop("a")
@@ -260,7 +260,7 @@ def test_weights_of_another_model_are_refused() -> None:
         slots_of({"a": bad}).pin("a")
 
 
-def test_by_default_64_adapters_of_rank_16_are_there_at_once() -> None:
+def test_64_adapters_of_rank_16_fit_by_default() -> None:
     slots = slots_of({str(at): host(16, at) for at in range(64)})
 
     assert all(slots.pin(str(at)) is not None for at in range(64))
@@ -271,7 +271,7 @@ def test_unknown_weights_are_missing() -> None:
         slots_of({}).pin("a")
 
 
-def test_weights_that_wait_for_a_slot_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_weights_are_checked_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = slots_of({key: host(8, seed) for seed, key in enumerate("ab")}, capacity=1)
     slots.pin("a")
     looks: list[int] = []
@@ -290,7 +290,7 @@ def test_weights_that_wait_for_a_slot_are_looked_at_once(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_weights_that_were_refused_are_refused_again(times: int) -> None:
+def test_refused_weights_are_refused_again(times: int) -> None:
     bad = host(8)
     bad.flat[3] = torch.nan
     slots = slots_of({"bad": bad})

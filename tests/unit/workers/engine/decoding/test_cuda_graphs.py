@@ -13,18 +13,18 @@ DUMP, PAGE, ROWS, PAGES = 99, 16, 4, 3
 
 
 def row(position: int, pages: Sequence[int], token: int) -> Any:
-    """Return a token at a position, of the base model alone."""
+    """Return a row for a token at a position, of the base model alone."""
     sequence = SimpleNamespace(token=lambda _: token)
     span = SimpleNamespace(start=position, pages=pages)
     return SimpleNamespace(work=SimpleNamespace(sequence=sequence), span=span, slot=None)
 
 
-def test_inputs_that_stay_hold_nothing_of_an_earlier_step() -> None:
+def test_fixed_inputs_keep_nothing_of_an_earlier_step() -> None:
     cache: Any = SimpleNamespace(page_tokens=PAGE, dump=DUMP)
     used, fresh = (HostInputs(ROWS, PAGES, [], cache, CPU) for _ in range(2))
     shared = [4, 5]
     used.fill([row(40, [1, 2, 3], 7), row(20, shared, 8), row(0, [6], 9)], [])
-    shared[1] = 8  # in place, as a page that was shared is copied
+    shared[1] = 8  # in place, as when a shared page is copied
 
     step = [row(20, shared, 10), row(33, [1, 2, 9], 11)]
     for each in (used, fresh):

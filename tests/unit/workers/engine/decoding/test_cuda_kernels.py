@@ -1,6 +1,6 @@
-"""The CUDA parts of a step with the kernel and the graphs played by plain code, on CPU.
+"""CUDA parts of a decode step on CPU, with plain code in place of the kernel and the graphs.
 
-What stays for a real device: the kernels themselves (`tests/gpu`).
+The kernels themselves are tested in `tests/gpu`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def plain_kernel(
     block_table: torch.Tensor,
     num_splits: int,
 ) -> torch.Tensor:
-    """Play `varlen_attn` over pages, one sequence and one query at a time."""
-    # Else the query heads that share keys would not be read together.
+    """Return the result of `varlen_attn` over pages, one sequence and one query at a time."""
+    # Otherwise the query heads that share keys would not be read together.
     assert window_size[1] == (-1 if max_q == 1 and window_size[0] < 0 else 0)
     assert len(cu_seq_k) == len(cu_seq_q)
     assert enable_gqa == (query.shape[1] != key.shape[2])
@@ -78,7 +78,7 @@ def plain_kernel(
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a decoder on CPU take every decision as on CUDA."""
+    """Make a decoder on CPU take every decision as on CUDA."""
     names = {*cuda_step.NEEDED, "num_splits"}
     monkeypatch.setattr(model_runner, "kernel_takes", lambda *args: True)
     monkeypatch.setattr(model_runner, "groups_take", lambda *args: True)
@@ -89,7 +89,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def repeat(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Play a CUDA graph: do the work again, with the inputs as they are then."""
+    """Record `work` as a CUDA graph would: each replay uses the inputs of that moment."""
     output = torch.full_like(work(), torch.nan)
 
     def replay() -> None:
@@ -99,7 +99,7 @@ def repeat(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.
 
 
 def requests() -> list[SampleRequest]:
-    """Return requests whose prompts and adapters are mixed; some with the base alone."""
+    """Return requests with mixed prompts and adapters, some with the base model alone."""
     return [
         request(
             f"r{at}",
@@ -119,7 +119,7 @@ def decoder_of(engine: Engine, weights: Mapping[str, HostWeights]) -> EngineDeco
 
 
 def assert_close(ours: Outputs, theirs: Outputs) -> None:
-    """Equal tokens, and log-probabilities that differ by rounding."""
+    """Check that tokens are equal, and log-probabilities equal up to rounding."""
     for name, expected in theirs.items():
         found = ours[name]
         assert isinstance(found, SampleOutput)
@@ -134,7 +134,7 @@ def assert_close(ours: Outputs, theirs: Outputs) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_the_cuda_parts_give_what_the_plain_parts_give(
+def test_the_cuda_parts_give_the_results_of_the_plain_parts(
     new_engine: NewEngine, family: str, request: pytest.FixtureRequest
 ) -> None:
     engine = new_engine(family)
@@ -149,12 +149,12 @@ def test_the_cuda_parts_give_what_the_plain_parts_give(
     assert graphs is not None
     assert graphs.used >= 3
     assert not graphs.refused
-    # Adapters of ranks 1 to 16 in one step are no reason to launch kernels one by one.
+    # Adapters of ranks 1 to 16 in one step still run in one graph.
     assert max(len(pools) for _, pools in graphs._captured) > 1
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_graphs_over_a_pool_that_has_grown_since_are_forgotten(new_engine: NewEngine) -> None:
+def test_graphs_over_a_pool_that_has_grown_are_dropped(new_engine: NewEngine) -> None:
     engine = new_engine()
     decoder = decoder_of(engine, trained_weights(engine))
     for runs in (["all-8"], ["all-8", "attn-1", "mlp-4", "all-5"], ["all-8", "head-16"]):
@@ -168,7 +168,7 @@ def test_graphs_over_a_pool_that_has_grown_since_are_forgotten(new_engine: NewEn
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_a_capture_fails_neither_for_another_thread_nor_ends_it(
+def test_a_graph_capture_is_limited_to_its_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: dict[str, Any] = {}
@@ -198,7 +198,7 @@ def test_a_capture_fails_neither_for_another_thread_nor_ends_it(
     assert seen["capture_error_mode"] == "thread_local"
 
 
-def test_in_a_graph_rows_of_other_pools_take_a_slot_of_zeros() -> None:
+def test_in_a_graph_rows_of_other_pools_use_a_zero_slot() -> None:
     layout = slot_layout((Target("q_proj", "attn", 24, 40),), 8)
     mine, other = (Pool(layout, torch.zeros(0, layout.size)) for _ in range(2))
     for pool in (mine, other):
@@ -214,7 +214,7 @@ def test_in_a_graph_rows_of_other_pools_take_a_slot_of_zeros() -> None:
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_a_graph_that_differs_is_not_used(
+def test_a_graph_with_different_results_is_not_used(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = new_engine()
@@ -276,7 +276,7 @@ def test_without_a_gpu_there_are_no_graphs(new_engine: NewEngine) -> None:
     assert graph_report(decoder_of(new_engine(), {})) == "none: the plain steps run"
 
 
-def test_grouped_lora_is_row_lora(new_engine: NewEngine) -> None:
+def test_grouped_lora_equals_row_lora(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     device = torch.device("cpu")
@@ -296,7 +296,7 @@ def test_grouped_lora_is_row_lora(new_engine: NewEngine) -> None:
         assert ours.abs().max() > 0
 
 
-def test_a_kernel_over_pages_that_is_off_is_not_used(
+def test_a_kernel_over_pages_with_wrong_results_is_not_used(
     new_engine: NewEngine,
     as_on_cuda: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -318,7 +318,9 @@ def test_a_kernel_over_pages_that_is_off_is_not_used(
         assert reason in caplog.text
 
 
-def test_why_the_kernel_over_pages_is_not_used_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_against_the_kernel_over_pages_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class OnCuda:
         is_cuda, dtype = True, torch.float32
 

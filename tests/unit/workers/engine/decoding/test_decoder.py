@@ -1,4 +1,4 @@
-"""The decoder against the trainer, against plain PEFT, and against itself alone."""
+"""Decoder compared with the trainer, with plain PEFT, and with itself alone."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ from tests.support.training import MIX, PeftOracle, same_bits
 NewEngine = Callable[..., Engine]
 ModelFolder = Callable[..., Path]
 
-#: Sampled three times and more per test: enough that what is generated, behind 37 or 70 tokens, begins a page of 16.
+#: Tokens per sample, sampled at least three times per test. Enough to begin a page of 16 after a
+#: prompt of 37 or 70 tokens.
 MINE_TOKENS = 14
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_the_trainers(new_engine: NewEngine, family: str) -> None:
+def test_logprobs_equal_those_of_the_trainer(new_engine: NewEngine, family: str) -> None:
     engine = new_engine(family)
     decoder = decoder_of(engine, trained_weights(engine))
     requests = [
@@ -94,7 +95,7 @@ def test_a_seeded_request_gives_the_same_bits_in_any_batch(
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.numerics
-def test_widths_that_break_cache_lines_keep_the_promise(tmp_path: Path, threads: int) -> None:
+def test_widths_that_split_cache_lines_change_no_bit(tmp_path: Path, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         engine = Engine.load(str(build_tiny("qwen3", tmp_path, hidden=72, vocab=131)))
@@ -142,7 +143,7 @@ def test_a_small_head_chunk_changes_no_bit(new_engine: NewEngine) -> None:
 
 
 @pytest.mark.parametrize("run", ["all-8", "head-16"])
-def test_greedy_output_is_what_transformers_generates(
+def test_greedy_output_equals_that_of_transformers(
     new_engine: NewEngine, model_folder: ModelFolder, run: str
 ) -> None:
     engine = new_engine()
@@ -166,7 +167,7 @@ def test_greedy_output_is_what_transformers_generates(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "gemma3"])
-def test_decoding_at_yield_points_leaves_training_bit_equal(
+def test_decoding_at_yield_points_changes_no_bit_of_training(
     new_engine: NewEngine, family: str
 ) -> None:
     alone = new_engine(family, micro_batch_tokens=64)

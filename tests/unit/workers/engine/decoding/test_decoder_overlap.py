@@ -1,4 +1,6 @@
-"""A decoder that begins a row before it has read the tokens of the row before, as on a GPU: no result is another."""
+"""Decoder that starts a row before it has read the tokens of the previous row, as on a GPU, with
+unchanged results.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,13 @@ def overlapping(
     engine: Engine, weights: Mapping[str, HostWeights], kv_tokens: int = 4096
 ) -> EngineDecoder:
     decoder = decoder_of(engine, weights, kv_tokens)
-    assert not decoder.overlaps  # on a CPU it would have nothing to do for it
+    assert not decoder.overlaps  # off on a CPU, where it has no benefit
     decoder.overlaps = True
     return decoder
 
 
 def rows_of(decoder: EngineDecoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the number of items of each row is added; those begun before count below zero."""
+    """Return a list that gets the item count of each row, negative for rows started early."""
     rows: list[int] = []
     forward = decoder.runner.forward
 
@@ -56,7 +58,7 @@ def rows_of(decoder: EngineDecoder, monkeypatch: pytest.MonkeyPatch) -> list[int
 
 
 @pytest.mark.parametrize("pages", [256, 14])
-def test_requests_of_every_kind_have_the_bits_they_have_without(
+def test_requests_of_every_kind_have_the_same_bits_with_overlap(
     new_engine: NewEngine, pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = new_engine()
@@ -81,7 +83,7 @@ def test_requests_of_every_kind_have_the_bits_they_have_without(
         assert_same(ours, theirs)
 
 
-def test_a_token_behind_a_stop_is_computed_once_and_never_returned(
+def test_a_token_after_a_stop_is_computed_once_and_never_returned(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = new_engine()
@@ -100,13 +102,13 @@ def test_a_token_behind_a_stop_is_computed_once_and_never_returned(
         assert progress.decoded_tokens == 1
 
     assert seen == unstopped[: first + 1]
-    # One of the prompt, one for each token but the last, and that behind the last.
+    # One row for the prompt, one for each token but the last, and one after the last.
     assert sum(map(abs, rows)) == 2 + first + 1
     assert_nothing_is_held(decoder)
     assert output(decoder, replace(mine, id="again")).sequences[0].tokens.tolist() == seen
 
 
-def test_nothing_is_computed_behind_a_last_token_that_is_known_to_be_the_last(
+def test_nothing_is_computed_after_the_last_allowed_token(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = overlapping(new_engine(), {})
@@ -117,7 +119,7 @@ def test_nothing_is_computed_behind_a_last_token_that_is_known_to_be_the_last(
     assert sum(map(abs, rows)) == 1 + 3 * 6
 
 
-def test_stop_strings_end_where_they_end_without(new_engine: NewEngine) -> None:
+def test_stop_strings_end_a_sample_as_without_overlap(new_engine: NewEngine) -> None:
     engine = new_engine()
     endless = request("m", np.arange(20), max_tokens=60)
     unstopped = output(decoder_of(engine, {}), endless).sequences[0].tokens.tolist()
@@ -130,7 +132,7 @@ def test_stop_strings_end_where_they_end_without(new_engine: NewEngine) -> None:
     assert ours.sequences[0].stop_reason == "stop"
 
 
-def test_who_comes_begins_with_the_next_call_but_one(new_engine: NewEngine) -> None:
+def test_a_new_request_begins_with_the_next_call_but_one(new_engine: NewEngine) -> None:
     decoder = overlapping(new_engine(), {})
     decoder.add(request("first", np.arange(20), max_tokens=100, tenant="a"))
     for _ in range(5):
@@ -140,7 +142,8 @@ def test_who_comes_begins_with_the_next_call_but_one(new_engine: NewEngine) -> N
 
     seen: list[Progress] = [decoder.step() for _ in range(4)]
     assert [name for progress in seen for name, _ in progress.finished] == ["second"]
-    # A call reads what was begun before; the next one begins the prompt, and its first token comes with it.
+    # A call reads the row started before. The next call starts the prompt, and returns its first
+    # token.
     counts = [[new.request for new in progress.tokens] for progress in seen]
     assert counts[0] == ["first"]
     assert "second" in counts[1]
@@ -164,12 +167,12 @@ def test_cancelling_frees_everything_at_any_moment(new_engine: NewEngine) -> Non
         assert not decoder.busy
         assert_nothing_is_held(decoder)
 
-        again = output(decoder, mine)  # of the same name as one whose token is still on its way
+        again = output(decoder, mine)  # same name as a request whose token is still in flight
 
         assert_same(again, alone)
 
 
-def test_who_is_cancelled_leaves_its_neighbours_their_bits(new_engine: NewEngine) -> None:
+def test_a_cancelled_request_changes_no_bit_of_its_neighbours(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     asked = [
@@ -195,8 +198,8 @@ def test_who_is_cancelled_leaves_its_neighbours_their_bits(new_engine: NewEngine
         assert_same(ours, theirs)
 
 
-def test_a_neighbour_whose_numbers_overflow_fails_alone(new_engine: NewEngine) -> None:
-    """The token behind its NaN is looked up before anyone has read that it means nothing."""
+def test_a_neighbour_with_overflowing_values_fails_alone(new_engine: NewEngine) -> None:
+    """The token after its NaN is looked up before the NaN has been read."""
     engine = new_engine()
     weights = trained_weights(engine)
     huge = HostWeights(weights["all-8"].spec, weights["all-8"].flat * 1e30)
@@ -213,7 +216,7 @@ def test_a_neighbour_whose_numbers_overflow_fails_alone(new_engine: NewEngine) -
     assert_same(found["mine"], alone)
 
 
-def test_a_token_of_a_row_that_is_not_a_number_can_be_looked_up() -> None:
+def test_a_token_chosen_from_non_finite_logits_is_in_the_vocabulary() -> None:
     logits = torch.full((3, 5), torch.nan)
     logits[1] = torch.inf
 

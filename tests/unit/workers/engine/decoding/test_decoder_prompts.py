@@ -1,4 +1,4 @@
-"""What the decoder shares of prompts, and that sharing changes no bit."""
+"""Sharing of prompts in the decoder, without a change of bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NewEngine = Callable[..., Engine]
 ModelFolder = Callable[..., Path]
 
 
-def test_a_prefix_that_is_cached_changes_no_bit(new_engine: NewEngine) -> None:
+def test_a_cached_prefix_changes_no_bit(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     mine = request("mine", np.arange(50), "all-8", num_samples=2, max_tokens=30)
@@ -44,7 +44,7 @@ def test_a_prefix_that_is_cached_changes_no_bit(new_engine: NewEngine) -> None:
     assert_same(again, alone)
 
 
-def test_a_prompt_of_whole_pages_is_shared_though_it_was_the_middle_of_another(
+def test_a_prompt_of_whole_pages_is_shared_with_a_longer_one(
     new_engine: NewEngine,
 ) -> None:
     engine = new_engine()
@@ -109,7 +109,7 @@ def test_the_samples_of_a_request_differ_and_share_their_prompt(new_engine: NewE
         assert [new.logprobs[0] for new in own] == sequence.logprobs.tolist()
 
 
-def test_a_cached_prompt_is_no_other_tenants(new_engine: NewEngine) -> None:
+def test_a_cached_prompt_is_not_shared_with_another_tenant(new_engine: NewEngine) -> None:
     decoder = decoder_of(new_engine(), {})
     output(decoder, request("first", np.arange(40), tenant="one"))
 

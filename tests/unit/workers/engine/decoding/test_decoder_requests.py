@@ -1,4 +1,4 @@
-"""Every field of a sample request, and every way a generation ends."""
+"""Every field of a sample request, and every possible end of a generation."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ RUN = MIX[0].run
 
 
 def text(tokens: Sequence[int]) -> str:
-    """Stand in for a tokenizer: tokens 0..127 are bytes; each is a byte of UTF-8."""
+    """Decode tokens 0..127 as the bytes of UTF-8."""
     return bytes((token + 128) % 256 for token in tokens).decode(errors="replace")
 
 
 def no_weights(key: str) -> HostWeights:
-    """Stand in for an empty store."""
+    """Raise, as a store without weights does."""
     raise WeightsMissing(key)
 
 
@@ -51,7 +51,7 @@ def decoder(engine: Engine) -> EngineDecoder:
 
 
 def greedy(decoder: EngineDecoder, **changes: Any) -> np.ndarray:
-    """Return what follows PROMPT, token by token the most probable."""
+    """Return the tokens after PROMPT, each the most probable."""
     mine = request("greedy", PROMPT, RUN, temperature=0.0, **changes)
     return output(decoder, mine).sequences[0].tokens
 
@@ -75,7 +75,7 @@ def test_a_stop_token_stays_in_the_output(decoder: EngineDecoder) -> None:
     np.testing.assert_array_equal(found.tokens, unstopped[: first + 1])
 
 
-def test_without_stops_it_goes_on_to_max_tokens(decoder: EngineDecoder) -> None:
+def test_without_stops_a_sample_continues_to_max_tokens(decoder: EngineDecoder) -> None:
     found = output(decoder, request("m", PROMPT, RUN, max_tokens=30)).sequences[0]
 
     assert found.stop_reason == "length"
@@ -101,7 +101,7 @@ def test_a_stop_string_across_tokens_ends_with_its_last_token(engine: Engine) ->
     assert found.tokens.tolist() == unstopped[: ends[0] + 1]
 
 
-def test_a_stop_string_begins_with_the_space_between_prompt_and_answer(engine: Engine) -> None:
+def test_a_stop_string_may_begin_with_the_space_after_the_prompt(engine: Engine) -> None:
     def words(tokens: Sequence[int]) -> str:
         return "".join(f" <{token}>" for token in tokens).removeprefix(" ")
 
@@ -116,7 +116,7 @@ def test_a_stop_string_begins_with_the_space_between_prompt_and_answer(engine: E
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_few_or_no_tokens(decoder: EngineDecoder, max_tokens: int) -> None:
+def test_few_or_no_tokens_may_be_requested(decoder: EngineDecoder, max_tokens: int) -> None:
     mine = request("m", PROMPT, RUN, max_tokens=max_tokens, num_samples=2, topk_sample_logprobs=3)
     found = output(decoder, mine)
 
@@ -128,7 +128,7 @@ def test_few_or_no_tokens(decoder: EngineDecoder, max_tokens: int) -> None:
         assert sequence.topk.token_ids.shape == (max_tokens, 3)
 
 
-def test_prompt_logprobs_without_a_single_generated_token(
+def test_prompt_logprobs_may_be_requested_without_generated_tokens(
     engine: Engine, decoder: EngineDecoder
 ) -> None:
     mine = request("m", PROMPT, RUN, max_tokens=0, prompt_logprobs=True, num_samples=2)
@@ -141,7 +141,7 @@ def test_prompt_logprobs_without_a_single_generated_token(
     np.testing.assert_allclose(found.prompt_logprobs[1:], expected, rtol=0, atol=1e-5)
 
 
-def test_a_prompt_of_one_token(decoder: EngineDecoder) -> None:
+def test_a_prompt_may_have_one_token(decoder: EngineDecoder) -> None:
     mine = request("m", [5], RUN, prompt_logprobs=True, topk_prompt_logprobs=2)
     found = output(decoder, mine)
 
@@ -153,7 +153,7 @@ def test_a_prompt_of_one_token(decoder: EngineDecoder) -> None:
 
 
 @pytest.mark.parametrize("length", [CONTEXT - 5, CONTEXT])
-def test_the_end_of_the_context_ends_a_generation(decoder: EngineDecoder, length: int) -> None:
+def test_a_generation_ends_with_the_context(decoder: EngineDecoder, length: int) -> None:
     prompt = np.random.default_rng(1).integers(0, VOCAB, length)
     mine = request("m", prompt, RUN, max_tokens=None, prompt_logprobs=True)
     found = output(decoder, mine)
@@ -164,7 +164,7 @@ def test_the_end_of_the_context_ends_a_generation(decoder: EngineDecoder, length
     assert np.isfinite(found.prompt_logprobs[1:]).all()
 
 
-def test_a_cache_smaller_than_the_context_bounds_sequences(engine: Engine) -> None:
+def test_a_cache_smaller_than_the_context_limits_sequences(engine: Engine) -> None:
     decoder = engine.decoder(no_weights, kv_tokens=64, text=None, page_tokens=16)
     assert decoder.max_sequence_tokens == 48
 
@@ -177,7 +177,9 @@ def test_a_cache_smaller_than_the_context_bounds_sequences(engine: Engine) -> No
     )
 
 
-def test_prompt_logprobs_of_the_last_positions_only(engine: Engine, decoder: EngineDecoder) -> None:
+def test_prompt_logprobs_may_be_limited_to_the_last_positions(
+    engine: Engine, decoder: EngineDecoder
+) -> None:
     targets = np.random.default_rng(2).integers(-1, VOCAB, (len(PROMPT) - 1, 2))
     output(decoder, request("before", PROMPT, RUN))
     mine = request(
@@ -203,14 +205,16 @@ def test_prompt_logprobs_of_the_last_positions_only(engine: Engine, decoder: Eng
 
     assert with_targets.target_prompt_logprobs is not None
     skipped = np.isnan(with_targets.target_prompt_logprobs)
-    np.testing.assert_array_equal(skipped, targets == -1)  # everywhere, whatever the last N
+    np.testing.assert_array_equal(skipped, targets == -1)  # everywhere, for any last N
     assert with_targets.prompt_logprobs is not None
     np.testing.assert_array_equal(with_targets.prompt_logprobs, found.prompt_logprobs)
     assert with_targets.topk_prompt is not None
     np.testing.assert_array_equal(with_targets.topk_prompt.logprobs, found.topk_prompt.logprobs)
 
 
-def test_topk_and_target_logprobs_are_the_models(engine: Engine, decoder: EngineDecoder) -> None:
+def test_topk_and_target_logprobs_equal_those_of_the_model(
+    engine: Engine, decoder: EngineDecoder
+) -> None:
     targets = np.random.default_rng(2).integers(-1, VOCAB, (4, 3))
     mine = request(
         "m",
@@ -258,7 +262,7 @@ def test_top_k_of_one_is_greedy(decoder: EngineDecoder) -> None:
     np.testing.assert_array_equal(found.tokens, greedy(decoder))
 
 
-def test_seeds_differ_and_repeat(decoder: EngineDecoder) -> None:
+def test_different_seeds_differ_and_equal_seeds_repeat(decoder: EngineDecoder) -> None:
     first, same, other = (
         output(decoder, request(f"m{at}", PROMPT, RUN, seed=seed)).sequences[0].tokens.tolist()
         for at, seed in enumerate((1, 1, 2))
@@ -292,7 +296,7 @@ def test_seeds_differ_and_repeat(decoder: EngineDecoder) -> None:
         ({"target_prompt_logprobs": np.full((36, 1), 128)}, "outside the vocabulary"),
     ],
 )
-def test_what_can_never_run_is_refused_with_the_reason(
+def test_an_impossible_request_is_refused_with_the_reason(
     decoder: EngineDecoder, changes: dict[str, Any], reason: str
 ) -> None:
     mine = request("m", PROMPT, RUN)

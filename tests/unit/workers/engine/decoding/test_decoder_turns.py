@@ -1,4 +1,4 @@
-"""Who runs in the decoder and who waits: preemption, cancelling, room for few."""
+"""Running and waiting requests in the decoder: preemption, cancellation, scarce memory."""
 
 from __future__ import annotations
 
@@ -54,10 +54,12 @@ def test_preemption_changes_no_bit(new_engine: NewEngine) -> None:
         assert_same(ours, expected)
 
 
-def test_other_tenants_change_no_bit_however_memory_goes_back_and_forth(
+def test_other_tenants_change_no_bit_while_pages_are_preempted(
     new_engine: NewEngine,
 ) -> None:
-    """Each request alone in a decoder with room, and all together where tenants take pages from one another."""
+    """Compare each request alone in a large decoder with all together in a small one, where tenants
+    preempt each other.
+    """
     engine = new_engine()
     weights = trained_weights(engine)
     requests = [
@@ -85,7 +87,7 @@ def test_other_tenants_change_no_bit_however_memory_goes_back_and_forth(
         assert_same(found, expected)
 
 
-def test_what_memory_held_before_its_first_use_is_in_no_result(new_engine: NewEngine) -> None:
+def test_earlier_contents_of_memory_change_no_result(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     requests = [
@@ -109,10 +111,10 @@ def test_what_memory_held_before_its_first_use_is_in_no_result(new_engine: NewEn
         assert_same(ours, output_before)
 
 
-def test_a_newcomer_beside_thousands_of_long_sequences_ends_in_two_steps_more_than_alone(
+def test_a_newcomer_next_to_long_sequences_needs_two_more_steps(
     new_engine: NewEngine,
 ) -> None:
-    """20 requests of 64 samples: 1,280 sequences, memory for 10 of them."""
+    """20 requests of 64 samples are 1,280 sequences, with memory for 10 of them."""
     decoder = decoder_of(new_engine(), {}, kv_tokens=16 * 100)
     for at in range(20):
         decoder.add(request(f"h{at}", [at], num_samples=64, max_tokens=150, tenant="heavy"))
@@ -129,7 +131,7 @@ def test_a_newcomer_beside_thousands_of_long_sequences_ends_in_two_steps_more_th
     assert steps <= 8 + 2
 
 
-def test_one_tenant_with_every_slot_for_weights_in_use_makes_room_for_another(
+def test_a_tenant_with_every_slot_of_weights_in_use_yields_one_to_another(
     new_engine: NewEngine,
 ) -> None:
     engine = new_engine()
@@ -139,7 +141,7 @@ def test_one_tenant_with_every_slot_for_weights_in_use_makes_room_for_another(
     assert len(small) > 3
     decoder = engine.decoder(
         weights.__getitem__, kv_tokens=4096, text=None, page_tokens=16, weights_bytes=4 * slot_bytes
-    )  # of which one slot is that of no adapter
+    )  # one of the four slots is the one without an adapter
     for at, run in enumerate(small[:3]):
         decoder.add(request(f"h{at}", [at], run, max_tokens=200, tenant="heavy"))
     for _ in range(5):
@@ -154,10 +156,10 @@ def test_one_tenant_with_every_slot_for_weights_in_use_makes_room_for_another(
     assert steps <= 8 + 2
 
 
-def test_a_tenant_waits_for_no_slot_of_another_rank_class_however_many_ask_for_one(
+def test_a_tenant_waits_for_no_slot_of_another_rank_class(
     new_engine: NewEngine,
 ) -> None:
-    """One tenant's adapters of rank 16 are always asked for by more requests than have room."""
+    """One tenant's requests for adapters of rank 16 always exceed the slots."""
     engine = new_engine()
     mine = trained_weights(engine)["all-8"]
     spec = AdapterSpec(16, seed=9)
@@ -165,7 +167,7 @@ def test_a_tenant_waits_for_no_slot_of_another_rank_class_however_many_ask_for_o
         f"m{at}": HostWeights(spec, torch.randn(plan_layout(spec, engine.targets).size) / 50)
         for at in range(12)
     }
-    room = 6 * 4 * slot_layout(engine.targets, 16).size  # four slots, and two of no adapter
+    room = 6 * 4 * slot_layout(engine.targets, 16).size  # four slots, and two without an adapter
 
     def decoder() -> EngineDecoder:
         return engine.decoder(
@@ -203,7 +205,7 @@ def test_a_tenant_waits_for_no_slot_of_another_rank_class_however_many_ask_for_o
 
 
 def test_weights_that_wait_for_a_slot_are_not_loaded_at_every_step(new_engine: NewEngine) -> None:
-    """Many tenants, each with an adapter of its own, and slots for three: a load may be a read from a disk."""
+    """Many tenants, each with its own adapter, share three slots. A load may be a read from disk."""
     engine = new_engine()
     weights = trained_weights(engine)
     mine, loads = weights["all-8"], list[str]()
@@ -212,7 +214,7 @@ def test_weights_that_wait_for_a_slot_are_not_loaded_at_every_step(new_engine: N
         loads.append(key)
         return mine
 
-    room = 5 * 4 * slot_layout(engine.targets, 8).size  # three slots, and two of no adapter
+    room = 5 * 4 * slot_layout(engine.targets, 8).size  # three slots, and two without an adapter
     decoder = engine.decoder(load, kv_tokens=4096, text=None, page_tokens=16, weights_bytes=room)
     tenants = [f"t{at}" for at in range(12)]
     for at, tenant in enumerate(tenants):
@@ -221,10 +223,10 @@ def test_weights_that_wait_for_a_slot_are_not_loaded_at_every_step(new_engine: N
     found = finish(decoder, [])
 
     assert set(found) == set(tenants)
-    assert len(loads) <= 2 * len(tenants)  # to know its rank, and to fill its slot
+    assert len(loads) <= 2 * len(tenants)  # once for the rank, once for the slot
 
 
-def test_two_hundred_requests_over_eight_adapters_finish_in_memory_for_sixteen(
+def test_two_hundred_requests_finish_in_memory_for_sixteen(
     new_engine: NewEngine,
 ) -> None:
     engine = new_engine()

@@ -1,4 +1,4 @@
-"""Weights in the decoder: many, too many, damaged, gone."""
+"""Weights in the decoder: many, too many, damaged, deleted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NewEngine = Callable[..., Engine]
 ModelFolder = Callable[..., Path]
 
 
-def test_a_neighbour_whose_weights_are_not_finite_fails_alone(new_engine: NewEngine) -> None:
+def test_a_neighbour_with_non_finite_weights_fails_alone(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     good = weights["all-8"]
@@ -44,8 +44,8 @@ def test_a_neighbour_whose_weights_are_not_finite_fails_alone(new_engine: NewEng
     assert_same(found["mine"], alone)
 
 
-def test_a_neighbour_whose_numbers_overflow_fails_alone(new_engine: NewEngine) -> None:
-    """Its keys and values are NaN in pages that others use next."""
+def test_a_neighbour_with_overflowing_values_fails_alone(new_engine: NewEngine) -> None:
+    """Its keys and values are NaN in pages that other sequences use next."""
     engine = new_engine()
     weights = trained_weights(engine)
     huge = HostWeights(weights["all-8"].spec, weights["all-8"].flat * 1e30)
@@ -67,7 +67,7 @@ def test_a_neighbour_whose_numbers_overflow_fails_alone(new_engine: NewEngine) -
     assert_same(after, alone)
 
 
-def test_weights_that_cannot_be_read_now_are_waited_for(new_engine: NewEngine) -> None:
+def test_weights_that_are_unreadable_for_now_are_read_again(new_engine: NewEngine) -> None:
     engine = new_engine()
     stored, reads = trained_weights(engine), iter([no_descriptor, no_descriptor])
 
@@ -106,7 +106,7 @@ def test_weights_of_another_model_fail_their_request_alone(new_engine: NewEngine
     assert isinstance(found["base"], SampleOutput)
 
 
-def test_more_adapters_than_fit_alternate(new_engine: NewEngine) -> None:
+def test_more_adapters_than_fit_are_served_in_turn(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     requests = [request(f"r-{run}", np.arange(30), run) for run in RUNS for _ in (0,)]
@@ -130,7 +130,7 @@ def test_dropped_weights_leave_no_cached_prompt(new_engine: NewEngine) -> None:
     weights = trained_weights(engine)
     decoder = decoder_of(engine, weights)
     output(decoder, request("first", np.arange(40), "all-8"))
-    assert set(decoder._pinned.slots) == {None}  # nothing keeps what the slots let go
+    assert set(decoder._pinned.slots) == {None}  # no reference outlives the slots
 
     decoder.drop_weights("all-8")
 
@@ -139,7 +139,7 @@ def test_dropped_weights_leave_no_cached_prompt(new_engine: NewEngine) -> None:
     assert output(decoder, request("second", np.arange(40), "all-8")).cached_prompt_tokens == 0
 
 
-def test_dropping_weights_in_use_disturbs_nobody(new_engine: NewEngine) -> None:
+def test_dropping_weights_in_use_changes_no_result(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     mine = request("mine", np.arange(90), "all-8", num_samples=2)

@@ -21,17 +21,17 @@ SPECIAL = 256  # a token without text
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """Decode a byte per token."""
+    """Decode one byte per token."""
     return bytes(token for token in tokens if token != SPECIAL).decode(errors="replace")
 
 
 def text_without_first_space(tokens: Sequence[int]) -> str:
-    """Decode as SentencePiece does: a space before the first token is lost."""
+    """Decode as SentencePiece does, without a space before the first token."""
     return text_of(tokens).removeprefix(" ")
 
 
 def stops_after(tokens: Iterable[int], *stops: str, text_of: TextOf = text_of) -> int | None:
-    """Return after how many tokens a generation stops."""
+    """Return the number of tokens after which a generation stops."""
     automaton, read = StopStrings(stops), ReadText()
     for count, token in enumerate(tokens, 1):
         if has_stop_string(token, automaton, read, text_of):
@@ -40,11 +40,11 @@ def stops_after(tokens: Iterable[int], *stops: str, text_of: TextOf = text_of) -
 
 
 def stops_at(text: str | bytes, *stops: str) -> int | None:
-    """Return after how many bytes a generation stops."""
+    """Return the number of bytes after which a generation stops."""
     return stops_after(text.encode() if isinstance(text, str) else text, *stops)
 
 
-def test_it_stops_with_the_last_byte_of_a_stop_string() -> None:
+def test_generation_stops_with_the_last_byte_of_a_stop_string() -> None:
     assert stops_at("one two three", "two") == 7
     assert stops_at("one two three", "three", "two") == 7
     assert stops_at("one two three", "four") is None
@@ -57,11 +57,11 @@ def test_characters_of_several_bytes_count_once_complete(stop: str) -> None:
     assert stops_at(f"{before}{stop} and on", stop) == len(f"{before}{stop}".encode())
 
 
-def test_bytes_that_are_no_text_neither_stop_nor_break() -> None:
+def test_invalid_bytes_neither_stop_nor_fail() -> None:
     assert stops_at(b"\xff\xfe\x80 end \xe2\x82", "end") == 7
 
 
-def test_a_long_stop_string_late_in_a_long_text() -> None:
+def test_a_long_stop_string_is_found_late_in_a_long_text() -> None:
     stop = "</answer>" * 5
 
     assert stops_at("word " * 300 + stop + "more", stop) == 1500 + len(stop)
@@ -71,20 +71,20 @@ def test_tokens_without_text_do_not_hide_a_stop_string() -> None:
     assert stops_after([*b"st", *[SPECIAL] * 50, *b"op"], "stop") == 54
 
 
-def test_a_space_that_a_tokenizer_drops_before_its_first_token_is_seen() -> None:
+def test_a_space_dropped_before_the_first_token_counts() -> None:
     tokens = [*b"ab", *[SPECIAL] * 30, *b" c"]
 
     assert stops_after(tokens, "b c", text_of=text_without_first_space) == 34
 
 
-def test_a_stop_string_after_many_bytes_that_are_no_text() -> None:
+def test_a_stop_string_is_found_after_many_invalid_bytes() -> None:
     noise = b"\x80" * 100
 
     assert stops_at(noise + "é end".encode(), "é end") == 106
 
 
 def byte_fallback(tokens: Sequence[int]) -> str:
-    """Decode a byte per token as SentencePiece's decoder does: all bytes of a row, or none."""
+    """Decode one byte per token as SentencePiece's decoder does: all bytes of a row, or none."""
     try:
         return bytes(tokens).decode()
     except UnicodeDecodeError:
@@ -92,7 +92,7 @@ def byte_fallback(tokens: Sequence[int]) -> str:
 
 
 @given(st.lists(st.sampled_from([*"가나다🙂éa".encode(), 0xFF]), max_size=3), st.data())
-def test_bytes_that_are_no_text_hide_no_character_behind_them(
+def test_invalid_bytes_do_not_hide_the_next_character(
     noise: list[int], data: st.DataObject
 ) -> None:
     before = data.draw(st.text("가é🙂a", max_size=4)).encode()
@@ -105,11 +105,13 @@ def test_bytes_that_are_no_text_hide_no_character_behind_them(
     ("prompt", "end"),
     [(b"a b", b"b"), ("a가".encode(), "가".encode()), (b"\xff\xff", b""), (b"", b"")],
 )
-def test_a_text_is_read_behind_whole_characters_of_its_prompt(prompt: bytes, end: bytes) -> None:
+def test_a_text_continues_after_complete_characters_of_its_prompt(
+    prompt: bytes, end: bytes
+) -> None:
     assert prompt_end(list(prompt), byte_fallback) == list(end)
 
 
-def test_a_first_space_behind_a_prompt_counts() -> None:
+def test_a_first_space_after_a_prompt_counts() -> None:
     automaton = StopStrings([" on"])
     read = ReadText(context=prompt_end([*b"Go"], text_without_first_space))
 
@@ -130,7 +132,7 @@ def test_the_automaton_finds_the_first_end_of_any_string(stops: list[str], text:
     assert stops_at(text, *stops) == (ends[0] if ends else None)
 
 
-def test_a_token_costs_the_same_however_many_stop_strings_there_are_and_however_long() -> None:
+def test_the_cost_of_a_token_does_not_depend_on_the_stop_strings() -> None:
     decoded: list[int] = []
     looked_up: list[int] = []
 
@@ -155,7 +157,7 @@ def test_a_token_costs_the_same_however_many_stop_strings_there_are_and_however_
         assert len(looked_up) <= 2 * 1000
 
 
-def test_what_is_decoded_for_bytes_that_are_no_text_is_bounded() -> None:
+def test_the_decoding_of_invalid_bytes_is_bounded() -> None:
     decoded: list[int] = []
 
     def counting(tokens: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 def drawn(
     row: torch.Tensor, *, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0
 ) -> np.ndarray:
-    """Return how often each token is drawn for 20,000 evenly spread numbers, as frequencies."""
+    """Return the frequencies of the tokens drawn with 20,000 evenly spread numbers."""
     count = 20_000
     choices = [Choice(temperature, top_k, top_p, (at + 0.5) / count) for at in range(count)]
     tokens = choose(row.expand(count, -1), choices)
@@ -24,7 +24,7 @@ def drawn(
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-def test_tokens_are_drawn_as_often_as_they_are_probable(temperature: float) -> None:
+def test_tokens_are_drawn_with_their_probabilities(temperature: float) -> None:
     row = logits(1)[0]
 
     expected = torch.softmax(row / temperature, -1).numpy()
@@ -53,22 +53,22 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p: float) -> None:
     np.testing.assert_allclose(drawn(row, top_p=top_p), expected.numpy(), atol=1e-4)
 
 
-def test_top_p_acts_on_what_top_k_left() -> None:
+def test_top_p_applies_after_top_k() -> None:
     row = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     row = torch.cat([row, torch.full((VOCAB - 4,), -50.0)])
 
-    # of (0.4, 0.3) the first is 57 %
+    # within (0.4, 0.3) the first has 57 %
     assert set(np.flatnonzero(drawn(row, top_k=2, top_p=0.5))) == {0}
     assert set(np.flatnonzero(drawn(row, top_p=0.5))) == {0, 1}
 
 
-def test_equally_probable_tokens_stay_or_go_together() -> None:
+def test_equally_probable_tokens_are_kept_or_dropped_together() -> None:
     row = torch.tensor([1.0, 3.0, 3.0, 3.0, *[-9.0] * 46])
 
     assert set(np.flatnonzero(drawn(row, top_k=2))) == {1, 2, 3}
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
+def test_greedy_chooses_the_lowest_of_equal_tokens() -> None:
     row = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
 
     assert choose(row, [Choice(0.0, -1, 1.0, 0.99)]).tolist() == [1]
@@ -88,7 +88,7 @@ def test_a_tiny_temperature_draws_the_most_probable_token(temperature: float) ->
     assert choose(logits(1), [choice]).tolist() == [int(logits(1).argmax())]
 
 
-def test_a_row_is_chosen_as_if_alone() -> None:
+def test_a_row_is_sampled_as_if_it_were_alone() -> None:
     rows = logits(200)
     rng = np.random.default_rng(0)
     choices = [
@@ -107,7 +107,7 @@ def test_a_row_is_chosen_as_if_alone() -> None:
         assert choose(rows[at : at + 1], choices[at : at + 1]) == together[at]
 
 
-def test_uniform_numbers_depend_on_each_of_their_names() -> None:
+def test_uniform_numbers_depend_on_each_of_their_keys() -> None:
     numbers = [
         uniform(seed, seq, token) for seed in range(9) for seq in range(9) for token in range(9)
     ]

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def on_cuda(dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Return what looks like a weight on CUDA and lets the self-test run on the CPU."""
+    """Return a stand-in for a weight on CUDA that lets the self-test run on the CPU."""
     return SimpleNamespace(is_cuda=True, device=CPU, dtype=dtype)
 
 
@@ -41,11 +41,11 @@ def corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_self_test_finds_no_difference_where_there_is_none(dtype: torch.dtype) -> None:
+def test_the_self_test_finds_no_difference_in_correct_products(dtype: torch.dtype) -> None:
     assert disagreement(CPU, dtype) is None
 
 
-def test_the_self_test_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_names_the_differing_value(monkeypatch: pytest.MonkeyPatch) -> None:
     corrupt(monkeypatch)
 
     reason = disagreement(CPU, torch.float32)
@@ -54,7 +54,7 @@ def test_the_self_test_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> No
     assert "gradient of 0.self_attn.q_proj A differs from that of a loop" in reason
 
 
-def test_on_a_cpu_the_choice_depends_on_nobody() -> None:
+def test_on_a_cpu_the_backend_does_not_depend_on_the_load() -> None:
     weight = torch.zeros(1)
 
     assert find_backend("auto", TARGETS, weight) == LoraBackend("seg", torch.float32)
@@ -68,7 +68,7 @@ def test_on_cuda_many_short_segments_are_grouped() -> None:
     assert choose(segments=16, tokens=16384) == "grouped"
 
 
-def test_what_cannot_be_grouped_is_refused_with_the_reason(
+def test_an_unsupported_input_of_grouped_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(BackendUnfit, match=r"does not take torch\.float64"):
@@ -83,7 +83,7 @@ def test_what_cannot_be_grouped_is_refused_with_the_reason(
         find_backend("grouped", TARGETS, torch.zeros(1))
 
 
-def test_a_device_whose_grouped_products_are_wrong_gets_a_loop_and_a_warning(
+def test_a_device_with_wrong_grouped_products_gets_a_loop_and_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lora_backend, "slow", lambda weight: None)
@@ -109,7 +109,7 @@ def test_a_device_without_a_kernel_gets_a_loop_and_a_warning(
     assert "of bfloat16, not of torch.float32" in caplog.text
 
 
-def test_where_no_kernel_can_run_fused_is_refused_and_auto_says_so(
+def test_without_kernels_fused_is_refused_and_auto_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lora_backend, "slow", lambda weight: None)
@@ -126,14 +126,14 @@ def test_where_no_kernel_can_run_fused_is_refused_and_auto_says_so(
 
 
 class OutOfResources(Exception):
-    """As Triton's: of no type that Python has."""
+    """Exception like Triton's, which has no built-in base class but `Exception`."""
 
 
 @pytest.mark.parametrize(
     "error",
     [OutOfResources("shared memory"), RuntimeError("no C compiler"), FileNotFoundError("gcc")],
 )
-def test_kernels_that_a_device_cannot_run_are_done_without_and_the_reason_is_kept(
+def test_kernels_that_cannot_run_are_replaced_and_the_reason_is_kept(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(lora_backend, "slow", lambda weight: "no kernel")
@@ -149,7 +149,7 @@ def test_kernels_that_a_device_cannot_run_are_done_without_and_the_reason_is_kep
 
 
 @pytest.mark.parametrize("error", [TypeError("shrink() got 3"), KeyError("BM"), AssertionError()])
-def test_a_fault_of_the_kernels_themselves_is_an_error_of_its_own(
+def test_a_defect_of_the_kernels_is_an_error_of_its_own(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     fail_fused(monkeypatch, error)
@@ -159,7 +159,7 @@ def test_a_fault_of_the_kernels_themselves_is_an_error_of_its_own(
 
 
 def fail_fused(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Let the fused kernels fail as they are tried; the grouped products are right."""
+    """Make the fused kernels fail when they are tried. The grouped products are correct."""
 
     def disagree(*_: Any, backend: str = "grouped", **__: Any) -> None:
         if backend == "fused":
@@ -169,7 +169,7 @@ def fail_fused(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(lora_backend, "disagreement", disagree)
 
 
-def test_an_engine_that_has_the_fastest_has_no_reason_to_tell(new_engine: NewEngine) -> None:
+def test_an_engine_with_the_fastest_backend_has_no_fallback_reason(new_engine: NewEngine) -> None:
     assert new_engine().facts.lora_fallback == ""
 
 
@@ -180,6 +180,6 @@ def test_the_backend_is_part_of_the_numerics(new_engine: NewEngine) -> None:
     assert seg.facts.numerics_id != grouped.facts.numerics_id
 
 
-def test_auto_takes_the_backend_that_was_chosen() -> None:
+def test_auto_uses_the_chosen_backend() -> None:
     assert isinstance(LoraBackend("auto", torch.float32).of([], 64), SegmentLora)
     assert isinstance(LoraBackend("grouped", torch.float32).of([], 64), GroupedLora)

@@ -1,4 +1,4 @@
-"""The backend `grouped` against `seg`, on CPU, where torch runs its products one group after the other."""
+"""Backend `grouped` compared with `seg`, on CPU, where torch computes one group after the other."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def came_out(
     return dict(zip((f"{at} {name}" for at, name in enumerate(names)), values, strict=True))
 
 
-@pytest.mark.parametrize("rows", [ROWS, 184])  # with and without filler behind the last segment
-def test_grouped_equals_seg_whatever_ranks_and_targets(rows: int) -> None:
+@pytest.mark.parametrize("rows", [ROWS, 184])  # without and with filler after the last segment
+def test_grouped_equals_seg_for_any_ranks_and_targets(rows: int) -> None:
     sources = adapters()
     expected = came_out("seg", segments_of(sources, LENGTHS), rows, torch.float32)
     found = came_out("grouped", segments_of(sources, LENGTHS), rows, torch.float32)
@@ -71,7 +71,7 @@ def test_grouped_equals_seg_whatever_ranks_and_targets(rows: int) -> None:
         assert relative_error(found[name], values) < 1e-6, name  # another order of summation
 
 
-def test_gradients_in_bf16_point_where_those_of_seg_in_fp32_do() -> None:
+def test_gradients_in_bf16_have_the_direction_of_seg_in_fp32() -> None:
     narrow = came_out(
         "grouped", segments_of(adapters(torch.bfloat16), LENGTHS), ROWS, torch.bfloat16
     )
@@ -83,7 +83,7 @@ def test_gradients_in_bf16_point_where_those_of_seg_in_fp32_do() -> None:
 
 
 def count_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note the number of groups of each grouped product."""
+    """Return a list that gets the number of groups of each grouped product."""
     groups: list[int] = []
     real = functional.grouped_mm
 
@@ -107,7 +107,7 @@ def same_class(count: int) -> tuple[list[RandomAdapter], list[Segment]]:
     return sources, segments
 
 
-def test_the_number_of_products_does_not_grow_with_that_of_adapters(
+def test_the_number_of_products_does_not_depend_on_that_of_adapters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts = count_products(monkeypatch)
@@ -118,11 +118,12 @@ def test_the_number_of_products_does_not_grow_with_that_of_adapters(
         came_out("grouped", segments, 8 * adapters_at_once + 8, torch.float32)
         numbers.append(len(counts))
 
-    # Of q, k and v, and of two MLPs: one A product for those that read one x, and two going back for each forward.
+    # For q, k and v, and for two MLPs: one A product for modules with the same input, and two
+    # backward for each forward.
     assert numbers == [3 * ((1 + 3) + 2 * (2 + 3))] * 2
 
 
-def test_more_segments_than_a_product_has_groups_are_several_products(
+def test_more_segments_than_groups_are_several_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts = count_products(monkeypatch)
@@ -192,13 +193,13 @@ def test_a_mixed_cycle_equals_plain_peft(model_folder: ModelFolder, family: str)
 
 
 @pytest.mark.parametrize("hidden", [64, 72])
-def test_a_run_among_others_equals_the_run_alone_to_the_bit(tmp_path: Path, hidden: int) -> None:
+def test_a_run_among_others_equals_the_run_alone_exactly(tmp_path: Path, hidden: int) -> None:
     folder = build_tiny("qwen3", tmp_path, hidden=hidden, vocab=131)
 
     assert mixed_against_alone(folder, "cpu", torch.float32, "grouped").is_bit_equal
 
 
-def test_the_whole_engine_gives_the_gradients_of_seg(
+def test_the_whole_engine_has_the_gradients_of_seg(
     model_folder: ModelFolder, new_engine: NewEngine
 ) -> None:
     seg = warmed_up(model_folder("qwen3"), "cpu", torch.float32, "seg")
@@ -211,7 +212,7 @@ def test_the_whole_engine_gives_the_gradients_of_seg(
 
     for tenant in MIX:
         ours, theirs = (engine.adapters.state(tenant.run).grads for engine in (grouped, seg))
-        assert relative_error(ours, theirs) < 1e-5  # through the layers 1e-7 grows
+        assert relative_error(ours, theirs) < 1e-5  # an error of 1e-7 grows through the layers
 
 
 def test_recomputing_layers_changes_no_bit(new_engine: NewEngine) -> None:
@@ -227,7 +228,7 @@ def test_recomputing_layers_changes_no_bit(new_engine: NewEngine) -> None:
         )
 
 
-def test_the_weights_are_in_memory_once(new_engine: NewEngine) -> None:
+def test_the_weights_are_in_memory_only_once(new_engine: NewEngine) -> None:
     engine = new_engine(lora_backend="grouped", dtype=torch.bfloat16)
     engine.run([op for tenant in MIX for op in tenant.ops(0)])
 
@@ -299,7 +300,7 @@ def test_a_stack_has_every_matrix_padded_with_zeros(dtype: torch.dtype) -> None:
         assert not b[-1].any()
 
 
-def test_modules_that_read_one_x_lie_side_by_side() -> None:
+def test_modules_that_read_the_same_input_are_adjacent() -> None:
     siblings = plan_stack(16, TARGETS).siblings
 
     assert siblings["1.self_attn.k_proj"] == tuple(f"1.self_attn.{x}_proj" for x in "qkv")
@@ -308,7 +309,7 @@ def test_modules_that_read_one_x_lie_side_by_side() -> None:
     assert siblings["0.mlp.down_proj"] == ("0.mlp.down_proj",)
 
 
-def test_what_goes_into_one_stack_has_one_padded_rank_and_the_same_modules() -> None:
+def test_adapters_of_one_stack_have_one_padded_rank_and_equal_modules() -> None:
     assert [padded_rank(rank) for rank in (1, 8, 9, 16, 40, 64, 100)] == [
         *(8, 8, 16, 16, 64, 64, 128)
     ]
@@ -321,7 +322,7 @@ def test_what_goes_into_one_stack_has_one_padded_rank_and_the_same_modules() -> 
     assert kind(AdapterSpec(3, 0)) != kind(AdapterSpec(3, 0, train_mlp=False))
 
 
-def test_views_come_in_the_order_they_are_asked_for() -> None:
+def test_views_are_returned_in_the_requested_order() -> None:
     flat = torch.arange(20)
 
     views = views_at(flat, [(10, 3), (0, 2), (5, 4)])

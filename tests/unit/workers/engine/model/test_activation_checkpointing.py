@@ -1,4 +1,4 @@
-"""Computing the decoder layers a second time: the same bits, far less memory."""
+"""Recomputation of the decoder layers: the same bits, far less memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NewEngine = Callable[..., Engine]
 @pytest.mark.parametrize(
     ("family", "lora"), [*((family, "seg") for family in FAMILIES), ("qwen3", "grouped")]
 )
-def test_no_bit_depends_on_recomputing(new_engine: NewEngine, family: str, lora: str) -> None:
+def test_recomputing_changes_no_bit(new_engine: NewEngine, family: str, lora: str) -> None:
     kept, recomputed = (
         new_engine(family, micro_batch_tokens=64, recompute=choice, lora_backend=lora)
         for choice in ("never", "always")
@@ -41,7 +41,7 @@ def test_no_bit_depends_on_recomputing(new_engine: NewEngine, family: str, lora:
         )
 
 
-def test_no_bit_depends_on_neighbours_while_recomputing(new_engine: NewEngine) -> None:
+def test_neighbours_change_no_bit_while_recomputing(new_engine: NewEngine) -> None:
     together, alone = (new_engine(recompute="always") for _ in range(2))
     together.run([op for tenant in MIX for op in tenant.ops(0)])
     for tenant in MIX:
@@ -52,7 +52,9 @@ def test_no_bit_depends_on_neighbours_while_recomputing(new_engine: NewEngine) -
 
 
 def kept_bytes(engine: Engine) -> int:
-    """Return the bytes that one micro-batch keeps for its backward, the base model's weights left out."""
+    """Return the bytes that one micro-batch keeps for its backward, without the base model's
+    weights.
+    """
     weights = {p.untyped_storage().data_ptr() for p in engine._base.backbone.parameters()}
     by_storage: dict[int, int] = {}
 
@@ -77,11 +79,11 @@ def test_recomputing_keeps_a_fraction_of_the_memory(new_engine: NewEngine, famil
         kept_bytes(new_engine(family, recompute=choice)) for choice in ("never", "always")
     )
 
-    # Two layers: what is left are their inputs and outputs, the positions and the last norm.
+    # Two layers keep only their inputs and outputs, the positions and the last norm.
     assert 0 < recomputed < kept / 4
 
 
-def test_what_does_not_fit_is_recomputed_before_it_is_cut(new_engine: NewEngine) -> None:
+def test_a_micro_batch_too_large_is_recomputed_before_it_is_split(new_engine: NewEngine) -> None:
     large, small = (new_engine() for _ in range(2))
     rng = np.random.default_rng(0)
     datums = [random_datum(rng, "cross_entropy", length) for length in (60, 50)]
@@ -98,7 +100,7 @@ def test_what_does_not_fit_is_recomputed_before_it_is_cut(new_engine: NewEngine)
 
     assert (out.forwards, small.halvings, small.cut_slices) == (2, 0, 0)
     assert same_bits(small.adapters.state("run"), large.adapters.state("run"))
-    assert small.run([replace(backward, seq=2)]).forwards == 1  # what it takes is remembered
+    assert small.run([replace(backward, seq=2)]).forwards == 1  # its size is remembered
 
 
 def test_a_forward_only_pass_recomputes_nothing(new_engine: NewEngine) -> None:

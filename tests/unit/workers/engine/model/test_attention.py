@@ -1,4 +1,6 @@
-"""Packed against unpacked, for every family: positions restart and no sequence sees another."""
+"""Packed sequences compared with separate ones, for every family: positions restart, and no
+sequence attends to another.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def test_sequences_in_one_row_equal_each_alone(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_that_comparison_sees_wrong_positions_and_leaks(
+def test_the_comparison_detects_wrong_positions_and_leaks(
     new_engine: NewEngine, model_folder: ModelFolder, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = unpacked_logprobs(model_folder(family), datums())
@@ -77,7 +79,7 @@ def test_that_comparison_sees_wrong_positions_and_leaks(
 
     def positions_run_on(*args: Any) -> TokenRow:
         row = right(*args)
-        # rotary embeddings see distances only
+        # rotary embeddings depend on distances only
         return replace(row, positions=5 * np.arange(len(row.ids)))
 
     def one_long_sequence(*args: Any) -> TokenRow:
@@ -106,7 +108,7 @@ def plain_attention(
     back: int,
     scale: float,
 ) -> torch.Tensor:
-    """Attend sequence by sequence, with the scores written out; `[T, heads, d]`."""
+    """Return the attention of each sequence, with explicit scores; `[T, heads, d]`."""
     assert query.shape[1] == key.shape[1]
     outs = []
     for start, stop in itertools.pairwise(offsets.tolist()):
@@ -118,7 +120,7 @@ def plain_attention(
     return torch.cat(outs)
 
 
-def kernel_of_torch_2_10(  # the signatures that varlen_attn has had
+def kernel_of_torch_2_10(  # all signatures of varlen_attn so far
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -182,7 +184,7 @@ def kernel_of_torch_2_13(
 @pytest.mark.parametrize(
     "kernel", [kernel_of_torch_2_10, kernel_of_torch_2_11, kernel_of_torch_2_13]
 )
-def test_every_signature_of_the_ragged_kernel_means_the_same(
+def test_every_signature_of_the_ragged_kernel_gives_the_same_results(
     kernel: Callable[..., torch.Tensor], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attn, "varlen_kernel", lambda: kernel)
@@ -204,7 +206,7 @@ def test_every_signature_of_the_ragged_kernel_means_the_same(
     torch.testing.assert_close(ragged, torch.cat(outs), rtol=1e-5, atol=1e-6)
 
 
-def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_right(
+def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_correct(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rule = AttentionRule(0.2, 16, None)
@@ -233,7 +235,7 @@ def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_right(
     attn.varlen_is_right.cache_clear()
 
 
-def test_what_no_flash_kernel_computes_is_said_once_to_be_slow(
+def test_attention_without_a_flash_kernel_is_reported_as_slow_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = frozenset(inspect.signature(kernel_of_torch_2_13).parameters)
@@ -262,7 +264,7 @@ def test_what_no_flash_kernel_computes_is_said_once_to_be_slow(
         ((10, 0), None, False),
     ],
 )
-def test_flash_attention_3_is_used_where_it_is_installed_on_a_hopper(
+def test_flash_attention_3_is_used_on_a_hopper_if_it_is_installed(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     failure: Exception | None,
@@ -282,7 +284,7 @@ def test_flash_attention_3_is_used_where_it_is_installed_on_a_hopper(
     assert activated == (["FA3"] if expected else [])
 
 
-def test_flash_attention_3_that_is_off_gives_way_to_2(
+def test_an_incorrect_flash_attention_3_is_replaced_by_2(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     in_use = ["FA3"]

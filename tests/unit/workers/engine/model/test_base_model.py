@@ -36,7 +36,7 @@ def test_every_family_has_its_targets(model_folder: ModelFolder, family: str) ->
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_those_that_peft_chooses(
+def test_the_targets_are_those_that_peft_chooses(
     model_folder: ModelFolder, family: str, tied: bool
 ) -> None:
     skeleton = make_skeleton(AutoConfig.from_pretrained(model_folder(family, tied=tied)))
@@ -52,7 +52,7 @@ def test_they_are_those_that_peft_chooses(
     ]
 
 
-def test_a_module_that_is_no_plain_linear_is_refused_by_name(model_folder: ModelFolder) -> None:
+def test_a_module_that_is_not_a_plain_linear_is_refused_by_name(model_folder: ModelFolder) -> None:
     skeleton = make_skeleton(AutoConfig.from_pretrained(model_folder()))
     skeleton.model.layers[1].mlp.up_proj = torch.nn.Bilinear(1, 1, 1)
     with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.up_proj is a Bilinear"):
@@ -104,7 +104,7 @@ def test_a_missing_model_is_an_os_error(tmp_path: Path) -> None:
         )
 
 
-def test_nothing_of_the_base_model_is_trainable(tmp_path: Path) -> None:
+def test_no_parameter_of_the_base_model_is_trainable(tmp_path: Path) -> None:
     folder = build_tiny("gemma2", tmp_path, tied=True)
 
     base = load_base_model(

@@ -1,4 +1,6 @@
-"""Which kernels are put where into a base model, with plain functions in their places: no Triton is needed."""
+"""Insertion of kernels into a base model, with plain functions in place of the kernels, so without
+Triton.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ ALL = ("norms", "heads", "mlp")
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Play the kernels; return how often each ran."""
+    """Replace the kernels by plain functions. Return how often each ran."""
     counted: Counter[str] = Counter()
 
     def pure_norm(x: Any, weight: Any, eps: float, one: bool) -> Any:
@@ -83,7 +85,7 @@ def test_every_family_has_kernels_for_its_norms_and_rotations(
     ours, theirs = (engine.run(ops).outputs for engine in (fused, plain))
     assert ran["norm"] > 0
     assert ran["turn"] > 0
-    assert ran["gate"] == 0  # as transformers has it, or inside products
+    assert ran["gate"] == 0  # as transformers computes it, or inside products
     for key, output in ours.items():
         other = theirs[key]
         if isinstance(output, PassOutput):
@@ -94,7 +96,7 @@ def test_every_family_has_kernels_for_its_norms_and_rotations(
         assert relative_error(*grads) < 1e-6, tenant.run
 
 
-def test_the_decoder_uses_them(new_engine: NewEngine, ran: Counter[str]) -> None:
+def test_the_decoder_uses_the_kernels(new_engine: NewEngine, ran: Counter[str]) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     mine = request("mine", np.arange(20), "all-8", max_tokens=8)
@@ -115,7 +117,7 @@ def test_the_decoder_uses_them(new_engine: NewEngine, ran: Counter[str]) -> None
     np.testing.assert_array_equal(found.logprobs, expected.logprobs)
 
 
-def test_other_models_keep_what_they_had(new_engine: NewEngine, ran: Counter[str]) -> None:
+def test_other_models_are_not_changed(new_engine: NewEngine, ran: Counter[str]) -> None:
     fused, other = new_engine(), new_engine()
     fuse(fused)
     ran.clear()
@@ -133,7 +135,7 @@ def test_other_models_keep_what_they_had(new_engine: NewEngine, ran: Counter[str
         ("norm_then_weight", norm_with_one, ("mlp",), "norms: 9 of 9 are"),
     ],
 )
-def test_a_model_that_computes_something_else_stays_as_it_is(
+def test_a_model_with_other_functions_is_not_changed(
     new_engine: NewEngine,
     ran: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -149,7 +151,7 @@ def test_a_model_that_computes_something_else_stays_as_it_is(
     assert said in caplog.text
 
 
-def test_a_kernel_that_is_not_right_is_not_used(
+def test_a_kernel_with_wrong_results_is_not_used(
     new_engine: NewEngine,
     ran: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -171,7 +173,7 @@ def test_a_kernel_that_is_not_right_is_not_used(
     assert caplog.text.count("is not used: it would be off by") == 2  # norms of two sizes
 
 
-def test_without_triton_all_stays_as_it_is_and_the_log_says_so(
+def test_without_triton_the_model_is_unchanged_and_a_warning_is_logged(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fused_layers, "missing_kernels", lambda _: "triton is not installed")
@@ -181,7 +183,7 @@ def test_without_triton_all_stays_as_it_is_and_the_log_says_so(
     assert "slower: triton is not installed" in caplog.text
 
 
-def test_a_model_that_processes_share_stays_as_it_is(
+def test_a_model_sharded_among_processes_is_not_changed(
     new_engine: NewEngine, ran: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = replace(new_engine()._base, lock_step=SimpleNamespace(sharding="fsdp2/2"))

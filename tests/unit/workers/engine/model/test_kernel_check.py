@@ -1,4 +1,6 @@
-"""A kernel is believed after a comparison with its function, and its gradients are."""
+"""Kernels, which are used only after a comparison of their results and gradients with those of a
+plain function.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from cotrain_workers.engine.model.kernel_check import difference, is_right
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_kernel_is_used_if_it_and_its_gradients_are_right(
+def test_a_kernel_is_used_if_it_and_its_gradients_are_correct(
     dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     both = torch.randn(2, 1, 64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -33,7 +35,7 @@ def test_a_kernel_is_used_if_it_and_its_gradients_are_right(
     assert "no compiler here" in caplog.text
 
 
-def test_a_kernel_that_trains_nothing_is_compared_forward() -> None:
+def test_a_kernel_without_gradients_is_compared_forward() -> None:
     both = list(torch.randn(2, 1, 64, 96, generator=torch.Generator().manual_seed(0)))
 
     def without_backward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -44,7 +46,7 @@ def test_a_kernel_that_trains_nothing_is_compared_forward() -> None:
     assert not is_right(lambda gate, up: 1.01 * silu_gate(gate, up), silu_gate, 0, both)
 
 
-def test_the_difference_of_a_function_to_itself_is_nothing() -> None:
+def test_the_difference_of_a_function_to_itself_is_zero() -> None:
     x, weight = torch.randn(1, 8, 16), torch.randn(16)
 
     def norm(x: torch.Tensor) -> torch.Tensor:

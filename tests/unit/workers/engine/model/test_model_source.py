@@ -1,4 +1,4 @@
-"""What can be wrong with a base model is one sentence that names it, and what to do."""
+"""Defects of a base model, each reported in one sentence that names it and its remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEIGHTS = "model.safetensors"
 
 
 def why_not(model: Path | str, kind: type[UnusableModel] = NoModel) -> str:
-    """Load a model that cannot be loaded; the sentence, without the model's name."""
+    """Load an unusable model. Return the error, without the model's name."""
     with pytest.raises(kind) as refused:
         load_base_model(
             str(model),
@@ -47,7 +47,7 @@ def why_not(model: Path | str, kind: type[UnusableModel] = NoModel) -> str:
 
 @pytest.fixture
 def model(model_folder: ModelFolder, tmp_path: Path) -> Path:
-    """A copy of a good model, to be spoiled."""
+    """Copy a valid model, for a test to damage."""
     return shutil.copytree(model_folder("qwen3"), tmp_path / "model")
 
 
@@ -70,12 +70,12 @@ def test_a_mixture_of_experts_and_an_encoder_are_refused_by_type(tmp_path: Path)
         )
 
 
-def test_a_type_that_the_library_does_not_know_is_refused_in_the_same_words(model: Path) -> None:
+def test_a_type_unknown_to_the_library_is_refused_in_the_same_words(model: Path) -> None:
     change_config(model, model_type="qwen9")
     assert why_not(model, UnsupportedModel).startswith("models of type 'qwen9' cannot be trained")
 
 
-def test_for_a_folder_that_is_no_model_the_error_says_what_it_is(
+def test_a_folder_that_is_not_a_model_is_described_in_the_error(
     model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file.gguf").touch()
@@ -91,7 +91,7 @@ def test_for_a_folder_that_is_no_model_the_error_says_what_it_is(
     assert why_not(model.parent).startswith("it is a LoRA adapter: give the model")
 
 
-def test_a_configuration_that_cannot_be_read_is_named(model: Path) -> None:
+def test_an_unreadable_configuration_is_named(model: Path) -> None:
     for text in ("{", "[]"):
         (model / "config.json").write_text(text)
         assert why_not(model).startswith("its config.json cannot be read (")
@@ -99,7 +99,7 @@ def test_a_configuration_that_cannot_be_read_is_named(model: Path) -> None:
     assert why_not(model).startswith("its config.json is missing or has no model_type")
 
 
-def test_weights_that_are_absent_or_torn_are_no_model(model: Path) -> None:
+def test_missing_and_truncated_weights_are_refused(model: Path) -> None:
     whole = (model / WEIGHTS).read_bytes()
     for torn in (whole[: len(whole) // 2], b"x" * 1000, b""):
         (model / WEIGHTS).write_bytes(torn)
@@ -109,11 +109,13 @@ def test_weights_that_are_absent_or_torn_are_no_model(model: Path) -> None:
 
 
 def test_a_file_of_another_user_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda file, mode: file.name != WEIGHTS)  # root may read all
+    monkeypatch.setattr(
+        "os.access", lambda file, mode: file.name != WEIGHTS
+    )  # root can read every file
     assert why_not(model).startswith(f"its {WEIGHTS} may not be read by user ")
 
 
-def test_weights_that_the_library_would_make_up_are_refused(model: Path) -> None:
+def test_weights_that_the_library_would_initialize_are_refused(model: Path) -> None:
     weights = load_file(model / WEIGHTS)
     del weights["model.layers.1.mlp.up_proj.weight"], weights["model.norm.weight"]
     save_file(weights, model / WEIGHTS, metadata={"format": "pt"})
@@ -129,12 +131,12 @@ def test_weights_of_another_shape_are_refused(model: Path) -> None:
     )
 
 
-def test_a_name_that_no_hub_would_take_is_reported(tmp_path: Path) -> None:
+def test_an_impossible_hub_name_is_reported(tmp_path: Path) -> None:
     for name in ("a b", "x/y/z", str(tmp_path / "nowhere")):
         assert why_not(name).startswith("there is no such folder, and a hub id looks like")
 
 
-def test_a_hub_that_is_not_to_be_asked_is_not_blamed() -> None:
+def test_an_offline_hub_is_not_reported_as_a_missing_model() -> None:
     message = why_not("someone/misspelt")
     assert "the cache of this host has no model of that name" in message
     assert "COTRAIN_OFFLINE, HF_HUB_OFFLINE" in message
@@ -154,7 +156,7 @@ def test_the_answers_of_a_hub_are_distinguished(
         return str(refused.value).partition("served: ")[2]
 
     with FakeHub() as hub:
-        # As HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE have it in a process that begins with them.
+        # Same values as HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE at the start of a process.
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
         template = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -167,7 +169,7 @@ def test_the_answers_of_a_hub_are_distinguished(
     assert no_model.startswith("its config.json is missing or has no model_type")
 
 
-def test_a_model_that_is_larger_than_the_memory_is_refused_before_it_is_read(
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base_model, "free_host_bytes", lambda: 100_000)
@@ -176,7 +178,7 @@ def test_a_model_that_is_larger_than_the_memory_is_refused_before_it_is_read(
     )
 
 
-def test_memory_that_runs_out_while_it_is_read_is_reported(
+def test_running_out_of_memory_while_reading_is_reported(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -189,7 +191,7 @@ def test_memory_that_runs_out_while_it_is_read_is_reported(
 
 
 def change_weights(model: Path, **changes: torch.Tensor | None) -> None:
-    """Write tensors into the model's file, and take out those that are None."""
+    """Write tensors into the model's file, and remove those that are None."""
     weights = {**load_file(model / WEIGHTS), **changes}
     kept = {name: tensor for name, tensor in weights.items() if tensor is not None}
     save_file(kept, model / WEIGHTS, metadata={"format": "pt"})
@@ -259,7 +261,7 @@ def test_an_unknown_rope_type_of_one_kind_of_layer_is_named(
         ),
     ],
 )
-def test_a_configuration_of_no_model_is_refused(
+def test_an_invalid_configuration_is_refused(
     model: Path, changes: dict[str, Any], reason: str
 ) -> None:
     change_config(model, **changes)
@@ -268,7 +270,7 @@ def test_a_configuration_of_no_model_is_refused(
     assert message.endswith("): correct it.")
 
 
-def test_tensors_that_the_configuration_does_not_use_are_refused(
+def test_tensors_unused_by_the_configuration_are_refused(
     model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     biased = shutil.copytree(model_folder("llama"), tmp_path / "biased")
@@ -285,9 +287,7 @@ def test_tensors_that_the_configuration_does_not_use_are_refused(
     )
 
 
-def test_tensors_that_change_no_result_are_accepted(
-    model_folder: ModelFolder, tmp_path: Path
-) -> None:
+def test_tensors_without_effect_are_accepted(model_folder: ModelFolder, tmp_path: Path) -> None:
     model = shutil.copytree(model_folder("llama", tied=True), tmp_path / "tied")
     embedding = load_file(model / WEIGHTS)["model.embed_tokens.weight"]
     old_buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
@@ -297,7 +297,7 @@ def test_tensors_that_change_no_result_are_accepted(
     assert why_not(model).startswith("its weights hold lm_head.weight with other values than")
 
 
-def test_a_configuration_that_lost_its_tie_is_named(
+def test_a_configuration_with_a_missing_tie_is_named(
     model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     model = shutil.copytree(model_folder("qwen3", tied=True), tmp_path / "tied")
@@ -308,13 +308,13 @@ def test_a_configuration_that_lost_its_tie_is_named(
     )
 
 
-def test_weights_whose_results_are_not_finite_are_refused(model: Path) -> None:
+def test_weights_with_non_finite_results_are_refused(model: Path) -> None:
     head = load_file(model / WEIGHTS)["lm_head.weight"]
     change_weights(model, **{"lm_head.weight": head.sign() * 3e38})
     assert why_not(model).startswith("the results of a first pass are not finite")
 
 
-def test_an_adapter_beside_a_model_is_named(model: Path) -> None:
+def test_an_adapter_in_the_folder_of_a_model_is_named(model: Path) -> None:
     (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     assert why_not(model).startswith(
         "the folder holds an adapter as well (adapter_config.json): move it out"
@@ -322,7 +322,7 @@ def test_an_adapter_beside_a_model_is_named(model: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_named(model: Path, value: float) -> None:
+def test_non_finite_weights_are_named(model: Path, value: float) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     weight = load_file(model / WEIGHTS)[name]
     weight[-1, -1] = value

@@ -32,7 +32,7 @@ def bank(dtype: torch.dtype = torch.float32) -> AdapterBank:
 
 
 @pytest.mark.parametrize("longest", [0.0, 0.5, 1e9])
-def test_every_step_may_bring_its_own_parameters(longest: float) -> None:
+def test_every_step_may_have_its_own_parameters(longest: float) -> None:
     adapter = bank().create("a", AdapterSpec(4, seed=0))
     theirs = torch.nn.Parameter(adapter.weights.clone())
     optimizer = torch.optim.AdamW([theirs])
@@ -61,7 +61,7 @@ def test_every_step_may_bring_its_own_parameters(longest: float) -> None:
     torch.testing.assert_close(adapter.weights, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_gradient_that_almost_vanishes_is_clipped_as_torch_does() -> None:
+def test_a_vanishing_gradient_is_clipped_as_in_torch() -> None:
     adapter = bank().create("a", AdapterSpec(4, seed=0))
     theirs = torch.nn.Parameter(adapter.weights.clone())
     theirs.grad = torch.full_like(theirs, 1e-8)
@@ -90,7 +90,7 @@ def test_the_compute_copy_follows_the_weights() -> None:
     assert torch.equal(adapter.compute["q_proj"].a, views.a.bfloat16())
 
 
-#: Two groups of equal parameters, whatever is clipped; ranks, sizes and step counts differ.
+#: Two groups of equal parameters apart from clipping. Ranks, sizes and step counts differ.
 GROUPS = (
     (STEP, 4, 0),
     (replace(STEP, grad_clip_norm=0.5), 8, 3),
@@ -101,7 +101,7 @@ GROUPS = (
 
 
 def due_steps(adapter_bank: AdapterBank, chosen: tuple[int, ...]) -> list[Due]:
-    """Make adapters that have taken some steps, with a gradient each, and the steps they are due."""
+    """Make adapters that have taken some steps and have a gradient. Return their due steps."""
     adapters = []
     for at in chosen:
         _, rank, taken = GROUPS[at]
@@ -118,7 +118,7 @@ def due_steps(adapter_bank: AdapterBank, chosen: tuple[int, ...]) -> list[Due]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_steps_together_are_steps_one_by_one_to_the_bit(dtype: torch.dtype) -> None:
+def test_joint_steps_have_the_bits_of_single_steps(dtype: torch.dtype) -> None:
     together, one_by_one = bank(dtype), bank(dtype)
     every = tuple(range(len(GROUPS)))
 
@@ -150,7 +150,7 @@ def test_there_is_one_launch_for_each_set_of_parameters(monkeypatch: pytest.Monk
 
 
 class HostTransfers(TorchDispatchMode):
-    """Counts the reads of a tensor's values by the host."""
+    """Counter of reads of a tensor's values by the host."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -163,7 +163,7 @@ class HostTransfers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_all_norms_come_to_the_host_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_norms_are_copied_to_the_host_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter_bank = bank()
     adapters = [due.adapter for due in due_steps(adapter_bank, (0, 1, 2))]
     read: list[tuple[int, ...]] = []
@@ -198,7 +198,7 @@ def test_all_norms_come_to_the_host_in_one_tensor(monkeypatch: pytest.MonkeyPatc
         ("grad_clip_norm", -1.0),
     ],
 )
-def test_parameters_that_would_ruin_an_adapter_are_refused(name: str, value: float) -> None:
+def test_invalid_optimizer_parameters_are_refused(name: str, value: float) -> None:
     changed: Any = {name: value}
 
     reason = refuse_step(replace(STEP, **changed))
@@ -212,7 +212,7 @@ def test_ordinary_parameters_are_accepted() -> None:
 
 
 def stepped(adapter_bank: AdapterBank, *ops: OptimStep) -> dict[tuple[str, int], Output]:
-    """Take steps of runs whose gradients are set, and return the answers."""
+    """Return the outputs of steps of runs whose gradients are set."""
     outputs: dict[tuple[str, int], Output] = {}
     take_steps({op.run: adapter_bank[op.run] for op in ops}, ops, outputs)
     return outputs
@@ -220,7 +220,7 @@ def stepped(adapter_bank: AdapterBank, *ops: OptimStep) -> dict[tuple[str, int],
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("beta2", [0.0, 0.95, 0.999])
-def test_the_largest_gradient_that_is_admitted_leaves_moments_finite(
+def test_the_largest_accepted_gradient_leaves_moments_finite(
     dtype: torch.dtype, beta2: float
 ) -> None:
     adapter_bank = bank(dtype)
@@ -234,7 +234,7 @@ def test_the_largest_gradient_that_is_admitted_leaves_moments_finite(
 
 
 @pytest.mark.parametrize("size", [2.0, 1e3, 1e18])
-def test_a_gradient_whose_square_does_not_fit_fails_alone_and_the_run_trains_on(
+def test_a_gradient_with_an_infinite_square_fails_alone(
     size: float,
 ) -> None:
     adapter_bank, alone = bank(), bank()
@@ -264,7 +264,7 @@ def test_a_gradient_whose_square_does_not_fit_fails_alone_and_the_run_trains_on(
     assert (bad.weights != weights).all()
 
 
-def test_a_clipped_gradient_may_be_of_any_size() -> None:
+def test_a_clipped_gradient_may_have_any_size() -> None:
     adapter_bank = bank()
     adapter = adapter_bank.create("a", AdapterSpec(4, seed=0))
     adapter.gradient.flat.fill_(1e30)
@@ -281,7 +281,7 @@ def test_a_clipped_gradient_may_be_of_any_size() -> None:
         {"learning_rate": 3e38},
     ],
 )
-def test_a_step_that_would_make_weights_infinite_leaves_the_run_as_it_was(
+def test_a_step_to_infinite_weights_leaves_the_run_unchanged(
     parameters: dict[str, float],
 ) -> None:
     adapter_bank = bank()
@@ -302,7 +302,7 @@ def test_a_step_that_would_make_weights_infinite_leaves_the_run_as_it_was(
     assert adapter.version > version
 
 
-def test_a_large_learning_rate_that_stays_finite_is_a_step() -> None:
+def test_a_large_learning_rate_with_finite_weights_is_accepted() -> None:
     adapter_bank = bank()
     adapter = adapter_bank.create("a", AdapterSpec(4, seed=0))
     adapter.gradient.flat.fill_(1e-3)

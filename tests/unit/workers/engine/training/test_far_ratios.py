@@ -1,4 +1,4 @@
-"""A pass whose log-probabilities lie so far apart that float32 has no ratio of theirs."""
+"""Passes with log-probabilities so different that float32 cannot represent their ratio."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPEC = AdapterSpec(4, seed=0)
 
 
 def policy_pass(loss_fn: str, then: float, advantage: float) -> Pass:
-    """Return a pass of two datums; one token of the second has another log-probability at sampling."""
+    """Return a pass of two datums. One token of the second has another log-probability at sampling."""
     rng = np.random.default_rng(4)
     datums = [random_datum(rng, loss_fn, length) for length in (3, 5)]
     datums[1].inputs["logprobs"][2], datums[1].inputs["advantages"][2] = then, advantage
@@ -28,7 +28,7 @@ def policy_pass(loss_fn: str, then: float, advantage: float) -> Pass:
 
 
 @pytest.mark.parametrize(("loss_fn", "advantage"), [("importance_sampling", 1.0), ("ppo", -1.0)])
-def test_a_ratio_that_float32_cannot_hold_is_named(
+def test_a_ratio_too_large_for_float32_is_named(
     new_engine: NewEngine, loss_fn: str, advantage: float
 ) -> None:
     engine = new_engine()
@@ -47,10 +47,10 @@ def test_a_ratio_that_float32_cannot_hold_is_named(
 
 
 @pytest.mark.parametrize("loss_fn", ["ppo", "cispo"])
-def test_an_impossible_sample_that_is_rewarded_trains_like_one_just_out_of_bounds(
+def test_a_rewarded_impossible_sample_trains_like_one_at_the_bound(
     new_engine: NewEngine, loss_fn: str
 ) -> None:
-    """Beyond the upper bound it does not count how far, for any loss that has one."""
+    """Beyond the upper bound of a loss, the distance has no effect."""
     grads = []
     for then in (-60.0, -1e4):
         engine = new_engine()
@@ -64,7 +64,7 @@ def test_an_impossible_sample_that_is_rewarded_trains_like_one_just_out_of_bound
 
 @pytest.mark.parametrize(("then", "fails"), [(-5.0, False), (-40.0, False), (-60.0, True)])
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo"])
-def test_after_a_huge_ratio_every_weight_still_moves(
+def test_after_a_huge_ratio_every_weight_still_trains(
     new_engine: NewEngine, loss_fn: str, then: float, fails: bool
 ) -> None:
     engine = new_engine()
@@ -91,10 +91,10 @@ def test_after_a_huge_ratio_every_weight_still_moves(
     engine.run([replace(good, seq=7), replace(adam, seq=8)])
     after = engine.adapters.state("a")
     moved = (after.weights != before.weights).float().mean()
-    assert float(moved) > 0.99  # rows of A that have no gradient yet stay
+    assert float(moved) > 0.99  # rows of A without a gradient so far stay
 
 
-def test_a_huge_weight_of_cross_entropy_is_named_by_the_step_as_well(new_engine: NewEngine) -> None:
+def test_a_huge_weight_of_cross_entropy_is_named_by_the_step_too(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC)])
     datum = random_datum(np.random.default_rng(4), "cross_entropy", 5)
@@ -110,14 +110,14 @@ def test_a_huge_weight_of_cross_entropy_is_named_by_the_step_as_well(new_engine:
     assert "data[0].loss_fn_inputs.target_tokens[3] of seq 1" in failure.message
 
 
-def test_a_step_that_clips_takes_a_huge_ratio(new_engine: NewEngine) -> None:
+def test_a_clipped_step_accepts_a_huge_ratio(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC), policy_pass("ppo", -60.0, -1.0)])
     step = OptimStep("a", 2, 1e-3, 0.9, 0.95, 1e-12, 0.0, grad_clip_norm=1.0)
     assert isinstance(engine.run([step]).outputs["a", 2], StepOutput)
 
 
-def test_a_pass_of_infinite_weights_names_the_way_back(new_engine: NewEngine) -> None:
+def test_a_pass_with_infinite_weights_names_the_remedy(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC)])
     state = engine.adapters.state("a")

@@ -1,4 +1,4 @@
-"""What happens when memory runs out in the middle of a micro-batch."""
+"""Running out of memory in the middle of a micro-batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def passes(cycle: int) -> list[Op]:
 
 
 def limit_rows(engine: Engine, most: int, error: Exception | None = None) -> None:
-    """Let the base model run out of memory on rows of more than `most` tokens."""
+    """Make the base model run out of memory on rows of more than `most` tokens."""
 
     def refuse(module: Any, args: Any, kwargs: Any) -> None:
         if kwargs["input_ids"].shape[1] > most:
@@ -51,7 +51,7 @@ def assert_same_states(ours: Engine, theirs: Engine) -> None:
         )
 
 
-def test_where_others_run_the_same_pass_memory_that_runs_out_is_an_error(
+def test_running_out_of_memory_in_a_group_is_an_error(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = new_engine()
@@ -76,7 +76,9 @@ def test_a_micro_batch_too_large_for_memory_is_halved(new_engine: NewEngine, lor
 
 
 def run_out_in_backward(monkeypatch: pytest.MonkeyPatch, failing_call: int) -> list[int]:
-    """Let one gradient product of the base model's modules run out of memory; return a call counter."""
+    """Make one gradient product of the base model's modules run out of memory. Return a call
+    counter.
+    """
     calls, add_product = [0], lora.add_product
 
     def once(*args: Any) -> None:
@@ -90,7 +92,7 @@ def run_out_in_backward(monkeypatch: pytest.MonkeyPatch, failing_call: int) -> l
 
 
 @pytest.mark.parametrize("failing_call", [1, 20, 150])
-def test_memory_that_runs_out_in_backward_leaves_no_half_sums(
+def test_running_out_of_memory_in_backward_leaves_no_partial_sums(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, failing_call: int
 ) -> None:
     troubled, untroubled = new_engine(), new_engine()
@@ -135,7 +137,7 @@ def one_op(run: str, lengths: Sequence[int], spec: AdapterSpec) -> list[Op]:
     return [Create(run, 0, spec), Pass(run, 1, datums, "cross_entropy", {}, needs_grad=True)]
 
 
-def test_what_fitted_is_remembered_and_not_tried_again(new_engine: NewEngine) -> None:
+def test_a_size_that_fitted_is_remembered(new_engine: NewEngine) -> None:
     small, large = new_engine(), new_engine()
     limit_rows(small, 128)
     small.run(passes(0))
@@ -151,7 +153,7 @@ def test_what_fitted_is_remembered_and_not_tried_again(new_engine: NewEngine) ->
     assert_same_states(small, large)
 
 
-def test_an_op_too_large_for_memory_is_cut_at_its_datums_and_its_neighbour_keeps_its_bits(
+def test_an_op_too_large_for_memory_is_split_between_its_datums(
     new_engine: NewEngine,
 ) -> None:
     small, large = new_engine(), new_engine()
@@ -174,7 +176,7 @@ def test_an_op_too_large_for_memory_is_cut_at_its_datums_and_its_neighbour_keeps
 @pytest.mark.parametrize("lengths", [[200], [30, 200, 40], [30, 40, 200]])
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("gradient_waits", [True, False])
-def test_a_datum_too_large_for_memory_fails_its_op_alone_and_leaves_nothing(
+def test_a_datum_too_large_for_memory_fails_its_op_alone(
     new_engine: NewEngine, lengths: list[int], is_first: bool, gradient_waits: bool
 ) -> None:
     small, alone = new_engine(), new_engine()
@@ -200,7 +202,7 @@ def test_a_datum_too_large_for_memory_fails_its_op_alone_and_leaves_nothing(
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: …")]
 )
-def test_memory_of_the_host_that_runs_out_is_like_that_of_the_device(
+def test_running_out_of_host_memory_is_like_that_of_the_device(
     new_engine: NewEngine, error: Exception
 ) -> None:
     small, large = new_engine(), new_engine()
@@ -211,7 +213,7 @@ def test_memory_of_the_host_that_runs_out_is_like_that_of_the_device(
     assert_same_states(small, large)
 
 
-def test_another_error_is_not_taken_for_want_of_memory(new_engine: NewEngine) -> None:
+def test_another_error_is_not_handled_as_running_out_of_memory(new_engine: NewEngine) -> None:
     engine = new_engine()
     limit_rows(engine, 0, RuntimeError("the device is on fire"))
     with pytest.raises(RuntimeError, match="on fire"):
@@ -219,7 +221,7 @@ def test_another_error_is_not_taken_for_want_of_memory(new_engine: NewEngine) ->
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
-def test_the_host_reads_what_a_wave_found_once(
+def test_the_host_reads_the_results_of_a_wave_once(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, micro_batch_tokens: int
 ) -> None:
     engine, copies = new_engine(micro_batch_tokens=micro_batch_tokens), []
@@ -242,7 +244,7 @@ def test_the_host_reads_what_a_wave_found_once(
     assert len(copies) == 1
 
 
-def test_a_pass_that_is_not_finite_among_those_of_its_run_leaves_the_others(
+def test_a_non_finite_pass_leaves_the_others_of_its_run(
     new_engine: NewEngine,
 ) -> None:
     together, without = new_engine(), new_engine()
@@ -267,7 +269,7 @@ def test_a_pass_that_is_not_finite_among_those_of_its_run_leaves_the_others(
         assert together.adapters.state("run").grads_pending
 
 
-def test_to_spare_memory_moves_no_bit(new_engine: NewEngine) -> None:
+def test_sparing_memory_changes_no_bit(new_engine: NewEngine) -> None:
     spares, alone = new_engine(), new_engine()
     spares.spare_memory(64)
     assert spares.safe_tokens == 32
@@ -277,7 +279,7 @@ def test_to_spare_memory_moves_no_bit(new_engine: NewEngine) -> None:
     assert_same_states(spares, alone)
 
 
-def test_an_op_that_is_to_be_cut_smaller_is_and_says_that_its_bits_are_others(
+def test_an_op_with_smaller_slices_reports_inexact_bits(
     new_engine: NewEngine,
 ) -> None:
     engine, whole = new_engine(), new_engine()

@@ -104,7 +104,7 @@ def test_the_chunked_head_equals_the_dense_one(
     assert torch.equal(forward_only.loss, result.loss)
 
 
-def test_no_tensor_of_all_rows_times_the_vocabulary_exists() -> None:
+def test_no_tensor_has_all_rows_times_the_vocabulary() -> None:
     rows, vocab, chunk_rows = 512, 2048, 32
     weight, hidden = torch.randn(vocab, 8), torch.randn(rows, 8)
     given = HeadInput(
@@ -128,7 +128,7 @@ def test_no_tensor_of_all_rows_times_the_vocabulary_exists() -> None:
 
 
 def slice_of_op(start: int, length: int, name: str, *, needs_grad: bool) -> tuple[HeadInput, Pair]:
-    """Return a piece of random targets, and where its LoRA gradients go."""
+    """Return a slice of random targets, and the buffers of its LoRA gradients."""
     g = torch.Generator().manual_seed(start)
     pair = Pair(torch.randn(RANK, 64, generator=g) / 8, torch.randn(VOCAB, RANK, generator=g) / 8)
     grads = Pair(torch.zeros_like(pair.a), torch.zeros_like(pair.b))
@@ -146,7 +146,7 @@ def slice_of_op(start: int, length: int, name: str, *, needs_grad: bool) -> tupl
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk_rows", [32, 64, 1024])
-def test_slices_that_share_a_product_get_the_bits_they_get_alone(
+def test_slices_that_share_a_product_have_the_bits_they_have_alone(
     chunk_rows: int, softcap: float | None
 ) -> None:
     g = torch.Generator().manual_seed(3)
@@ -182,7 +182,7 @@ def test_neighbours_share_one_product_with_the_frozen_weight(
     hidden, weight = torch.randn(320, 64), torch.randn(VOCAB, 64)
     op_slices = [slice_of_op(start, 8, "ppo", needs_grad=True)[0] for start in range(0, 320, 16)]
     Head(weight, None, 1024).run(op_slices[:1], hidden, torch.zeros_like(hidden))
-    assert products == [32]  # rows of one piece, and filler: fewer would be other bits
+    assert products == [32]  # rows of one slice, and filler: fewer rows would have other bits
 
     touching = [slice_of_op(start, 5, "ppo", needs_grad=True)[0] for start in range(0, 320, 8)]
     Head(weight, None, 128).run(touching, hidden, torch.zeros_like(hidden))

@@ -1,4 +1,6 @@
-"""A datum above the limit of micro-batches: other work runs between its layers, and no bit depends on that."""
+"""Datum above the token limit of micro-batches: other work runs between its layers, without a
+change of bits.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,12 @@ def long_pass(loss_fn: str = "cross_entropy", *lengths: int, needs_grad: bool = 
 
 
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have long datums run in one piece."""
+    """Make long datums run in one piece."""
     monkeypatch.setattr(ForwardBackward, "_is_long", lambda *args: False)
 
 
 def begun(new_engine: NewEngine, spec: AdapterSpec = SPEC, **settings: Any) -> Engine:
-    """Make an engine in which B is no longer zero."""
+    """Return an engine in which B is no longer zero."""
     engine = new_engine(micro_batch_tokens=LIMIT, **settings)
     short = replace(long_pass("cross_entropy", 8), seq=1)
     engine.run([Create("long", 0, spec), short, STEP])
@@ -48,7 +50,7 @@ def begun(new_engine: NewEngine, spec: AdapterSpec = SPEC, **settings: Any) -> E
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "llama", "gemma2"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_layer_by_layer_gives_the_bits_of_one_piece(
+def test_a_layered_pass_has_the_bits_of_one_in_one_piece(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, family: str, recompute: str
 ) -> None:
     ops: list[Op] = [long_pass("cross_entropy", 50, 4, 33), STEP]
@@ -70,7 +72,7 @@ def test_layer_by_layer_gives_the_bits_of_one_piece(
 @pytest.mark.parametrize(
     "spec", [SPEC, replace(SPEC, train_attn=False, train_mlp=False), replace(SPEC, train_mlp=False)]
 )
-def test_every_loss_and_every_choice_of_targets_keeps_its_bits(
+def test_every_loss_and_every_choice_of_targets_has_the_same_bits(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, loss_fn: str, spec: AdapterSpec
 ) -> None:
     layered = begun(new_engine, spec)
@@ -82,12 +84,12 @@ def test_every_loss_and_every_choice_of_targets_keeps_its_bits(
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])
-def test_there_is_a_yield_point_behind_each_layer_forward_and_backward(
+def test_there_is_a_yield_point_after_each_layer_in_both_directions(
     new_engine: NewEngine, needs_grad: bool
 ) -> None:
     engine, yields = begun(new_engine), []
     drive(engine.cycle([long_pass(needs_grad=needs_grad)]), lambda: yields.append(1))
-    # The head is one chunk here, with one yield point behind it and one behind the norm.
+    # The head is one chunk here, with one yield point after it and one after the norm.
     assert len(yields) >= (2 * LAYERS if needs_grad else LAYERS)
     assert len(yields) <= (2 * LAYERS + 3 if needs_grad else LAYERS + 2)
 
@@ -99,14 +101,16 @@ def others(cycle: int) -> list[Op]:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("adapter_bytes", [None, 1])
-def test_a_long_datum_that_stops_behind_every_layer_has_the_bits_of_one_that_does_not(
+def test_a_datum_suspended_after_every_layer_has_the_same_bits(
     new_engine: NewEngine,
     monkeypatch: pytest.MonkeyPatch,
     recompute: str,
     needs_grad: bool,
     adapter_bytes: int | None,
 ) -> None:
-    """Whole cycles of others run in between, with their steps, and adapters are offloaded and come back."""
+    """Whole cycles of other runs with their steps run in between. Adapters are offloaded and
+    restored.
+    """
     settings: dict[str, Any] = {"recompute": recompute, "adapter_bytes": adapter_bytes}
     stopped = begun(new_engine, **settings)
     op = long_pass("cross_entropy", 50, 4, 33, needs_grad=needs_grad)
@@ -137,7 +141,7 @@ def _cycle(engine: Engine, ops: list[Op], *, allowances: bool = True) -> Any:
     return drive(engine.cycle(ops, limits, lambda: allowances), lambda: None)[0]
 
 
-def test_two_long_datums_that_stop_take_turns(new_engine: NewEngine) -> None:
+def test_two_suspended_datums_both_finish(new_engine: NewEngine) -> None:
     engine, alone = begun(new_engine), begun(new_engine)
     for each in (engine, alone):
         each.run([Create("other", 0, replace(SPEC, seed=9))])
@@ -156,7 +160,7 @@ def test_two_long_datums_that_stop_take_turns(new_engine: NewEngine) -> None:
         assert same_bits(engine.adapters.state(run), alone.adapters.state(run))
 
 
-def test_a_poisoned_long_datum_fails_alone(new_engine: NewEngine) -> None:
+def test_a_long_datum_with_nan_fails_alone(new_engine: NewEngine) -> None:
     engine = begun(new_engine)
     before = engine.adapters.state("long")
     bad = long_pass()
@@ -168,7 +172,7 @@ def test_a_poisoned_long_datum_fails_alone(new_engine: NewEngine) -> None:
     assert not after.grads_pending
 
 
-def test_a_run_that_is_dropped_takes_its_long_datum_along(new_engine: NewEngine) -> None:
+def test_restoring_a_run_drops_its_suspended_datum(new_engine: NewEngine) -> None:
     engine, alone = begun(new_engine), begun(new_engine)
     state = engine.adapters.state("long")
     for _ in range(3):
@@ -180,7 +184,7 @@ def test_a_run_that_is_dropped_takes_its_long_datum_along(new_engine: NewEngine)
 
 
 def four(engine: Engine) -> list[Pass]:
-    """Make four runs, and return a long pass of each."""
+    """Make four runs. Return a long pass of each."""
     engine.run([Create(f"run-{number}", 0, replace(SPEC, seed=number)) for number in range(4)])
     return [replace(long_pass(), run=f"run-{number}") for number in range(4)]
 
@@ -189,7 +193,7 @@ def suspended(engine: Engine) -> int:
     return sum(state.long is not None for state in engine.open_passes._state_by_run.values())
 
 
-def test_few_long_data_are_suspended_at_once_and_all_end(new_engine: NewEngine) -> None:
+def test_the_number_of_suspended_datums_is_limited_and_all_finish(new_engine: NewEngine) -> None:
     engine, alone = begun(new_engine), begun(new_engine)
     ops: list[Op] = [*four(engine)]
     four(alone)
@@ -197,9 +201,7 @@ def test_few_long_data_are_suspended_at_once_and_all_end(new_engine: NewEngine) 
     for turn in range(400):
         if not ops:
             break
-        chosen = ops[
-            turn % len(ops)
-        ]  # one pass in each cycle, as with many runs and a small budget
+        chosen = ops[turn % len(ops)]  # one pass per cycle, as with many runs and a small budget
         output = _cycle(engine, [chosen])
         most = max(most, suspended(engine))
         if (chosen.run, chosen.seq) in output.outputs:
@@ -212,7 +214,7 @@ def test_few_long_data_are_suspended_at_once_and_all_end(new_engine: NewEngine) 
         assert same_bits(engine.adapters.state(run), alone.adapters.state(run))
 
 
-def test_a_long_datum_runs_to_its_end_if_the_suspended_ones_stay_away(
+def test_a_datum_runs_to_its_end_if_the_suspended_ones_are_inactive(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = begun(new_engine)
@@ -224,7 +226,7 @@ def test_a_long_datum_runs_to_its_end_if_the_suspended_ones_stay_away(
     assert ("run-2", 1) in _cycle(engine, [third]).outputs
 
 
-def test_a_dropped_run_frees_its_long_datum_without_the_garbage_collector(
+def test_a_dropped_run_frees_its_datum_without_the_garbage_collector(
     new_engine: NewEngine,
 ) -> None:
     engine = begun(new_engine)

@@ -1,4 +1,4 @@
-""""""
+"""Losses and their gradients, compared with formulas, and the validation of passes."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def dro(lp: float, q: float, a: float) -> tuple[float, float]:
 )
 @given(rows=tokens)
 @settings(max_examples=examples(60), deadline=None)
-def test_loss_and_slope_equal_the_formula(
+def test_loss_and_gradient_equal_the_formula(
     name: str,
     by_hand: Callable[[float, float, float], tuple[float, float]],
     config: Mapping[str, float],
     rows: list[tuple[float, float, float, bool]],
 ) -> None:
-    # A kink has no derivative: stay off the clip bounds.
+    # A kink has no derivative, so the values are not at the clip bounds.
     ratios = [math.exp(lp - q) for lp, q, *_ in rows]
     assume(all(abs(r - bound) > 1e-6 for r in ratios for bound in BOUNDS.values()))
     lp, q, a, _ = (torch.tensor(list(column), dtype=FP64) for column in zip(*rows, strict=True))
@@ -97,7 +97,7 @@ def test_loss_and_slope_equal_the_formula(
 
 @given(rows=tokens)
 @settings(max_examples=examples(60), deadline=None)
-def test_gspo_uses_one_ratio_per_datum_and_a_slope_per_token(
+def test_gspo_has_one_ratio_per_datum_and_a_gradient_per_token(
     rows: list[tuple[float, float, float, bool]],
 ) -> None:
     lp, q, a, m = (torch.tensor(list(column), dtype=FP64) for column in zip(*rows, strict=True))
@@ -115,7 +115,7 @@ def test_gspo_uses_one_ratio_per_datum_and_a_slope_per_token(
             assert got == pytest.approx(0.0 if is_clipped else -s * row[2], rel=1e-9, abs=1e-9)
 
 
-# (log-ratio, A, slope): where the ratio counts only as its bound, and where it counts as it is.
+# (log-ratio, A, slope): ratios that count as their bound, and unclipped ones.
 FAR = [
     *((apart, 2.0, 0.0) for apart in (1.0, 60.0, 88.0, 89.0, 104.0, 1e4, 3e38)),
     *((apart, -2.0, 0.0) for apart in (-1.0, -89.0, -104.0, -1e4, -3e38)),
@@ -129,7 +129,7 @@ FAR = [
 @pytest.mark.parametrize(("apart", "advantage", "slope"), FAR)
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
 @pytest.mark.parametrize("dtype", [torch.float32, FP64])
-def test_a_clipped_ratio_has_no_slope_however_large_it_is(
+def test_a_clipped_ratio_of_any_size_has_no_gradient(
     name: str, dtype: torch.dtype, apart: float, advantage: float, slope: float
 ) -> None:
     """Beyond `exp(88.7)` a float32 ratio is infinite, and `0 * inf` would be NaN."""
@@ -150,9 +150,7 @@ def test_a_clipped_ratio_has_no_slope_however_large_it_is(
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("apart", [89.0, math.inf])
-def test_an_impossible_sample_that_is_rewarded_counts_as_the_upper_bound(
-    name: str, apart: float
-) -> None:
+def test_a_rewarded_impossible_sample_counts_as_the_upper_bound(name: str, apart: float) -> None:
     lp = torch.tensor([-1.0])
     inputs = {"logprobs": lp - apart, "advantages": torch.ones(1)}
     inputs["sequence_ratio_mask"] = torch.ones(1)
@@ -164,7 +162,7 @@ def test_an_impossible_sample_that_is_rewarded_counts_as_the_upper_bound(
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
-def test_without_an_upper_bound_a_ratio_counts_as_it_is(name: str) -> None:
+def test_without_an_upper_bound_a_ratio_is_not_limited(name: str) -> None:
     lp = torch.tensor([-1.0])
     inputs = {"advantages": torch.ones(1), "sequence_ratio_mask": torch.ones(1)}
     config = {"clip_low_threshold": 0.0, "clip_high_threshold": math.inf}
@@ -180,9 +178,7 @@ def test_without_an_upper_bound_a_ratio_counts_as_it_is(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "advantage"), [("importance_sampling", 1.0), ("ppo", -1.0), ("gspo", -1.0)]
 )
-def test_a_ratio_that_counts_and_is_infinite_is_never_made_smaller(
-    name: str, advantage: float
-) -> None:
+def test_an_unclipped_infinite_ratio_stays_infinite(name: str, advantage: float) -> None:
     lp = torch.tensor([-1.0])
     inputs = {"logprobs": lp - 104.0, "advantages": torch.tensor([advantage])}
     inputs["sequence_ratio_mask"] = torch.ones(1)
@@ -194,10 +190,10 @@ def test_a_ratio_that_counts_and_is_infinite_is_never_made_smaller(
 
 @given(rows=tokens)
 @settings(max_examples=examples(60), deadline=None)
-def test_the_slope_of_ppo_in_float32_is_that_of_a_finite_difference(
+def test_the_float32_gradient_of_ppo_equals_a_finite_difference(
     rows: list[tuple[float, float, float, bool]],
 ) -> None:
-    """Taken in float64; `lp - q` goes up to 800, where float32 has no ratio."""
+    """Computed in float64. `lp - q` reaches 800, for which float32 has no ratio."""
     lp, q, a, m = (torch.tensor(list(column), dtype=FP64) for column in zip(*rows, strict=True))
     q = torch.where(a > 0, 100 * q, q)  # unlikely when sampled, and rewarded
     inputs = {"logprobs": q, "advantages": a, "sequence_ratio_mask": m}
@@ -219,7 +215,7 @@ def test_the_slope_of_ppo_in_float32_is_that_of_a_finite_difference(
         assert got == pytest.approx(float(rise) / (2 * step), rel=1e-3, abs=1e-3)
 
 
-def test_dro_leaves_the_prompt_out_and_keeps_what_was_sampled() -> None:
+def test_dro_ignores_the_prompt_and_includes_sampled_tokens() -> None:
     """A prompt has neither an advantage nor a log-probability at sampling: both are 0."""
     lp = torch.tensor([-8.0, -math.inf, -8.0, -8.0, -8.0], dtype=FP64)
     inputs = {
@@ -235,7 +231,7 @@ def test_dro_leaves_the_prompt_out_and_keeps_what_was_sampled() -> None:
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
-def test_a_token_without_advantage_cannot_spoil_the_sum(name: str) -> None:
+def test_a_token_without_advantage_does_not_change_the_sum(name: str) -> None:
     """`exp(lp - q)` is infinite there, and `0 * inf` would be NaN."""
     lp = torch.tensor([-1.0, 0.0])
     inputs = {"logprobs": torch.tensor([-1.0, -1e4]), "advantages": torch.tensor([1.0, 0.0])}
@@ -247,7 +243,7 @@ def test_a_token_without_advantage_cannot_spoil_the_sum(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo"])
-def test_a_token_that_counts_nothing_may_be_impossible(name: str) -> None:
+def test_a_token_without_weight_may_be_impossible(name: str) -> None:
     lp = torch.tensor([-1.0, -math.inf])
     counts = torch.tensor([1.0, 0.0])
     inputs = {"weights": counts, "advantages": counts, "logprobs": torch.tensor([-1.0, -1.0])}
@@ -258,7 +254,7 @@ def test_a_token_that_counts_nothing_may_be_impossible(name: str) -> None:
     assert slope.tolist() == [-1.0, 0.0]
 
 
-def test_cross_entropy_takes_several_targets_per_token() -> None:
+def test_cross_entropy_accepts_several_targets_per_token() -> None:
     lp = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
     weights = torch.tensor([[0.5, 0.25], [-1.0, 0.0]])
 
@@ -292,11 +288,11 @@ def with_tokens(*tokens: int) -> Pass:
     return replace(PPO, datums=[GOOD, replace(GOOD, tokens=np.array(tokens))])
 
 
-def test_a_good_pass_is_admitted() -> None:
+def test_a_valid_pass_is_accepted() -> None:
     assert refusal(PPO) is None
 
 
-def test_inputs_that_the_loss_does_not_read_are_ignored() -> None:
+def test_inputs_unused_by_the_loss_are_ignored() -> None:
     assert refusal(with_input(weights=np.ones(99, np.float32))) is None
 
 
@@ -336,11 +332,11 @@ def test_inputs_that_the_loss_does_not_read_are_ignored() -> None:
         (replace(PPO, loss_config={"epsilon": 0.2}), "Loss 'ppo' has no setting 'epsilon'."),
     ],
 )
-def test_a_bad_pass_is_refused_with_its_position(op: Pass, reason: str) -> None:
+def test_an_invalid_pass_is_refused_with_its_position(op: Pass, reason: str) -> None:
     assert refusal(op) == reason
 
 
-def test_an_unknown_loss_names_the_known_ones() -> None:
+def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
     reason = refusal(replace(PPO, loss_fn="mse"))
 
     assert reason is not None

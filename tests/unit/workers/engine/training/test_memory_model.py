@@ -1,4 +1,6 @@
-""""""
+"""Memory model of micro-batches: measured lines, token budgets, and the handling of running out of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ KEPT, RECOMPUTED = ActivationModel(1 * GB, 7e6), ActivationModel(1.2 * GB, 0.3e6
 BOTH = Activations(KEPT, RECOMPUTED)
 
 
-def test_a_line_goes_through_both_points() -> None:
+def test_the_fitted_line_goes_through_both_points() -> None:
     line = fit([(1024, 8 * GB), (2048, 15 * GB)])
 
     assert line.fixed_bytes == pytest.approx(1 * GB)
@@ -44,17 +46,17 @@ def test_a_line_goes_through_both_points() -> None:
     assert line.tokens_in(8 * GB + 1000) == 1024
 
 
-def test_what_is_fixed_is_never_less_than_nothing() -> None:
+def test_the_fixed_part_is_never_negative() -> None:
     assert fit([(1000, 900), (2000, 2000)]).fixed_bytes == 0
 
 
 @pytest.mark.parametrize("measured", [[(1024, 5), (1024, 6)], [(1024, 5), (2048, 5)]])
-def test_memory_that_does_not_grow_is_no_measurement(measured: list[tuple[int, int]]) -> None:
+def test_memory_that_does_not_grow_is_not_a_measurement(measured: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match="does not grow"):
         fit(measured)
 
 
-def test_nothing_is_recomputed_where_enough_tokens_fit_without() -> None:
+def test_nothing_is_recomputed_if_enough_tokens_fit() -> None:
     free_bytes = int(KEPT.fixed_bytes + KEPT.bytes_per_token * (ENOUGH_TOKENS + 100))
 
     found = budget(BOTH, free_bytes, "auto")
@@ -63,7 +65,7 @@ def test_nothing_is_recomputed_where_enough_tokens_fit_without() -> None:
     assert budget(BOTH, free_bytes, "never") == found
 
 
-def test_where_fewer_fit_the_larger_micro_batches_are_recomputed() -> None:
+def test_larger_micro_batches_are_recomputed_if_fewer_tokens_fit() -> None:
     free_bytes = int(KEPT.fixed_bytes + KEPT.bytes_per_token * (ENOUGH_TOKENS - 100))
 
     found = budget(BOTH, free_bytes, "auto")
@@ -73,13 +75,13 @@ def test_where_fewer_fit_the_larger_micro_batches_are_recomputed() -> None:
     assert budget(BOTH, free_bytes, "always").keep_tokens == 0
 
 
-def test_a_large_device_gets_no_micro_batch_without_end() -> None:
+def test_the_micro_batch_of_a_large_device_is_limited() -> None:
     assert budget(BOTH, 10_000 * GB, "auto").tokens == MAX_TOKENS
     assert budget(BOTH, 10_000 * GB, "always").tokens == ENOUGH_TOKENS
 
 
 @pytest.mark.parametrize("choice", ["auto", "always"])
-def test_a_probe_that_fits_only_recomputed_is_an_answer(choice: Choice) -> None:
+def test_a_probe_that_fits_only_with_recomputation_is_sufficient(choice: Choice) -> None:
     found = budget(Activations(None, RECOMPUTED), 4 * GB, choice)
 
     assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, 0)
@@ -88,7 +90,7 @@ def test_a_probe_that_fits_only_recomputed_is_an_answer(choice: Choice) -> None:
 @pytest.mark.parametrize("choice", ["auto", "always", "never"])
 @pytest.mark.parametrize("both", [BOTH, Activations(None, None)])
 @pytest.mark.parametrize("free_bytes", [GB, -GB])
-def test_where_nothing_fits_it_says_what_is_missing(
+def test_too_little_memory_is_an_error_that_names_the_micro_batch(
     choice: Choice, both: Activations, free_bytes: int
 ) -> None:
     with pytest.raises(TooLittleMemory, match="micro-batch"):
@@ -104,14 +106,14 @@ def test_sizes_are_few_and_far_apart() -> None:
     assert all(later >= 1.3 * size for size, later in itertools.pairwise(sizes[2:]))
 
 
-def test_a_given_size_says_only_how_much_of_it_is_kept() -> None:
+def test_a_given_size_determines_only_the_tokens_kept() -> None:
     free_bytes = int(KEPT.fixed_bytes + KEPT.bytes_per_token * 5000)
 
     assert kept_tokens(BOTH, free_bytes, "auto") == 5000
     assert kept_tokens(BOTH, free_bytes, "always") == 0
 
 
-def test_adapters_and_key_value_memory_keep_their_bytes() -> None:
+def test_adapters_and_key_value_memory_are_subtracted_first() -> None:
     free = micro_batch_bytes(141 * GB, 17 * GB, 0)
 
     assert micro_batch_bytes(141 * GB, 17 * GB, 10 * GB) == pytest.approx(free - 9.5 * 9 / 8 * GB)
@@ -124,16 +126,17 @@ def test_adapters_and_key_value_memory_keep_their_bytes() -> None:
     ("total", "tokens", "adapters", "kv_tokens"),
     [(150_100_000_000, 8192, 31, 180_000), (85_000_000_000, 4096, 15, 80_000)],  # H200, H100
 )
-def test_all_that_shares_a_gpu_fits_next_to_qwen3_8b(
+def test_all_parts_fit_on_one_gpu_next_to_qwen3_8b(
     total: int, tokens: int, adapters: int, kv_tokens: int
 ) -> None:
     shape = SHAPES["8b"]
     linear = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)
     base = 2 * (linear + 2 * shape.hidden * shape.vocab)
     of_adapters = adapter_budget(total, base)
-    # The head's chunk: logits, probabilities, their gradient in 16 bits. 1.4 times the ideal of a token.
+    # Chunk of the head: logits, probabilities, and their gradient in 16 bits. 1.4 times the ideal
+    # bytes per token.
     line = ActivationModel(1024 * shape.vocab * 10, 1.4 * 4.94e6)
-    decoder = int((total - base - GB) * CUDA_SHARE)  # of what is free when it is made
+    decoder = int((total - base - GB) * CUDA_SHARE)  # share of the memory free at its creation
     weights = sampler_bytes(32 * 2 * adapter_parameters(shape, 32), decoder)
 
     found = budget(
@@ -176,7 +179,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("given", "lengths", "can_recompute", "expected"), CASES.values(), ids=CASES
 )
-def test_what_does_not_fit_loses_least(
+def test_running_out_of_memory_is_handled_with_the_least_loss(
     given: MicroBatch,
     lengths: list[int],
     can_recompute: bool,

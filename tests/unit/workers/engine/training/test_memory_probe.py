@@ -1,4 +1,6 @@
-"""Measuring micro-batches, with a meter that counts what autograd saves instead of CUDA's."""
+"""Measurements of micro-batches, with a meter that counts the tensors saved by autograd instead of
+CUDA memory.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def saved_bytes(run: Callable[[], bool]) -> int | None:
     return sum(by_storage.values()) if fitted else None
 
 
-def test_what_is_measured_is_a_line_and_recomputing_makes_it_flat(new_engine: NewEngine) -> None:
+def test_measured_memory_is_linear_and_smaller_with_recomputation(new_engine: NewEngine) -> None:
     base = new_engine()._base
     bank = AdapterBank(base.targets, torch.device("cpu"), torch.float32)
 
@@ -82,7 +84,7 @@ def test_on_a_cpu_nothing_is_measured(
     assert size_micro_batches(base, waves(base), asked, choice, adapter_bytes=0) == expected
 
 
-def test_the_size_that_was_found_is_part_of_the_numerics(new_engine: NewEngine) -> None:
+def test_the_measured_size_is_part_of_the_numerics(new_engine: NewEngine) -> None:
     assert new_engine().facts.numerics.micro_batch_tokens == CPU_TOKENS
     assert (
         new_engine().facts.numerics_id

@@ -27,7 +27,7 @@ def test_slices_cover_an_op_in_order_and_never_split_a_datum(
     ops=st.lists(st.tuples(lengths, st.booleans()), max_size=6),
     limit=st.integers(1, 64),
 )
-def test_micro_batches_have_every_slice_once_gradients_first(
+def test_micro_batches_have_every_slice_once_with_gradients_first(
     ops: list[tuple[list[int], bool]], limit: int
 ) -> None:
     op_slices = [
@@ -46,13 +46,13 @@ def test_micro_batches_have_every_slice_once_gradients_first(
 
 
 @given(st.integers(1, 100_000))
-def test_a_bucket_holds_its_tokens_with_little_filler(tokens: int) -> None:
+def test_a_bucket_fits_its_tokens_with_little_filler(tokens: int) -> None:
     assert tokens <= bucket(tokens) < tokens + 128
     assert bucket(tokens) >= 32
     assert bucket(bucket(tokens)) == bucket(tokens)
 
 
-def test_what_fits_one_micro_batch_is_one_micro_batch() -> None:
+def test_slices_that_fit_one_micro_batch_are_one_micro_batch() -> None:
     op_slices = [
         p
         for owner in range(8)
@@ -62,7 +62,7 @@ def test_what_fits_one_micro_batch_is_one_micro_batch() -> None:
     assert len(fill(op_slices, 256)) == 1
 
 
-def test_slices_of_a_micro_batch_lie_in_the_order_of_their_owners_and_of_the_plan() -> None:
+def test_slices_of_a_micro_batch_are_in_the_order_of_owners_and_plan() -> None:
     op_slices = [p for owner in (0, 1, 2) for p in cut(owner, [8, 8], [1, 1], 8, needs_grad=True)]
 
     (batch,) = fill(op_slices, 256, 8, [16, 4, 16])

@@ -1,4 +1,4 @@
-"""The mixed cycle against plain PEFT, one tenant and one sequence at a time."""
+"""Mixed cycle compared with plain PEFT, one tenant and one sequence at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.training import MIX, PeftOracle, mean_error, relative_error
 NewEngine = Callable[..., Engine]
 ModelFolder = Callable[..., Path]
 
-# fp32: a few times the 1.5e-6 that other orders of summation were measured to cost.
+# fp32: a few times 1.5e-6, the measured effect of another order of summation.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
@@ -45,13 +45,14 @@ def test_a_mixed_cycle_equals_plain_peft(
     parity = parity_with_peft(model_folder(family, tied=tied), "cpu", dtype)
 
     assert parity.gradient_error < TOLERANCE[dtype]
-    assert parity.logprob_error < 1e-5  # answered as fp32 whatever the base
+    assert parity.logprob_error < 1e-5  # fp32 results on any base
     assert parity.loss_error < TOLERANCE[dtype]
 
 
-# A weight whose gradients are nearly nothing but rounding errors takes steps as long as any other's, as Adam
-# divides by their size. In fp32 the worst of 20,000 weights is up to 3e-5 off, ours or torch's, by machine;
-# over all, five kinds of kernels were measured to cost 3e-7.
+# A weight whose gradients are little more than rounding errors takes steps as long as any other,
+# because Adam divides by their size. In fp32, the worst of 20,000 weights is up to 3e-5 off, in our
+# result or in torch's, depending on the machine. Over all weights, five kinds of kernels were
+# measured at 3e-7.
 @pytest.mark.parametrize(
     ("dtype", "error", "tolerance"),
     [(torch.float32, mean_error, 1e-6), (torch.float64, relative_error, 1e-12)],
@@ -92,7 +93,7 @@ def test_ten_steps_equal_ten_steps_of_torch_adamw_in_fp64(
     assert error(state.weights.double(), oracle.arena(layout, grads=False)) < tolerance
 
 
-def test_untargeted_modules_and_the_gaps_of_an_arena_stay_zero(new_engine: NewEngine) -> None:
+def test_untargeted_modules_and_gaps_of_an_arena_stay_zero(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([op for tenant in MIX for op in tenant.ops(0)])
 

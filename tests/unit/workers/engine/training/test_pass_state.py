@@ -1,4 +1,4 @@
-"""A pass that takes several cycles: the bits of one that takes one, and nothing of it before its end."""
+"""Pass over several cycles: the bits of a pass in one cycle, and no effect before its end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.numerics
 
 
 def slice_by_slice(engine: Engine, ops: Sequence[Op]) -> Iterator[CycleOutput]:
-    """Run ops in as many cycles as it takes when each runs one slice of a pass."""
+    """Run ops with one slice of a pass per cycle, until all are done. Yield each cycle."""
     left = list(ops)
     while left:
         allowances = {(op.run, op.seq): 1 for op in left if isinstance(op, Pass | ReverseKl)}
@@ -59,7 +59,7 @@ def outputs_of(cycles: Iterator[CycleOutput]) -> dict[OpId, Output]:
 
 
 def two_engines(new_engine: NewEngine, **settings: object) -> tuple[Engine, Engine]:
-    """Return two with run "a", which has a gradient from before."""
+    """Return two engines with run "a", which has a gradient of an earlier pass."""
     first, second = (new_engine(**ONE_LAYER, **settings) for _ in range(2))
     first.run([Create("a", 0, AdapterSpec(8, seed=1)), a_pass(1), a_step(2), a_pass(3)])
     second.adapters.restore("a", first.adapters.state("a"))
@@ -67,10 +67,12 @@ def two_engines(new_engine: NewEngine, **settings: object) -> tuple[Engine, Engi
 
 
 @pytest.mark.parametrize("lora", ["seg", "grouped"])
-def test_slice_by_slice_among_others_every_run_has_the_bits_of_whole_passes(
+def test_passes_slice_by_slice_have_the_bits_of_whole_ones(
     new_engine: NewEngine, lora: str
 ) -> None:
-    """Ranks, targets, losses and lengths of every kind; two gradients that add up, around a forward."""
+    """The mix has every kind of rank, target, loss and length, and two gradients that add up, with
+    a forward between.
+    """
     settings = {"micro_batch_tokens": SLICE, "lora_backend": lora}
     divided, whole = new_engine(**settings), new_engine(**settings)
     for cycle in range(2):
@@ -84,10 +86,10 @@ def test_slice_by_slice_among_others_every_run_has_the_bits_of_whole_passes(
 
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("border", range(1, len(LENGTHS)))
-def test_wherever_a_pass_is_cut_its_bits_are_those_of_the_whole(
+def test_a_pass_split_anywhere_has_the_bits_of_the_whole(
     new_engine: NewEngine, border: int, *, needs_grad: bool
 ) -> None:
-    """With ops of another run between its parts, and its own state untouched until its end."""
+    """Ops of another run are executed between its parts. Its own state is unchanged until its end."""
     divided, whole = two_engines(new_engine)
     before = divided.adapters.state("a")
     op, behind = a_pass(4, needs_grad=needs_grad), a_step(5)
@@ -107,8 +109,8 @@ def test_wherever_a_pass_is_cut_its_bits_are_those_of_the_whole(
     assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
 
 
-def test_a_gradient_that_waits_for_its_step_is_the_same_sum(new_engine: NewEngine) -> None:
-    """Of one pass before, of two divided ones, and of one that runs whole behind them."""
+def test_a_gradient_of_split_and_whole_passes_has_the_same_sum(new_engine: NewEngine) -> None:
+    """It sums one earlier pass, two split ones, and one that runs whole after them."""
     divided, whole = two_engines(new_engine)
     ops = [a_pass(4), a_pass(5), a_pass(6)]
     left: list[Op] = list(ops)
@@ -139,9 +141,7 @@ def test_a_reverse_kl_in_parts_has_the_bits_of_the_whole(
 
 
 @pytest.mark.parametrize("bad", [0, len(LENGTHS) - 1])
-def test_a_loss_that_is_not_finite_leaves_no_trace_of_any_part(
-    new_engine: NewEngine, bad: int
-) -> None:
+def test_a_non_finite_loss_leaves_no_effect_of_any_part(new_engine: NewEngine, bad: int) -> None:
     divided, whole = two_engines(new_engine)
     op = a_pass(4)
     datums = list(op.datums)
@@ -157,9 +157,7 @@ def test_a_loss_that_is_not_finite_leaves_no_trace_of_any_part(
 
 
 @pytest.mark.parametrize("what", ["restored", "dropped and restored"])
-def test_an_adapter_put_in_place_of_another_begins_its_pass_anew(
-    new_engine: NewEngine, what: str
-) -> None:
+def test_a_replaced_adapter_restarts_its_open_pass(new_engine: NewEngine, what: str) -> None:
     divided, whole = two_engines(new_engine)
     state = divided.adapters.state("a")
     one_cycle(divided, [a_pass(4)], a4=30)
@@ -176,7 +174,7 @@ def test_an_adapter_put_in_place_of_another_begins_its_pass_anew(
     assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
 
 
-def test_an_adapter_that_was_offloaded_goes_on_where_its_pass_stopped(
+def test_an_offloaded_adapter_continues_its_open_pass(
     new_engine: NewEngine,
 ) -> None:
     divided, whole = two_engines(new_engine, adapter_bytes=1)  # one adapter at a time
@@ -191,8 +189,10 @@ def test_an_adapter_that_was_offloaded_goes_on_where_its_pass_stopped(
     assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
 
 
-def test_gradients_of_open_passes_are_within_the_budget_of_adapters(new_engine: NewEngine) -> None:
-    """However many runs have one: what no cycle needs now is offloaded with its adapter."""
+def test_gradients_of_open_passes_are_within_the_adapter_budget(new_engine: NewEngine) -> None:
+    """This holds for any number of open passes: gradients unused by a cycle are offloaded with
+    their adapters.
+    """
     runs = [f"r{number}" for number in range(6)]
     whole = new_engine(**ONE_LAYER)
     spec = AdapterSpec(8, seed=1)
@@ -221,7 +221,7 @@ def test_gradients_of_open_passes_are_within_the_budget_of_adapters(new_engine: 
         assert same_bits(bank.state(run), whole.adapters.state(run))
 
 
-def test_a_gradient_whose_pass_was_dropped_on_the_host_does_not_come_back(
+def test_a_gradient_dropped_on_the_host_is_not_restored(
     new_engine: NewEngine,
 ) -> None:
     divided, whole = two_engines(new_engine, adapter_bytes=1)
@@ -234,7 +234,7 @@ def test_a_gradient_whose_pass_was_dropped_on_the_host_does_not_come_back(
     assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
 
 
-def test_a_run_that_comes_with_another_op_first_has_nothing_open(new_engine: NewEngine) -> None:
+def test_another_first_op_of_a_run_drops_its_open_pass(new_engine: NewEngine) -> None:
     engine, _ = two_engines(new_engine)
     one_cycle(engine, [a_pass(4)], a4=20)
     engine.run([Create("b", 0, AdapterSpec(1, seed=0))])
@@ -243,7 +243,7 @@ def test_a_run_that_comes_with_another_op_first_has_nothing_open(new_engine: New
     assert not engine.open_passes.runs
 
 
-def test_behind_an_open_pass_its_run_waits_and_no_other(new_engine: NewEngine) -> None:
+def test_an_open_pass_delays_only_its_own_run(new_engine: NewEngine) -> None:
     engine, _ = two_engines(new_engine)
     of_a: list[Op] = [a_pass(4), a_pass(5, needs_grad=False), a_step(6), Save("a", 7)]
     of_b: list[Op] = [
@@ -262,7 +262,7 @@ def test_behind_an_open_pass_its_run_waits_and_no_other(new_engine: NewEngine) -
     assert engine.run(of_a[1:]).outputs.keys() == {("a", 5), ("a", 6), ("a", 7)}
 
 
-def test_when_time_is_over_whole_passes_end_and_of_others_that_runs_which_waited_longest(
+def test_after_the_deadline_only_whole_passes_and_the_oldest_run_go_on(
     new_engine: NewEngine,
 ) -> None:
     engine, _ = two_engines(new_engine)
@@ -286,7 +286,7 @@ def test_when_time_is_over_whole_passes_end_and_of_others_that_runs_which_waited
     assert not out.open_tokens
 
 
-def test_time_that_runs_out_in_the_middle_stops_behind_the_micro_batch_in_work(
+def test_a_deadline_in_the_middle_stops_after_the_current_micro_batch(
     new_engine: NewEngine,
 ) -> None:
     engine, whole = two_engines(new_engine)
@@ -295,7 +295,7 @@ def test_time_that_runs_out_in_the_middle_stops_behind_the_micro_batch_in_work(
         engine.cycle([a_pass(4), a_pass(5)], {("a", 4): 1000}, lambda: next(asked, True))
     )
     assert out.open_tokens == {("a", 4): sum(LENGTHS[:2])}
-    # Ended, and time over: what waited behind it waits on.
+    # The pass has ended and time is up, so the op after it keeps waiting.
     out = run_to_end(engine.cycle([a_pass(4), a_pass(5)], {("a", 4): 1000}, stops_after(3)))
     assert out.outputs.keys() == {("a", 4)}
     engine.run([a_pass(5)])
@@ -308,7 +308,7 @@ def stops_after(asked: int) -> Callable[[], bool]:
     return lambda: next(left, True)
 
 
-def test_what_cannot_run_fails_at_once_and_holds_nothing_back(new_engine: NewEngine) -> None:
+def test_an_invalid_pass_fails_at_once_and_delays_no_other(new_engine: NewEngine) -> None:
     engine, _ = two_engines(new_engine)
     outside = replace(a_pass(4), loss_fn="no_such_loss")
     out = one_cycle(engine, [outside, a_step(5), a_pass(1, "x")], a4=1, x1=1)
@@ -318,7 +318,7 @@ def test_what_cannot_run_fails_at_once_and_holds_nothing_back(new_engine: NewEng
     assert not engine.open_passes.runs
 
 
-def test_a_wave_ends_for_a_run_with_the_first_pass_that_may_stay_open() -> None:
+def test_a_wave_ends_for_a_run_with_its_first_divisible_pass() -> None:
     ops = [a_pass(1), a_pass(2), a_pass(3), a_pass(1, "b"), a_pass(2, "b")]
     wave, later = next_wave(ops, {("a", 2): 5, ("a", 3): 5})
     assert [(op.run, op.seq) for op in wave] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
@@ -326,7 +326,9 @@ def test_a_wave_ends_for_a_run_with_the_first_pass_that_may_stay_open() -> None:
 
 
 def out_of_memory_above(engine: Engine, most: int) -> list[int]:
-    """Let the base model run out of memory on rows of more than `most[0]` tokens; return that list."""
+    """Make the base model run out of memory on rows of more than `most[0]` tokens. Return that
+    list.
+    """
     limit = [most]
 
     def refuse(module: Any, args: Any, kwargs: Any) -> None:
@@ -337,10 +339,10 @@ def out_of_memory_above(engine: Engine, most: int) -> list[int]:
     return limit
 
 
-def test_memory_that_runs_out_in_a_later_cycle_leaves_the_sums_of_earlier_ones(
+def test_running_out_of_memory_in_a_later_cycle_keeps_earlier_sums(
     new_engine: NewEngine,
 ) -> None:
-    """Slices go apart that would have run together; none is cut, so that the bits stay."""
+    """Slices that would have run together run apart. None is split, so the bits are equal."""
     divided, whole = (new_engine(micro_batch_tokens=64, recompute="never") for _ in range(2))
     small: list[Op] = [Create("b", 0, AdapterSpec(2, seed=3)), a_pass(1, "b")]
     large = replace(a_pass(1), datums=[*a_pass(1).datums, *a_pass(2).datums])
@@ -357,7 +359,7 @@ def test_memory_that_runs_out_in_a_later_cycle_leaves_the_sums_of_earlier_ones(
         assert same_bits(divided.adapters.state(run), whole.adapters.state(run))
 
 
-def test_a_slice_cut_for_want_of_memory_counts_against_the_cycle_its_pass_ends_in(
+def test_a_split_slice_makes_the_cycle_of_its_result_inexact(
     new_engine: NewEngine,
 ) -> None:
     engine = new_engine(micro_batch_tokens=64, recompute="never")
@@ -371,12 +373,12 @@ def test_a_slice_cut_for_want_of_memory_counts_against_the_cycle_its_pass_ends_i
 
     assert engine.cut_slices == 1
     assert first.open_tokens == {("a", 1): sum(LENGTHS[:4])}
-    assert first.is_exact  # of what ended in it
+    assert first.is_exact  # all results of this cycle are exact
     assert not last.is_exact
     assert last.divided["a", 1].in_all == 2 * sum(LENGTHS)
 
 
-def test_a_datum_that_memory_cannot_hold_fails_its_open_pass_without_a_trace(
+def test_a_datum_too_large_for_memory_fails_its_open_pass_cleanly(
     new_engine: NewEngine,
 ) -> None:
     divided, whole = two_engines(new_engine, recompute="never")

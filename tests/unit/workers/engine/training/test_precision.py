@@ -18,13 +18,13 @@ ModelFolder = Callable[..., Path]
 
 @pytest.mark.parametrize("lora", ["seg", "grouped"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_on_a_bf16_base_point_where_those_of_seg_on_fp32_do(
+def test_gradients_on_a_bf16_base_have_the_direction_of_seg_on_fp32(
     model_folder: ModelFolder, family: str, lora: Choice
 ) -> None:
     assert bf16_gradient_cosine(model_folder(family), "cpu", lora) > 0.999
 
 
-def test_a_bf16_base_keeps_fp32_adapters_and_answers(model_folder: ModelFolder) -> None:
+def test_a_bf16_base_has_fp32_adapters_and_results(model_folder: ModelFolder) -> None:
     engine = warmed_up(model_folder("qwen3"), "cpu", torch.bfloat16)
 
     for tenant in MIX:

@@ -1,4 +1,4 @@
-"""Reverse KL in the engine: against a dense oracle, among others, and when things go wrong."""
+"""Reverse KL in the engine: compared with a dense oracle, among other runs, and after errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_same_answers(run: str, mixed: CycleOutput, alone: CycleOutput) -> Non
         ("gemma2", True, 1.7, WHOLE),  # caps its logits
     ],
 )
-def test_it_equals_a_dense_fp64_oracle(
+def test_a_reverse_kl_equals_a_dense_fp64_oracle(
     new_engine: NewEngine,
     model_folder: ModelFolder,
     family: str,
@@ -69,7 +69,7 @@ def test_it_equals_a_dense_fp64_oracle(
     *,
     tied: bool,
 ) -> None:
-    """1e-5 is what fp32 leaves of sums over a vocabulary, here and in every other parity test."""
+    """1e-5 is the fp32 precision of sums over a vocabulary, here and in every other parity test."""
     engine = started(new_engine(family, tied=tied, head_chunk_rows=7))
     weights = random_weights(reference, engine.adapters.layout_of) if reference else None
 
@@ -82,7 +82,7 @@ def test_it_equals_a_dense_fp64_oracle(
     assert parity.gradient_error < 1e-5
 
 
-def test_in_fp64_it_equals_the_oracle_to_fp64(
+def test_an_fp64_reverse_kl_equals_the_oracle_in_fp64(
     new_engine: NewEngine, model_folder: ModelFolder
 ) -> None:
     engine = started(new_engine(dtype=torch.float64))
@@ -91,7 +91,7 @@ def test_in_fp64_it_equals_the_oracle_to_fp64(
     assert kl_parity(engine, model_folder(), op).gradient_error < 1e-11
 
 
-def test_its_gradient_on_a_bf16_base_points_where_that_on_fp32_does(
+def test_its_gradient_on_a_bf16_base_has_the_direction_of_that_on_fp32(
     new_engine: NewEngine,
 ) -> None:
     wide, narrow = started(new_engine()), started(new_engine(dtype=torch.bfloat16))
@@ -107,7 +107,7 @@ def test_its_gradient_on_a_bf16_base_points_where_that_on_fp32_does(
     assert float(cosine) > 0.99
 
 
-def test_a_run_is_no_distance_from_itself(new_engine: NewEngine) -> None:
+def test_the_divergence_of_a_run_from_itself_is_zero(new_engine: NewEngine) -> None:
     engine = started(new_engine())
     itself = random_weights(SPEC, engine.adapters.layout_of)
     same = [replace(datum, reference=datum.tokens) for datum in kl_datums(3)]
@@ -118,7 +118,7 @@ def test_a_run_is_no_distance_from_itself(new_engine: NewEngine) -> None:
     assert not engine.adapters.state("a").grads.any()
 
 
-def test_a_target_of_weight_zero_counts_nowhere(new_engine: NewEngine) -> None:
+def test_a_target_of_weight_zero_is_not_counted(new_engine: NewEngine) -> None:
     engine, expected = started(new_engine()), started(new_engine())
     whole = kl_datum(np.random.default_rng(5), 6, 9, 12)
     weights = np.array([0] * 8 + [1, 2, 0.5, 3], np.float32)
@@ -135,7 +135,7 @@ def test_a_target_of_weight_zero_counts_nowhere(new_engine: NewEngine) -> None:
     assert same_bits(engine.adapters.state("a"), expected.adapters.state("a"))
 
 
-def test_only_targets_of_weight_zero_leave_a_gradient_of_zero(new_engine: NewEngine) -> None:
+def test_targets_of_weight_zero_alone_have_a_gradient_of_zero(new_engine: NewEngine) -> None:
     engine = started(new_engine())
     datum = kl_datum(np.random.default_rng(5), 6, 9, 4)
     nothing = replace(datum, weights=np.zeros(4, np.float32))
@@ -180,7 +180,7 @@ def kl_runs(engine: Engine) -> dict[str, list[Op]]:
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
-def test_a_run_among_others_equals_the_run_alone_to_the_bit(
+def test_a_run_among_others_equals_the_run_alone_exactly(
     new_engine: NewEngine, micro_batch_tokens: int
 ) -> None:
     together, alone = (new_engine(micro_batch_tokens=micro_batch_tokens) for _ in range(2))
@@ -196,7 +196,7 @@ def test_a_run_among_others_equals_the_run_alone_to_the_bit(
 
 
 @pytest.mark.parametrize("poison", ["reference", "run", "weights"])
-def test_a_poisoned_one_fails_alone(new_engine: NewEngine, poison: str) -> None:
+def test_a_reverse_kl_with_nan_fails_alone(new_engine: NewEngine, poison: str) -> None:
     among, alone = new_engine(), new_engine()
     runs = kl_runs(among)
     for engine in (among, alone):
@@ -240,7 +240,7 @@ def test_references_of_one_wave_share_a_forward(new_engine: NewEngine) -> None:
     assert cost.tokens == sum(len(datum.tokens) + len(datum.reference) for datum in read)
 
 
-def test_long_contexts_of_references_fill_no_more_than_a_micro_batch(new_engine: NewEngine) -> None:
+def test_long_reference_contexts_fill_at_most_a_micro_batch(new_engine: NewEngine) -> None:
     engine = started(new_engine(micro_batch_tokens=64))
     rng, rows = np.random.default_rng(2), []
     engine._base.backbone.register_forward_pre_hook(
@@ -250,10 +250,10 @@ def test_long_contexts_of_references_fill_no_more_than_a_micro_batch(new_engine:
 
     engine.run([ReverseKl("a", 1, short, None, 1.0)])
 
-    assert rows == [*[64] * 6, 32]  # of references two at a time, of the run all at once
+    assert rows == [*[64] * 6, 32]  # references two at a time, the run all at once
 
 
-def test_memory_that_runs_out_in_a_references_forward_changes_no_bit(
+def test_running_out_of_memory_in_a_reference_changes_no_bit(
     new_engine: NewEngine,
 ) -> None:
     troubled, untroubled = new_engine(), new_engine()
@@ -275,7 +275,7 @@ def test_memory_that_runs_out_in_a_references_forward_changes_no_bit(
         assert same_bits(troubled.adapters.state(run), untroubled.adapters.state(run)), run
 
 
-def test_no_tensor_of_all_rows_times_the_vocabulary_exists() -> None:
+def test_no_tensor_has_all_rows_times_the_vocabulary() -> None:
     rows, vocab, chunk_rows = 512, 2048, 32
     weight, hidden = torch.randn(vocab, 8), torch.randn(rows, 8)
     referred = Referred(torch.randn(rows, 8), None)
@@ -290,7 +290,7 @@ def test_no_tensor_of_all_rows_times_the_vocabulary_exists() -> None:
     assert largest <= 2 * chunk_rows * vocab * 4 < rows * vocab * 4
 
 
-def test_the_way_back_of_a_projection_ends_where_autograd_does() -> None:
+def test_the_backward_of_a_projection_ends_where_that_of_autograd_does() -> None:
     weight, hidden = torch.randn(9, 4).double(), torch.randn(3, 4).double().requires_grad_()
     slope = torch.randn(3, 9).double()
     (expected,) = torch.autograd.grad((3.0 * torch.tanh(hidden @ weight.t() / 3.0)), hidden, slope)
@@ -330,7 +330,7 @@ GOOD = kl_datum(np.random.default_rng(0), 3, 4, 5)
         ),
     ],
 )
-def test_a_bad_one_is_refused_with_its_position(
+def test_an_invalid_reverse_kl_is_refused_with_its_position(
     new_engine: NewEngine, change: dict[str, Any], reason: str
 ) -> None:
     op = ReverseKl("a", 1, [GOOD], None, 1.0)

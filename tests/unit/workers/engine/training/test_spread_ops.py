@@ -1,4 +1,4 @@
-"""Ops of a run spread over cycles in any way: every bit is that of one op after the other."""
+"""Ops of a run spread over cycles in any way: every bit equals that of ops run one by one."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from tests.support.training import same_bits
 NewEngine = Callable[..., Engine]
 OpId = tuple[str, int]
 
-#: Ways to spread ops that are tried again with AVX2 only: it is the kernels that differ there, not the ways.
+#: Ways to spread ops that are repeated with AVX2 only. Only the kernels differ there, not the ways.
 SEEDS, SEEDS_AGAIN = 20, 6
-#: A first slice, one in the middle and a last one: what happens between slices has happened between three.
+#: A first slice, one in the middle and a last one. Three slices cover all transitions between
+#: slices.
 THREE = LENGTHS[:3]
 
 
@@ -42,7 +43,7 @@ def two_begun(new_engine: NewEngine) -> tuple[Engine, Engine]:
 
 
 @pytest.mark.numerics
-def test_an_open_pass_that_ends_in_one_cycle_with_the_next_adds_up_as_ever(
+def test_an_open_pass_that_ends_together_with_the_next_has_the_same_sum(
     new_engine: NewEngine,
 ) -> None:
     divided, whole = two_begun(new_engine)
@@ -53,7 +54,7 @@ def test_an_open_pass_that_ends_in_one_cycle_with_the_next_adds_up_as_ever(
 
 
 @pytest.mark.numerics
-def test_the_pass_behind_an_open_one_fails_and_leaves_it_its_gradient(
+def test_a_failed_pass_after_an_open_one_leaves_its_gradient(
     new_engine: NewEngine,
 ) -> None:
     divided, whole = two_begun(new_engine)
@@ -74,10 +75,12 @@ def test_the_pass_behind_an_open_one_fails_and_leaves_it_its_gradient(
         *range(SEEDS_AGAIN, SEEDS),
     ],
 )
-def test_however_ops_are_spread_over_cycles_every_bit_is_that_of_one_by_one(
+def test_ops_spread_over_cycles_have_the_bits_of_ops_one_by_one(
     new_engine: NewEngine, seed: int
 ) -> None:
-    """Any ops of a run that may share a cycle, any passes divided, at any border, with or without time."""
+    """Any ops of a run that may share a cycle, with any passes divided at any border, with or
+    without a deadline.
+    """
     draw = random.Random(seed)
     spread, one_by_one = (new_engine(**ONE_LAYER) for _ in range(2))
     left: dict[str, list[Op]] = {run: ops_of_a_run(draw, run) for run in ("a", "b")}
@@ -117,6 +120,6 @@ def ops_of_a_run(draw: random.Random, run: str) -> list[Op]:
 
 
 def of_one_cycle(ops: Sequence[Op]) -> list[Op]:
-    """Return the first ops of a run that may share a cycle: none behind a step."""
+    """Return the first ops of a run that may share a cycle, without those after a step."""
     steps = [at for at, op in enumerate(ops) if isinstance(op, OptimStep)]
     return [*ops[: steps[0] + 1]] if steps else [*ops]

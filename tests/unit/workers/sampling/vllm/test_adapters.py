@@ -1,6 +1,6 @@
-"""Adapters come to a vLLM server when they are asked for, and go when there is no room.
+"""Adapters on a vLLM server: loaded on request, and unloaded at the limit.
 
-Copies of adapters for vLLM: as many as there is room for, those in use in any case.
+Copies of adapters for vLLM: up to a limit, apart from those in use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.vllm_requests import Trained, finish, request, run, steps, to
 NewDecoder = Callable[..., VllmDecoder]
 
 
-def test_many_requests_over_many_adapters_all_finish_with_two_at_once(
+def test_requests_over_many_adapters_finish_with_two_at_once(
     new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
 ) -> None:
     requests = [
@@ -48,7 +48,9 @@ def test_many_requests_over_many_adapters_all_finish_with_two_at_once(
     assert vllm.pulled == []
     assert vllm.max_generating <= 8
     names = {body["lora_name"] for body in vllm.bodies("/v1/load_lora_adapter")}
-    assert {path.name for path in trained.folders.values()} < names  # and those of the check
+    assert {
+        path.name for path in trained.folders.values()
+    } < names  # and those of the startup check
 
 
 def test_an_adapter_in_use_stays_until_its_last_sequence_ends(
@@ -60,7 +62,7 @@ def test_an_adapter_in_use_stays_until_its_last_sequence_ends(
     decoder.add(request("one", "run-1"))
     vllm.wait_until(generating=1)
     decoder.add(request("two", "run-2"))
-    decoder.add(request("three", "run-1"))  # not earlier: else "two" might wait forever
+    decoder.add(request("three", "run-1"))  # not earlier: otherwise "two" might wait forever
     for _, step in zip(range(100), steps(decoder), strict=False):
         assert not step.finished
     assert vllm.generating == 1
@@ -70,7 +72,7 @@ def test_an_adapter_in_use_stays_until_its_last_sequence_ends(
     assert vllm.most_loaded == 1
 
 
-def test_an_adapter_that_the_server_lost_is_loaded_again(
+def test_an_adapter_lost_by_the_server_is_loaded_again(
     new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
 ) -> None:
     decoder = new_decoder()
@@ -79,14 +81,14 @@ def test_an_adapter_that_the_server_lost_is_loaded_again(
     assert tokens(run(decoder, request(weights="run-1"))["q"]) == tokens(before)
 
 
-def test_an_adapter_that_somebody_else_loaded_is_used(
+def test_an_adapter_loaded_by_another_client_is_used(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     first = run(new_decoder(), request(weights="run-1"))["q"]
     assert tokens(run(new_decoder(), request(weights="run-1"))["q"]) == tokens(first)
 
 
-def test_weights_that_the_server_cannot_load_fail_without_naming_a_path(
+def test_weights_that_the_server_cannot_load_fail_without_a_path(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     decoder = new_decoder()
@@ -112,7 +114,7 @@ def test_a_request_waits_until_the_folder_of_its_weights_is_written(
     assert tokens(finish(decoder)["waits"])
 
 
-def test_weights_that_are_missing_fail_their_request_alone(new_decoder: NewDecoder) -> None:
+def test_missing_weights_fail_their_request_alone(new_decoder: NewDecoder) -> None:
     def folder(key: str) -> Path:
         raise WeightsMissing(key)
 
@@ -122,7 +124,7 @@ def test_weights_that_are_missing_fail_their_request_alone(new_decoder: NewDecod
     assert tokens(outputs["base"])
 
 
-def test_dropped_weights_are_unloaded_once_nobody_uses_them(
+def test_dropped_weights_are_unloaded_once_they_are_unused(
     new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
 ) -> None:
     name = trained.folders["run-1"].name
@@ -133,7 +135,7 @@ def test_dropped_weights_are_unloaded_once_nobody_uses_them(
     decoder.add(request("one", "run-1"))
     decoder.add(request("two", "same"))
     vllm.wait_until(generating=2)
-    decoder.drop_weights("run-1")  # "same" still has them
+    decoder.drop_weights("run-1")  # "same" still uses them
     decoder.drop_weights("same")
     decoder.drop_weights("unknown")
     assert name in vllm.loaded
@@ -143,7 +145,7 @@ def test_dropped_weights_are_unloaded_once_nobody_uses_them(
     assert vllm.pulled == []
 
 
-def test_folders_are_named_so_that_the_server_finds_them_from_anywhere(
+def test_the_paths_of_folders_are_absolute(
     new_decoder: NewDecoder,
     vllm: FakeVllm,
     trained: Trained,
@@ -166,7 +168,7 @@ LAYOUT = layout_of(SPEC)
 
 @pytest.fixture
 def stored(tmp_path: Path) -> list[str]:
-    """Store five adapters; give their digests."""
+    """Store five adapters. Return their digests."""
     root, weights = (
         Folder(tmp_path / "store"),
         [torch.full((LAYOUT.size,), float(n)) for n in range(5)],
@@ -187,28 +189,28 @@ def held(tmp_path: Path) -> set[str]:
     return {config.parent.name for config in (tmp_path / "copies").glob(f"??/*/{CONFIG}")}
 
 
-def test_a_copy_holds_what_was_saved(tmp_path: Path, stored: list[str]) -> None:
+def test_a_copy_has_the_saved_weights(tmp_path: Path, stored: list[str]) -> None:
     copies_in(tmp_path, 10**9).fetch(stored[3])
     assert read_folder(Folder(tmp_path / "copies"), stored[3], layout_of).flat.eq(3.0).all()
 
 
-def test_the_longest_unused_makes_room(tmp_path: Path, stored: list[str]) -> None:
+def test_the_least_recently_used_copy_is_removed(tmp_path: Path, stored: list[str]) -> None:
     copies = copies_in(tmp_path, 3 * size_of(tmp_path, stored[0]))
     for digest in (*stored[:3], stored[0], stored[3]):
         copies.fetch(digest)
     assert held(tmp_path) == {stored[0], stored[2], stored[3]}
-    copies.fetch(stored[1])  # it comes back
+    copies.fetch(stored[1])  # fetched again
     assert held(tmp_path) == {stored[0], stored[3], stored[1]}
 
 
-def test_what_the_server_has_loaded_stays(tmp_path: Path, stored: list[str]) -> None:
+def test_a_copy_loaded_by_the_server_is_kept(tmp_path: Path, stored: list[str]) -> None:
     copies = copies_in(tmp_path, 2 * size_of(tmp_path, stored[0]))
     for number, digest in enumerate(stored):
         copies.fetch(digest, loaded=stored[: min(number, 3)])
     assert held(tmp_path) == {*stored[:3], stored[4]}
 
 
-def test_a_process_begins_with_none(tmp_path: Path, stored: list[str]) -> None:
+def test_a_new_process_starts_without_copies(tmp_path: Path, stored: list[str]) -> None:
     copies_in(tmp_path, 10**9).fetch(stored[0])
     copies = copies_in(tmp_path, 10**9)
     assert held(tmp_path) == set()
@@ -217,7 +219,7 @@ def test_a_process_begins_with_none(tmp_path: Path, stored: list[str]) -> None:
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_what_is_gone_or_damaged_is_not_copied(
+def test_missing_or_damaged_weights_are_not_copied(
     tmp_path: Path, stored: list[str], is_there: bool
 ) -> None:
     tensors = tmp_path / "store" / key_of(stored[0]) / TENSORS

@@ -1,4 +1,4 @@
-"""The vLLM decoder over real HTTP, against a small server that computes with a tiny real model."""
+"""vLLM decoder over real HTTP, with a small server that computes with a tiny real model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NewDecoder = Callable[..., VllmDecoder]
 
 
 @pytest.mark.parametrize("name", ["run-0", "run-1", "run-2", "run-3", "run-4"])
-def test_logprobs_of_a_trained_adapter_are_the_trainers(
+def test_logprobs_of_a_trained_adapter_equal_those_of_the_trainer(
     new_decoder: NewDecoder, trained: Trained, name: str
 ) -> None:
     output = run(new_decoder(), request(weights=name, prompt_logprobs=True))["q"]
@@ -66,14 +66,14 @@ def test_a_seeded_request_gives_the_same_tokens_alone_and_among_others(
     assert len({tuple(each) for each in tokens(alone)}) == 3
 
 
-def test_sequences_of_neighbouring_seeds_share_nothing(new_decoder: NewDecoder) -> None:
+def test_sequences_of_neighbouring_seeds_are_independent(new_decoder: NewDecoder) -> None:
     one, two = (request(f"s{seed}", num_samples=4, seed=seed) for seed in (1, 2))
     outputs = run(new_decoder(), one, two)
     drawn = [tuple(each) for name in ("s1", "s2") for each in tokens(outputs[name])]
     assert len(set(drawn)) == 8
 
 
-def test_the_stop_token_stays_and_ends_the_sequence(new_decoder: NewDecoder) -> None:
+def test_the_stop_token_is_returned_and_ends_the_sequence(new_decoder: NewDecoder) -> None:
     free = the_only(run(new_decoder(), request())["q"])
     assert free.stop_reason == "length"
     stop = int(free.tokens[2])
@@ -83,7 +83,7 @@ def test_the_stop_token_stays_and_ends_the_sequence(new_decoder: NewDecoder) -> 
     assert stopped.stop_reason == "stop"
 
 
-def test_the_tokens_that_complete_a_stop_string_stay(
+def test_the_tokens_that_complete_a_stop_string_are_returned(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     decoder = new_decoder()
@@ -102,7 +102,7 @@ def test_no_max_tokens_means_up_to_the_end_of_the_context(new_decoder: NewDecode
     assert sequence.stop_reason == "length"
 
 
-def test_a_wish_for_no_tokens_is_granted(new_decoder: NewDecoder) -> None:
+def test_zero_tokens_may_be_requested(new_decoder: NewDecoder) -> None:
     sequence = the_only(run(new_decoder(), request(max_tokens=0, topk_sample_logprobs=2))["q"])
     assert sequence.tokens.shape == (0,)
     assert sequence.stop_reason == "length"
@@ -110,9 +110,7 @@ def test_a_wish_for_no_tokens_is_granted(new_decoder: NewDecoder) -> None:
     assert sequence.topk.token_ids.shape == (0, 2)
 
 
-def test_what_is_asked_about_the_prompt_is_answered(
-    new_decoder: NewDecoder, trained: Trained
-) -> None:
+def test_requested_prompt_scores_are_returned(new_decoder: NewDecoder, trained: Trained) -> None:
     targets = np.stack([PROMPT[1:], np.full(len(PROMPT) - 1, -1)], 1)
     asked = request(
         weights="run-0",
@@ -160,9 +158,7 @@ def test_progress_counts_tokens(new_decoder: NewDecoder) -> None:
     assert not decoder.step().finished
 
 
-def test_a_cancelled_request_is_aborted_and_nobody_else(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_only_a_cancelled_request_is_aborted(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     decoder = new_decoder()
     run(decoder, request("warm"))
     vllm.may_generate.clear()
@@ -191,7 +187,7 @@ def test_a_request_may_be_added_again_after_it_was_cancelled(
     assert len(the_only(run(decoder, request("mine", max_tokens=2))["mine"]).tokens) == 2
 
 
-def test_a_decoder_that_is_let_go_aborts_everything_and_ends_its_thread(
+def test_a_released_decoder_aborts_everything_and_ends_its_thread(
     vllm: FakeVllm, trained: Trained, tmp_path: Path
 ) -> None:
     decoder = trained.decoder(vllm.url, shared=tmp_path)
@@ -204,7 +200,7 @@ def test_a_decoder_that_is_let_go_aborts_everything_and_ends_its_thread(
     assert not any(thread.name == "vllm" for thread in threading.enumerate())
 
 
-def test_a_request_that_connects_when_its_decoder_is_let_go_has_python_warn_of_nothing() -> None:
+def test_releasing_a_decoder_during_a_connect_warns_of_nothing() -> None:
     async def nothing() -> None: ...
 
     async def ask() -> None:

@@ -56,7 +56,7 @@ def choice(tokens: list[int], top: list[dict[int, float]] | None = None) -> dict
     }
 
 
-def test_a_body_leaves_nothing_to_the_servers_defaults() -> None:
+def test_a_request_body_uses_no_default_of_the_server() -> None:
     assert body() == {
         "model": "m",
         "prompt": [5, 6, 7],
@@ -80,15 +80,15 @@ def test_a_body_leaves_nothing_to_the_servers_defaults() -> None:
         "return_tokens_as_token_ids": True,
         "stream": False,
     }
-    json.dumps(body(top_k=5, prompt_logprobs=True))  # plain Python numbers all through
+    json.dumps(body(top_k=5, prompt_logprobs=True))  # plain Python numbers throughout
 
 
 @pytest.mark.parametrize(("wish", "sent"), [(None, 7), (4, 4), (99, 7), (0, 1)])
-def test_generation_ends_where_the_context_does(wish: int | None, sent: int) -> None:
+def test_a_generation_ends_with_the_context(wish: int | None, sent: int) -> None:
     assert body(max_tokens=wish)["max_tokens"] == sent
 
 
-def test_the_prompt_is_scored_once_and_only_if_asked() -> None:
+def test_the_prompt_is_scored_once_and_only_on_request() -> None:
     assert "prompt_logprobs" not in body()
     assert body(prompt_logprobs=True)["prompt_logprobs"] == 0
     assert body(topk_prompt_logprobs=3)["prompt_logprobs"] == 3
@@ -96,13 +96,13 @@ def test_the_prompt_is_scored_once_and_only_if_asked() -> None:
     assert "prompt_logprobs" not in body(1, prompt_logprobs=True, topk_prompt_logprobs=3)
 
 
-def test_seeds_of_sequences_differ_and_fit() -> None:
+def test_the_seeds_of_sequences_differ_and_are_in_range() -> None:
     seeds = {sequence_seed(seed, i) for seed in (-(2**63), 0, 1, 2**64 - 1) for i in range(8)}
     assert len(seeds) == 32
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_sequences_are_read_in_order_and_to_the_bit() -> None:
+def test_sequences_are_read_in_order_and_exactly() -> None:
     logprob = float(np.float32(-1.2345678))
     first, second = choice([4, 9]), choice([1])
     first["logprobs"]["token_logprobs"][0] = logprob
@@ -116,7 +116,7 @@ def test_sequences_are_read_in_order_and_to_the_bit() -> None:
     assert output.prompt_logprobs is None
 
 
-def test_the_drawn_token_is_among_the_best_only_if_it_is_one_of_them() -> None:
+def test_the_drawn_token_is_in_the_top_k_only_if_it_is_one_of_them() -> None:
     rows = [{4: -9.0, 1: -0.1, 2: -0.5}, {1: -0.1, 2: -0.5}]
     asked = replace(REQUEST, topk_sample_logprobs=2)
     output = sample_output(asked, [Completion(choice([4, 1], rows), 0)])
@@ -126,7 +126,7 @@ def test_the_drawn_token_is_among_the_best_only_if_it_is_one_of_them() -> None:
     assert topk.logprobs.tolist() == np.array([[-0.1, -0.5], [-0.1, -0.5]], np.float32).tolist()
 
 
-def test_prompt_positions_that_were_not_computed_are_marked() -> None:
+def test_prompt_positions_without_a_score_are_marked() -> None:
     answered = {
         **choice([1]),
         "prompt_logprobs": [
@@ -170,14 +170,14 @@ def test_an_answer_of_another_form_is_an_error(broken: dict[str, Any]) -> None:
         sample_output(asked, [Completion(answered, 0)])
 
 
-def test_an_answer_without_details_had_nothing_in_the_cache() -> None:
+def test_an_answer_without_details_has_no_cached_tokens() -> None:
     answer: dict[str, Any] = {"choices": [{"finish_reason": "stop"}], "usage": {}}
     for details in ({}, {"prompt_tokens_details": None}):
         answer["usage"] = details
         assert parse_completion(json.dumps(answer).encode()).cached_prompt_tokens == 0
 
 
-def test_only_the_prompts_own_next_tokens_can_be_targets() -> None:
+def test_only_the_next_tokens_of_the_prompt_can_be_targets() -> None:
     assert refusal(replace(REQUEST, target_prompt_logprobs=np.array([[6], [7]])), 99, FACTS) is None
     assert (
         refusal(replace(REQUEST, target_prompt_logprobs=np.array([[6], [-1]])), 99, FACTS) is None
@@ -186,7 +186,7 @@ def test_only_the_prompts_own_next_tokens_can_be_targets() -> None:
     assert reason is not None
 
 
-def test_a_prompt_leaves_one_token_at_least() -> None:
+def test_a_prompt_leaves_at_least_one_token_of_the_context() -> None:
     assert refusal(replace(REQUEST, prompt=np.ones(9, np.int64)), 99, FACTS) is None
     assert refusal(replace(REQUEST, prompt=np.ones(10, np.int64)), 99, FACTS) is not None
     assert refusal(replace(REQUEST, prompt=np.ones(10, np.int64)), 99, None) is None

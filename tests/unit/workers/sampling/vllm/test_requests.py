@@ -1,4 +1,4 @@
-"""What becomes of sample requests when a vLLM server is away, refuses them or breaks on them."""
+"""Sample requests while a vLLM server is unavailable, refuses them or fails on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.vllm_requests import PROMPT, VOCAB, finish, request, run, the
 NewDecoder = Callable[..., VllmDecoder]
 
 
-def test_a_server_that_restarts_in_the_middle_loses_nothing(
+def test_a_server_that_restarts_during_requests_loses_nothing(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     requests = [request(f"r{n}", f"run-{n % 5}", seed=n) for n in range(10)]
@@ -53,7 +53,7 @@ def test_requests_wait_for_a_server_that_is_not_up_yet(
     assert decoder.waiting.total() == 0
 
 
-def test_a_request_that_the_server_refuses_fails_alone_with_its_words(
+def test_a_refused_request_fails_alone_with_the_words_of_the_server(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     vllm.max_logprobs = 5
@@ -64,7 +64,7 @@ def test_a_request_that_the_server_refuses_fails_alone_with_its_words(
     assert tokens(outputs["few"])
 
 
-def test_one_sequence_that_fails_ends_its_request_and_its_other_sequences(
+def test_a_failed_sequence_ends_the_other_sequences_of_its_request(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     decoder = new_decoder()
@@ -83,7 +83,7 @@ def test_one_sequence_that_fails_ends_its_request_and_its_other_sequences(
     assert tokens(run(decoder, request("next"))["next"])
 
 
-def test_a_server_that_says_it_is_busy_is_asked_until_it_is_not(
+def test_a_request_to_a_busy_server_is_retried_until_it_is_accepted(
     new_decoder: NewDecoder, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_sampler, "TRIES", 2)
@@ -94,14 +94,14 @@ def test_a_server_that_says_it_is_busy_is_asked_until_it_is_not(
     assert vllm.fails[99] == []
 
 
-def test_an_error_that_passes_is_tried_again(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
+def test_a_transient_error_is_retried(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     decoder = new_decoder()
     undisturbed = run(decoder, request())["q"]
     vllm.answers["/v1/completions"] = [(500, "oops"), (503, "busy"), (429, "busy")]
     assert tokens(run(decoder, request())["q"]) == tokens(undisturbed)
 
 
-def test_a_request_that_the_server_always_fails_on_fails_alone(
+def test_a_request_that_always_fails_on_the_server_fails_alone(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     vllm.fails[99] = [(500, {"error": {"message": "Internal server error"}})] * 8
@@ -111,7 +111,7 @@ def test_a_request_that_the_server_always_fails_on_fails_alone(
     assert tokens(outputs["sound"])
 
 
-def test_an_answer_that_cannot_be_read_fails_its_request_alone(
+def test_an_unreadable_answer_fails_its_request_alone(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     decoder = new_decoder()
@@ -121,7 +121,7 @@ def test_an_answer_that_cannot_be_read_fails_its_request_alone(
     assert tokens(run(decoder, request("good"))["good"])
 
 
-def test_a_key_that_is_refused_later_is_no_fault_of_the_requests(
+def test_a_key_refused_later_does_not_fail_the_requests(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     decoder = new_decoder()
@@ -136,7 +136,7 @@ def test_a_key_that_is_refused_later_is_no_fault_of_the_requests(
 
 
 @pytest.mark.parametrize("unembedding", ["refused", "ignored"])
-def test_an_unembedding_that_the_server_leaves_out_is_refused_in_words(
+def test_an_adapter_with_an_unsupported_unembedding_is_refused(
     new_decoder: NewDecoder, vllm: FakeVllm, unembedding: str
 ) -> None:
     vllm.unembedding = unembedding
@@ -145,9 +145,9 @@ def test_an_unembedding_that_the_server_leaves_out_is_refused_in_words(
     assert tokens(outputs["body"])
 
 
-def test_what_can_never_run_is_refused_in_words(new_decoder: NewDecoder) -> None:
+def test_a_request_that_can_never_run_is_refused_in_words(new_decoder: NewDecoder) -> None:
     decoder = new_decoder()
-    run(decoder, request("warm"))  # from here on the server's context is known
+    run(decoder, request("warm"))  # from here on the context length of the server is known
     long = decoder.refuse(request(prompt=np.ones(64, np.int64)))
     assert long == "The prompt has 64 tokens; the context holds 64, one of them generated."
     many = decoder.refuse(request(topk_prompt_logprobs=VOCAB + 1))
@@ -157,7 +157,7 @@ def test_what_can_never_run_is_refused_in_words(new_decoder: NewDecoder) -> None
     assert foreign.startswith("target_prompt_logprobs: ")
 
 
-def test_a_prompt_that_is_too_long_is_refused_also_before_the_server_was_seen(
+def test_a_too_long_prompt_is_refused_once_the_server_is_reachable(
     new_decoder: NewDecoder, vllm: FakeVllm
 ) -> None:
     vllm.stop()
@@ -173,11 +173,11 @@ def test_a_prompt_that_is_too_long_is_refused_also_before_the_server_was_seen(
 
 
 PLACES = 2 * KEPT_SHARE
-"""Two of them are kept."""
+"""Two of them are reserved."""
 
 
 class Guests:
-    """Sequences that stay until they are sent away."""
+    """Sequences that stay until `leave` is called."""
 
     def __init__(self) -> None:
         self.entry = TenantEntry(PLACES)
@@ -212,7 +212,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_newcomer_enters_at_once_beside_one_that_sends_thousands() -> None:
+async def test_a_newcomer_enters_at_once_next_to_a_tenant_with_thousands() -> None:
     guests = Guests()
     await guests.come("heavy", 1_000)
     assert Counter(guests.inside) == {"heavy": PLACES - 2}
@@ -224,7 +224,7 @@ async def test_a_newcomer_enters_at_once_beside_one_that_sends_thousands() -> No
     await guests.cancel_all()
 
 
-async def test_places_go_to_the_tenant_that_has_the_fewest() -> None:
+async def test_places_go_to_the_tenant_with_the_fewest() -> None:
     guests = Guests()
     await guests.come("heavy", 1_000)
     await guests.come("light", 100)
@@ -236,7 +236,7 @@ async def test_places_go_to_the_tenant_that_has_the_fewest() -> None:
     await guests.cancel_all()
 
 
-async def test_who_is_cancelled_waiting_or_inside_keeps_no_place() -> None:
+async def test_a_cancelled_sequence_keeps_no_place() -> None:
     guests = Guests()
     await guests.come("a", 1_000)
     await guests.cancel_all()

@@ -33,7 +33,7 @@ def check(vllm: FakeVllm, targets: tuple[Target, ...], shared: Path, key: str = 
     return asyncio.run(run())
 
 
-def test_a_server_as_the_documentation_says_passes_and_keeps_no_probe(
+def test_a_server_set_up_as_documented_passes_and_keeps_no_probe(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
 ) -> None:
     assert check(vllm, targets, tmp_path) == ServerFacts("0.0.fake", BASE, 64, True)
@@ -41,7 +41,7 @@ def test_a_server_as_the_documentation_says_passes_and_keeps_no_probe(
 
 
 @pytest.mark.parametrize("unembedding", ["refused", "ignored"])
-def test_a_server_that_leaves_the_unembedding_out_is_found_out(
+def test_a_server_that_ignores_the_unembedding_is_detected(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path, unembedding: str
 ) -> None:
     vllm.unembedding = unembedding
@@ -50,7 +50,7 @@ def test_a_server_that_leaves_the_unembedding_out_is_found_out(
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
-def test_logprobs_that_are_not_the_raw_models_are_noticed(
+def test_logprobs_that_are_not_those_of_the_raw_model_are_detected(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path, mode: str
 ) -> None:
     vllm.logprobs_mode = mode
@@ -66,7 +66,7 @@ def test_another_base_model_is_named(
         check(vllm, targets, tmp_path)
 
 
-def test_adapters_that_cannot_be_loaded_at_run_time_are_explained(
+def test_a_server_without_runtime_adapter_loading_is_reported(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
 ) -> None:
     vllm.updates_lora = False
@@ -74,7 +74,7 @@ def test_adapters_that_cannot_be_loaded_at_run_time_are_explained(
         check(vllm, targets, tmp_path)
 
 
-def test_a_folder_that_the_server_does_not_see_is_explained(
+def test_a_folder_invisible_to_the_server_is_reported(
     vllm: FakeVllm,
     targets: tuple[Target, ...],
     tmp_path: Path,
@@ -88,7 +88,7 @@ def test_a_folder_that_the_server_does_not_see_is_explained(
         check(vllm, targets, tmp_path)
 
 
-def test_adapters_without_effect_are_noticed(
+def test_adapters_without_effect_are_detected(
     vllm: FakeVllm,
     targets: tuple[Target, ...],
     tmp_path: Path,
@@ -102,7 +102,7 @@ def test_adapters_without_effect_are_noticed(
         check(vllm, targets, tmp_path)
 
 
-def test_a_wrong_key_is_explained(
+def test_a_wrong_key_is_reported(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
 ) -> None:
     vllm.api_key = "right"
@@ -111,7 +111,7 @@ def test_a_wrong_key_is_explained(
         check(vllm, targets, tmp_path, key="wrong")
 
 
-def test_something_else_than_vllm_is_recognised(
+def test_a_server_other_than_vllm_is_detected(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
 ) -> None:
     vllm.answers["/v1/models"] = [(200, {"models": []})]
@@ -119,7 +119,7 @@ def test_something_else_than_vllm_is_recognised(
         check(vllm, targets, tmp_path)
 
 
-def test_a_server_that_is_unavailable_or_still_starts_is_no_broken_server(
+def test_an_unavailable_or_starting_server_is_not_unusable(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
 ) -> None:
     vllm.answers["/v1/models"] = [(503, "starting")]
@@ -131,7 +131,7 @@ def test_a_server_that_is_unavailable_or_still_starts_is_no_broken_server(
     vllm.start()
 
 
-def test_workers_that_check_one_server_at_once_do_not_take_each_other_for_its_fault(
+def test_a_probe_removed_by_another_worker_is_not_a_fault_of_the_server(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
 ) -> None:
     def lose_the_probe() -> tuple[int, object]:
@@ -145,7 +145,7 @@ def test_workers_that_check_one_server_at_once_do_not_take_each_other_for_its_fa
         check(vllm, targets, tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_explained(
+def test_an_unwritable_folder_is_reported(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -153,7 +153,7 @@ def test_a_folder_that_cannot_be_written_is_explained(
         check(vllm, targets, tmp_path / "file")
 
 
-def test_the_base_model_is_found_by_its_name_or_by_what_it_was_started_from() -> None:
+def test_the_base_model_is_found_by_its_name_or_by_its_source() -> None:
     adapter = {"id": BASE, "parent": "x", "root": BASE}
     served = {"id": "x", "parent": None, "root": BASE}
     assert base_card(BASE, [adapter, served]) == served

@@ -1,1 +1,1 @@
-"""Which sequences of which tenant run in a step, and who gives way: bookkeeping, no tensors."""
+"""Decode scheduling: choice of the sequences that run in a step, and preemption. No tensors."""

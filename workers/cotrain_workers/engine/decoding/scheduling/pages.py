@@ -1,7 +1,7 @@
-"""Pages of key-value memory: who holds each, and which hold a prompt that others may share.
+"""Allocation of KV-cache pages: holders of each page, and index of prompt prefixes.
 
-A page is shared within one tenant only, so that each that is in use is some tenant's. Plain bookkeeping;
-the tensors are in `kv_cache.py`.
+A page is shared within one tenant only, so each page in use belongs to one tenant. Plain bookkeeping; the
+tensors are in `kv_cache.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 
 class Pages:
-    """Counts the holders of each of `count` pages; a page that no one holds is free."""
+    """Reference counts of `count` pages; a page without holders is free."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.idle = 0  # pages that only the prefix index holds: free as soon as they are wanted
-        self.used: Counter[str] = Counter()  # pages that sequences hold, by their tenant
+        self.idle = 0  # pages held only by the prefix index, which can be evicted at any time
+        self.used: Counter[str] = Counter()  # pages held by sequences, by tenant
         self._free = list(range(count - 1, -1, -1))
         self._holders = [0] * count
         self._is_indexed = [False] * count
@@ -28,11 +28,11 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """How many pages are free."""
+        """Number of free pages."""
         return len(self._free)
 
     def take(self, tenant: str) -> int | None:
-        """Return a free page, held once, or None."""
+        """Return a free page with one holder, or None."""
         if not self._free:
             return None
         page = self._free.pop()
@@ -58,15 +58,15 @@ class Pages:
             self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
-        """Return whether anyone else would notice a write to a page."""
+        """Return True if a write to a page would affect another holder."""
         return self._holders[page] > 1
 
     def is_available_without(self, page: int) -> bool:
-        """Return whether a page could be taken if the one sequence that asks let go of it."""
+        """Return True if exactly one sequence holds a page, so its release makes the page available."""
         return self._sequences(page) == 1
 
     def index_holds(self, page: int, *, holds: bool) -> None:
-        """Note whether the prefix index is among the holders; it holds a page once at most."""
+        """Record if the prefix index is among the holders; it holds a page at most once."""
         self._count(page, -1)
         self._is_indexed[page] = holds
         self._count(page, 1)
@@ -82,7 +82,7 @@ class Pages:
 
 
 class Origin(NamedTuple):
-    """What the first page of a prompt is shared under."""
+    """Scope in which the first page of a prompt is shared."""
 
     weights: str | None
     tenant: str
@@ -90,32 +90,32 @@ class Origin(NamedTuple):
 
 @dataclass(eq=False)
 class Node:
-    """A page of a prompt that is in place: the tokens of this page, after those of all its parents."""
+    """Stored page of a prompt: the tokens of this page, after those of its ancestors."""
 
     page: int
     parent: Node | None
     key: tuple[object, bytes]
     children: int = 0
-    # Of the last token, float `[d]`; known where some prompt ended here.
+    # Hidden state of the last token, float `[d]`; set if some prompt ended here.
     last_hidden: torch.Tensor | None = None
 
 
 class PrefixIndex:
-    """Finds pages by weights, tenant and all tokens up to their end; holds each of them once.
+    """Index of stored pages by weights, tenant and all tokens up to their end; it holds each page once.
 
-    Keys are the tokens themselves, not hashes: a collision cannot lead to another's page.
-    A holder of a node's page holds its parents' pages too.
+    Keys are the tokens themselves, not hashes, so a collision cannot return another prompt's page.
+    A holder of a node's page also holds the pages of its ancestors.
     """
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
-        self._nodes: OrderedDict[tuple[object, bytes], Node] = OrderedDict()  # least used first
+        self._nodes: OrderedDict[tuple[object, bytes], Node] = OrderedDict()  # LRU order
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def match(self, origin: Origin, chunks: Sequence[bytes]) -> list[Node]:
-        """Return the nodes of the longest known prefix of a prompt, cut into pages."""
+        """Return the nodes of the longest indexed prefix of a prompt, given as pages."""
         found: list[Node] = []
         for chunk in chunks:
             node = self.find(origin, found[-1] if found else None, chunk)
@@ -130,9 +130,9 @@ class PrefixIndex:
         return self._nodes.get(node_key(origin, parent, chunk))
 
     def insert(self, origin: Origin, parent: Node | None, chunk: bytes, page: int) -> Node | None:
-        """Index a page that is complete; return the node there was, if another got here first.
+        """Index a complete page and return its node. If the page is already indexed, return that node.
 
-        Return None, and index nothing, if the parent has been dropped.
+        Return None without indexing if the parent has been dropped.
         """
         if parent is not None and self._nodes.get(parent.key) is not parent:
             return None
@@ -150,7 +150,7 @@ class PrefixIndex:
         return node
 
     def evict(self) -> bool:
-        """Free the page that was used least recently and that no sequence holds; False if none is."""
+        """Free the least recently used page that no sequence holds; return False if there is none."""
         for node in self._nodes.values():
             if not node.children and not self._pages.is_shared(node.page):
                 self._remove(node)
@@ -158,8 +158,8 @@ class PrefixIndex:
         return False
 
     def drop(self, weights: str | None) -> None:
-        """Forget the prompts of some weights that will not come again."""
-        # Parents were used last: in the order of use, every child comes before its parent.
+        """Drop the prompts of weights that no later request uses."""
+        # A parent is touched after its children, so in LRU order every child precedes its parent.
         for node in [node for node in self._nodes.values() if root(node).weights == weights]:
             self._remove(node)
 
@@ -171,20 +171,20 @@ class PrefixIndex:
         self._pages.release(node.page)
 
     def _touch(self, node: Node | None) -> None:
-        """Make a node and its parents the last to go; parents after their children."""
+        """Mark a node and its ancestors as the most recently used, parents after their children."""
         for each in lineage(node):
             self._nodes.move_to_end(each.key)
 
 
 def lineage(node: Node | None) -> Iterator[Node]:
-    """Yield a node, its parent, and so on."""
+    """Yield a node and its ancestors."""
     while node is not None:
         yield node
         node = node.parent
 
 
 def root(node: Node) -> Origin:
-    """Return the origin of a node."""
+    """Return the origin of the prompt of a node."""
     *_, first = lineage(node)
     origin = first.key[0]
     assert isinstance(origin, Origin)
@@ -192,5 +192,5 @@ def root(node: Node) -> Origin:
 
 
 def node_key(origin: Origin, parent: Node | None, chunk: bytes) -> tuple[object, bytes]:
-    """Return the key of a page: below its parent, or first of a prompt."""
+    """Return the index key of a page, below its parent or at the start of a prompt."""
     return (origin if parent is None else parent, chunk)

@@ -1,8 +1,8 @@
-"""Who gives way when memory is short: the youngest sequence of the tenant that has most of it. Pure.
+"""Choice of the sequences to preempt: the youngest of the tenant with the most memory. Pure.
 
-A waiting sequence may take from a tenant that keeps no less than its own tenant would then have. So what
-was given to one is never taken back by the other in turn. A tenant that runs nothing may also take from
-one whose sequence had its lease: it has generated for a while since it was admitted last.
+A waiting sequence may preempt only a tenant that afterwards has at least as much as the waiting tenant. Two
+tenants therefore never preempt each other in turn. A tenant without running sequences may also preempt a
+sequence whose lease has expired: it has generated at least `LEASE_TOKENS` since its last admission.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from cotrain_workers.engine.decoding.scheduling.pages import Pages
 from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
 from cotrain_workers.engine.decoding.sequence import SequenceState
 
-#: Tokens that an admitted sequence may generate before a tenant that runs nothing can take its place; of a
-#: long one more, since all it holds is computed again.
+#: Tokens that an admitted sequence may generate before a tenant without running sequences can preempt it. A
+#: long one may generate 1 / LEASE_SHARE of its length, because all its tokens are recomputed.
 LEASE_TOKENS, LEASE_SHARE = 256, 8
 
 
 def largest_holder(queues: Mapping[str, TenantQueue], pages: Pages, asks: str) -> SequenceState:
-    """Return who gives way to a running sequence of the tenant `asks` that needs one page more.
+    """Return the sequence to preempt when a running sequence of tenant `asks` needs another page.
 
-    It may be the sequence itself: then the others, of whom none holds more, go on.
+    It may be the sequence itself; the others, none of which holds more, then continue.
     """
     running = [tenant for tenant, queue in queues.items() if queue.running]
     tenant = max(running, key=lambda each: pages.used[each] + (each == asks))
@@ -31,9 +31,9 @@ def largest_holder(queues: Mapping[str, TenantQueue], pages: Pages, asks: str) -
 def victims_for_pages(
     queues: Mapping[str, TenantQueue], pages: Pages, asks: str, wanted: int, missing: int
 ) -> list[SequenceState] | None:
-    """Return who gives way so that a waiting sequence gets `wanted` pages, `missing` of them still missing.
+    """Return the sequences to preempt so that a waiting one gets `wanted` pages, of which `missing` are not free.
 
-    None if there are not enough that would have to.
+    None if preemption cannot free enough pages.
     """
     used = {tenant: pages.used[tenant] for tenant in queues if tenant != asks}
     left = {tenant: list(queues[tenant].running) for tenant in used}
@@ -58,10 +58,10 @@ def victims_for_weights(
     candidates: frozenset[str],
     fits_without: Callable[[Collection[str]], bool],
 ) -> list[SequenceState] | None:
-    """Return all sequences that use those weights of `candidates` that give way to others' weights.
+    """Return every sequence that uses weights of `candidates` that must be released for other weights.
 
-    None if there are not enough that would have to. Where only weights that were used lately have to, and none in
-    use, they do so for a tenant that runs none alone.
+    None if not enough weights can be released. An empty list means that only weights used recently must be
+    released; this is allowed only for a tenant that has none in use.
     """
     used = {tenant: by_weights(queue) for tenant, queue in queues.items()}
     own = len(used.pop(asks, {}))
@@ -83,7 +83,7 @@ def victims_for_weights(
 def _next_to_give_up(
     used: Mapping[str, Mapping[str, list[SequenceState]]], own: int, candidates: frozenset[str]
 ) -> tuple[str, str] | None:
-    """Return the tenant that uses most weights, of those that must give some up, and which of them it began to use last."""
+    """Return the tenant and the weights to release: the newest in use of the largest eligible tenant."""
     for tenant in sorted(used, key=lambda each: len(used[each]), reverse=True):
         keeps_enough = len(used[tenant]) - 1 >= own + 1
         since = {
@@ -97,7 +97,7 @@ def _next_to_give_up(
 
 
 def by_weights(queue: TenantQueue) -> dict[str, list[SequenceState]]:
-    """Group a tenant's running sequences by their weights; those of the base model have none."""
+    """Group a tenant's running sequences by weights, without those of the base model alone."""
     users: dict[str, list[SequenceState]] = {}
     for sequence in queue.running:
         key = sequence.group.request.weights
@@ -107,6 +107,6 @@ def by_weights(queue: TenantQueue) -> dict[str, list[SequenceState]]:
 
 
 def had_lease(sequence: SequenceState) -> bool:
-    """Return whether a sequence has generated long enough since it was admitted last."""
+    """Return True if the lease of a sequence has expired since its last admission."""
     lease = max(LEASE_TOKENS, sequence.length // LEASE_SHARE)
     return len(sequence.tokens) - sequence.resumed_at >= lease

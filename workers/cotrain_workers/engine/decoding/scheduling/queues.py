@@ -1,4 +1,4 @@
-"""The sequences of each tenant: those that wait, and those that run and so hold pages."""
+"""Queues of sequences of each tenant: waiting, and running with pages."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ ARRIVAL = attrgetter("arrival")
 
 @dataclass
 class TenantQueue:
-    """One tenant's sequences."""
+    """Sequences of one tenant."""
 
     groups: list[Group] = field(default_factory=list)
-    """With sequences that wait, the oldest first."""
+    """Requests with waiting sequences, oldest first."""
     running: list[SequenceState] = field(default_factory=list)
-    """The oldest first."""
+    """Running sequences, oldest first."""
     weight: float = 1.0
-    """Of its newest request's tenant."""
+    """Weight given by the tenant's newest request."""
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing of this tenant is left."""
+        """True if the tenant has no sequence."""
         return not (self.groups or self.running)
 
     def wait(self, group: Group) -> None:
-        """Let a request's sequences wait."""
+        """Enqueue the waiting sequences of a request."""
         if group not in self.groups:
             insort(self.groups, group, key=ARRIVAL)
 
     def first(self) -> SequenceState | None:
-        """Return the oldest that may be admitted; the first of a request computes its prompt for the others."""
+        """Return the oldest sequence that may be admitted.
+
+        The first sequence of a request computes the prompt; its other sequences are admitted after that.
+        """
         for group in self.groups:
             sequence = group.next()
             if sequence is not None:
@@ -42,7 +45,7 @@ class TenantQueue:
         return None
 
     def admit(self, sequence: SequenceState) -> None:
-        """Let the sequence run that was `first`."""
+        """Move the sequence returned by `first` to the running ones."""
         group = sequence.group
         group.begin(sequence)
         if not group.has_waiting:
@@ -50,13 +53,13 @@ class TenantQueue:
         insort(self.running, sequence, key=AGE)
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Let a running sequence wait again."""
+        """Move a running sequence back to the waiting ones."""
         self.running.remove(sequence)
         sequence.group.wait_again(sequence)
         self.wait(sequence.group)
 
     def cancel(self, group: Group) -> list[SequenceState]:
-        """Take a request out; return those of its sequences that were running."""
+        """Remove a request; return its sequences that were running."""
         if group in self.groups:
             self.groups.remove(group)
         ran = [sequence for sequence in self.running if sequence.group is group]

@@ -1,14 +1,14 @@
-"""Which sequences run in the next step: admitted by pages, in the order of tenants and of age.
+"""Scheduler of the decoder: admission by free pages, and fair sharing of a step's tokens. Plain bookkeeping.
 
-Plain bookkeeping. Of any number of tenants the smallest holder is admitted first, and the largest gives way;
-a step gives all of them the same number of tokens, as far as they have use for them. Within a tenant the
-oldest goes first and the youngest gives way. Each step brings some sequence closer to its end, and no other
-takes a place again before it has used it for a while: none starves.
+Admission. The tenant with the fewest pages is admitted first, and the tenant with the most is preempted
+first. Within a tenant the oldest sequence is admitted first and the youngest is preempted first. Each step
+advances some sequence. A tenant without running sequences may also preempt a sequence that has generated for a
+minimum lease (`preemption.py`). No sequence starves.
 
-Whose work a decoder step takes next: of the tenant that would then have had the fewest tokens over its weight. Pure.
-
-What it would have had then, not what it has had: so one that generates a token per step waits for no page of another's prompt.
-Weighted fair queueing orders packets so, by when each would end (Demers, Keshav, Shenker 1989).
+Fairness. A step gives each tenant the same number of tokens per weight, if it has work for them. The
+tenant with the smallest weighted token count, including its next part, is served next. A tenant that generates
+one token per step therefore does not wait for a page of another tenant's prompt. This is the order of weighted
+fair queueing, by finish time (Demers, Keshav, Shenker 1989).
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ T = TypeVar("T")
 
 
 class FairShare:
-    """Counts the tokens over its weight that each tenant was given; what one could not use is not saved up."""
+    """Weighted token count of each tenant. A share that a tenant cannot use is not saved."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
         self._weights: Mapping[str, float] = {}
 
     def begin(self, weights: Mapping[str, float]) -> None:
-        """Note which tenants have work, and their weights. One that is new begins level with who has had least."""
+        """Set the tenants with work, and their weights. A new tenant starts at the smallest count."""
         known = self._tokens
         least = min((known[tenant] for tenant in weights if tenant in known), default=0.0)
         self._tokens = {tenant: known.get(tenant, least) for tenant in weights}
         self._weights = weights
 
     def give(self, tenant: str, tokens: int) -> None:
-        """Count what a tenant was given."""
+        """Add to the token count of a tenant."""
         self._tokens[tenant] += tokens / self._weights[tenant]
 
     def in_order(
         self, work: Mapping[str, deque[T]], tokens_of: Callable[[T], int]
     ) -> Iterator[tuple[str, T]]:
-        """Take work out of `work`, of the tenant that would then have had the fewest tokens over its weight.
+        """Pop and yield the next work of the tenant with the smallest weighted token count after it.
 
-        What is given while this waits counts for what comes next.
+        Tokens that `give` adds between two items affect the order of the following items.
         """
 
         def end(tenant: str) -> float:
@@ -72,7 +72,7 @@ class FairShare:
                 heappush(heap, (end(tenant), at, tenant))
 
     def end(self, left: Mapping[str, deque[T]]) -> None:
-        """End a step: who had all its work done is level with the one that has had the fewest of the others."""
+        """End a step: raise each tenant without work left to the smallest count of the others."""
         short = {tenant for tenant, work in left.items() if work}
         level = [self._tokens[tenant] for tenant in short] or [
             max(self._tokens.values(), default=0.0)
@@ -82,29 +82,29 @@ class FairShare:
                 self._tokens[tenant] = max(tokens, min(level))
 
 
-#: Keys that cost a row of a shared step about as much as one row more.
+#: Number of keys whose attention costs about as much as one more row of a shared step.
 ROW_CONTEXT = 256
 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What a step may hold, in tokens."""
+    """Limits of a step, in tokens."""
 
     page: int
     alone: int
-    """Rows and prompt tokens, while one tenant has work."""
+    """Rows and prompt tokens, while a single tenant has work."""
     shared: int
-    """While several have: then a step shall not take much longer than one with a single row."""
+    """Rows and prompt tokens, while several tenants have work; keeps a step about as short as a single row."""
     sequences: int
-    """That one tenant may have running."""
+    """Maximum number of running sequences per tenant."""
 
 
 class DecodeScheduler:
-    """Sequences that wait, and sequences that run: those hold pages."""
+    """Waiting and running sequences of all tenants; running sequences hold pages."""
 
     def __init__(self, pages: Pages, index: PrefixIndex, sizes: StepSizes) -> None:
         assert sizes.alone >= sizes.page
-        self.queues: dict[str, TenantQueue] = {}  # of tenants with any sequence
+        self.queues: dict[str, TenantQueue] = {}  # only tenants with sequences
         self.memory = SequencePages(pages, index, sizes.page)
         self._pages = pages
         self._sizes = sizes
@@ -112,24 +112,24 @@ class DecodeScheduler:
 
     @property
     def running(self) -> list[SequenceState]:
-        """Return every sequence that holds pages; of a tenant, the oldest first."""
+        """Sequences that hold pages; within a tenant, oldest first."""
         return [sequence for queue in self.queues.values() for sequence in queue.running]
 
     def add(self, group: Group) -> None:
-        """Let all sequences of a request wait."""
+        """Enqueue all sequences of a request."""
         queue = self.queues.setdefault(group.request.tenant, TenantQueue())
         queue.weight = group.request.tenant_weight
         queue.wait(group)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Take a running sequence out, and free what it holds."""
+        """Remove a running sequence and free its memory."""
         queue = self._queue(sequence)
         queue.running.remove(sequence)
         self.memory.strip(sequence)
         self._forget_empty(sequence.group)
 
     def cancel(self, group: Group) -> list[SequenceState]:
-        """Take a whole request out, and free what it holds; return those of its sequences that ran."""
+        """Remove a request and free its memory; return its sequences that were running."""
         queue = self.queues.get(group.request.tenant, TenantQueue())
         ran = queue.cancel(group)
         for sequence in ran:
@@ -138,14 +138,14 @@ class DecodeScheduler:
         return ran
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Let a running sequence wait, without its memory."""
+        """Free the memory of a running sequence and enqueue it again."""
         self._queue(sequence).preempt(sequence)
         self.memory.strip(sequence)
 
     def next_waiting(self, but: set[str]) -> SequenceState | None:
-        """Return who is to be admitted next, of no tenant in `but`.
+        """Return the sequence to admit next, without the tenants in `but`.
 
-        First those who run nothing, then those who would hold the least.
+        Tenants without running sequences come first, then those that would hold the fewest pages.
         """
         found: list[tuple[bool, int, SequenceState]] = []
         for tenant, queue in self.queues.items():
@@ -158,9 +158,9 @@ class DecodeScheduler:
         return min(found, key=lambda each: each[:2])[2] if found else None
 
     def preempt_for(self, sequence: SequenceState) -> list[SequenceState] | None:
-        """Have pages for all that a sequence holds so far, and one more; None if there cannot be so many.
+        """Preempt until a sequence can have pages for its tokens and one more page; None if that is impossible.
 
-        Returns who was preempted for it.
+        Returns the preempted sequences.
         """
         victims = self._victims(sequence)
         for victim in victims or ():
@@ -168,7 +168,7 @@ class DecodeScheduler:
         return victims
 
     def _victims(self, sequence: SequenceState) -> list[SequenceState] | None:
-        """Return who would have to give way to a waiting sequence, or None if it cannot have its pages."""
+        """Return the sequences to preempt for a waiting one, or None if it cannot get its pages."""
         wanted, missing = self.memory.wanted(sequence)
         if missing <= 0:
             return []
@@ -181,9 +181,10 @@ class DecodeScheduler:
         candidates: frozenset[str],
         fits_without: Callable[[Collection[str]], bool],
     ) -> list[SequenceState] | None:
-        """Preempt all users of those weights of `candidates` that must give way to a sequence's; None if none will.
+        """Preempt all users of weights in `candidates` that must be released for a sequence's own.
 
-        `fits_without` tells whether its weights have room once others are not in use.
+        Returns the preempted sequences, or None if too few may be preempted. `fits_without` returns True if
+        the weights fit once the given ones are unused.
         """
         tenant = sequence.group.request.tenant
         victims = victims_for_weights(self.queues, tenant, candidates, fits_without)
@@ -192,15 +193,15 @@ class DecodeScheduler:
         return victims
 
     def admit(self, sequence: SequenceState) -> None:
-        """Let a waiting sequence run; it has room."""
+        """Run a waiting sequence whose pages are available."""
         self.memory.give(sequence)
         sequence.resumed_at = len(sequence.tokens)
         self._queue(sequence).admit(sequence)
 
     def plan(self) -> Plan:
-        """Choose the work of one step: of a tenant first a row for all who generate, then prompts.
+        """Choose the work of one step: within a tenant first the next row of generating sequences, then prompts.
 
-        Between tenants, each time of the one that would then have had the fewest tokens over its weight.
+        Between tenants, the smallest weighted token count goes first.
         """
         plan, work = Plan(), self._work()
         is_shared = len(self.queues) > 1
@@ -228,9 +229,9 @@ class DecodeScheduler:
         return plan
 
     def only_goes_on(self) -> bool:
-        """Return whether the next step, whatever the tokens unread, only takes those further that run now.
+        """Return True if the next step only continues running sequences, for any values of the unread tokens.
 
-        Then no one begins, and none gives way to another: pages are there for all.
+        No sequence is then admitted or preempted: there are pages for all running ones.
         """
         running = self.running
         if any(not each.is_prompt_stored or each.hidden is not None for each in running):
@@ -241,7 +242,7 @@ class DecodeScheduler:
         return waiting is None or self._victims(waiting) is None
 
     def _work(self) -> dict[str, deque[SequenceState]]:
-        """Return who wants something of a step, by tenant."""
+        """Return the sequences with work for a step, by tenant."""
         work: dict[str, deque[SequenceState]] = {}
         for tenant, queue in self.queues.items():
             generate: list[SequenceState] = []
@@ -250,19 +251,19 @@ class DecodeScheduler:
                 if not sequence.is_prompt_stored:
                     prompts.append(sequence)
                 elif sequence.hidden is None and not sequence.is_full:
-                    # Others wait for their first token only, or for their last to be read.
+                    # The others only need their first token, or their last one is still unread.
                     generate.append(sequence)
             if generate or prompts:
                 work[tenant] = deque(generate + prompts)
         return work
 
     def _next_tokens(self, sequence: SequenceState) -> int:
-        """Return how many tokens a sequence wants next, of a prompt a page at most."""
+        """Return the number of tokens that a sequence computes next: at most one page of a prompt."""
         all_of_it = sequence.length if sequence.is_prompt_stored else len(sequence.group.prompt)
         return min(all_of_it - sequence.stored, self._sizes.page)
 
     def _plan_rows(self, plan: Plan, sequence: SequenceState, budget: int) -> int:
-        """Plan the tokens that are not in place: the last one, and more only after a preemption."""
+        """Plan the tokens that are not stored: the last one, and more only after a preemption."""
         count = min(sequence.length - sequence.stored, max(budget, 1))
         positions = range(sequence.stored, sequence.stored + count)
         take = partial(self._take_by_force, plan, sequence)
@@ -272,7 +273,7 @@ class DecodeScheduler:
         return count
 
     def _take_by_force(self, plan: Plan, sequence: SequenceState) -> int | None:
-        """Take a page, preempting until there is one; None if it was `sequence` that had to give way."""
+        """Return a page, preempting until one is free; None if `sequence` itself was preempted."""
         while (page := self.memory.take(sequence)) is None:
             victim = largest_holder(self.queues, self._pages, sequence.group.request.tenant)
             self.preempt(victim)
@@ -288,9 +289,9 @@ class DecodeScheduler:
         budget: int,
         planned: dict[tuple[object, bytes], object],
     ) -> int:
-        """Plan pages of a prompt, in order, as far as the budget goes; return the tokens planned.
+        """Plan pages of a prompt in order, within the budget; return the number of planned tokens.
 
-        A page that this step computes for another sequence is left for the next step, to be shared.
+        A page that this step computes for another sequence is left for the next step, which shares it.
         """
         group = sequence.group
         self.memory.adopt(sequence)

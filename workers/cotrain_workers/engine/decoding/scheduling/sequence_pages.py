@@ -1,4 +1,4 @@
-"""The pages of the sequences that run: taken, shared with others of the same prompt, copied, freed."""
+"""Pages of running sequences: allocation, sharing of prompts, copy on write, release."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from cotrain_workers.engine.decoding.step import Chunk, Plan
 
 
 class SequencePages:
-    """Gives sequences their pages, and keeps track of what is in place on them."""
+    """Allocation of pages to sequences, and the record of their stored tokens."""
 
     def __init__(self, pages: Pages, index: PrefixIndex, page_tokens: int) -> None:
         self.counts = pages
         self.page_tokens = page_tokens
         self._index = index
-        self._stale: dict[int, bool] = {}  # pages taken since the last plan -> needs blanking
+        self._stale: dict[int, bool] = {}  # pages taken since the last plan -> must be zeroed
 
     def wanted(self, sequence: SequenceState) -> tuple[int, int]:
-        """Return how many pages a waiting sequence needs for all it holds so far and one token more.
+        """Return the number of pages that a waiting sequence needs, and how many of them are missing.
 
-        And how many of them are missing.
+        It needs pages for its tokens so far, and one more.
         """
         nodes = self._shareable(sequence)
         idle = sum(not self.counts.is_shared(node.page) for node in nodes)
@@ -31,7 +31,7 @@ class SequencePages:
         return wanted, wanted - (self.counts.free + self.counts.idle - idle)
 
     def give(self, sequence: SequenceState) -> None:
-        """Give a sequence pages for all it holds so far; they are there."""
+        """Allocate pages for all tokens of a sequence; the caller has made sure that they are available."""
         nodes = self._shareable(sequence)
         for node in nodes:
             self.counts.hold(node.page)
@@ -44,13 +44,13 @@ class SequencePages:
             self._found(sequence, node)
 
     def blank(self) -> list[int]:
-        """Return the pages taken since the last call that hold what their last user left."""
+        """Return the pages taken since the last call that still hold data of their last user."""
         blank = [page for page, is_stale in self._stale.items() if is_stale]
         self._stale.clear()
         return blank
 
     def strip(self, sequence: SequenceState) -> None:
-        """Free the memory of a sequence; what it generated stays."""
+        """Free the memory of a sequence and keep its generated tokens."""
         for page in sequence.pages:
             self.counts.release(page)
         sequence.pages = []
@@ -61,7 +61,7 @@ class SequencePages:
         sequence.unread = 0
 
     def take(self, sequence: SequenceState) -> int | None:
-        """Return a page for a sequence, of those that only the index holds if no other is free, or None."""
+        """Return a page for a sequence, if necessary one held only by the index; None if there is none."""
         tenant = sequence.group.request.tenant
         page = self.counts.take(tenant)
         if page is None and self._index.evict():
@@ -73,7 +73,7 @@ class SequencePages:
     def make_writable(
         self, plan: Plan, sequence: SequenceState, positions: range, take: Callable[[], int | None]
     ) -> bool:
-        """Give a sequence pages of its own for some positions; False once `take` has none."""
+        """Allocate private pages for some positions of a sequence; return False if `take` returns none."""
         for at in range(positions[0] // self.page_tokens, positions[-1] // self.page_tokens + 1):
             is_new = at == len(sequence.pages)
             if not is_new and not self.counts.is_shared(sequence.pages[at]):
@@ -83,7 +83,7 @@ class SequencePages:
                 return False
             if is_new:
                 sequence.pages.append(page)
-            else:  # the tail of a prompt that others share
+            else:  # the shared last page of a prompt is copied before the first write
                 plan.copies[page] = sequence.pages[at]
                 self._stale[page] = False
                 self.counts.release(sequence.pages[at])
@@ -91,7 +91,7 @@ class SequencePages:
         return True
 
     def adopt(self, sequence: SequenceState) -> None:
-        """Take over pages that others have computed since this sequence was admitted."""
+        """Use pages that other sequences have computed since this one was admitted."""
         group = sequence.group
         while sequence.is_indexed and not sequence.is_prompt_stored:
             at = sequence.stored // self.page_tokens
@@ -108,12 +108,12 @@ class SequencePages:
             self._found(sequence, node)
 
     def must_compute(self, chunk: Chunk) -> bool:
-        """Return whether the hidden states of a chunk are asked for."""
+        """Return True if the hidden states of a chunk are needed for prompt scores."""
         sequence = chunk.sequence
         return sequence.scores_prompt and chunk.page >= sequence.group.first_scored_chunk()
 
     def store(self, chunk: Chunk, last_hidden: torch.Tensor | None) -> None:
-        """Note that a chunk is in place, and let others share it. `last_hidden` is of its last token."""
+        """Record that a chunk is stored, and index it. `last_hidden` belongs to its last token."""
         sequence, group = chunk.sequence, chunk.sequence.group
         sequence.stored = chunk.stop
         group.computed.add(chunk.page)
@@ -127,14 +127,14 @@ class SequencePages:
         if node is None:
             sequence.is_indexed = False
             return
-        if node.page != own:  # the same bits, computed by another
+        if node.page != own:  # another sequence has computed the same bits
             self._swap(sequence, chunk.page, node)
         sequence.node = node
         if chunk.ends_prompt:
             node.last_hidden = last_hidden
 
     def _shareable(self, sequence: SequenceState) -> list[Node]:
-        """Return the pages of its prompt that are in place and that it need not compute itself."""
+        """Return the stored prompt pages that a sequence can share instead of computing them."""
         group = sequence.group
         chunks = group.chunks
         if sequence.scores_prompt:
@@ -145,7 +145,7 @@ class SequencePages:
         return nodes
 
     def _found(self, sequence: SequenceState, node: Node) -> None:
-        """Note that the next page of a prompt is in place; the sequence holds it already."""
+        """Record that the next page of a prompt is stored, on a page that the sequence already holds."""
         group = sequence.group
         sequence.node = node
         sequence.stored = min(sequence.stored + self.page_tokens, len(group.prompt))
@@ -163,8 +163,8 @@ class SequencePages:
 
 
 def lacks_hidden(sequence: SequenceState, node: Node) -> bool:
-    """Return whether a sequence could not go on from a page that ends its prompt.
+    """Return True if a sequence lacks the hidden state to continue after the page that ends its prompt.
 
-    The page is then known as the middle of a longer prompt only, without its last hidden state.
+    The page was then indexed only as the middle of a longer prompt.
     """
     return not sequence.tokens and node.last_hidden is None

@@ -1,8 +1,8 @@
 """The backend `fused`: LoRA inside the base model's products, so that each result is written once.
 
-A module is computed together with those that read the same `x`: two launches forward and four back, whatever
-the number of adapters. Tiles belong to one adapter each and begin where its segment does, and the base
-model's part is the same kernel for all: a row's bits depend on its own tile alone, on every device.
+Modules that read the same `x` are computed together: two launches forward and four backward, for any number of
+adapters. A tile belongs to one adapter and starts at its segment's first row, and all tiles use the same kernel
+for the base model's part. The bits of a row therefore depend only on its own tile, on every device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cotrain_workers.engine.lora.fused.tables import ModuleGroup, Tables, make_t
 from cotrain_workers.engine.lora.segmented import SegmentLora, anchor
 from cotrain_workers.engine.routing import LinearWeights, Part, Segment
 
-A, B = 0, 1  # which of an adapter's matrices
+A, B = 0, 1  # side: the matrix of an adapter
 
 
 class FusedLora:
@@ -31,20 +31,22 @@ class FusedLora:
         linears: Mapping[str, LinearWeights],
     ) -> None:
         self._segments = SegmentLora(segments)
-        self._all = segments  # their arenas live as long as the addresses of them
+        self._all = (
+            segments  # a reference, so that their arenas outlive the addresses in the tables
+        )
         self._rows, self._groups, self._linears = rows, groups, linears
         self._group_of = {name: group for group in groups for name in group.names}
         self._tables: Tables | None = None
-        self._kept_x: torch.Tensor | None = None  # what siblings yet to come were computed of
+        self._kept_x: torch.Tensor | None = None  # input of `_kept`, which later siblings use
         self._kept: dict[str, torch.Tensor] = {}
         self._residuals: dict[
             str, torch.Tensor
-        ] = {}  # by the module whose output they are to be added to
+        ] = {}  # by the module to whose output they are added
 
     def linear(
         self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Map `x` `[1, T, in]` to `[1, T, out]`; the first of siblings computes all."""
+        """Map `x` `[1, T, in]` to `[1, T, out]`; the first sibling computes the outputs of all."""
         if self._kept_x is not x or module not in self._kept:
             self._kept_x, self._kept = x, self._compute(self._group_of[module], x)
         found = self._kept.pop(module)
@@ -53,11 +55,11 @@ class FusedLora:
         return found
 
     def add_to(self, module: str, residual: torch.Tensor) -> None:
-        """Add `[1, T, out]` to what `module` gives next, inside its product; it has no siblings."""
+        """Add `[1, T, out]` to the next output of `module`, inside its product; `module` has no siblings."""
         self._residuals[module] = residual
 
     def mlp(self, gate_module: str, down_module: str, gate: int, x: torch.Tensor) -> torch.Tensor:
-        """Map `x` `[1, T, in]` to what `down` makes of `act(gate) * up`, computed inside the products."""
+        """Map `x` `[1, T, in]` to `down(act(gate) * up)`, computed inside the products."""
         groups = self._group_of[gate_module], self._group_of[down_module]
         first, last = (self._products(group, x.device) for group in groups)
         weights, biases = zip(*(self._weights(group) for group in groups), strict=True)
@@ -107,18 +109,18 @@ class FusedLora:
 
 
 class Products(NamedTuple):
-    """The launches of modules that read one `x`, in one micro-batch."""
+    """Launches of modules that read the same `x`, in one micro-batch."""
 
     group: ModuleGroup
     tables: Tables
 
     @property
     def is_trained(self) -> bool:
-        """Return whether any adapter wants gradients of these modules."""
+        """True if any adapter needs gradients of these modules."""
         return self.tables.columns(self.group) > 0 and len(self.tables.owners) > 1
 
     def low(self, xs: Sequence[torch.Tensor], side: int) -> torch.Tensor:
-        """Return `x A^T` of one `x`, or `gy B` of the gradients of all outputs: `[T, columns]`."""
+        """Return `[T, columns]`: `x A^T` of one `x`, or `gy B` of the gradients of all outputs."""
         tables, count = self.tables, len(self.group.names)
         columns = tables.columns(self.group)
         low: torch.Tensor = torch.ops.cotrain.lora_shrink(
@@ -135,7 +137,7 @@ class Products(NamedTuple):
         residual: torch.Tensor | None = None,
         gate: int = 0,
     ) -> list[torch.Tensor]:
-        """Return what each module gives, `[T, out]`, and behind them their gated product if there is a gate."""
+        """Return the output of each module, `[T, out]`; with a gate, their gated product follows."""
         ys: list[torch.Tensor] = torch.ops.cotrain.lora_expand(
             x, weights, biases, residual, gate, low, *self._of_tiles()
         )
@@ -149,7 +151,7 @@ class Products(NamedTuple):
         gated: Sequence[torch.Tensor] = (),
         gate: int = 0,
     ) -> list[torch.Tensor]:
-        """Return the gradient of what the modules read, or of the two that were `gated` to it."""
+        """Return the gradient of the modules' input, or of the two `gated` factors of it."""
         gxs: list[torch.Tensor] = torch.ops.cotrain.lora_expand_back(
             gys, weights, gated, gate, low_grad, *self._of_tiles()
         )
@@ -173,7 +175,7 @@ class Products(NamedTuple):
 
 
 class FusedLinears(torch.autograd.Function):
-    """`y = x W^T + b + scale * (x A^T) B^T` of modules that read one `x`, each row with its own A and B."""
+    """`y = x W^T + b + scale * (x A^T) B^T` of modules that read the same `x`, with the A and B of each row."""
 
     @staticmethod
     def forward(  # type: ignore[explicit-override]
@@ -185,7 +187,7 @@ class FusedLinears(torch.autograd.Function):
         biases: Sequence[torch.Tensor],
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Return `[T, out]` of each module, `residual` added to that of a single one."""
+        """Return `[T, out]` of each module; `residual` is added if there is one module."""
         x = x.contiguous()
         low = products.low([x], A)
         ctx.save_for_backward(x, low, *weights)
@@ -194,7 +196,7 @@ class FusedLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
-        """Return the gradient of `x`; add those of the LoRA matrices to their arenas."""
+        """Return the gradient of `x`; add the gradients of the LoRA matrices to their arenas."""
         x, low, *weights = ctx.saved_tensors
         products: Products = ctx.products
         gys = [grad.contiguous() for grad in grads]
@@ -206,8 +208,9 @@ class FusedLinears(torch.autograd.Function):
 
 
 class FusedMlp(torch.autograd.Function):
-    """`down(act(gate(x)) * up(x)) + residual`: the gated product is made where its factors are, and so are the
-    gradients of these.
+    """`down(act(gate(x)) * up(x)) + residual`.
+
+    The gated product is computed in the kernel of its factors, and so are the gradients of the factors.
     """
 
     @staticmethod
@@ -221,7 +224,7 @@ class FusedMlp(torch.autograd.Function):
         biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Return `[T, out]`; `weights` are those of gate, up and down."""
+        """Return `[T, out]`; `weights` are the matrices of gate, up and down."""
         x, (first, last) = x.contiguous(), products
         low = first.low([x], A)
         *gated, inner = first.outputs(x, weights[:2], biases[0], low, gate=gate)

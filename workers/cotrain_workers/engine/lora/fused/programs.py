@@ -1,16 +1,24 @@
 # mypy: ignore-errors
-"""The kernels. Each program computes one tile, of one adapter, in an order that its own segment decides.
+"""Triton kernels of fused LoRA. Each program computes one tile of one adapter, in an order set by its segment.
 
-`shrink` and `expand` are the two products of LoRA as Punica's SGMV has them (Chen et al. 2023,
-https://arxiv.org/abs/2310.18547; ranks of all sizes as in S-LoRA, https://arxiv.org/abs/2311.03285). That
-`expand` adds to the base model's product before it is written, and the gradient of `x` likewise, is the fusion
-of LoRAFusion (https://arxiv.org/abs/2510.00206). Gates and residual additions are computed there as well.
+Sources:
 
-Tables (`lora/fused/tables.py`): `tiles` int32 `[n, 3]` are segment, first row and the row one past the last
-of its segment; `entries` int64 `[segments + 1, HEAD + 2 * MODULES]`, of rows that lie `stride` apart, are rank,
-address of the weights, address of the gradient, 0, then where A and B of each module lie there. A lies as `[rank, inputs]`, B as `[rank, outputs]`: to a
-kernel they are the same. Values beyond a segment, a rank or a width are never loaded, so that no zero is
-multiplied with a neighbour's NaN.
+* `shrink` and `expand` are the two products of LoRA as in Punica's SGMV (Chen et al. 2023,
+  https://arxiv.org/abs/2310.18547).
+* Mixed ranks are computed as in S-LoRA (https://arxiv.org/abs/2311.03285).
+* `expand` adds to the base model's product before it is written, and `expand_back` does the same for the gradient
+  of `x`. This is the fusion of LoRAFusion (https://arxiv.org/abs/2510.00206).
+
+Gates and residual additions are fused, too.
+
+Tables (`lora/fused/tables.py`):
+
+* `tiles` int32 `[n, 3]` contains the segment, the first row and the end row of the segment.
+* `entries` int64 `[segments + 1, HEAD + 2 * MODULES]`, with rows `stride` apart, contains rank, address of the weights,
+  address of the gradient and 0. The offsets of A and B of each module follow.
+
+A is stored as `[rank, inputs]` and B as `[rank, outputs]`, so kernels treat them alike. Values beyond a segment, a
+rank or a width are never loaded, so that no zero is multiplied with a neighbour's NaN.
 """
 
 from __future__ import annotations
@@ -18,14 +26,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Whether Triton's interpreter runs them, on the CPU.
+#: True if Triton's interpreter runs the kernels on the CPU.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 HEAD = tl.constexpr(4)
 
 
 @triton.jit
 def pick(at, first, second, third):
-    """Choose one of three by number."""
+    """Return one of three values by index."""
     chosen = first
     if at == 1:
         chosen = second
@@ -36,7 +44,7 @@ def pick(at, first, second, third):
 
 @triton.jit
 def plus_product(total, left, right, WIDE: tl.constexpr):
-    """Return `total + left @ right` in fp32; `WIDE` is for the interpreter, whose bf16 is integers."""
+    """Return `total + left @ right` in fp32; `WIDE` is set for the interpreter, which stores bf16 as integers."""
     if WIDE:
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -45,7 +53,7 @@ def plus_product(total, left, right, WIDE: tl.constexpr):
 
 @triton.jit
 def tile_of(rows, columns, BAND: tl.constexpr):
-    """Order tiles in bands of rows, whose operands stay in the cache (the matmul tutorial of Triton)."""
+    """Return row and column of a tile, in bands of rows whose operands stay in cache (Triton's matmul tutorial)."""
     at = tl.program_id(0)
     first = at // (BAND * columns) * BAND
     height = min(rows - first, BAND)
@@ -58,7 +66,10 @@ def plus_low_rank(
     total, low, entry, scale, rows, live, outs, width, columns, module,
     SIDE: tl.constexpr, WIDE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Return `total + scale * low M` with a module's columns of `low` and its A (`SIDE` 0) or B^T, BR ranks at a time."""
+    """Return `total + scale * low M`, BR ranks at a time.
+
+    `low` is restricted to a module's columns, and M is its A (`SIDE` 0) or B^T.
+    """
     rank = tl.load(entry).to(tl.int32)
     matrix = tl.load(entry + 1).to(tl.pointer_type(low.dtype.element_ty))
     matrix += tl.load(entry + HEAD + 2 * module + SIDE)
@@ -80,7 +91,7 @@ def plus_low_rank(
 
 @triton.jit
 def activated(gate, GELU: tl.constexpr):
-    """Return SiLU, or GELU by tanh, of fp32 values, and its slope: both are `gate * sigmoid(z)`."""
+    """Return SiLU, or GELU by tanh, of fp32 values, and the derivative: both are `gate * sigmoid(z)`."""
     z, slope = gate, tl.full(gate.shape, 1.0, tl.float32)
     if GELU:
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -95,7 +106,7 @@ def shrink(
     MODULES: tl.constexpr, JOINT: tl.constexpr, SIDE: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write `low = x M^T`, M being A (`SIDE` 0) or B^T (1). `JOINT`: all modules read x0, in one product."""
+    """Write `low = x M^T`; M is A (`SIDE` 0) or B^T (1). With `JOINT` all modules read x0, in one product."""
     tile = tiles + 3 * tl.program_id(0)
     first, stop = tl.load(tile + 1), tl.load(tile + 2)
     entry = entries + tl.load(tile).to(tl.int64) * stride
@@ -143,14 +154,14 @@ def expand(
     MODULES: tl.constexpr, BIASED: tl.constexpr, PLUS: tl.constexpr, GATE: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """Write `y = x W^T + b + scale * low B^T` of each module; `PLUS`: and `residual`, to that of the one.
+    """Write `y = x W^T + b + scale * low B^T` of each module, plus `residual` if `PLUS` is set (one module).
 
-    `GATE` (1 SiLU, 2 GELU): a program has the same columns of two modules, and writes `act(y0) * y1` to y2.
+    With `GATE` (1 SiLU, 2 GELU) a program computes the same columns of two modules and writes `act(y0) * y1` to y2.
     """
     across, block = tile_of(tile_count, block_count, BAND)
     tile = tiles + 3 * across
     segment, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    module = block * 0  # the blocks of one module come behind those of the one before
+    module = block * 0  # blocks are ordered by module
     start = block
     if MODULES > 1 and not GATE:
         if start >= tl.cdiv(width0, BN):
@@ -200,7 +211,7 @@ def expand(
             other, low, entry, scale, rows, live, outs, width, columns, 1, 1, WIDE, BR
         )
         tl.store(y1 + cells, other.to(kind), mask=mask)
-        # Rounded where the base model rounds: backward finds the same in what was written.
+        # Rounded like in the base model: backward recomputes the same value from the stored outputs.
         value, _ = activated(total.to(kind).to(tl.float32), GATE == 2)
         value = value.to(kind).to(tl.float32) * other.to(kind).to(tl.float32)
         tl.store(y2 + cells, value.to(kind), mask=mask)
@@ -215,7 +226,7 @@ def expand_back(
 ):  # fmt: skip
     """Write `gx`, the sum over modules of `gy W + scale * low A`; `low` is `gy B`.
 
-    `GATE`: x was `act(gate) * up`, and what is written are the gradients of these, to gx and gx1.
+    With `GATE`, x was `act(gate) * up`, and the gradients of gate and up are written to gx and gx1.
     """
     across, block = tile_of(tile_count, block_count, BAND)
     tile = tiles + 3 * across
@@ -249,7 +260,7 @@ def expand_back(
     cells = rows[:, None] * inputs + outs[None, :]
     mask = live[:, None] & inside[None, :]
     if GATE:
-        total = total.to(kind).to(tl.float32)  # rounded where the base model's backward rounds
+        total = total.to(kind).to(tl.float32)  # rounded like in the base model's backward
         wide = tl.load(up + cells, mask=mask, other=0.0).to(tl.float32)
         value, slope = activated(
             tl.load(gate + cells, mask=mask, other=0.0).to(tl.float32), GATE == 2
@@ -268,7 +279,7 @@ def add_gradient(
 ):  # fmt: skip
     """Add `scale * low^T x` of each segment to its adapter's gradient of A (`SIDE` 0) or of B^T (1).
 
-    One program has a tile of one gradient, and adds what its segments found one by one, in their order.
+    One program owns a tile of one gradient and adds the products of its segments one by one, in their order.
     """
     owner, z = tl.program_id(0), tl.program_id(2)
     begin, end = tl.load(owners + owner), tl.load(owners + owner + 1)

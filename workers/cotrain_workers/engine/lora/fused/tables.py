@@ -1,4 +1,4 @@
-"""What the fused kernels look up: which tile has which adapter, and where its matrices and gradients lie."""
+"""Lookup tables of the fused kernels: the adapter of each tile, and addresses of its matrices and gradients."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ WEIGHTS, GRADIENT = 1, 2
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules that read one `x`, in the order of the model."""
+    """Modules that read the same `x`, in the order of the model."""
 
     names: tuple[str, ...]
     outputs: tuple[int, ...]
-    at: int  # its first column in a row of entries
+    at: int  # first column of the group in a row of entries
 
     @property
     def width(self) -> int:
-        """Return how many columns it has there: an even number, so that each begins at 16 bytes."""
+        """Number of columns of the group; even, so that each group is aligned to 16 bytes."""
         return HEAD + 2 * len(self.names)
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Of one micro-batch, on the device. Row `segments` of entries and scales is of no adapter."""
+    """Tables of one micro-batch, on the device. Row `segments` of entries and scales stands for no adapter."""
 
-    tiles: torch.Tensor  # int32 [tiles, 3]: segment, first row, one past the last of the segment
-    spans: torch.Tensor  # int32 [segments, 2]: first row, one past the last
-    owners: torch.Tensor  # int32 [gradients + 1]: where the segments of each begin in `members`
-    members: torch.Tensor  # int32: segments that want a gradient, by whose it is, in their order
+    tiles: torch.Tensor  # int32 [tiles, 3]: segment, first row, end row of the segment
+    spans: torch.Tensor  # int32 [segments, 2]: first row, end row
+    owners: torch.Tensor  # int32 [gradients + 1]: start of each gradient's segments in `members`
+    members: torch.Tensor  # int32: segments that need a gradient, grouped by gradient, in order
     scales: torch.Tensor  # fp32 [segments + 1]
     entries: torch.Tensor  # int64 [segments + 1, all columns of all groups]
-    ranks: np.ndarray  # on the host, by column of `entries`: where a rank stands, the largest
+    ranks: np.ndarray  # on the host, maximum of each column of `entries`; valid for rank columns
 
     def of(self, group: ModuleGroup) -> torch.Tensor:
         """Return the entries `[segments + 1, width]` of a group."""
         return self.entries[:, group.at : group.at + group.width]
 
     def columns(self, group: ModuleGroup) -> int:
-        """Return how wide the LoRA columns of a group are, for its largest rank; 0 if none trains it."""
+        """Return the number of LoRA columns of a group for its largest rank; 0 if no adapter trains it."""
         return -(-int(self.ranks[group.at]) * len(group.names) // RANK) * RANK
 
 
 def plan_groups(targets: Sequence[Target]) -> tuple[ModuleGroup, ...]:
-    """Find the modules of a base model that read one `x`; those of the unembedding are none."""
+    """Return the groups of modules that read the same `x`, without the unembedding."""
     groups, end = [], 0
     linear = (target for target in targets if target.family != "unembed")
     for _, same in groupby(linear, key=shared_input):
@@ -75,7 +75,7 @@ def plan_groups(targets: Sequence[Target]) -> tuple[ModuleGroup, ...]:
 def make_tables(
     segments: Sequence[Segment], rows: int, groups: Sequence[ModuleGroup], device: torch.device
 ) -> Tables:
-    """Make those of a packed row of `rows`."""
+    """Return the tables of a packed row of `rows`."""
     spans = [(segment.start, segment.stop) for segment in segments]
     owners, members = find_owners(segments)
     scales = [*(segment.scale for segment in segments), 0.0]
@@ -92,7 +92,7 @@ def make_tables(
 
 
 def find_tiles(spans: Sequence[tuple[int, int]], rows: int) -> list[tuple[int, int, int]]:
-    """Cut segments, and the rows between and behind them, into tiles from their own first row."""
+    """Return the tiles of all segments and of the rows between and after them, each from its own first row."""
     tiles, end = [], 0
     for number, (start, stop) in [*enumerate(spans), (len(spans), (rows, rows))]:
         tiles += [(len(spans), first, start) for first in range(end, start, ROWS)]
@@ -102,7 +102,7 @@ def find_tiles(spans: Sequence[tuple[int, int]], rows: int) -> list[tuple[int, i
 
 
 def find_owners(segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
-    """Put the segments that want a gradient together by whose it is."""
+    """Return the segments that need a gradient, grouped by gradient: start of each group, and members."""
     by_gradient: dict[int, list[int]] = {}
     for number, segment in enumerate(segments):
         if segment.grads is not None:
@@ -115,7 +115,7 @@ def find_owners(segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
 
 
 def find_entries(segments: Sequence[Segment], groups: tuple[ModuleGroup, ...]) -> np.ndarray:
-    """Return rank, addresses and offsets of each segment's adapter in every group."""
+    """Return rank, addresses and offsets of each segment's adapter for every group."""
     entries = np.zeros((len(segments) + 1, groups[-1].at + groups[-1].width), np.int64)
     starts = np.array([group.at for group in groups])
     for row, segment in zip(entries, segments, strict=False):
@@ -142,7 +142,7 @@ def offsets_of(
 
 
 def address_of(views: Mapping[str, Pair], layout: Layout) -> int:
-    """Return where an arena begins, of which `views` are the matrices; 0 of none."""
+    """Return the start address of the arena that contains `views`; 0 if there are none."""
     for name, pair in views.items():
         first: int = pair.a.data_ptr() - layout.offset_by_name[name][0] * pair.a.element_size()
         return first

@@ -10,7 +10,9 @@ CHUNKS = st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=4)
 
 
 def stored(pages: Pages, index: PrefixIndex, weights: str | None, chunks: list[bytes]) -> list[int]:
-    """Compute a prompt as a sequence does: share what is known, index the rest; return its pages."""
+    """Compute a prompt as a sequence does: share indexed pages and index the rest. Return its
+    pages.
+    """
     nodes = index.match(Origin(weights, "t"), chunks)
     for node in nodes:
         pages.hold(node.page)
@@ -27,7 +29,7 @@ def stored(pages: Pages, index: PrefixIndex, weights: str | None, chunks: list[b
     return own_pages
 
 
-def test_a_page_is_free_when_its_last_holder_lets_go() -> None:
+def test_a_page_is_free_when_its_last_holder_releases_it() -> None:
     pages = Pages(2)
     page = pages.take("t")
     assert page is not None
@@ -41,14 +43,14 @@ def test_a_page_is_free_when_its_last_holder_lets_go() -> None:
     assert pages.free == 2
 
 
-def test_nothing_is_taken_when_nothing_is_free() -> None:
+def test_no_page_is_taken_when_none_is_free() -> None:
     pages = Pages(1)
     assert pages.take("t") == 0
 
     assert pages.take("t") is None
 
 
-def test_a_prompt_is_found_as_far_as_it_is_known() -> None:
+def test_the_indexed_prefix_of_a_prompt_is_found() -> None:
     pages = Pages(8)
     index = PrefixIndex(pages)
     own_pages = stored(pages, index, "w", [b"a", b"b", b"c"])
@@ -60,7 +62,7 @@ def test_a_prompt_is_found_as_far_as_it_is_known() -> None:
     assert index.match(W, [b"b"]) == []
 
 
-def test_only_pages_that_nobody_else_holds_are_evicted_and_the_oldest_first() -> None:
+def test_only_unused_pages_are_evicted_with_the_oldest_first() -> None:
     pages = Pages(4)
     index = PrefixIndex(pages)
     in_use = stored(pages, index, "w", [b"a"])
@@ -72,7 +74,7 @@ def test_only_pages_that_nobody_else_holds_are_evicted_and_the_oldest_first() ->
     assert index.evict()
     assert (
         len(index.match(Origin("old", "t"), [b"a", b"b"])) == 1
-    )  # its end goes before its beginning
+    )  # the end of a prompt goes before its beginning
     index.match(Origin("new", "t"), [b"a"])
     assert index.evict()
     assert index.match(Origin("old", "t"), [b"a"]) == []
@@ -94,7 +96,7 @@ def test_a_page_computed_twice_is_indexed_once() -> None:
     assert len(index) == 1
 
 
-def test_below_a_dropped_page_nothing_is_indexed() -> None:
+def test_no_page_is_indexed_below_a_dropped_one() -> None:
     pages = Pages(4)
     index = PrefixIndex(pages)
     own_pages = stored(pages, index, "w", [b"a"])
@@ -142,13 +144,13 @@ def test_pages_are_never_lost_and_never_shared_by_accident(
 
 
 def check_parents(index: PrefixIndex, node: Node) -> None:
-    """A page in the index is reachable: all pages before it are there too."""
+    """Check that a page in the index is reachable: all pages before it are in the index too."""
     while node.parent is not None:
         assert index._nodes[node.parent.key] is node.parent
         node = node.parent
 
 
-def test_pages_in_use_are_counted_for_their_tenant_once_however_many_share_them() -> None:
+def test_a_shared_page_in_use_is_counted_once_for_its_tenant() -> None:
     pages = Pages(4)
     index = PrefixIndex(pages)
     page = pages.take("t")

@@ -1,4 +1,4 @@
-"""Whose weights give way to another tenant's: enough of them or none, and none that need not."""
+"""Preemption of weights for another tenant: as many as needed or none, and none without need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PAGE = 4
 
 
 def queues(*running: tuple[str, str, int]) -> dict[str, TenantQueue]:
-    """Return tenants by what they run: tenant, weights, tokens generated; the oldest first."""
+    """Return the queues of running sequences (tenant, weights, generated tokens), in the order of
+    arrival.
+    """
     found: dict[str, TenantQueue] = {}
     for arrival, (tenant, weights, tokens) in enumerate(running):
         asked = request(f"r{arrival}", np.array([1]), weights, tenant=tenant)
@@ -37,18 +39,18 @@ def names(victims: list[SequenceState] | None) -> list[str] | None:
 
 
 def needs(missing: int, sizes: Mapping[str, int]) -> Fits:
-    """Return whether weights given up free as much as is missing."""
+    """Return a check that the given-up weights free at least `missing`."""
     return lambda given_up: sum(sizes[each] for each in given_up) >= missing
 
 
-def test_a_tenant_that_runs_none_takes_what_was_used_lately_and_one_that_runs_some_waits() -> None:
+def test_only_a_tenant_without_running_weights_takes_recent_ones() -> None:
     running = queues(("heavy", "a", 0), ("light", "mine", 0))
 
     assert victims_for_weights(running, "new", frozenset("a"), lambda _: True) == []
     assert victims_for_weights(running, "light", frozenset("a"), lambda _: True) is None
 
 
-def test_weights_give_way_only_where_that_is_enough() -> None:
+def test_weights_are_preempted_only_if_that_frees_enough() -> None:
     running = queues(*[("heavy", key, 0) for key in "abcd"])
     sizes = dict.fromkeys("abcd", 1)
 
@@ -59,14 +61,14 @@ def test_weights_give_way_only_where_that_is_enough() -> None:
     assert victims_for_weights(running, "new", frozenset("ab"), needs(3, sizes)) is None
 
 
-def test_the_last_weights_of_a_tenant_give_way_once_they_had_their_lease() -> None:
+def test_the_last_weights_of_a_tenant_are_preempted_after_their_lease() -> None:
     for tokens, expected in ((LEASE_TOKENS - 1, None), (LEASE_TOKENS, ["a", "a"])):
         running = queues(("heavy", "a", tokens), ("heavy", "a", LEASE_TOKENS))
         found = victims_for_weights(running, "new", frozenset("a"), needs(1, {"a": 1}))
         assert names(found) == expected
 
 
-def test_weights_whose_memory_another_makes_needless_stay() -> None:
+def test_weights_that_need_not_be_preempted_stay() -> None:
     running = queues(("heavy", "large", 0), ("heavy", "old", 0), ("heavy", "small", 0))
     sizes = {"large": 4, "old": 1, "small": 1}
 
@@ -80,7 +82,7 @@ def test_weights_whose_memory_another_makes_needless_stay() -> None:
     st.lists(st.integers(1, 8), min_size=12, max_size=12),
     st.integers(0, 20),
 )
-def test_enough_give_way_none_needlessly_and_no_tenant_keeps_fewer_than_the_newcomer(
+def test_preemption_is_sufficient_minimal_and_fair(
     running: list[tuple[str, int]], sizes: list[int], missing: int
 ) -> None:
     tenants = queues(*((tenant, f"{tenant}{weights}", 0) for tenant, weights in running))

@@ -1,4 +1,4 @@
-"""The schedule against a pretended device: what it plans is possible, in order, and ends."""
+"""Decode schedule on a simulated device: its plans are possible, in order, and end."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HIDDEN = torch.zeros(1)
 
 
 class Pretender:
-    """Runs a schedule with no model: every sequence generates until its limit."""
+    """Schedule without a model. Every sequence generates tokens up to its limit."""
 
     def __init__(self, count: int, sizes: StepSizes = SIZES) -> None:
         self.pages = Pages(count)
         self.sizes = sizes
         self.scheduler = DecodeScheduler(self.pages, PrefixIndex(self.pages), sizes)
         self.begun: dict[tuple[int, int], SequenceState] = {}  # by age
-        self.decoded: Counter[str] = Counter()  # tokens, by tenant
+        self.decoded: Counter[str] = Counter()  # tokens by tenant
         self.steps = 0
         self.preempted = 0
 
@@ -92,7 +92,7 @@ class Pretender:
         return plan
 
     def check(self, plan: Plan) -> None:
-        """A plan writes each position once, to a page that only its sequence holds."""
+        """Check that a plan writes each position once, to a page that only its sequence holds."""
         runs = self.scheduler.running
         for queue in self.scheduler.queues.values():
             assert len(queue.running) <= self.sizes.sequences
@@ -113,7 +113,7 @@ class Pretender:
 
 
 def assert_continues(sequence: SequenceState, plan: Plan) -> None:
-    """What is planned for a sequence begins where it stands and leaves no gap."""
+    """Check that the planned work of a sequence starts at its position and has no gap."""
     own = [work for work in plan.work if work.sequence is sequence]
     at = sequence.stored
     for work in own:
@@ -136,7 +136,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
     ),
     st.integers(8, 20),
 )  # fmt: skip
-def test_everybody_finishes_and_every_page_comes_back(
+def test_every_request_finishes_and_every_page_is_freed(
     requests: list[tuple[list[int], int, int, int, str]], count: int
 ) -> None:
     pretender = Pretender(count)
@@ -160,7 +160,7 @@ def test_everybody_finishes_and_every_page_comes_back(
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(PROMPTS, st.integers(1, 10)), min_size=2, max_size=10))
-def test_the_oldest_advances_in_every_step(requests: list[tuple[list[int], int]]) -> None:
+def test_the_oldest_sequence_advances_in_every_step(requests: list[tuple[list[int], int]]) -> None:
     pretender = Pretender(8)
     groups = [
         pretender.add(arrival, prompt, 1, more) for arrival, (prompt, more) in enumerate(requests)
@@ -174,7 +174,7 @@ def test_the_oldest_advances_in_every_step(requests: list[tuple[list[int], int]]
         assert (oldest.length, oldest.stored) > before
 
 
-def test_pages_run_out_and_the_youngest_gives_way() -> None:
+def test_the_youngest_sequence_is_preempted_when_no_page_is_free() -> None:
     pretender = Pretender(5)
     old = pretender.add(0, [0, 0, 0], 1, 9)
     young = pretender.add(1, [1, 1, 1], 1, 9)
@@ -184,7 +184,7 @@ def test_pages_run_out_and_the_youngest_gives_way() -> None:
         pretender.step()
 
     assert pretender.preempted > 0
-    assert pretender.of(young)[0].tokens  # they survive preemption
+    assert pretender.of(young)[0].tokens  # tokens are kept during preemption
 
 
 def test_after_preemption_generated_tokens_are_rows_of_one_step() -> None:
@@ -241,11 +241,13 @@ def test_a_shared_last_page_is_copied_before_it_is_written() -> None:
     assert first.pages[1] not in plan.blank
 
 
-# ---- Between tenants ------------------------------------------------------------------------------
+# ---- Fairness between tenants ---------------------------------------------------------------------
 
 
 def jain(tokens: Counter[str]) -> float:
-    """Return Jain's index of fairness: 1 where all have the same, 1 / n where one has everything."""
+    """Return Jain's index of fairness: 1 if all values are equal, 1 / n if one tenant has
+    everything.
+    """
     values = list(tokens.values())
     return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
 
@@ -253,8 +255,8 @@ def jain(tokens: Counter[str]) -> float:
 LARGE = StepSizes(PAGE, alone=64, shared=24, sequences=32)
 
 
-def test_tenants_of_every_kind_are_given_the_same_number_of_tokens() -> None:
-    """Many requests, one of many samples, long answers, long prompts, those that come in the course of it."""
+def test_tenants_with_any_kind_of_load_get_equal_tokens() -> None:
+    """Loads: many requests, one with many samples, long answers, long prompts, and later requests."""
     pretender = Pretender(4_000, LARGE)
     for at in range(200):
         pretender.add(at, [0, at % 7], 1, 30, "many")
@@ -278,9 +280,7 @@ def test_tenants_of_every_kind_are_given_the_same_number_of_tokens() -> None:
 
 
 @pytest.mark.parametrize(("heavier", "lighter"), [(4.0, 1.0), (1.0, 0.1), (10.0, 0.1)])
-def test_tenants_are_given_tokens_in_proportion_to_their_weights(
-    heavier: float, lighter: float
-) -> None:
+def test_tenants_get_tokens_in_proportion_to_their_weights(heavier: float, lighter: float) -> None:
     pretender = Pretender(4_000, LARGE)
     pretender.add(0, [1], 1_000, 200, "a", heavier)
     pretender.add(1, [2], 1_000, 200, "b", lighter)
@@ -293,7 +293,7 @@ def test_tenants_are_given_tokens_in_proportion_to_their_weights(
     assert had["b"] > 0
 
 
-def test_a_changed_weight_counts_from_the_next_request_on() -> None:
+def test_a_changed_weight_applies_from_the_next_request() -> None:
     pretender = Pretender(4_000, LARGE)
     pretender.add(0, [1], 1_000, 200, "a")
     pretender.add(1, [2], 1_000, 200, "b")
@@ -307,7 +307,7 @@ def test_a_changed_weight_counts_from_the_next_request_on() -> None:
     assert abs(pretender.decoded["a"] / 3 - pretender.decoded["b"]) <= LARGE.page
 
 
-def test_one_with_little_to_do_gets_all_of_it_and_saves_nothing_up() -> None:
+def test_a_light_tenant_gets_all_it_needs_without_accumulating_credit() -> None:
     pretender = Pretender(4_000, LARGE)
     for at in range(4):
         pretender.add(at, [0], 1_000, 200, f"heavy{at % 2}")
@@ -325,8 +325,10 @@ def test_one_with_little_to_do_gets_all_of_it_and_saves_nothing_up() -> None:
     assert pretender.decoded["light"] <= 100 * LARGE.shared // 3 + LARGE.shared
 
 
-def test_a_newcomer_among_thousands_of_long_sequences_ends_in_as_many_steps_as_alone() -> None:
-    """Scaled from 20 requests of 64 x 1,900 tokens: memory for 20 of these sequences, all of it in use."""
+def test_a_newcomer_next_to_long_sequences_needs_one_step_more_than_alone() -> None:
+    """Scaled from 20 requests of 64 x 1,900 tokens. Memory for 20 of these sequences, all of it in
+    use.
+    """
     pretender = Pretender(20 * 24, LARGE)
     for at in range(20):
         pretender.add(at, [at], 64, 95, "heavy")
@@ -346,8 +348,10 @@ def test_a_newcomer_among_thousands_of_long_sequences_ends_in_as_many_steps_as_a
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_one_that_generates_gets_a_row_in_every_step_next_to_long_prompts(count: int) -> None:
-    """As on a CPU, where a page is more than a shared step holds; a row per step is less than its share."""
+def test_a_generating_tenant_gets_a_row_per_step_next_to_long_prompts(count: int) -> None:
+    """A page is, as on a CPU, more than a shared step holds. A row per step is less than the
+    tenant's share.
+    """
     pretender = Pretender(1_000, StepSizes(PAGE, alone=BUDGET, shared=PAGE - 1, sequences=LIMITS))
     for at in range(count):
         pretender.add(at, [at, *range(1, 400)], 1, 1, f"long{at}")
@@ -366,8 +370,8 @@ def test_one_that_generates_gets_a_row_in_every_step_next_to_long_prompts(count:
 
 
 @pytest.mark.parametrize("count", [2, 5, 24, 60])
-def test_of_many_newcomers_each_begins_within_its_turn(count: int) -> None:
-    """Of n tenants each gets a row in every 1 + n / (rows of a step) steps."""
+def test_many_newcomers_each_begin_within_their_turn(count: int) -> None:
+    """Each of n tenants gets a row in every 1 + n / (rows of a step) steps."""
     pretender = Pretender(400, LARGE)
     pretender.add(0, [0], 1_000, 300, "heavy")
     for _ in range(40):
@@ -381,7 +385,7 @@ def test_of_many_newcomers_each_begins_within_its_turn(count: int) -> None:
     assert all(pretender.decoded[f"light{at}"] == 3 for at in range(count))
 
 
-def test_one_sequence_that_holds_all_memory_gives_way_once_it_had_its_lease() -> None:
+def test_a_sequence_that_holds_all_memory_is_preempted_after_its_lease() -> None:
     pretender = Pretender(101, LARGE)
     giant = pretender.add(0, [0] * 100, 1, 300, "giant")
     while pretender.pages.free + pretender.pages.idle > 1:
@@ -400,7 +404,7 @@ def test_one_sequence_that_holds_all_memory_gives_way_once_it_had_its_lease() ->
     assert pretender.preempted >= 1
 
 
-def test_two_sequences_that_do_not_fit_together_end_by_turns_and_each_turn_is_a_lease() -> None:
+def test_two_sequences_too_large_together_run_in_turns_of_one_lease() -> None:
     pretender = Pretender(201, LARGE)
     groups = [pretender.add(at, [at], 1, 790, f"t{at}") for at in range(2)]
 

@@ -1,4 +1,4 @@
-"""The whole engine with the backend `fused`, in Triton's interpreter, against `seg`."""
+"""The whole engine with the backend `fused`, in Triton's interpreter, compared with `seg`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def engine(folder: Path, lora: backend.Choice) -> Engine:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    # The self-check takes as long as a test here, and has tests of its own.
+    # The self-check takes as long as a test here, and has its own tests.
     monkeypatch.setattr(backend, "disagreement", lambda *_, **__: None)
     return build_tiny("qwen3", tmp_path, layers=1)
 
 
-def test_passes_and_a_step_are_those_of_seg(folder: Path) -> None:
+def test_passes_and_a_step_equal_those_of_seg(folder: Path) -> None:
     seg, fused = engine(folder, "seg"), engine(folder, "fused")
     assert fused.facts.numerics.lora == "fused"
-    seg.run([op for tenant in TENANTS for op in tenant.ops(0)])  # after it no B is zero
+    seg.run([op for tenant in TENANTS for op in tenant.ops(0)])  # afterwards no B is zero
     for tenant in TENANTS:
         fused.adapters.restore(tenant.run, seg.adapters.state(tenant.run))
 
@@ -52,11 +52,11 @@ def test_passes_and_a_step_are_those_of_seg(folder: Path) -> None:
     known = {}
     for tenant in TENANTS:
         gradients = [each.adapters.state(tenant.run).grads for each in (fused, seg)]
-        assert relative_error(*gradients) < 1e-5  # through the layers 1e-7 grows
+        assert relative_error(*gradients) < 1e-5  # an error of 1e-7 grows through the layers
         size = gradients[1].abs() / gradients[1].abs().max()
         known[tenant.run] = (
             size > 1e-6
-        )  # the others are lost in rounding: Adam divides them by themselves
+        )  # the others are lost in rounding: Adam divides them by their own size
         assert known[tenant.run].float().mean() > 0.999
 
     steps = [op for tenant in TENANTS for op in tenant.ops(1) if isinstance(op, OptimStep)]
@@ -68,7 +68,7 @@ def test_passes_and_a_step_are_those_of_seg(folder: Path) -> None:
         assert relative_error(*weights) < 1e-3
 
 
-def test_a_run_among_others_equals_the_run_alone_to_the_bit(folder: Path) -> None:
+def test_a_run_among_others_equals_the_run_alone_exactly(folder: Path) -> None:
     together, alone = engine(folder, "fused"), engine(folder, "fused")
     together.run([op for tenant in TENANTS for op in tenant.ops(0)])
 

@@ -1,4 +1,6 @@
-"""The backend `fused` against `seg`, and against itself in other company, in Triton's interpreter."""
+"""Backend `fused` compared with `seg`, and with itself among other tenants, in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,21 @@ from cotrain_workers.engine.lora.self_check import TARGETS, disagreement
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.lora_problem import CPU, Tenant, differences, needs_kernels, same, tenant, work
 
-#: Of a sigmoid 1 / (1 + exp(-z)) in the interpreter, where exp gives infinity and it a right zero.
+#: Sigmoid 1 / (1 + exp(-z)) in the interpreter: exp gives infinity, and the quotient a correct
+#: zero.
 OVERFLOW = "ignore:overflow encountered in exp:RuntimeWarning"
 pytestmark = [needs_kernels, pytest.mark.filterwarnings(OVERFLOW)]
 
-#: Of the largest value. bf16: `seg` rounds a product twice, and the interpreter cuts off what a GPU rounds.
+#: Relative to the largest value. In bf16, `seg` rounds a product twice, and the interpreter
+#: truncates where a GPU rounds.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}
-OF_MLP = {torch.float32: 2e-6, torch.bfloat16: 0.04}  # two products, one behind the other
+OF_MLP = {torch.float32: 2e-6, torch.bfloat16: 0.04}  # two products, one after the other
 
 
 def company(dtype: torch.dtype = torch.float32) -> list[Tenant]:
-    """Return tenants of many ranks: of more than a tile, of one row, of none; some train half of the modules."""
+    """Return tenants of many ranks, with more than a tile of rows, one row or none. Some train half
+    of the modules.
+    """
     return [
         tenant(AdapterSpec(16, seed=1), ROWS + 9, dtype),
         tenant(AdapterSpec(1, seed=2), 1, dtype),
@@ -43,7 +49,7 @@ def company(dtype: torch.dtype = torch.float32) -> list[Tenant]:
 
 @pytest.mark.parametrize("gate", [None, SILU, GELU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_equals_seg_whatever_ranks_and_targets(dtype: torch.dtype, gate: int | None) -> None:
+def test_fused_equals_seg_for_any_ranks_and_targets(dtype: torch.dtype, gate: int | None) -> None:
     expected = work("seg", company(dtype), dtype=dtype, filler=7, gate=gate)
     found = work("fused", company(dtype), dtype=dtype, filler=7, gate=gate)
 
@@ -53,7 +59,7 @@ def test_fused_equals_seg_whatever_ranks_and_targets(dtype: torch.dtype, gate: i
 
 
 @pytest.mark.parametrize("gate", [None, SILU])
-def test_biases_are_added_where_modules_have_them(gate: int | None) -> None:
+def test_biases_are_added_to_the_modules_that_have_them(gate: int | None) -> None:
     tenants = company()[1:3]
     expected = work("seg", tenants, biased=True, gate=gate)
     found = work("fused", tenants, biased=True, gate=gate)
@@ -63,7 +69,7 @@ def test_biases_are_added_where_modules_have_them(gate: int | None) -> None:
 
 
 @pytest.mark.parametrize("gate", [None, SILU])
-def test_a_tenant_alone_has_the_bits_it_has_among_others(gate: int | None) -> None:
+def test_a_tenant_has_the_same_bits_alone_and_among_others(gate: int | None) -> None:
     tenants = company()
     together = work("fused", tenants, filler=5, gate=gate)
 
@@ -74,7 +80,7 @@ def test_a_tenant_alone_has_the_bits_it_has_among_others(gate: int | None) -> No
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("gate", [None, SILU])
-def test_a_neighbour_of_nan_and_infinity_changes_no_bit(gate: int | None) -> None:
+def test_a_neighbour_with_nan_and_infinity_changes_no_bit(gate: int | None) -> None:
     tenants = company()[:3]
     clean = work("fused", tenants, gate=gate)
     failing = tenants[1]
@@ -115,7 +121,7 @@ def test_a_frozen_tenant_gets_no_gradient_and_changes_no_bit_of_others() -> None
 
 
 def on_cuda() -> Any:
-    """Return what looks like a weight on CUDA and lets the self-check run on the CPU."""
+    """Return a stand-in for a weight on CUDA that lets the self-check run on the CPU."""
     return SimpleNamespace(is_cuda=True, device=CPU, dtype=torch.float32)
 
 
@@ -127,7 +133,7 @@ def corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_lora, "make_tables", scaled)
 
 
-def test_auto_on_cuda_is_fused_once_its_kernels_were_right(
+def test_auto_on_cuda_is_fused_if_the_kernels_are_correct(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lora_backend, "slow", lambda weight: "it is slow")

@@ -1,4 +1,4 @@
-"""The head's softmax in two passes, in Triton's interpreter, against PyTorch's operations."""
+"""Two-pass softmax of the head in Triton's interpreter, compared with PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.support.lora_problem import needs_kernels
 
 pytestmark = needs_kernels
 
-VOCAB = 97  # no multiple of anything
+VOCAB = 97  # a prime, so no multiple of a block
 TYPES = [(torch.float32, 2e-6), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)]
 
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a row be four blocks of columns, the last one cut."""
+    """Divide a row into four blocks of columns, the last one partial."""
     monkeypatch.setattr(kernel_softmax, "COLUMNS", 32)
 
 
 class Rows(NamedTuple):
-    """Logits, targets of which a row may name one twice, and d loss / d logprob."""
+    """Logits, targets (possibly the same one twice in a row), and d loss / d logprob."""
 
     logits: torch.Tensor
     targets: torch.Tensor
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 def problem(columns: int, rows: int = 6) -> Rows:
     g = torch.Generator().manual_seed(columns)
     logits = 5 * torch.randn(rows, VOCAB, generator=g)
-    logits[0] += 40  # a softmax is the same wherever its logits lie
+    logits[0] += 40  # an offset of the logits does not change a softmax
     logits[5] -= 200
     targets = torch.randint(0, VOCAB, (rows, columns), generator=g)
     targets[1] = VOCAB - 1
@@ -50,7 +50,7 @@ def problem(columns: int, rows: int = 6) -> Rows:
 def through(
     new: NewSoftmax, given: Rows, softcap: float | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities and gradients, by two slices of the rows."""
+    """Return log-probabilities and gradients, computed in two slices of the rows."""
     softmax = new(given.logits.clone(), softcap, dtype, goes_back=True)
     logprobs = []
     for rows in (slice(0, 2), slice(2, len(given.logits))):
@@ -66,20 +66,20 @@ def off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize(("dtype", "most"), TYPES)
-def test_it_is_the_softmax_of_pytorch(
+def test_the_kernel_softmax_equals_that_of_pytorch(
     dtype: torch.dtype, most: float, columns: int, softcap: float | None
 ) -> None:
     given = problem(columns)
 
     ours, theirs = (through(each, given, softcap, dtype) for each in (KernelSoftmax, PlainSoftmax))
 
-    assert off(ours[0], theirs[0]) <= 2e-6  # fp32 whatever the weights are
+    assert off(ours[0], theirs[0]) <= 2e-6  # fp32 for every type of weights
     assert ours[1].dtype == dtype
     assert off(ours[1], theirs[1]) <= most
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_it_is_as_right_as_that_of_pytorch_in_twice_the_precision(softcap: float | None) -> None:
+def test_the_kernel_softmax_equals_that_of_pytorch_in_fp64(softcap: float | None) -> None:
     given = problem(2)
     wide = Rows(given.logits.double(), given.targets, given.slopes.double())
     exact = through(PlainSoftmax, wide, softcap, torch.float64)
@@ -92,7 +92,7 @@ def test_it_is_as_right_as_that_of_pytorch_in_twice_the_precision(softcap: float
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_a_row_has_the_bits_that_it_has_alone(softcap: float | None) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others(softcap: float | None) -> None:
     given = problem(2)
     alone = through(KernelSoftmax, Rows(*(e[3:4].clone() for e in given)), softcap, torch.float32)
     given.logits[2, 5], given.logits[4] = torch.nan, torch.inf
@@ -101,14 +101,14 @@ def test_a_row_has_the_bits_that_it_has_alone(softcap: float | None) -> None:
 
     assert torch.equal(found[0][3:4], alone[0])
     assert torch.equal(found[1][3:4], alone[1])
-    assert found[0][2].isnan().all()  # and its own row does not hide it
+    assert found[0][2].isnan().all()  # the NaN shows in its own row
     assert found[1][2].isnan().all()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_logits_of_minus_infinity_have_no_share() -> None:
+def test_logits_of_minus_infinity_have_no_probability() -> None:
     given = problem(1)
-    given.logits[0, :64] = -torch.inf  # whole blocks, and the first ones
+    given.logits[0, :64] = -torch.inf  # whole blocks, including the first
     given.targets[0] = 70
 
     ours, theirs = (
@@ -122,7 +122,7 @@ def test_logits_of_minus_infinity_have_no_share() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk_rows", [32, 1024])
-def test_the_head_finds_with_it_what_it_finds_without(
+def test_the_head_has_the_same_results_with_and_without_the_kernel(
     chunk_rows: int, softcap: float | None
 ) -> None:
     g = torch.Generator().manual_seed(3)
@@ -145,7 +145,7 @@ def test_the_head_finds_with_it_what_it_finds_without(
 def slice_of_op(
     start: int, length: int, name: str, columns: int, *, needs_grad: bool = True
 ) -> tuple[HeadInput, Pair]:
-    """Return a slice of random targets, and where its LoRA gradients go."""
+    """Return a slice of random targets, and the buffers of its LoRA gradients."""
     g = torch.Generator().manual_seed(start)
     pair = Pair(torch.randn(4, 64, generator=g) / 8, torch.randn(VOCAB, 4, generator=g) / 8)
     grads = Pair(torch.zeros_like(pair.a), torch.zeros_like(pair.b))
@@ -163,7 +163,7 @@ def slice_of_op(
     return given, grads
 
 
-def test_kernels_that_are_off_or_fail_are_not_taken(
+def test_kernels_with_wrong_results_or_errors_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = torch.randn(VOCAB, 8)

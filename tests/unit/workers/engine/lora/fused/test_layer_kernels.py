@@ -1,4 +1,6 @@
-"""Decoder layers with kernels, and gates and residual additions inside the products, in Triton's interpreter."""
+"""Decoder layers with kernels, with gates and residual additions inside the products, in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ OWN = Tenant("all-8", AdapterSpec(8, seed=5), "cross_entropy", (2, 21))
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Return what loads a tiny model; the self-check has tests of its own."""
+    """Return a loader of a tiny model. The self-check has its own tests, and is off here."""
     monkeypatch.setattr(backend, "disagreement", lambda *_, **__: None)
 
     def loaded(family: str, lora: str, **rest: Any) -> Engine:
@@ -55,13 +57,13 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_gets_what_seg_gives(load: Load, family: str) -> None:
+def test_every_family_gets_the_results_of_seg(load: Load, family: str) -> None:
     seg, fused = load(family, "seg"), load(family, "fused")
-    # In the layers of Gemma 2 and 3 norms stand between products and additions.
+    # In the layers of Gemma 2 and 3, norms are between the products and the additions.
     wanted = {"norms", "heads", "mlp", "softmax"}
     wanted |= set() if family in ("gemma2", "gemma3") else {"residuals"}
     assert set(fused.facts.numerics.fused.split()) == wanted
-    seg.run(OWN.ops(0))  # after it B is not zero
+    seg.run(OWN.ops(0))  # afterwards B is not zero
     fused.adapters.restore(OWN.run, seg.adapters.state(OWN.run))
 
     passes = [op for op in OWN.ops(1) if getattr(op, "needs_grad", False)]
@@ -78,7 +80,7 @@ def test_every_family_gets_what_seg_gives(load: Load, family: str) -> None:
     assert relative_error(*gradients) < 1e-5
 
 
-def test_computing_a_layer_twice_moves_no_bit(load: Load) -> None:
+def test_recomputing_a_layer_changes_no_bit(load: Load) -> None:
     once, twice = (load("llama", "fused", recompute=each) for each in ("never", "always"))
 
     for each in (once, twice):
@@ -88,7 +90,7 @@ def test_computing_a_layer_twice_moves_no_bit(load: Load) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
-def test_the_decoder_finds_what_it_does_in_plain_layers(load: Load, family: str) -> None:
+def test_the_decoder_gets_the_results_of_plain_layers(load: Load, family: str) -> None:
     weights, found = trained_weights(load(family, "seg")), []
     for lora in ("seg", "fused"):
         engine = load(family, lora)
@@ -102,7 +104,7 @@ def test_the_decoder_finds_what_it_does_in_plain_layers(load: Load, family: str)
     np.testing.assert_allclose(found[0].logprobs, found[1].logprobs, atol=2e-5)
 
 
-def test_a_layer_of_another_kind_stays_as_it_is(
+def test_a_layer_with_other_functions_is_not_changed(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_layers, "silu_gate", lambda gate, up: gate * up)
@@ -120,7 +122,7 @@ def kept_norm(x: torch.Tensor, weight: torch.Tensor, pure: Any = norm_then_weigh
 
 @pytest.mark.parametrize("pure", [norm_then_weight, norm_with_one, None])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_rotated_norms_and_their_gradients_are_those_of_two_ops(
+def test_rotated_norms_and_their_gradients_equal_those_of_two_ops(
     dtype: torch.dtype, most: float, pure: Any
 ) -> None:
     x, weight, cos, sin, slope = heads(dtype)
@@ -140,7 +142,7 @@ def test_rotated_norms_and_their_gradients_are_those_of_two_ops(
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("pure", [norm_then_weight, None])
-def test_a_row_of_a_rotated_norm_has_the_bits_that_it_has_alone(pure: Any) -> None:
+def test_a_row_of_a_rotated_norm_has_the_same_bits_alone(pure: Any) -> None:
     x, weight, cos, sin, slope = heads(torch.float32)
     norm = partial(rotated, pure, weight)
     alone = turned_and_gradient(partial(norm, cos[2:3], sin[2:3]), x[2:3], slope[2:3])
@@ -159,7 +161,9 @@ def rotated(pure: Any, weight: Any, cos: Any, sin: Any, x: torch.Tensor) -> Any:
 
 
 def heads(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return five rows of three heads of 24, a weight, angles, and the slope of what is turned."""
+    """Return five rows of three heads of size 24, a weight, the rotation angles, and the output
+    gradient.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = [(5, 3, 24), (24,), (5, 24), (5, 24), (5, 3, 24)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -172,14 +176,14 @@ def turned_and_gradient(norm: Any, x: torch.Tensor, slope: torch.Tensor) -> list
 
 
 def problem(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return `x`, a weight, and the slopes of the norm and of what is kept."""
+    """Return `x`, a weight, and the gradients of the norm and of the kept tensor."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(5, 72), (72,), (5, 72), (5, 72)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def through(norm: Any, x: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
-    """Return the norm, what was kept, and the gradient of `x`."""
+    """Return the norm, the kept tensor, and the gradient of `x`."""
     leaf = x.clone().requires_grad_()
     y, kept = norm(leaf, rest[0])
     (gx,) = torch.autograd.grad((y, kept), leaf, rest[1:])
@@ -188,7 +192,7 @@ def through(norm: Any, x: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tenso
 
 @pytest.mark.parametrize("pure", [norm_then_weight, norm_with_one])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_a_kept_norm_and_its_gradient_are_those_of_two_ops(
+def test_a_kept_norm_and_its_gradient_equal_those_of_two_ops(
     dtype: torch.dtype, most: float, pure: Any
 ) -> None:
     given = problem(dtype)
@@ -201,7 +205,7 @@ def test_a_kept_norm_and_its_gradient_are_those_of_two_ops(
 
 
 @pytest.mark.parametrize("pure", [norm_then_weight, norm_with_one])
-def test_a_norm_of_which_nothing_is_kept_has_its_own_gradient(pure: Any) -> None:
+def test_a_norm_without_a_kept_tensor_has_the_plain_gradient(pure: Any) -> None:
     x, weight, slope, _ = problem(torch.float32)
 
     found, expected = (
@@ -215,7 +219,7 @@ def test_a_norm_of_which_nothing_is_kept_has_its_own_gradient(pure: Any) -> None
 
 @pytest.mark.parametrize(("kind", "pure"), [(SILU, silu_gate), (GELU, gelu_gate)])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_a_gated_product_is_that_of_two_ops(
+def test_a_gated_product_equals_that_of_two_ops(
     dtype: torch.dtype, most: float, kind: int, pure: Any
 ) -> None:
     both = torch.randn(2, 5, 700, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -228,7 +232,7 @@ def test_a_gated_product_is_that_of_two_ops(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_a_row_of_a_kept_norm_has_the_bits_that_it_has_alone() -> None:
+def test_a_row_of_a_kept_norm_has_the_same_bits_alone() -> None:
     x, weight, *slopes = problem(torch.float32)
     alone = through(kept_norm, x[2:3], weight, *(each[2:3] for each in slopes))
     for each in (x, *slopes):

@@ -1,4 +1,6 @@
-"""What Triton's interpreter does not see: whether the kernels compile, and fit a GPU that is not here."""
+"""Compilation of the kernels, which Triton's interpreter does not test, and their fit on a GPU that
+is not present.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from tests.support.lora_problem import needs_kernels
 
 pytestmark = needs_kernels
 
-#: Of an A100 and an H100, for one program.
+#: Shared memory of one program on an A100 and an H100.
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_every_kernel_compiles_and_fits(arch: int, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET")  # which leaves nothing to compile
+    environment.pop("TRITON_INTERPRET")  # the interpreter would compile nothing
 
     ran = subprocess.run(
         [sys.executable, "-m", "tests.support.compile_kernels", str(arch)],

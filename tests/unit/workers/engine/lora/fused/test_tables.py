@@ -1,4 +1,4 @@
-"""What the fused kernels look up; no kernel runs here."""
+"""Lookup tables of the fused kernels. No kernel runs here."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def segments() -> list[Segment]:
     return found
 
 
-def test_modules_that_read_one_x_are_one_group() -> None:
+def test_modules_that_read_the_same_input_are_one_group() -> None:
     assert [len(group.names) for group in GROUPS] == [3, 2, 1]
-    assert all(group.at % 2 == 0 for group in GROUPS)  # each begins at 16 bytes
+    assert all(group.at % 2 == 0 for group in GROUPS)  # each begins at a multiple of 16 bytes
 
 
-def test_tiles_cover_every_row_once_and_begin_where_a_segment_does() -> None:
+def test_tiles_cover_every_row_once_and_start_with_a_segment() -> None:
     tiles = find_tiles([(0, ROWS + 3), (ROWS + 3, ROWS + 3), (ROWS + 8, ROWS + 20)], 2 * ROWS)
 
     assert tiles == [
         (0, 0, ROWS + 3),
         (0, ROWS, ROWS + 3),
-        (3, ROWS + 3, ROWS + 8),  # of no adapter
+        (3, ROWS + 3, ROWS + 8),  # without an adapter
         (2, ROWS + 8, ROWS + 20),
         (3, ROWS + 20, 2 * ROWS),
     ]
@@ -61,7 +61,7 @@ def test_segments_of_one_gradient_have_one_owner_and_keep_their_order() -> None:
     assert find_owners([frozen]) == ([0], [])
 
 
-def test_entries_say_where_each_matrix_lies() -> None:
+def test_entries_have_the_address_of_each_matrix() -> None:
     own = segments()
     tables = make_tables(own, 24, GROUPS, CPU)
     attn, mlp = tables.of(GROUPS[0]), tables.of(GROUPS[1])
@@ -71,7 +71,7 @@ def test_entries_say_where_each_matrix_lies() -> None:
         5,
         0,
         0,
-    ]  # the second does not train it, and the last is of no adapter
+    ]  # the second does not train it, and the last has no adapter
     for entry, segment in zip(attn.tolist(), own, strict=False):
         assert segment.grads is not None
         for at, name in enumerate(GROUPS[0].names):
@@ -81,7 +81,7 @@ def test_entries_say_where_each_matrix_lies() -> None:
                 assert entry[2] + offset == segment.grads[name][side].data_ptr()
 
 
-def test_columns_are_those_of_the_largest_rank() -> None:
+def test_the_number_of_columns_follows_the_largest_rank() -> None:
     tables = make_tables(segments(), 24, GROUPS, CPU)
 
     assert [tables.columns(group) for group in GROUPS] == [80, 16, 16]  # 3 * 24, 2 * 5, 5

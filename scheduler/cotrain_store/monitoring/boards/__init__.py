@@ -1,1 +1,0 @@
-"""The boards of Grafana and the alerts of Prometheus, as lists; `make boards` writes their files."""

@@ -1,0 +1,39 @@
+"""Reader of the Grafana boards and the Prometheus rules in docker/observe."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).parents[2] / "docker" / "observe"
+RULES = FOLDER / "rules.yml"
+
+
+def boards() -> dict[str, dict[str, Any]]:
+    """Return each board by the name of its file, without the suffix."""
+    files = sorted((FOLDER / "grafana" / "boards").glob("*.json"))
+    return {file.stem: json.loads(file.read_text()) for file in files}
+
+
+def alerts() -> dict[str, dict[str, Any]]:
+    """Return each alert rule by its name."""
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    return {rule["alert"]: rule for rule in group["rules"]}
+
+
+def value_of(alert: dict[str, Any]) -> str:
+    """Return the compared expression of a rule, without the threshold. It always has a value."""
+    match = re.fullmatch(r"\((.+)\) [<>] [\d.]+", alert["expr"])
+    assert match, f"{alert['alert']}: write expr as (value) > threshold"
+    return match[1]
+
+
+def queries() -> list[str]:
+    """Return the queries of all panels and the compared expressions of all alerts."""
+    panels = [panel for board in boards().values() for panel in board["panels"]]
+    of_panels = [target["expr"] for panel in panels for target in panel["targets"]]
+    return [*of_panels, *map(value_of, alerts().values())]

@@ -1,0 +1,62 @@
+"""The boards and alerts in docker/observe query exactly the metrics that are defined."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain_store.monitoring.definitions import METRICS, Kind
+from tests.support.observe import alerts, boards, queries
+
+ROOT = Path(__file__).parents[4]
+BOARDS = boards()
+
+
+def base(name: str) -> str:
+    """Return the metric of a series."""
+    stem = re.sub(r"_(bucket|sum|count)$", "", name)
+    return stem if stem in METRICS and METRICS[stem].kind is Kind.HISTOGRAM else name
+
+
+def test_every_queried_metric_is_defined_and_every_metric_is_queried() -> None:
+    queried = {base(name) for expr in queries() for name in re.findall(r"\bcotrain_\w+", expr)}
+    assert queried == METRICS.keys()
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_a_board_is_found_by_its_uid(name: str) -> None:
+    board = BOARDS[name]
+    assert board["uid"] == name
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_query_reads_the_provisioned_prometheus(name: str) -> None:
+    source = {"type": "prometheus", "uid": "cotrain"}
+    for panel in BOARDS[name]["panels"]:
+        assert panel["datasource"] == source, panel["title"]
+        assert [target["datasource"] for target in panel["targets"]] == [source] * len(
+            panel["targets"]
+        )
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_no_panel_overlaps_another(name: str) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in BOARDS[name]["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+
+
+@pytest.mark.parametrize("alert", alerts().values(), ids=lambda alert: alert["alert"])
+def test_an_alert_links_the_paragraph_of_its_remedy(alert: dict[str, Any]) -> None:
+    page, anchor = alert["annotations"]["runbook_url"].split("#")
+    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert alert["alert"] in headings
+    assert anchor == alert["alert"].lower()

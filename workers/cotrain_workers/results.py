@@ -1,0 +1,441 @@
+"""Results of a step: engine outputs become results of futures, and these the step's commit.
+
+`commit_of` builds the whole commit: results, saves, the cycle record, counters and usage.
+`result_of` encodes one output; a replay compares it with the stored result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from cotrain_store.bodies.pass_body import encode_pass_output
+from cotrain_store.bodies.reverse_kl_body import reverse_kl_answer
+from cotrain_store.messages.ids import OpId, PoolId, RunId, SessionId, WeightsRef
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import HistoryEntry, LoraSpec, PassEntry, PoolRecord, StepEntry
+from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.saves import CheckpointRecord, SaveRecords, SaveRequest, WeightsRecord
+from cotrain_workers.checkpoints.files import Saved
+from cotrain_workers.engine.ops import (
+    CreateOutput,
+    CycleOutput,
+    Failure,
+    LoadOutput,
+    Op,
+    OptimStep,
+    Output,
+    Pass,
+    PassOutput,
+    ReverseKl,
+    ReverseKlOutput,
+    SaveOutput,
+    StepOutput,
+)
+from cotrain_workers.fingerprints import fingerprint_of
+
+#: Metric of every training result: the cycle in which it ran.
+CYCLE_METRIC = "clock_cycle:unique"
+
+#: `type` of a save's result on the wire.
+TYPE_BY_KIND = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """Outcome of an executed step: the outputs of its finished ops, and its cost."""
+
+    outputs: Mapping[tuple[str, int], Output]
+    cost: CycleOutput | None
+    """Cost of the cycle; None if the step did not run as a whole."""
+    is_exact: bool
+    """False if memory ran out, so that the last bits of some op differ from this worker's
+    numerics.
+    """
+    found: Mapping[OpId, HistoryEntry] = field(default_factory=dict)
+    """History entries of the finished ops."""
+    earlier_s: Mapping[OpId, float] = field(default_factory=dict)
+    """Compute time in s of earlier steps, for passes that this step continued."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of a step, in seconds of the wall clock."""
+
+    started: float
+    finished: float
+    sampling_s: float
+    """Time at yield points, used by the decoder and others."""
+
+    @property
+    def duration_s(self) -> float:
+        """Duration of the step in s."""
+        return self.finished - self.started
+
+
+@dataclass(frozen=True)
+class DoneSave:
+    """Successful save: the records that its commit writes, the content of its files, its result."""
+
+    records: SaveRecords
+    saved: Saved
+    result: Result
+    accepted_at: float
+    """In s since 1970."""
+
+    @property
+    def is_named(self) -> bool:
+        """True if the result becomes visible only when the files are durable."""
+        return isinstance(self.records.user, CheckpointRecord)
+
+
+@dataclass(frozen=True)
+class StepCommit:
+    """Arguments of a step's commit, and the saves that follow it."""
+
+    results: Mapping[OpId, Result]
+    record: Mapping[str, Any]
+    counted: Mapping[str, float]
+    crashed: frozenset[OpId]
+    saves: Mapping[OpId, DoneSave]
+    usage: Mapping[RunId, RunUsage]
+    opened: Mapping[OpId, int]
+    """Open passes, each with the number of its tokens that have run."""
+    device_s: Mapping[OpId, float]
+    """Compute time of each op in s; for open passes, so far."""
+    found: Mapping[OpId, HistoryEntry]
+    """Entries that ops add to the histories of their runs."""
+    ended: tuple[RunId, ...]
+    """Runs whose last save failed."""
+    is_exact: bool
+    """Same as `StepRun.is_exact`."""
+
+
+def commit_of(
+    step: Step,
+    bodies: Mapping[tuple[str, int], bytes],
+    ran: StepRun,
+    times: StepTimes,
+    record: PoolRecord,
+) -> StepCommit:
+    """Return the commit of an executed step.
+
+    Unresolved ops appear only in the cycle record, with their tokens of this step. Counters of a
+    tenant or a pool count an op once, when it is resolved.
+    """
+    outputs, cost = ran.outputs, ran.cost
+    done = resolved(step, outputs)
+    saves = saves_of(done, bodies, outputs, record.id, record.base_model)
+    results = {
+        at: saves[at].result if at in saves else result_of(op, outputs[at], step.cycle)
+        for op in done.ops
+        for at in [(op.run, op.seq)]
+    }
+    cycle = cycle_record(step, outputs, cost, times)
+    compute_s = cost.wave_s + cost.optim_s if cost else times.duration_s
+    taken_s = computing_time(step, outputs, cost, compute_s, ran.earlier_s)
+    failed = [op for op in done.ops if isinstance(outputs[op.run, op.seq], Failure)]
+    open_tokens = cost.open_tokens if cost else {}
+    ids = [(op.run, op.seq) for op in step.ops]
+    return StepCommit(
+        results=results,
+        record=cycle,
+        counted=counted_cycle(step, outputs, cost, cycle),
+        crashed=frozenset((op.run, op.seq) for op in failed if runs_once(op, outputs)),
+        saves=saves,
+        usage=usage_of(step, outputs, taken_s),
+        opened={at: open_tokens[at] for at in ids if at in open_tokens},
+        device_s=taken_s,
+        found=ran.found,
+        ended=tuple(op.run for op in failed if is_last(op, bodies[op.run, op.seq])),
+        is_exact=ran.is_exact,
+    )
+
+
+def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
+    """Return the result of an op's future. Training results name their cycle.
+
+    The result of a save needs its records: see `saves_of`.
+    """
+    ran_in = {CYCLE_METRIC: float(cycle)}
+    match output:
+        case PassOutput(logprobs, loss_sum):
+            payload = encode_pass_output(logprobs, {"loss:sum": loss_sum} | ran_in)
+            return Result(ResultKind.PASS, payload)
+        case ReverseKlOutput():
+            return Result.of_json(reverse_kl_answer(output.losses, kl_metrics(output) | ran_in))
+        case StepOutput(grad_norm):
+            return Result.of_json({"metrics": {"grad_norm": grad_norm} | ran_in})
+        case CreateOutput():
+            return Result.of_json({"model_id": op.run, "type": "create_model"})
+        case LoadOutput(path):
+            return Result.of_json({"path": path, "model_id": op.run, "type": "load_weights"})
+        case SaveOutput():
+            raise AssertionError("the result of a save is made with its records")
+        case Failure(message, category):
+            return Result.failed(message, category)
+
+
+def kl_metrics(output: ReverseKlOutput) -> dict[str, float]:
+    """Return the metrics of the hosted service. Means are over targets with a non-zero weight."""
+    tokens = max(output.weighted_tokens, 1)
+    return {
+        "loss:sum": output.loss_sum,
+        "loss:mean": output.loss_sum / tokens,
+        "reverse_kl:mean": output.kl_sum / tokens,
+        "num_samples:sum": float(len(output.losses)),
+        "num_tokens:sum": float(output.weighted_tokens),
+    }
+
+
+def saves_of(
+    step: Step,
+    bodies: Mapping[tuple[str, int], bytes],
+    outputs: Mapping[tuple[str, int], Output],
+    pool: PoolId,
+    base_model: str,
+) -> dict[OpId, DoneSave]:
+    """Return the successful saves of a step, by run and seq."""
+    saves: dict[OpId, DoneSave] = {}
+    for op in step.ops:
+        output = outputs[op.run, op.seq]
+        if not isinstance(output, SaveOutput):
+            continue
+        request = SaveRequest.parse(bodies[op.run, op.seq])
+        weights = WeightsRecord(
+            ref=WeightsRef(op.request_id),
+            run=op.run,
+            tenant=step.tenant_by_run[op.run],
+            pool=pool,
+            worker=step.worker,
+            base_model=base_model,
+            lora=LoraSpec(**asdict(output.weights.spec)),
+            created_at=time.time(),
+            has_optimizer=output.optimizer is not None,
+            external=bool(request.age_recipients),
+        )
+        user = _user_of(request, weights)
+        answer: dict[str, Any] = {"path": None, "type": TYPE_BY_KIND[request.kind]}
+        if isinstance(user, SamplerRecord):
+            answer["sampling_session_id"] = user.id
+        else:
+            answer["path"] = user.path
+        saves[op.run, op.seq] = DoneSave(
+            SaveRecords(weights, user, overwrite=request.overwrite, last=request.last),
+            saved_of(request, output),
+            Result.of_json(answer | request.answer),
+            op.accepted_at,
+        )
+    return saves
+
+
+def saved_of(request: SaveRequest, output: SaveOutput) -> Saved:
+    """Return the content of a save's files."""
+    return Saved(output.weights, output.optimizer, request.age_recipients)
+
+
+def _user_of(request: SaveRequest, weights: WeightsRecord) -> SamplerRecord | CheckpointRecord:
+    """Return the record that refers to saved weights: a sampler, or a named checkpoint."""
+    if request.sampler:
+        return SamplerRecord(
+            id=request.sampler,
+            tenant=weights.tenant,
+            session=SessionId(request.sampler.partition(":")[0]),
+            pool=weights.pool,
+            base_model=weights.base_model,
+            model_path=None,
+            weights=weights.ref,
+            ephemeral=True,
+            created_at=weights.created_at,
+        )
+    assert request.name
+    ttl_s = request.ttl_seconds
+    return CheckpointRecord(
+        run=weights.run,
+        tenant=weights.tenant,
+        kind=request.kind,
+        name=request.name,
+        weights=weights.ref,
+        base_model=weights.base_model,
+        created_at=weights.created_at,
+        expires_at=None if ttl_s is None else weights.created_at + ttl_s,
+        user_metadata=request.user_metadata,
+    )
+
+
+def history_by(
+    requests: Iterable[Op], outputs: Mapping[tuple[str, int], Output]
+) -> dict[OpId, HistoryEntry]:
+    """Return the history entries of completed passes and optimizer steps. Failed ops have none."""
+    found: dict[OpId, HistoryEntry] = {}
+    for request in requests:
+        entry = _entry(request, outputs.get((request.run, request.seq)))
+        if entry and all(map(isfinite, vars(entry).values())):  # JSON has no other numbers
+            found[RunId(request.run), request.seq] = entry
+    return found
+
+
+def _entry(request: Op, output: Output | None) -> HistoryEntry | None:
+    match request, output:
+        case ((Pass() | ReverseKl()), (PassOutput() | ReverseKlOutput())):
+            return PassEntry(output.loss_sum, _weight(request), not request.needs_grad)
+        case OptimStep(), StepOutput(grad_norm):
+            return StepEntry(grad_norm, request.learning_rate)
+    return None
+
+
+def _weight(request: Pass | ReverseKl) -> float:
+    """Return the sum of the weights, or the number of non-zero advantages if the loss has no
+    weights.
+    """
+    if isinstance(request, ReverseKl):
+        weights = [datum.weights for datum in request.datums]
+    elif all("weights" in datum.inputs for datum in request.datums):
+        weights = [datum.inputs["weights"] for datum in request.datums]
+    else:
+        weights = [datum.inputs["advantages"] != 0 for datum in request.datums]
+    return float(sum(each.sum(dtype=np.float64) for each in weights))
+
+
+def runs_once(op: QueuedOp, outputs: Mapping[tuple[str, int], Output]) -> bool:
+    """Return True if a failed op must never run again, because it might succeed or crash the next
+    time.
+
+    A fault of the request itself (category user) fails in a replay, too, unless it crashes the
+    process. A replay omits loads without checking their outcome (`recovery/replay.py`).
+    """
+    output = outputs[op.run, op.seq]
+    return op.kind is OpKind.LOAD or (
+        isinstance(output, Failure) and (output.category == "server" or output.code == "too_large")
+    )
+
+
+def is_last(op: QueuedOp, body: bytes) -> bool:
+    """Return True for a save after which the run ends. An empty body means that the run has
+    already ended.
+    """
+    return op.kind is OpKind.SAVE and body != b"" and SaveRequest.parse(body).last
+
+
+def resolved(step: Step, outputs: Mapping[tuple[str, int], Output]) -> Step:
+    """Return the step with its finished ops only. The others stay open, or wait behind open ones."""
+    return replace(step, ops=tuple(op for op in step.ops if (op.run, op.seq) in outputs))
+
+
+def tokens_now(
+    op: QueuedOp, outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None
+) -> int | None:
+    """Return the number of an op's tokens that ran in this step; None if the op waited."""
+    if cost and (op.run, op.seq) in cost.divided:
+        return cost.divided[op.run, op.seq].now
+    return op.tokens if (op.run, op.seq) in outputs else None
+
+
+def computing_time(
+    step: Step,
+    outputs: Mapping[tuple[str, int], Output],
+    cost: CycleOutput | None,
+    compute_s: float,
+    before: Mapping[OpId, float],
+) -> dict[OpId, float]:
+    """Return the computing time of each op: its share of the step by tokens, plus the time in
+    `before`.
+
+    An op without tokens counts as one token.
+    """
+    parts = {
+        (op.run, op.seq): tokens or 1
+        for op in step.ops
+        if (tokens := tokens_now(op, outputs, cost)) is not None
+    }
+    total = sum(parts.values())
+    return {at: before.get(at, 0.0) + compute_s * part / total for at, part in parts.items()}
+
+
+def usage_of(
+    step: Step, outputs: Mapping[tuple[str, int], Output], device_s: Mapping[OpId, float]
+) -> dict[RunId, RunUsage]:
+    """Return the usage of the finished ops by run. Tokens of failed ops are not counted as used."""
+    usage: dict[RunId, RunUsage] = {}
+    for op in resolved(step, outputs).ops:
+        used = 0 if isinstance(outputs[op.run, op.seq], Failure) else op.tokens
+        before = usage.get(op.run, RunUsage(0, 0.0))
+        taken_s = before.device_s + device_s[op.run, op.seq]
+        usage[op.run] = RunUsage(before.tokens + used, taken_s)
+    return usage
+
+
+def cycle_record(
+    step: Step,
+    outputs: Mapping[tuple[str, int], Output],
+    cost: CycleOutput | None,
+    times: StepTimes,
+) -> dict[str, Any]:
+    """Return the history record of a cycle: its runs, tokens, and the durations of its parts.
+
+    Each op has a digest of its output that does not depend on the cycle; `cotrain replay` shows
+    it, too. Saves have none, because their weights are stored under the digest of their content.
+    An open pass has only its tokens in the record, and no op.
+    """
+    runs: dict[RunId, dict[str, Any]] = {}
+    for op in step.ops:
+        tokens = tokens_now(op, outputs, cost)
+        if tokens is None:
+            continue
+        row = runs.setdefault(op.run, {"run": op.run, "tenant": step.tenant_by_run[op.run],
+                                       "tokens": 0, "ops": {}, "failed": 0, "digests": {}})  # fmt: skip
+        row["tokens"] += tokens
+        output = outputs.get((op.run, op.seq))
+        if output is None:
+            continue
+        row["ops"][op.kind.value] = row["ops"].get(op.kind.value, 0) + 1
+        row["failed"] += isinstance(output, Failure)
+        if not isinstance(output, SaveOutput):
+            row["digests"][str(op.seq)] = fingerprint_of(output).digest
+    return {
+        "cycle": step.cycle,
+        "worker": step.worker,
+        "planned_at": step.planned_at,
+        "started_at": times.started,
+        "duration_ms": round(times.duration_s * 1000, 3),
+        "wave_ms": round(cost.wave_s * 1000, 3) if cost else None,
+        "optim_ms": round(cost.optim_s * 1000, 3) if cost else None,
+        "sampling_ms": round(times.sampling_s * 1000, 3) if cost else None,
+        "tokens": sum(row["tokens"] for row in runs.values()),
+        "padded_tokens": cost.padded_tokens if cost else None,
+        "forwards": cost.forwards if cost else None,
+        "outcome": "ok" if cost else "isolated",
+        "runs": list(runs.values()),
+    }
+
+
+def counted_cycle(
+    step: Step,
+    outputs: Mapping[tuple[str, int], Output],
+    cost: CycleOutput | None,
+    record: Mapping[str, Any],
+) -> dict[str, float]:
+    """Return the increments of the pool's totals (`definitions.POOL_COUNTERS`)."""
+    ops = resolved(step, outputs).ops
+    failed = [output for output in outputs.values() if isinstance(output, Failure)]
+    return {
+        "cycles": 1,
+        "cycle_seconds": record["duration_ms"] / 1000,
+        "tokens": sum(op.tokens for op in ops),
+        "padding_tokens": cost.padded_tokens - cost.tokens if cost else 0,
+        "forwards": cost.forwards if cost else 0,
+        "optim_steps": sum(op.kind is OpKind.OPTIM_STEP for op in ops),
+        "resolved_ops": len(ops),
+        "failed_ops": len(failed),
+        "nonfinite": sum(failure.code == "not_finite" for failure in failed),
+    }
