@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -14,9 +14,12 @@ from rich.table import Table
 
 from cotrain.commands.terminal import AsJson, examples, harmless, print_json, print_rich
 from cotrain_store.messages.ids import RunId
-from cotrain_workers.engine.engine import Engine
-from cotrain_workers.recorder.file import CycleFacts, RecordedCycle
-from cotrain_workers.recorder.replay import Compared
+
+if TYPE_CHECKING:
+    # Every `cotrain` loads this module, and these import torch: 8 s.
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.recorder.file import CycleFacts, RecordedCycle
+    from cotrain_workers.recorder.replay import Compared
 
 # Where it is missing, `cotrain` says what to install. It is imported where a command needs it:
 # that takes seconds, and every `cotrain` loads this module.
