@@ -146,9 +146,9 @@ def drops(pool: PoolId, worker: WorkerId) -> str:
 
 
 def starts(pool: PoolId) -> str:
-    """Name the hash cycle → how many processes crashed during it after the first; a field goes with its step.
+    """Return the key of the hash cycle → number of processes that crashed during it after the first.
 
-    -1: the first one did not crash.
+    The value -1 means that the first one did not crash. A field is deleted with its step.
     """
     return f"{prefix(pool)}starts"
 
