@@ -228,7 +228,7 @@ def _queue_size() -> int:
 def _resource(process: str, instance: str) -> Resource:
     own = {"service.name": f"cotrain-{process}", "service.instance.id": instance}
     own["service.version"] = __version__
-    # The operator's attributes (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) are kept; `own` overrides the others.
+    # A service name of the operator (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) takes precedence over ours.
     chosen = Resource.create()
     is_named = "OTEL_SERVICE_NAME" in os.environ or (
         "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")

@@ -77,7 +77,7 @@ class StoreSettings(BaseSettings):
     log_level: LogLevel = "info"
     metrics_host: str = "127.0.0.1"
     metrics_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    """Port on which this process publishes its metrics without authentication; 0: none."""
+    """Port on `metrics_host` on which this process publishes its metrics without authentication; 0: none."""
     disk_reserve_bytes: Annotated[int, Field(ge=0)] = 2 * 1024**3
     """Free disk space in bytes below which new work is rejected, so that accepted work can always finish."""
 

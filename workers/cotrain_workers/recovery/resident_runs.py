@@ -145,7 +145,8 @@ class ResidentRuns:
         The run is not in memory then: `ensure` restores it.
         """
         self.forget_state(run)
-        self._writing.pop(run, None)  # an unregistered copy of the lost state
+        # A copy of the lost state, not registered because the log holds an unstored save.
+        self._writing.pop(run, None)
         return roll_back(self._engine, self._execution, self._weights, self._snapshots, run)
 
     def done(self, run: RunId) -> int:
