@@ -257,7 +257,9 @@ async def test_what_fails_is_tried_again_and_given_up_after_a_day(
         await until(webhooks, A, delivered=1, waiting=0)
         assert [request.headers["webhook-id"] for request in receiver.requests] == [first] * 3
 
-        receiver.answers = [refusal] * 20  # a retry of a busy machine may come before the clock is set
+        receiver.answers = [
+            refusal
+        ] * 20  # a retry of a busy machine may come before the clock is set
         await webhooks.test(A)
         await until(webhooks, A, retried=3)
         pass_time(redis, GIVEN_UP_AFTER_S * 1000)
