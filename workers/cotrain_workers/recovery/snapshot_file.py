@@ -102,7 +102,7 @@ def decode_snapshot(content: bytes) -> tuple[Mapping[str, str], AdapterState]:
 
 
 def remove_snapshots(root: Blobs, run: str, keep: frozenset[str] = frozenset()) -> None:
-    """Delete a run's files except those in `keep`. Twice is harmless. Raises OSError."""
+    """Delete a run's files except those in `keep`. Idempotent. Raises OSError."""
     for blob in root.list(run_folder(run)):
         if blob.key not in keep:
             root.delete(blob.key)
