@@ -72,7 +72,7 @@ def _section(graph: grimp.ImportGraph, folder: str) -> str:
             _what_it_knows(ROOT / folder / "__init__.py"),
             "",
             *(picture if rooms else []),
-            "| where | what it knows |",
+            "| path | contents |",
             "|---|---|",
             *(row for path in rooms for row in _rows(path, folder)),
             *(_row(file.name, file) for file in sorted((ROOT / folder).glob("[!_]*.py"))),
