@@ -1,6 +1,6 @@
 """Generator of the map of packages in `docs/develop/modules.md`, from docstrings and imports.
 
-`make map` runs it. `tests/unit/test_rooms.py` fails if the page does not match the code.
+`make pages` runs it. `tests/unit/test_rooms.py` fails if the page does not match the code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Edge = tuple[str, str]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "develop" / "modules.md"
-BEGIN = "<!-- rooms: written by `make map` -->\n"
+BEGIN = "<!-- rooms: written by `make pages` -->\n"
 END = "<!-- end of rooms -->\n"
 
 PACKAGES = {
