@@ -8,7 +8,7 @@ health check. They run alone first, then next to the neighbour, which is a proce
 share this machine's cores, clients included.
 
 * alone, beside: p50 and p99 of a probe's waits (s); a pending call counts with its age
-* promised: limit of p99 (docs/about/performance.md), for training one clock period + 2 x alone, for sampling and health
+* promised: limit of p99 (docs/develop/benchmarks.md), for training one clock period + 2 x alone, for sampling and health
   2 x alone + 1 s
 """
 
