@@ -15,7 +15,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart test-kernels test-gpu test-faults soak mutants compatibility lint format pictures map proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart test-kernels test-gpu test-faults soak mutants compatibility lint format pictures docs pages proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -113,8 +113,16 @@ pictures: $(INSTALLED) ## Draw the guide's pictures anew; on an idle machine, or
 	$(BIN)/python examples/clock_cycles.py --picture docs/guide/pictures/clock-metronome.png
 	$(BIN)/python examples/clock_cycles.py --mode eager --prepare-s 0.03 --picture docs/guide/pictures/clock-eager.png
 
-map: $(INSTALLED) ## Write docs/develop/modules.md from the code
+docs: $(VENV)/.docs-installed ## Build the documentation site into site/ (60 MB more)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir site $(ARGS)
+
+$(VENV)/.docs-installed: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group docs
+	@touch $@
+
+pages: $(INSTALLED) ## Write docs/develop/modules.md and the rows of docs/reference/metrics.md from the code
 	$(BIN)/python docs/rooms.py
+	$(BIN)/python docs/tables.py
 
 proto: ## Generate the wire messages from wire.proto
 	PYTHON=$(PYTHON) client/cotrain/wire/proto/generate.sh
@@ -135,7 +143,7 @@ down: ## Stop the containers; what they stored stays
 	$(COMPOSE) $(COMPOSE_FILES) down
 
 clean: ## Remove what builds, tests and the demo left
-	rm -rf build dist .demo .sdk .make .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist .demo .sdk .make site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find client scheduler server workers tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv as well

@@ -130,7 +130,7 @@ def summary(rounds: Sequence[dict[str, Cost]]) -> dict[str, dict[str, float]]:
 
 
 def show(rows: dict[str, dict[str, dict[str, float]]]) -> None:
-    """Print the table of `docs/about/performance.md`."""
+    """Print the table of `docs/develop/benchmarks.md`."""
     print(
         "| requests | client | wall, ms | over httpx | over tinker | CPU, ms | over httpx | over tinker |"
     )

@@ -1,6 +1,6 @@
-"""Writes the map of rooms into `docs/develop/modules.md`: from docstrings, and from who imports whom.
+"""Generator of the map of packages in `docs/develop/modules.md`, from docstrings and imports.
 
-`make map` writes it; `tests/unit/test_rooms.py` fails where it is not what the code says.
+`make pages` runs it. `tests/unit/test_rooms.py` fails if the page does not match the code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Edge = tuple[str, str]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "develop" / "modules.md"
-BEGIN = "<!-- rooms: written by `make map` -->\n"
+BEGIN = "<!-- rooms: written by `make pages` -->\n"
 END = "<!-- end of rooms -->\n"
 
 PACKAGES = {
@@ -28,17 +28,17 @@ PACKAGES = {
     "workers/cotrain_workers": "cotrain_workers",
 }
 OWN_SECTION = ("workers/cotrain_workers/engine",)
-"""Rooms that have rooms, and so a table and a picture of their own."""
+"""Packages with subpackages that have their own table and picture."""
 
 
 def whole_map() -> str:
-    """Write what stands between the two marks of the page."""
+    """Return the text between the two marks of the page."""
     graph = grimp.build_graph(*PACKAGES.values(), cache_dir=None)
     return "\n".join(_section(graph, folder) for folder in [*PACKAGES, *OWN_SECTION])
 
 
 def with_map(page: str, rooms: str) -> str:
-    """Put a map into a page, in place of the one that is there. Raises ValueError without marks."""
+    """Return a page with its map replaced. Raises ValueError if the page has no marks."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -47,14 +47,14 @@ def with_map(page: str, rooms: str) -> str:
 
 
 def code_folders() -> Iterator[Path]:
-    """Give every folder of product code, the five packages and all below them."""
+    """Yield every folder of product code: the five packages and all of their subpackages."""
     for package in PACKAGES:
         for init in sorted((ROOT / package).rglob("__init__.py")):
             yield init.parent
 
 
 def docstring(file: Path) -> str:
-    """Read a file's docstring; nothing where it has none."""
+    """Return a file's docstring; empty if it has none."""
     return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
 
 
@@ -72,7 +72,7 @@ def _section(graph: grimp.ImportGraph, folder: str) -> str:
             _what_it_knows(ROOT / folder / "__init__.py"),
             "",
             *(picture if rooms else []),
-            "| where | what it knows |",
+            "| path | contents |",
             "|---|---|",
             *(row for path in rooms for row in _rows(path, folder)),
             *(_row(file.name, file) for file in sorted((ROOT / folder).glob("[!_]*.py"))),
@@ -82,7 +82,7 @@ def _section(graph: grimp.ImportGraph, folder: str) -> str:
 
 
 def _rows(path: Path, folder: str) -> Iterator[str]:
-    """Give a room's row and those of the rooms in it, unless these have a section."""
+    """Yield the row of a package and of its subpackages, unless these have their own section."""
     yield _row(f"{path.relative_to(ROOT / folder)}/", path / "__init__.py")
     if str(path.relative_to(ROOT)) not in OWN_SECTION:
         for inner in sorted(path.glob("*/__init__.py")):
@@ -113,7 +113,7 @@ def _edges(graph: grimp.ImportGraph, package: str, rooms: list[str]) -> set[Edge
 
 
 def direct(edges: set[Edge]) -> list[Edge]:
-    """Leave out an arrow where a chain of others says it; a circle keeps all of its own."""
+    """Return the edges without those implied by a chain of others. A cycle keeps all of its edges."""
     reached = _reached(edges)
 
     def is_implied(a: str, b: str) -> bool:
@@ -124,7 +124,7 @@ def direct(edges: set[Edge]) -> list[Edge]:
 
 
 def _reached(edges: set[Edge]) -> dict[str, set[str]]:
-    """Map each room to those that some chain of arrows leads to."""
+    """Return the packages reachable from each package."""
     reached = {a: {b for x, b in edges if x == a} for a in {a for edge in edges for a in edge}}
     for _ in reached:
         for seen in reached.values():
@@ -133,7 +133,7 @@ def _reached(edges: set[Edge]) -> dict[str, set[str]]:
 
 
 def main() -> None:
-    """Write the map where it differs from the page's."""
+    """Write the map into the page."""
     sys.path[:0] = [str((ROOT / folder).parent) for folder in PACKAGES]
     PAGE.write_text(with_map(PAGE.read_text(encoding="utf-8"), whole_map()), encoding="utf-8")
 

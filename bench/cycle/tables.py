@@ -1,4 +1,4 @@
-"""Formats of the tables in docs/about/performance.md."""
+"""Formats of the tables in docs/develop/benchmarks.md."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from typing_extensions import override
 class Reason(Enum):
     """Table of refusals: HTTP status, default message, and seconds after which a retry may succeed.
 
-    SDKs retry 408, 409, 429 and 5xx, pause for an hour at 402, and treat all others as final. 409 is not used,
-    because the SDK repeats it silently for five minutes.
+    SDKs retry 408, 409, 429 and 5xx, pause for an hour at 402, and treat all others as final. Status 409 is not
+    used, because the SDK repeats it silently for five minutes.
     """
 
     # fmt: off

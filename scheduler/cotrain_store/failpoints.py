@@ -1,13 +1,13 @@
-"""Named moments at which a test lets this process die, stop, fail or dawdle. Off unless asked for.
+"""Failpoints: named points of the code at which a test can kill, stop, fail or delay this process. Off by default.
 
-`COTRAIN_FAILPOINTS=name[~about]=action[@nth],…` asks: at the `nth` time (1 by default, `*` for every
-time) that the moment is reached, the action happens: `kill` (SIGKILL to itself), `stop` (SIGSTOP),
-`error` (OSError, a full disk) or `sleep:<s>`. With `~about` only what is about a request or run so named
-counts. A moment may have several faults.
+The variable `COTRAIN_FAILPOINTS=name[~about]=action[@nth],…` sets faults. The action happens the `nth` time
+that the point is reached (default 1; `*`: every time). Actions are `kill` (SIGKILL to itself), `stop`
+(SIGSTOP), `error` (OSError of a full disk) and `sleep:<s>`. With `~about`, only requests or runs of this name
+count. A point may have several faults.
 
-`COTRAIN_FAILPOINTS_LOG=<file>` notes every moment reached, one line `<name> <pid> <about>` each. With it
-`nth` counts over all processes that share the file, so a restarted process goes past the moment at which
-its predecessor died; without it each process counts for itself.
+The variable `COTRAIN_FAILPOINTS_LOG=<file>` logs every reached point as a line `<name> <pid> <about>`. With it,
+`nth` counts over all processes that share the file. A restarted process therefore passes the point at which its
+predecessor crashed. Without it, each process counts separately.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _FAULT = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at the `nth` time (None: each time) that a moment is reached about something."""
+    """Action at the `nth` time (None: each time) that a failpoint is reached for a matching `about`."""
 
     name: str
     about: str
@@ -90,12 +90,12 @@ class Fault:
     sleep_s: float = 0.0
 
     def counts(self, line: str) -> bool:
-        """Tell whether it waits for the moment of this line."""
+        """Return True if the fault applies to the failpoint of this log line."""
         name, _, about = line.split(" ", 2)
         return name == self.name and self.about in about
 
     def strike(self) -> None:
-        """Do it; raises OSError for an `error`."""
+        """Execute the action. Raises OSError for `error`."""
         if self.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.action == "stop":
@@ -106,7 +106,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Read `COTRAIN_FAILPOINTS`; raises ValueError for what is no fault at a moment there is."""
+    """Parse `COTRAIN_FAILPOINTS`. Raises ValueError for a malformed fault or an unknown failpoint."""
     faults = []
     for one in text.split(","):
         found = _FAULT.fullmatch(one.strip())
@@ -119,11 +119,11 @@ def parse_faults(text: str) -> list[Fault]:
 
 
 class Faults:
-    """The faults asked for, and the moments reached so far."""
+    """Configured faults, and the failpoints reached so far."""
 
     def __init__(self, faults: Sequence[Fault], log: str | None) -> None:
         self._reached = dict.fromkeys(faults, 0)
-        """How often each fault's moment was reached, as far as the log was read."""
+        """Number of times each fault's failpoint was reached in the part of the log that was read."""
         self._watched = {fault.name for fault in faults}
         self._log = os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600) if log else None
         self._read_bytes = 0
@@ -131,12 +131,12 @@ class Faults:
 
     @classmethod
     def asked_for(cls, environ: Mapping[str, str]) -> Faults | None:
-        """Read the environment; None when nothing is asked for."""
+        """Return the faults of the environment, or None if failpoints are off."""
         text, log = environ.get("COTRAIN_FAILPOINTS"), environ.get("COTRAIN_FAILPOINTS_LOG")
         return cls(parse_faults(text) if text else [], log) if text or log else None
 
     def reach(self, name: str, about: str) -> None:
-        """Note a moment, and strike if it is time. Raises ValueError for a name that is not registered."""
+        """Record a failpoint and execute due faults. Raises ValueError for an unregistered name."""
         if name not in FAILPOINTS:
             raise ValueError(f"{name!r} is no failpoint.")
         with self._lock:
@@ -145,7 +145,7 @@ class Faults:
             fault.strike()
 
     def _note(self, line: str) -> list[Fault]:
-        """Note a moment; return the faults whose time it is."""
+        """Record a failpoint and return the faults that are due."""
         if self._log is not None:
             os.write(self._log, f"{line}\n".encode())
         if line.partition(" ")[0] not in self._watched:
@@ -160,11 +160,11 @@ class Faults:
         ]
 
     def _unread(self, line: str) -> list[str]:
-        """List the moments that were not counted yet, of all processes, up to this one."""
+        """Return the uncounted failpoints of all processes, up to this one."""
         if self._log is None:
             return [line]
         unread = os.pread(self._log, os.fstat(self._log).st_size, self._read_bytes)
-        # Other processes, forked ones on the same offset, write behind it.
+        # Other processes may have written after it, forked ones at the same offset.
         own = f"\n{line}\n".encode()
         end = (b"\n" + unread).rindex(own) + len(own) - 1
         self._read_bytes += end
@@ -175,13 +175,13 @@ _FAULTS = Faults.asked_for(os.environ)
 
 
 def failpoint(name: str, about: str | Iterable[str] = "") -> None:
-    """Mark a moment of FAILPOINTS, `about` a run, requests, or a place."""
+    """Mark a point of FAILPOINTS. `about` names a run, requests, or a location."""
     if _FAULTS is not None:
         _FAULTS.reach(name, about if isinstance(about, str) else " ".join(about))
 
 
 def write_past(name: str, file: BinaryIO, content: bytes) -> None:
-    """Write `content`; where failpoints are on, the moment `name` lies between its halves."""
+    """Write `content`. If failpoints are on, reach the failpoint `name` between its halves."""
     half = len(content) // 2 if _FAULTS is not None else 0
     file.write(content[:half])
     if half:

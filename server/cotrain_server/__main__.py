@@ -157,8 +157,8 @@ def _config(app: FastAPI, settings: ServerSettings, max_connections: int) -> uvi
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
         server_header=False,
-        # By default uvicorn believes what anything on this host passes on, a proxy that knows of no
-        # such header as well.
+        # By default uvicorn trusts the forwarded headers of any peer on this host, even of a proxy
+        # that does not set them.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
         backlog=ACCEPTED_AT_ONCE,

@@ -143,7 +143,7 @@ REFUSED = {
     ),
     "session export-trace, of none": Command("session export-trace none", ("Session not found",)),
     "billing usage": Command(
-        "billing usage 2026-07-13T00:30:00Z 2026-07-13T01:00:00Z", ("aligned to a UTC hour",)
+        "billing usage 2026-07-13T00:30:00Z 2026-07-13T01:00:00Z", ("a full UTC hour",)
     ),
     "billing usage, too long": Command(
         "billing usage 2026-06-01T00:00:00Z 2026-07-01T00:00:00Z", ("at most 14 days",)

@@ -18,21 +18,22 @@ from tests.support.stack import Stack, stack
 
 @pytest.fixture(autouse=True, scope="session")
 def plain_tracebacks() -> None:
-    """Log as usual, without drawing every local of every frame: that takes a second each."""
+    """Log as usual, but without the local variables of every frame, which take a second per
+    traceback."""
     renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[structlog.processors.add_log_level, renderer])
 
 
 @pytest.fixture
 async def log(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Log]:
-    """The log of one pool, driven by hand."""
+    """Log of one pool, driven by the test."""
     async with open_log(empty_redis.url, tmp_path) as opened:
         yield opened
 
 
 @pytest.fixture
 async def samples(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Samples]:
-    """The sample requests of one pool, driven by hand."""
+    """Sample requests of one pool, driven by the test."""
     async with open_samples(empty_redis.url, tmp_path) as opened:
         yield opened
 
@@ -47,7 +48,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(tiny_model: Path) -> Engine:
-    """One engine for the whole session, on one thread: workers come and go around it."""
+    """One engine for the whole session, on one thread; workers start and stop around it."""
     import torch
 
     from cotrain_workers.engine.engine import Engine
@@ -58,7 +59,7 @@ def engine(tiny_model: Path) -> Engine:
 
 @pytest.fixture
 def other(tiny_model: Path) -> Engine:
-    """The engine of a second worker."""
+    """Engine of a second worker."""
     from cotrain_workers.engine.engine import Engine
 
     return Engine.load(str(tiny_model))
@@ -66,7 +67,7 @@ def other(tiny_model: Path) -> Engine:
 
 @pytest.fixture
 def heartbeats_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send them often: a test waits for what a worker says."""
+    """Send heartbeats often, because tests wait for them."""
     monkeypatch.setattr("cotrain_workers.worker.heartbeat.HEARTBEAT_S", 0.05)
 
 
@@ -74,8 +75,8 @@ def heartbeats_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def server(
     empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Stack]:
-    """Intake, futures and a scheduler; workers are the test's own."""
-    # A worker looks whether it should stop when its sleep is over.
+    """Intake, futures and a scheduler; each test starts its own workers."""
+    # A worker checks after each sleep whether it should stop.
     monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)
     async with stack(empty_redis.url, tmp_path) as opened:
         yield opened
@@ -83,7 +84,7 @@ async def server(
 
 @pytest.fixture
 def redis(empty_redis: EmbeddedRedis) -> Iterator[SyncConnection]:
-    """A connection behind everybody's back."""
+    """Connection that bypasses the server."""
     connection = open_sync_connection(empty_redis.url)
     yield connection
     connection.close()

@@ -1,4 +1,4 @@
-"""`cotrain admin` against a real server: what it prints, as JSON and for people, and what it says when it fails."""
+"""`cotrain admin` against a real server: its output as JSON and as text, and its error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.redis_server import EmbeddedRedis
 
 @pytest.fixture
 def server(empty_redis: EmbeddedRedis, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Where a server listens and which key opens it, as an environment has them."""
+    """Address and key of a server, as environment variables."""
     settings = ServerSettings.model_validate(
         {
             "redis_url": empty_redis.url, "data_dir": tmp_path, "disk_reserve_bytes": 0,
@@ -50,7 +50,7 @@ def asked(server: dict[str, str], *words: str) -> Any:
     return json.loads(result.output)
 
 
-def test_the_operator_does_all_there_is_from_the_command_line(server: dict[str, str]) -> None:
+def test_the_operator_runs_every_command(server: dict[str, str]) -> None:
     made = asked(server, "tenants", "create", "lab")
     tenant = made["tenant"]
     shown = asked(server, "tenants", "set", tenant, "--limit", "ops=7", "--weight", "2")
@@ -78,7 +78,7 @@ def test_the_operator_does_all_there_is_from_the_command_line(server: dict[str, 
         assert run(server, *words).exit_code == 0
 
 
-def test_what_goes_wrong_is_said_in_a_sentence(server: dict[str, str]) -> None:
+def test_errors_are_one_sentence(server: dict[str, str]) -> None:
     for words, says in (
         (("tenants", "show", "t-none"), "Tenant not found."),
         (("workers", "drain", "p-none", "w0"), "Worker not found."),

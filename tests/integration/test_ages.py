@@ -1,4 +1,4 @@
-"""What ends by itself ends by the store's own clock, whatever time it is on the host."""
+"""Expiry by the store's own clock, independent of the host's time of day."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGE = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
 
 @pytest.fixture
 def wait_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Let the scheduler's monotonic clock go on; the host's time of day is what it is."""
+    """Advance the scheduler's monotonic clock; the host's time of day is unchanged."""
     now = [1_000.0]
 
     def wait(seconds: float) -> None:
@@ -46,7 +46,7 @@ def counted(log: Log) -> dict[bytes, bytes]:
     return rows
 
 
-async def test_the_clock_goes_on_by_what_the_scheduler_counted(
+async def test_the_store_clock_advances_by_the_time_the_scheduler_counted(
     log: Log, wait_s: Callable[[float], None]
 ) -> None:
     await log.dispatch.pass_time()
@@ -57,7 +57,7 @@ async def test_the_clock_goes_on_by_what_the_scheduler_counted(
     assert await clock_ms(log.connection) == began + 1_500
 
 
-async def test_what_no_scheduler_counted_did_not_pass(
+async def test_time_without_a_scheduler_does_not_count(
     log: Log, wait_s: Callable[[float], None]
 ) -> None:
     await log.dispatch.pass_time()
@@ -70,11 +70,11 @@ async def test_what_no_scheduler_counted_did_not_pass(
     assert await successor.lead()
     assert not await log.dispatch.lead()
     wait_s(5)
-    await successor.pass_time()  # counts from now on
+    await successor.pass_time()  # counts from here on
     assert await clock_ms(log.connection) == began + MAX_STEP_S * 1_000
 
 
-async def test_a_replaced_scheduler_lets_no_time_pass(log: Log) -> None:
+async def test_a_replaced_scheduler_does_not_advance_the_clock(log: Log) -> None:
     await log.dispatch.pass_time()
     await log.dispatch.resign()
     await Dispatch(log.connection, "successor").lead()
@@ -84,7 +84,7 @@ async def test_a_replaced_scheduler_lets_no_time_pass(log: Log) -> None:
     assert log.everything() == before
 
 
-async def test_a_result_ends_by_the_store_s_clock_and_its_file_with_it(log: Log) -> None:
+async def test_a_result_and_its_file_expire_by_the_store_clock(log: Log) -> None:
     run = await resolved(log, LARGE)
     stored = log.result(run, 0)
     assert stored
@@ -102,7 +102,7 @@ async def test_a_result_ends_by_the_store_s_clock_and_its_file_with_it(log: Log)
     assert log.redis.zcard(result_keys.ends()) == 0
 
 
-async def test_many_that_end_at_once_all_end(log: Log) -> None:
+async def test_many_results_that_expire_together_are_all_removed(log: Log) -> None:
     names = [f"cotrain:result:{number}" for number in range(2 * ENDS_AT_ONCE + 1)]
     log.redis.mset(dict.fromkeys(names, b"k"))
     log.redis.zadd(result_keys.ends(), dict.fromkeys(names, 0))
@@ -110,14 +110,14 @@ async def test_many_that_end_at_once_all_end(log: Log) -> None:
     assert log.redis.exists(*names) == log.redis.zcard(result_keys.ends()) == 0
 
 
-async def test_redis_own_clock_ends_no_result(log: Log) -> None:
+async def test_the_clock_of_redis_expires_no_result(log: Log) -> None:
     run = await resolved(log, Result.of_json({}))
     key = result_keys.result(request_id(run.id, 0))
     assert log.redis.pttl(key) == -1
     assert life_ms(log.redis, key) == pytest.approx(DAY_MS, abs=60e3)
 
 
-async def test_a_full_redis_still_lets_results_end(log: Log) -> None:
+async def test_results_expire_in_a_full_redis(log: Log) -> None:
     runs = [await resolved(log, each) for each in (LARGE, Result.of_json({}))]
     pass_time(log.redis, 2 * DAY_MS)
     before = log.redis.config_get("maxmemory")["maxmemory"]
@@ -133,7 +133,7 @@ async def test_a_full_redis_still_lets_results_end(log: Log) -> None:
     assert counted(log) == {}
 
 
-async def test_a_full_redis_still_lets_what_was_read_end_sooner(log: Log) -> None:
+async def test_fetched_results_expire_sooner_in_a_full_redis(log: Log) -> None:
     run = await resolved(log, Result.of_json({}))
     deliveries = DeliveryLog(log.connection)
     deliveries.sent(run.tenant, request_id(run.id, 0), POOL, 0.0)
@@ -149,7 +149,7 @@ async def test_a_full_redis_still_lets_what_was_read_end_sooner(log: Log) -> Non
     assert life_ms(log.redis, key) <= result_keys.READ_RESULT_TTL_MS
 
 
-async def test_a_gap_is_as_old_as_the_store_s_clock_says(log: Log) -> None:
+async def test_the_age_of_a_gap_is_measured_by_the_store_clock(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     await log.dispatch.pass_time()
@@ -160,7 +160,7 @@ async def test_a_gap_is_as_old_as_the_store_s_clock_says(log: Log) -> None:
     assert [gap for gap, _ in await log.dispatch.old_gaps(POOL, 60)] == [run.id]
 
 
-async def test_a_lease_from_before_the_time_was_set_back_is_over(log: Log) -> None:
+async def test_a_lease_from_before_a_backward_time_change_has_expired(log: Log) -> None:
     standby = Dispatch(log.connection, "standby")
     assert not await standby.lead()
     log.redis.pexpire(fleet_keys.scheduler_lease(), int(26 * 3600e3))

@@ -42,7 +42,7 @@ def served(
 
 @pytest.fixture
 def script(served: Talking) -> Script:
-    """The worker's script, blank again."""
+    """Empty script of the worker."""
     served.script.__dict__.update(Script().__dict__)
     return served.script
 
@@ -73,7 +73,7 @@ def text_of(message: anthropic.types.Message) -> str:
     return text
 
 
-def test_models_are_those_that_can_be_sampled_from(client: anthropic.Anthropic) -> None:
+def test_only_models_that_can_sample_are_listed(client: anthropic.Anthropic) -> None:
     (model,) = client.models.list()
     assert (model.id, model.display_name) == (MODEL, MODEL)
 
@@ -135,7 +135,7 @@ async def test_an_async_client_streams(
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_stop_sequence_is_named_and_not_part_of_the_text(
+def test_a_stop_sequence_is_reported_and_not_part_of_the_text(
     client: anthropic.Anthropic, script: Script, is_streamed: bool
 ) -> None:
     script.text = "one, two, three"
@@ -149,13 +149,13 @@ def test_a_stop_sequence_is_named_and_not_part_of_the_text(
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", ", t")
 
 
-def test_a_message_that_is_cut_says_so(client: anthropic.Anthropic, script: Script) -> None:
+def test_a_truncated_message_reports_it(client: anthropic.Anthropic, script: Script) -> None:
     message = client.messages.create(**{**HI, "max_tokens": 2})
     assert message.stop_reason == "max_tokens"
     assert text_of(message) == VOCABULARY.decode(ids(script.text)[:2])
 
 
-def test_a_message_that_fills_the_context_says_so(
+def test_a_message_that_fills_the_context_reports_it(
     client: anthropic.Anthropic, script: Script
 ) -> None:
     script.cut_at = 3
@@ -180,7 +180,7 @@ def test_the_models_own_last_message_is_continued(
         ({"extra_body": {"top_p": 2.0}}, "top_p"),
     ],
 )
-def test_a_wrong_request_is_refused_by_the_name_of_its_field(
+def test_an_invalid_request_is_rejected_and_names_its_field(
     client: anthropic.Anthropic, script: Script, fields: Any, named: str
 ) -> None:
     with pytest.raises(anthropic.BadRequestError, match=named) as refused:
@@ -189,12 +189,12 @@ def test_a_wrong_request_is_refused_by_the_name_of_its_field(
     assert script.seen == []
 
 
-def test_a_model_nobody_knows_is_not_found(client: anthropic.Anthropic) -> None:
+def test_an_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="tiny/unknown"):
         client.messages.create(**{**HI, "model": "tiny/unknown"})
 
 
-def test_a_wrong_key_is_told_so(served: Talking) -> None:
+def test_a_wrong_key_is_rejected(served: Talking) -> None:
     with (
         anthropic.Anthropic(
             base_url=f"{served.address}/anthropic/api", api_key="tml-wrong_key", max_retries=0
@@ -205,7 +205,7 @@ def test_a_wrong_key_is_told_so(served: Talking) -> None:
 
 
 @pytest.mark.parametrize("header", [{"x-api-key": ALICE}, {"Authorization": f"Bearer {ALICE}"}])
-def test_a_key_is_taken_in_either_header(
+def test_a_key_is_accepted_in_either_header(
     served: Talking, script: Script, header: dict[str, str]
 ) -> None:
     url = f"{served.address}/anthropic/api/v1/messages"
@@ -224,7 +224,7 @@ def test_a_failed_generation_is_an_error(
     assert failed.value.type == "invalid_request_error"
 
 
-def test_a_stream_on_which_nothing_happens_shows_that_it_lives(
+def test_an_idle_stream_sends_keepalive_events(
     served: Talking, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cotrain_server.text_apis.generation.IDLE_S", 0.01)
@@ -236,7 +236,7 @@ def test_a_stream_on_which_nothing_happens_shows_that_it_lives(
     script.wait_for(cancelled=1)
 
 
-async def test_a_full_queue_says_when_to_come_back(
+async def test_a_full_queue_returns_a_retry_time(
     served: Talking, async_client: anthropic.AsyncAnthropic, script: Script
 ) -> None:
     script.is_holding = True
@@ -254,14 +254,14 @@ async def test_a_full_queue_says_when_to_come_back(
 
 @pytest.fixture
 def data_dir(served: Talking) -> Iterator[Path]:
-    """Where the worker wrote its tokenizer; as it was, afterwards."""
+    """Folder of the worker's tokenizer, restored after the test."""
     folder = served.services.settings.data_dir
     yield folder
     write_language(folder)
 
 
 @pytest.mark.parametrize("template", [None, "{% for %}"])
-def test_a_model_without_a_usable_template_takes_texts_but_no_chats(
+def test_a_model_without_a_usable_template_accepts_texts_but_no_chats(
     served: Talking,
     client: anthropic.Anthropic,
     script: Script,
@@ -280,7 +280,7 @@ def test_a_model_without_a_usable_template_takes_texts_but_no_chats(
     assert text.json()["choices"][0]["text"] == script.text
 
 
-def test_a_model_without_a_tokenizer_speaks_in_token_ids_only(
+def test_a_model_without_a_tokenizer_accepts_only_token_ids(
     client: anthropic.Anthropic, data_dir: Path
 ) -> None:
     (data_dir / "tokenizers" / POOL.tokenizer / "tokenizer.json").unlink()

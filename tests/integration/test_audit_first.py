@@ -1,4 +1,4 @@
-"""An act stands in the audit log before it is done: where its line cannot be written, nothing is changed."""
+"""Audit before action: if the line of an action cannot be written, nothing is changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ACTS: list[tuple[Mapping[str, str], str, str, Any]] = [
 
 @pytest.fixture
 async def site(empty_redis: EmbeddedRedis) -> AsyncIterator[tuple[Api, dict[str, str]]]:
-    """A server with something of everything that can be changed, and what it is called."""
+    """A server with one of every object that can be changed, and the names of these objects."""
     async with running_api(empty_redis.url) as api:
         services = api.services
         tenant = (await services.tenants.authenticate(ALICE)).id
@@ -64,7 +64,7 @@ async def site(empty_redis: EmbeddedRedis) -> AsyncIterator[tuple[Api, dict[str,
 
 
 def everything(url: str) -> dict[bytes, bytes]:
-    """Copy all that Redis holds, but for what notes that a key was used."""
+    """Copy the content of Redis, without the last uses of keys."""
     with open_sync_connection(url) as redis:
         return {key: redis.dump(key) for key in sorted(redis.keys()) if b"last_use" not in key}
 
@@ -75,7 +75,7 @@ async def sent(api: Api, names: Mapping[str, str], act: tuple[Any, ...]) -> http
 
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: f"{act[1]}-{act[2]}-{act[3]}")
-async def test_an_act_whose_line_cannot_be_written_is_not_done(
+async def test_an_action_whose_audit_line_cannot_be_written_is_not_done(
     site: tuple[Api, dict[str, str]], act: tuple[Any, ...], empty_redis: EmbeddedRedis,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -108,7 +108,7 @@ async def test_an_act_whose_line_cannot_be_written_is_not_done(
     ],
     ids=lambda act: f"{act[1]}-{act[2]}",
 )
-async def test_what_was_refused_or_changed_nothing_leaves_no_line(
+async def test_a_rejected_or_ineffective_action_leaves_no_line(
     site: tuple[Api, dict[str, str]], act: tuple[Any, ...]
 ) -> None:
     api, names = site
@@ -117,7 +117,7 @@ async def test_what_was_refused_or_changed_nothing_leaves_no_line(
     assert await api.services.audit.page(None, None, 100) == known
 
 
-async def test_of_a_run_that_ended_before_it_could_be_paused_no_line_is_left(
+async def test_pausing_a_run_that_has_ended_leaves_no_line(
     site: tuple[Api, dict[str, str]],
 ) -> None:
     api, names = site
@@ -129,7 +129,7 @@ async def test_of_a_run_that_ended_before_it_could_be_paused_no_line_is_left(
         assert [event.event for event in events] == ["run_close"]
 
 
-async def test_what_a_form_of_the_pages_changes_is_noted_first_too(
+async def test_changes_by_forms_of_the_pages_are_audited_first_too(
     site: tuple[Api, dict[str, str]], empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api, names = site

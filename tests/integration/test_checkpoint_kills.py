@@ -1,4 +1,4 @@
-"""Checkpoints and real processes, killed for real: a save that was promised is there, to the bit."""
+"""Checkpoints and real processes that are killed: every confirmed save exists, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEP = 4  # ops of one step of the program
 
 @dataclass
 class Host:
-    """Every process of a server but the API's, whose part the test takes."""
+    """Every process of a server but the API, which the test replaces."""
 
     redis: EmbeddedRedis
     scheduler: Process
@@ -39,7 +39,7 @@ class Host:
     catalog: Catalog
 
     async def listed(self, run: RunRecord) -> list[str]:
-        """Name the checkpoints that lists show."""
+        """Return the checkpoints in the lists."""
         found = await self.catalog.checkpoints(run.tenant, 0, 100)
         assert found.total_count == len(found.items)
         of_run = await self.catalog.checkpoints_of(run.tenant, run.id)
@@ -47,7 +47,7 @@ class Host:
         return [checkpoint.name for checkpoint in found.items]
 
     def done(self, run: RunRecord) -> int:
-        """Name the last committed seq of a run."""
+        """Return the last committed seq of a run."""
         with contextlib.closing(open_sync_connection(self.redis.url)) as redis:
             return int(redis.hget(log(POOL, run.id), "done") or -1)
 
@@ -71,8 +71,8 @@ async def opened(redis: EmbeddedRedis, folder: Path, model: Path) -> AsyncIterat
 
 @contextlib.contextmanager
 def no_disk(folder: Path) -> Iterator[None]:
-    """Make every write below a folder fail, in whatever process."""
-    folder.mkdir(exist_ok=True)  # it is made with the first file in it
+    """Make every write below a folder fail, in any process."""
+    folder.mkdir(exist_ok=True)  # otherwise the first file in it would create it
     aside = folder.with_name(f"{folder.name}-aside")
     folder.rename(aside)
     folder.touch()
@@ -81,10 +81,11 @@ def no_disk(folder: Path) -> Iterator[None]:
     aside.rename(folder)
 
 
-async def test_saves_resolve_after_their_worker_is_killed_before_their_files_are_written(
+async def test_saves_resolve_after_a_kill_before_their_files_are_written(
     tmp_path: Path, engine: Engine, tiny_model: Path
 ) -> None:
-    """One before any file, one between the adapter's and the optimizer's; till then the disk is full."""
+    """Kill before any file, and between the files of the adapter and of the optimizer; the disk is
+    full until then."""
     with EmbeddedRedis() as redis:
         digests = {}
         for last in (STEP, 2 * STEP):
@@ -102,7 +103,7 @@ async def test_saves_resolve_after_their_worker_is_killed_before_their_files_are
                 with no_disk(tmp_path / "weights"):
                     later = await submit(host.stack, run, STEP + 1, 2 * STEP, place=STEP + 2)
                     before = await submit_state(host.stack, run, 2 * STEP + 2, "before")
-                    await results(host.stack, run, later)  # training waits for no disk
+                    await results(host.stack, run, later)  # training needs no disk
                     await until(lambda: host.done(run) == 2 * STEP + 2)
                     for request in (between, before):
                         assert isinstance(
@@ -126,10 +127,11 @@ async def test_saves_resolve_after_their_worker_is_killed_before_their_files_are
             )
 
 
-async def test_a_checkpoint_survives_the_death_of_everything_to_the_bit(
+async def test_a_checkpoint_survives_a_kill_of_all_processes_bit_for_bit(
     tmp_path: Path, engine: Engine, tiny_model: Path
 ) -> None:
-    """Loaded into its own run, and into a new one: log-probs, optimizer, and the steps that follow."""
+    """Load into its own run and into a new one; compare log-probs, optimizer and the steps that
+    follow."""
     with EmbeddedRedis() as redis:
         async with stack(redis.url, tmp_path / "alone") as alone:
             expected, digest = await undisturbed(

@@ -1,7 +1,7 @@
 """Checkpoints against a dict of names, step by step, on a real Redis (hypothesis).
 
-The model is what a reader would expect: a name refers to the newest save of it that is stored; weights
-stay while a name or a load refers to them.
+The model is the simple specification: a name refers to its newest stored save; weights exist while
+a name or a load refers to them.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ A = TenantId("a")
 Name = tuple[RunId, "CheckpointKind", str]
 NUMBERS = st.integers(0, RUNS - 1)
 KINDS = st.sampled_from(["weights", "sampler_weights"])
-#: One is enough: kinds and runs do not share it.
+#: One name is enough, because kinds and runs do not share names.
 NAME = "x"
 
 
 @dataclass
 class SaveModel:
-    """One save, and what has become of it."""
+    """One save and its state."""
 
     name: Name
     seq: int
     state: str
-    """owed, stored, refused or lost."""
+    """"owed", "stored", "refused" or "lost"."""
     may_have_name: bool = True
-    """No later save of its name is stored."""
+    """True while no later save of its name is stored."""
 
 
 @dataclass
 class RunModel:
-    """How far the log of a run is, and which weights its loads hold."""
+    """Progress of a run's log, and the weights that its loads use."""
 
     done: int = 0
     snap: int = -1
@@ -70,7 +70,8 @@ class RunModel:
 
 
 class CheckpointMachine(RuleBasedStateMachine):
-    """Save, store, lose, delete, copy, load, cut and sweep; after every step all equals the model."""
+    """Save, store, lose, delete, copy, load, cut and sweep; after every step the store equals the
+    model."""
 
     server: EmbeddedRedis
 
@@ -103,7 +104,7 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS, kind=KINDS, overwrites=st.lists(st.booleans(), min_size=1, max_size=3))
     def save(self, number: int, kind: CheckpointKind, overwrites: list[bool]) -> None:
-        """Save under one name, maybe several times in one step."""
+        """Save under one name, possibly several times in one step."""
         record, run = self.records[number], self.runs[number]
         where: Name = (record.id, kind, NAME)
         records: dict[OpId, SaveRecords] = {}
@@ -113,7 +114,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             records |= self.wait(
                 describe(record, run.done, name=NAME, kind=kind, overwrite=overwrite)
             )
-            # An owed save that a later one was faster than has no claim to the name.
+            # A later save was stored first, so this pending save has no claim to the name.
             of_name = [save for save in self.saves.values() if save.name == where]
             is_pending = any(save.state == "owed" and save.may_have_name for save in of_name)
             is_taken = kind == "weights" and not overwrite and (where in self.names or is_pending)

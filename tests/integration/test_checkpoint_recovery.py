@@ -1,4 +1,4 @@
-"""Saves and loads in a run's log: whatever dies, it goes on from the same bits."""
+"""Saves and loads in a run's log: after any kill, the run continues from the same bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ STEP = 4  # ops of one step of the program
 async def train_and_save(
     server: Stack, url: str, folder: Path, engine: Engine, *, drains: bool = True
 ) -> tuple[RunRecord, CheckpointRecord]:
-    """One step, saved; then a second step that shall be undone. `drains` leaves a recovery copy."""
+    """Train and save one step, then train a second step that a load will undo.
+
+    `drains` leaves a snapshot.
+    """
     run = await server.create("a", "a", LORA)
     with worker(url, folder, engine, drains=drains):
         await submit(server, run, 1, STEP)
@@ -52,7 +55,7 @@ async def train_and_save(
 
 
 def tokens_of(first: int, last: int) -> int:
-    """Count what the program's requests first…last read."""
+    """Count the tokens of the program's requests first…last."""
     kinds = [(number, PROGRAM[number - 1]) for number in range(first, last + 1)]
     passes = [number for number, kind in kinds if kind is not OpKind.OPTIM_STEP]
     return sum(len(each) - 1 for number in passes for each in sequences(number, 2, 9))
@@ -61,7 +64,7 @@ def tokens_of(first: int, last: int) -> int:
 async def go_back_and_on(
     server: Stack, run: RunRecord, checkpoint: CheckpointRecord
 ) -> list[RequestId]:
-    """Load after a gradient that waits, then take the program's second step and save."""
+    """Load over a pending gradient, then run the program's second step and save."""
     seq = 2 * STEP + 2
     await submit(server, run, 1, 1, place=seq)
     await submit_load(server, run, seq + 1, checkpoint)
@@ -82,10 +85,10 @@ FAILPOINTS = [
 
 
 @pytest.mark.parametrize("failpoint", FAILPOINTS, ids=str)
-async def test_a_run_goes_on_from_a_checkpoint_wherever_its_worker_is_killed(
+async def test_a_run_resumes_from_a_checkpoint_wherever_its_worker_is_killed(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, failpoint: Failpoint
 ) -> None:
-    """It and its next checkpoint end as if it had never trained on the wrong way and come back."""
+    """The run and its next checkpoint end as if it had never trained the undone step."""
     url = empty_redis.url
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
     run, checkpoint = await train_and_save(server, url, tmp_path, engine)
@@ -102,10 +105,11 @@ async def test_a_run_goes_on_from_a_checkpoint_wherever_its_worker_is_killed(
     assert restored_digest(url, tmp_path, engine, other.id) == digest
 
 
-async def test_a_replay_begins_at_the_last_load_and_needs_no_checkpoint_of_a_living_name(
+async def test_a_replay_starts_at_the_last_load_even_if_its_name_is_gone(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
-    """What a load used stays until the log needs it no more, whatever becomes of the name."""
+    """The weights of a load are kept until the log needs them no longer, also when the name is
+    deleted."""
     url = empty_redis.url
     run, checkpoint = await train_and_save(server, url, tmp_path, engine, drains=False)
     kept = weights_keys.weights(checkpoint.weights)
@@ -119,19 +123,20 @@ async def test_a_replay_begins_at_the_last_load_and_needs_no_checkpoint_of_a_liv
         assert redis.exists(kept)
         last = await submit(server, run, 1, 1, place=3 * STEP + 5)
         await results(server, run, requests[:-1] + last)
-        # Its creation, the load, and what followed but for the forward; not the two steps before.
+        # Its creation, the load and the ops after it, except the forward; not the two steps before.
         assert 1 + STEP <= loop._runs.replayed_ops <= 2 + STEP
-    # The restore and the drain wrote a copy each, both behind the load, so no replay begins with it any more.
+    # The restore and the drain each wrote a snapshot after the load, so no later replay starts with
+    # the load.
     with worker(url, tmp_path, engine) as loop:
-        # Again and again: this worker's restore cuts the log too, if the drain before had no time to.
+        # Repeatedly: this worker's restore cuts the log too, if the drain before it had no time to.
         await until(lambda: loop._weights.sweep() is not None and not redis.exists(kept))
         await results(server, run, await submit(server, run, 1, 1, place=3 * STEP + 6))
 
 
-async def test_a_load_whose_files_are_damaged_fails_alone_also_in_a_replay(
+async def test_a_load_of_damaged_files_fails_alone_also_in_a_replay(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
-    """The file is whole again when the log is replayed: the load did not happen, all the same."""
+    """The file is intact again when the log is replayed, but the load still counts as failed."""
     url = empty_redis.url
     run, checkpoint = await train_and_save(server, url, tmp_path, engine)
     digest = restored_digest(url, tmp_path, engine, run.id)
@@ -148,7 +153,7 @@ async def test_a_load_whose_files_are_damaged_fails_alone_also_in_a_replay(
     assert restored_digest(url, tmp_path, engine, run.id) == digest
 
 
-async def test_a_run_whose_checkpoint_is_gone_in_a_replay_stops_loudly_and_alone(
+async def test_a_run_whose_checkpoint_is_missing_in_a_replay_stops_alone(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
     url = empty_redis.url
@@ -170,14 +175,14 @@ async def test_a_run_whose_checkpoint_is_gone_in_a_replay_stops_loudly_and_alone
     assert (await server.records.run(run.tenant, run.id)).state is RunState.FAILED
 
 
-async def test_a_named_save_is_made_again_with_its_optimizer_when_its_worker_dies_before_the_file(
+async def test_a_named_save_is_redone_with_its_optimizer_after_a_kill(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also when a load came after it, which undid in the run what the save has kept."""
+    """Also if a later load has undone the saved state in the run."""
     url = empty_redis.url
     _, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
     run = await server.create("a", "a", LORA)
@@ -208,7 +213,7 @@ async def test_a_named_save_is_made_again_with_its_optimizer_when_its_worker_die
     assert engine.adapters.state(other.id).digest() == digest
 
 
-async def test_a_save_that_no_replay_can_make_again_fails_and_is_in_no_list(
+async def test_a_save_that_no_replay_can_redo_fails_and_is_not_listed(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
     url = empty_redis.url
@@ -227,7 +232,7 @@ async def test_a_save_that_no_replay_can_make_again_fails_and_is_in_no_list(
     assert (await server.records.run(run.tenant, run.id)).state is RunState.FAILED
 
 
-async def test_a_full_disk_delays_the_runs_whose_saves_have_no_room_in_memory_and_fails_none(
+async def test_a_full_disk_delays_runs_with_large_saves_and_fails_none(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -271,7 +276,7 @@ async def test_the_run_of_a_last_save_ends_when_it_is_stored_or_has_failed(
             assert (await server.records.run(run.tenant, run.id)).state is RunState.CLOSED
 
 
-async def test_what_a_run_and_its_tenant_used_is_counted(
+async def test_usage_is_counted_for_the_run_and_its_tenant(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
     run = await server.create("a", "a", LORA)

@@ -1,4 +1,5 @@
-"""What its owner does with a checkpoint: delete, publish, keep, copy, count; in all lists or in none."""
+"""Operations of an owner on a checkpoint: delete, publish, keep, copy, count; lists stay
+consistent."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def checkpoints(samples: Samples) -> Checkpoints:
 
 
 def traces(samples: Samples) -> list[bytes]:
-    """Name every key that says something about a checkpoint."""
+    """Return every key that refers to a checkpoint."""
     words = (b"checkpoint", b"expiring", b"published", b"owed", b"pending")
     return sorted(name for name in samples.log.everything() if any(w in name for w in words))
 
@@ -46,7 +47,7 @@ async def is_readable(samples: Samples, tenant: TenantId, checkpoint: Checkpoint
 
 
 def expired(samples: Samples, checkpoint: CheckpointRecord) -> None:
-    """Let a checkpoint expire now, as Redis does: its record is gone, and nothing else."""
+    """Expire a checkpoint now, as Redis does: only its record is removed."""
     record = weights_keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name)
     member = weights_keys.checkpoint_member(checkpoint.run, checkpoint.kind, checkpoint.name)
     samples.log.redis.delete(record)
@@ -87,7 +88,7 @@ async def test_only_its_owner_changes_a_checkpoint(
     assert samples.log.everything() == before
 
 
-async def test_what_is_not_stored_yet_is_nobodys_to_change(
+async def test_an_unstored_checkpoint_cannot_be_changed(
     samples: Samples, checkpoints: Checkpoints
 ) -> None:
     run = await samples.log.new_run()
@@ -101,7 +102,7 @@ async def test_what_is_not_stored_yet_is_nobodys_to_change(
     assert not stored.public
 
 
-async def test_deleting_a_checkpoint_does_not_stop_the_save_that_overwrites_it(
+async def test_deleting_a_checkpoint_does_not_stop_a_save_that_overwrites_it(
     samples: Samples, checkpoints: Checkpoints
 ) -> None:
     run = await samples.log.new_run()
@@ -113,7 +114,7 @@ async def test_deleting_a_checkpoint_does_not_stop_the_save_that_overwrites_it(
     assert found.weights == f"{run.id}:2"
 
 
-async def test_a_published_checkpoint_is_readable_by_all_until_it_is_not(
+async def test_a_published_checkpoint_is_readable_by_all_until_unpublished(
     samples: Samples, checkpoints: Checkpoints
 ) -> None:
     run = await samples.log.new_run()
@@ -130,7 +131,7 @@ async def test_a_published_checkpoint_is_readable_by_all_until_it_is_not(
     assert not samples.log.redis.exists(weights_keys.published())
 
 
-async def test_what_takes_the_name_of_a_published_checkpoint_is_not_published(
+async def test_a_save_over_a_published_checkpoint_is_not_published(
     samples: Samples, checkpoints: Checkpoints
 ) -> None:
     run = await samples.log.new_run()
@@ -141,7 +142,7 @@ async def test_what_takes_the_name_of_a_published_checkpoint_is_not_published(
     assert not samples.log.redis.exists(weights_keys.published())
 
 
-async def test_a_time_to_live_is_set_and_taken_away(
+async def test_a_time_to_live_is_set_and_removed(
     samples: Samples, checkpoints: Checkpoints
 ) -> None:
     run = await samples.log.new_run()
@@ -158,7 +159,7 @@ async def test_a_time_to_live_is_set_and_taken_away(
     assert not samples.log.redis.exists(weights_keys.expiring_checkpoints(A))
 
 
-async def test_changes_that_meet_are_all_made(
+async def test_concurrent_changes_are_all_applied(
     samples: Samples, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await samples.log.new_run()
@@ -177,7 +178,7 @@ async def test_changes_that_meet_are_all_made(
 
 
 @pytest.mark.parametrize("public", [False, True])
-async def test_what_expired_is_in_no_list_when_somebody_looks(
+async def test_expired_checkpoints_are_in_no_list(
     samples: Samples, checkpoints: Checkpoints, public: bool
 ) -> None:
     run = await samples.log.new_run()
@@ -197,19 +198,20 @@ async def test_what_expired_is_in_no_list_when_somebody_looks(
     assert unused(samples) == [short.weights]
 
 
-async def test_all_that_a_tenant_keeps_is_counted(
+async def test_all_stored_checkpoints_of_a_tenant_are_counted(
     samples: Samples, checkpoints: Checkpoints
 ) -> None:
     run = await samples.log.new_run()
     assert await checkpoints.stored_bytes(A) == (0, 0)
     await samples.save(run, 1, name="x")
-    assert await checkpoints.stored_bytes(A) == (1, 0)  # owed: it counts before it weighs
+    # pending: it counts as a checkpoint before its bytes count
+    assert await checkpoints.stored_bytes(A) == (1, 0)
     samples.stored(run, 1, size=2**40)
     await samples.save(run, 2, name="x")
     assert await checkpoints.stored_bytes(A) == (2, 2**40)
     samples.stored(run, 2, size=5)
     assert await checkpoints.stored_bytes(A) == (1, 5)
-    await samples.save(run, 3, sampler=0)  # a sampler's weights are not kept
+    await samples.save(run, 3, sampler=0)  # a sampler's weights are temporary
     samples.stored(run, 3)
     await samples.save(run, 4, name="lost")
     samples.saved.lost(samples.saved.unstored()[0].ref, "gone")
@@ -221,7 +223,7 @@ def copy_run(source: CheckpointRecord, tenant: str, session: str = "") -> RunRec
     return replace(record_of(tenant, session or f"copies-of-{tenant}"), state=RunState.CLOSED)
 
 
-async def test_a_copy_shares_the_weights_and_keeps_them_alive(
+async def test_a_copy_shares_the_weights_and_keeps_them(
     samples: Samples, checkpoints: Checkpoints
 ) -> None:
     run = await samples.log.new_run()
@@ -238,7 +240,7 @@ async def test_a_copy_shares_the_weights_and_keeps_them_alive(
     assert unused(samples) == [source.weights]
 
 
-async def test_the_run_of_a_copy_takes_no_requests_and_does_not_count_as_live(
+async def test_the_run_of_a_copy_rejects_requests_and_is_not_counted_as_live(
     samples: Samples, checkpoints: Checkpoints
 ) -> None:
     run = await samples.log.new_run()
@@ -259,11 +261,11 @@ async def test_the_run_of_a_copy_takes_no_requests_and_does_not_count_as_live(
     assert samples.log.everything() == before
     assert not samples.log.redis.sismember(tenant_keys.tenant_runs(A), destination.id)
     assert not samples.log.redis.exists(run_keys.log(POOL, destination.id))
-    unloaded = await samples.log.intake.close_run(destination)  # as the end of its session does
+    unloaded = await samples.log.intake.close_run(destination)  # as at the end of its session
     assert samples.log.redis.exists(result_keys.result(unloaded))
 
 
-async def test_a_copy_is_made_once(samples: Samples, checkpoints: Checkpoints) -> None:
+async def test_a_repeated_copy_is_made_once(samples: Samples, checkpoints: Checkpoints) -> None:
     run = await samples.log.new_run()
     source = await samples.checkpoint(run, 1, "x")
     other = await samples.checkpoint(run, 2, "y")
@@ -279,14 +281,14 @@ async def test_a_copy_is_made_once(samples: Samples, checkpoints: Checkpoints) -
     assert samples.log.everything() == before
 
 
-async def test_what_another_tenant_published_can_be_copied(
+async def test_a_published_checkpoint_of_another_tenant_can_be_copied(
     samples: Samples, checkpoints: Checkpoints
 ) -> None:
     run = await samples.log.new_run()
     private = await samples.checkpoint(run, 1, "x")
     destination = copy_run(private, "b")
     before = samples.log.everything()
-    with pytest.raises(CheckpointNotFound):  # it was found public, and is not any more
+    with pytest.raises(CheckpointNotFound):  # it was public when it was found, and is private now
         await checkpoints.copy(private, destination, None)
     assert samples.log.everything() == before
     public = await checkpoints.publish(A, run.id, "sampler_weights", "x", public=True)
@@ -298,7 +300,7 @@ async def test_what_another_tenant_published_can_be_copied(
     assert await checkpoints.stored_bytes(B) == (1, 10)
 
 
-async def test_a_copy_is_made_for_who_may_read_the_source(
+async def test_a_copy_requires_read_access_to_the_source(
     samples: Samples, checkpoints: Checkpoints
 ) -> None:
     run = await samples.log.new_run()
@@ -306,15 +308,17 @@ async def test_a_copy_is_made_for_who_may_read_the_source(
     destination = copy_run(private, "b")
     with pytest.raises(CheckpointNotFound):
         await checkpoints.copy(private, destination, None, reader=TenantId("c"))
-    copy = await checkpoints.copy(private, destination, None, reader=A)  # B showed a key of A's
+    copy = await checkpoints.copy(private, destination, None, reader=A)  # B presented a key of A
     assert copy.tenant == B
     assert await samples.records.checkpoint(B, copy.path) == copy
 
 
-async def test_what_is_gone_is_not_copied(samples: Samples, checkpoints: Checkpoints) -> None:
+async def test_a_missing_checkpoint_cannot_be_copied(
+    samples: Samples, checkpoints: Checkpoints
+) -> None:
     run = await samples.log.new_run()
     old = await samples.checkpoint(run, 1, "x")
-    await samples.checkpoint(run, 2, "x")  # the name has moved on
+    await samples.checkpoint(run, 2, "x")  # the name refers to another save now
     with pytest.raises(CheckpointNotFound):
         await checkpoints.copy(old, copy_run(old, "a"), None)
     await checkpoints.delete(A, run.id, "sampler_weights", "x")

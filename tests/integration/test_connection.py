@@ -1,4 +1,4 @@
-"""A Redis that is refused, and one that goes away and comes back."""
+"""Connections to an invalid Redis, and to one that disappears and returns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_our_own_redis_is_accepted(log: Log) -> None:
 
 
 @pytest.mark.parametrize("setting", UNSAFE)
-async def test_a_redis_that_could_lose_writes_is_refused_unless_told_so(
+async def test_a_redis_that_could_lose_writes_is_rejected_unless_allowed(
     log: Log, setting: str
 ) -> None:
     log.redis.config_set(setting, UNSAFE[setting])
@@ -50,9 +50,7 @@ async def test_a_redis_that_could_lose_writes_is_refused_unless_told_so(
 
 
 @pytest.mark.parametrize("theirs", [OLDER, NEWER])
-async def test_a_store_of_another_schema_is_refused_whatever_was_accepted(
-    log: Log, theirs: str
-) -> None:
+async def test_a_store_with_another_schema_is_always_rejected(log: Log, theirs: str) -> None:
     log.redis.set(fleet_keys.schema(), theirs)
     with pytest.raises(UnsafeRedis, match=f"schema version {theirs}; this program reads"):
         await check_store(log.connection, accept_data_loss=True)
@@ -63,10 +61,10 @@ async def test_a_store_of_another_schema_is_refused_whatever_was_accepted(
 
 @pytest.mark.parametrize("theirs", [OLDER, NEWER])
 @pytest.mark.parametrize("module", ["cotrain_server", "cotrain_scheduler", "cotrain_workers"])
-def test_no_process_touches_a_store_of_another_schema(
+def test_no_process_writes_to_a_store_with_another_schema(
     module: str, theirs: str, empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    """As an older process meets the store of a newer one, or the other way round."""
+    """Connect an older process to the store of a newer one, and the reverse."""
     with open_sync_connection(empty_redis.url) as redis:
         redis.set(fleet_keys.schema(), theirs)
         settings = settings_of(empty_redis.url, tmp_path / "data", tmp_path / "no-model")
@@ -79,7 +77,7 @@ def test_no_process_touches_a_store_of_another_schema(
         assert redis.keys() == [fleet_keys.schema().encode()]
 
 
-async def test_a_redis_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
+async def test_a_missing_redis_is_reported_as_unavailable(tmp_path: Path) -> None:
     url = f"unix://{tmp_path}/nobody.sock"
     connection, redis = open_connection(url), open_sync_connection(url)
     with pytest.raises(StoreUnavailable):
@@ -94,7 +92,7 @@ async def test_hundreds_of_calls_at_once_queue_for_a_connection(log: Log) -> Non
     assert await asyncio.gather(*(log.connection.ping() for _ in range(500))) == [True] * 500
 
 
-async def test_a_worker_that_was_asleep_when_redis_died_still_wakes(tmp_path: Path) -> None:
+async def test_a_worker_asleep_when_redis_crashed_still_wakes(tmp_path: Path) -> None:
     with EmbeddedRedis() as server:
         async with open_log(server.url, tmp_path) as log:
             await asyncio.to_thread(log.execution.wait, 0.01)
@@ -106,7 +104,7 @@ async def test_a_worker_that_was_asleep_when_redis_died_still_wakes(tmp_path: Pa
             await heard_by_a_sleeper(log)
 
 
-async def test_a_worker_that_first_sleeps_while_redis_is_away_still_wakes(tmp_path: Path) -> None:
+async def test_a_worker_that_falls_asleep_without_redis_still_wakes(tmp_path: Path) -> None:
     with EmbeddedRedis() as server:
         async with open_log(server.url, tmp_path) as log:
             log.redis.close()
@@ -119,7 +117,7 @@ async def test_a_worker_that_first_sleeps_while_redis_is_away_still_wakes(tmp_pa
 
 
 async def heard_by_a_sleeper(log: Log) -> None:
-    """A plan ends a sleep that would otherwise outlast the test."""
+    """Plan an op, which ends a sleep that would otherwise outlast the test."""
     await log.dispatch.lead()
     sleeping = asyncio.create_task(asyncio.to_thread(log.execution.wait, 600))
     await log.new_run()
@@ -128,7 +126,7 @@ async def heard_by_a_sleeper(log: Log) -> None:
     log.execution.leave()
 
 
-async def test_a_folder_is_claimed_once_and_then_refused_by_a_redis_that_lost_what_it_held(
+async def test_a_claimed_folder_is_rejected_by_a_redis_that_lost_its_data(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     redis, folder = open_sync_connection(empty_redis.url), tmp_path / "data"
@@ -143,7 +141,7 @@ async def test_a_folder_is_claimed_once_and_then_refused_by_a_redis_that_lost_wh
     claim_blobs(redis, folder)
 
 
-def test_a_worker_that_would_delete_the_files_of_another_redis_does_not_start(
+def test_a_worker_that_would_delete_files_of_another_redis_does_not_start(
     empty_redis: EmbeddedRedis, tmp_path: Path, tiny_model: Path
 ) -> None:
     (tmp_path / MARK).write_text("another")

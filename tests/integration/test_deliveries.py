@@ -1,4 +1,4 @@
-"""How long a result is kept: until its client has certainly read it, or for a day."""
+"""Lifetime of a result: until its client has certainly read it, or for a day."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def life_ms(log: Log, run: RunRecord, seq: int = 0) -> float:
     return lives.life_ms(log.redis, result_keys.result(request_id(run.id, seq)))
 
 
-async def test_a_result_whose_client_went_on_is_not_kept_for_a_day(log: Log) -> None:
+async def test_a_result_whose_client_continued_is_not_kept_for_a_day(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     deliveries = DeliveryLog(log.connection)
@@ -35,7 +35,7 @@ async def test_a_result_whose_client_went_on_is_not_kept_for_a_day(log: Log) -> 
     assert 0 < life_ms(log, run) <= result_keys.READ_RESULT_TTL_MS
 
 
-async def test_only_the_key_that_opened_the_session_ends_its_results_sooner(log: Log) -> None:
+async def test_only_the_key_of_the_session_shortens_the_life_of_its_results(log: Log) -> None:
     session = await Records(log.connection).create_session(TenantId("a"), key_id="own")
     run = await log.new_run("a", session.id)
     await log.run_all()
@@ -50,9 +50,9 @@ async def test_only_the_key_that_opened_the_session_ends_its_results_sooner(log:
     assert left_ms[1] <= result_keys.READ_RESULT_TTL_MS < left_ms[0]
 
 
-async def test_a_client_that_fell_asleep_finds_its_result_in_the_morning(log: Log) -> None:
+async def test_a_client_that_slept_overnight_still_gets_its_result(log: Log) -> None:
     run = await log.new_run()
-    await log.submit(run, 1)  # sent ahead, before it fell asleep
+    await log.submit(run, 1)  # sent ahead, before it was suspended
     await log.run_all()
     deliveries = DeliveryLog(log.connection)
     deliveries.sent(run.tenant, request_id(run.id, 0), POOL, NOW)
@@ -61,7 +61,7 @@ async def test_a_client_that_fell_asleep_finds_its_result_in_the_morning(log: Lo
     assert life_ms(log, run) > result_keys.READ_RESULT_TTL_MS
 
 
-async def test_a_lost_answer_can_be_asked_for_again_for_a_while(log: Log) -> None:
+async def test_a_lost_answer_can_be_requested_again_for_a_while(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     deliveries = DeliveryLog(log.connection)
@@ -72,7 +72,7 @@ async def test_a_lost_answer_can_be_asked_for_again_for_a_while(log: Log) -> Non
     assert life_ms(log, run) > result_keys.READ_RESULT_TTL_MS
 
 
-async def test_what_was_never_sent_is_kept(log: Log) -> None:
+async def test_an_unsent_result_is_kept(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
     await log.run_all()
@@ -85,7 +85,7 @@ async def test_what_was_never_sent_is_kept(log: Log) -> None:
     assert life_ms(log, run, 1) <= result_keys.READ_RESULT_TTL_MS
 
 
-async def test_waiting_for_a_result_notes_that_it_was_sent(
+async def test_waiting_for_a_result_records_that_it_was_sent(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", 0.02)

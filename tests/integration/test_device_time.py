@@ -1,4 +1,4 @@
-"""What a real worker books of its device's time adds up to the time there was."""
+"""Device time that a real worker accounts for: its phases add up to the elapsed time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, make_worker
 
 
-async def test_the_phases_add_up_to_the_life_of_the_worker(
+async def test_the_phases_add_up_to_the_lifetime_of_the_worker(
     empty_redis: EmbeddedRedis, tmp_path: Path, server: Stack, engine: Engine
 ) -> None:
     loop, opened = make_worker(empty_redis.url, tmp_path, engine)
@@ -27,7 +27,8 @@ async def test_the_phases_add_up_to_the_life_of_the_worker(
 
     def live() -> None:
         loop.run()
-        ended.append(time.monotonic())  # here: when another thread hears of it is none of its time
+        # measured here, because the delay until another thread notices does not count
+        ended.append(time.monotonic())
 
     thread = threading.Thread(target=live)
     thread.start()

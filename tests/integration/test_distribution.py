@@ -1,4 +1,4 @@
-"""What `pip install` gives: a small client for researchers, and nothing missing for operators."""
+"""Result of `pip install`: a small client for researchers, and a complete server for operators."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ OLDEST_PYTHON = (3, 11)
 CLIENT_BYTES = 40 * 1000**2
 KEY = "tml-example_key-of-mine"
 EXAMPLES = re.findall(r"\((\w+\.py)\) \|", (ROOT / "examples" / "README.md").read_text())
-EXAMPLES.remove("demo.py")  # it is a server
-#: A loss of the caller's own is torch's work.
+EXAMPLES.remove("demo.py")  # it starts a server
+#: Examples that need torch for a custom loss.
 DIFFERENTIATED_HERE = ("dpo.py", "custom_loss.py")
 
 
@@ -51,7 +51,7 @@ class Laptop(NamedTuple):
     def run(
         self, example: str, *options: str, packages: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run an example against the server; `packages` is a folder of more packages."""
+        """Run an example against the server; `packages` is a folder of additional packages."""
         environment = {
             "PATH": os.environ["PATH"],
             "COTRAIN_BASE_URL": self.server,
@@ -64,7 +64,7 @@ class Laptop(NamedTuple):
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
-    """Build both the way they are published: the wheel out of the unpacked sdist."""
+    """Build both as they are published: the wheel from the unpacked sdist."""
     folder = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True, text=True)
@@ -74,7 +74,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 
 
 def source_files() -> set[str]:
-    """Every file of the five packages as git would ship it, relative to its source root."""
+    """Return every file of the five packages that git would ship, relative to its source root."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -105,7 +105,7 @@ def test_the_sdist_holds_the_sources_and_the_licence(distributions: Distribution
 
 @pytest.fixture(scope="module")
 def client_python(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the client alone into a clean environment, as a laptop has it."""
+    """Install only the client into a clean environment, as on a laptop."""
     folder = tmp_path_factory.mktemp("laptop") / "venv"
     venv.create(folder, with_pip=False, symlinks=True)
     pip_install(str(distributions.wheel), folder / "bin" / "python")
@@ -113,7 +113,7 @@ def client_python(distributions: Distributions, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.timeout(900)
-def test_a_client_only_install_is_small_and_brings_no_server(client_python: Path) -> None:
+def test_a_client_only_install_is_small_and_has_no_server(client_python: Path) -> None:
     installed = inspect_client(client_python)
     print(f"client-only install: {installed.size_bytes / 1024**2:.1f} MB")
     assert installed.server_packages == []
@@ -122,7 +122,7 @@ def test_a_client_only_install_is_small_and_brings_no_server(client_python: Path
 
 @pytest.fixture(scope="module")
 def laptop(client_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
-    """The clean environment and, as if elsewhere, a server."""
+    """The clean environment, and a server as if on another host."""
     model = build_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny")
     beat = ("--clock-mode=metronome", "--clock-period-s=0.5")
     with Serving(tmp_path_factory.mktemp("data"), [str(model)], [KEY], beat) as serving:
@@ -131,7 +131,7 @@ def laptop(client_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_starts_with_the_client_alone_or_says_what_to_install(
+def test_an_example_starts_with_the_client_or_names_a_missing_package(
     laptop: Laptop, example: str
 ) -> None:
     done = laptop.run(example, "--help")
@@ -151,9 +151,7 @@ def test_an_example_without_text_runs_with_the_client_alone(laptop: Laptop) -> N
 
 
 @pytest.mark.timeout(900)
-def test_examples_with_text_say_that_they_need_a_tokenizer_and_run_with_one(
-    laptop: Laptop, tmp_path: Path
-) -> None:
+def test_examples_with_text_need_a_tokenizer_and_report_it(laptop: Laptop, tmp_path: Path) -> None:
     without = laptop.run("sft.py", "--json", "--steps=2")
     assert without.returncode == 1
     assert without.stderr == "get_tokenizer needs: pip install transformers\n"
@@ -164,25 +162,26 @@ def test_examples_with_text_say_that_they_need_a_tokenizer_and_run_with_one(
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)
         assert "step 2 of 2, 0 s left" in done.stderr
-        assert "it/s" not in done.stderr  # no bar but ours
+        assert "it/s" not in done.stderr  # only the example's own progress bar
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_file_is_written_in_the_oldest_python_that_is_promised(package: str) -> None:
+def test_every_file_parses_with_the_oldest_supported_python(package: str) -> None:
     (root,) = (ROOT / "pyproject.toml").parent.glob(f"*/{package}")
     for path in root.rglob("*.py"):
         ast.parse(path.read_text(), str(path), feature_version=OLDEST_PYTHON)
 
 
 def pip_install(wanted: str, python: Path) -> None:
-    """Install a package, and what it needs at pinned versions, for this Python."""
+    """Install a package and its pinned requirements for this Python."""
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     pinned = ["--constraint", str(ROOT / "constraints.txt")]
     subprocess.run([*pip, *pinned, wanted], check=True, capture_output=True, text=True)
 
 
 def link_installed(wanted: str, folder: Path) -> None:
-    """Link into a folder what pip would install there: a package that is installed here, and what it needs."""
+    """Link an installed package and its requirements into a folder, as pip would install them
+    there."""
     needed, found = [wanted], set()
     while needed:
         name = needed.pop()
@@ -191,7 +190,7 @@ def link_installed(wanted: str, folder: Path) -> None:
         found.add(name)
         installed = distribution(name)
         for top in {file.parts[0] for file in installed.files or () if ".." not in file.parts}:
-            (folder / top).unlink(missing_ok=True)  # two may hold one: __pycache__
+            (folder / top).unlink(missing_ok=True)  # two packages may contain one: __pycache__
             (folder / top).symlink_to(str(installed.locate_file(top)))
         requirements = map(Requirement, installed.requires or ())
         needed += [
@@ -202,7 +201,8 @@ def link_installed(wanted: str, folder: Path) -> None:
 
 
 def inspect_client(python: Path) -> ClientInstall:
-    """Ask a clean environment what it has, importing cotrain with every warning an error."""
+    """Return the content of a clean environment, after importing cotrain with every warning an
+    error."""
     script = f"""
 import importlib.util, json, pathlib, sysconfig
 import cotrain

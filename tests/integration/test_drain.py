@@ -1,4 +1,4 @@
-"""A worker is taken out of service while its runs train: no request fails, and no bit is another one."""
+"""Drain of a worker while its runs train: no request fails, and no bit changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.usefixtures("heartbeats_are_quick")
 
 
-async def test_a_worker_is_drained_while_its_runs_train_and_comes_back(
+async def test_a_worker_is_drained_while_its_runs_train_and_returns(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
     redis: Any,
 ) -> None:  # fmt: skip
@@ -54,7 +54,7 @@ async def test_a_worker_is_drained_while_its_runs_train_and_comes_back(
     assert other.adapters.state(run.id).digest() == digest
 
 
-async def test_without_another_worker_it_keeps_its_runs_says_so_and_hands_over_once_there_is_one(
+async def test_a_single_worker_keeps_its_runs_until_another_one_starts(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
     redis: Any,
 ) -> None:  # fmt: skip
@@ -78,7 +78,7 @@ async def test_without_another_worker_it_keeps_its_runs_says_so_and_hands_over_o
             await until(lambda: not is_listed(redis, OLD))
             await ended(server, sampler, await submit_sample(server, sampler, 2))
             assert redis.hkeys(fleet_keys.draining(POOL)) == [OLD.encode()]
-        # The other one is gone: what is drained goes on rather than let its pool wait.
+        # The other worker is gone: the draining one continues, so that its pool need not wait.
         await until(lambda: is_listed(redis, OLD))
         await server.result(run, await server.optim_step(run, 3))
 

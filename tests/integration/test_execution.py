@@ -1,4 +1,4 @@
-"""The worker's side of the log: what a commit does, and what it can never do."""
+"""Worker side of the log: effects of a commit, and commits that must be rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 
 
 def reopen(log: Log, step: Step) -> None:
-    """Put a step back, as a store that went back in time would."""
+    """Reopen a step, as a store that was reset to an older state would."""
     log.redis.hset(fleet_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
 
 
@@ -35,7 +35,7 @@ def done(log: Log, run: RunRecord) -> int:
     return position.done
 
 
-async def test_a_commit_shows_results_moves_done_and_ends_its_cycle_at_once(log: Log) -> None:
+async def test_a_commit_publishes_results_advances_done_and_ends_its_cycle(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
     step = await log.plan()
@@ -45,7 +45,7 @@ async def test_a_commit_shows_results_moves_done_and_ends_its_cycle_at_once(log:
     assert (done(log, run), log.queued(), log.execution.open_steps()) == (1, (0, 0, 0), [])
 
 
-async def test_what_is_done_is_skipped_by_a_step_that_comes_again(log: Log) -> None:
+async def test_a_repeated_step_skips_committed_ops(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
     first = await log.plan()
@@ -70,7 +70,7 @@ async def test_a_second_commit_of_a_cycle_changes_nothing(log: Log) -> None:
     assert log.everything() == before
 
 
-async def test_a_commit_out_of_order_is_refused_and_writes_nothing(log: Log) -> None:
+async def test_a_commit_out_of_order_is_rejected_and_writes_nothing(log: Log) -> None:
     ahead, neighbour = await log.new_run("a"), await log.new_run("b")
     await log.submit(ahead, 1)
     step = await log.plan()
@@ -83,7 +83,7 @@ async def test_a_commit_out_of_order_is_refused_and_writes_nothing(log: Log) -> 
         assert log.everything() == before
 
 
-async def test_a_forwards_body_goes_when_it_is_committed_and_others_stay_for_a_replay(
+async def test_a_commit_releases_a_forwards_body_and_keeps_the_others(
     log: Log,
 ) -> None:
     run = await log.new_run()
@@ -98,7 +98,7 @@ async def test_a_forwards_body_goes_when_it_is_committed_and_others_stay_for_a_r
     assert sum(log.references().values()) == 1
 
 
-async def test_a_request_that_crashed_keeps_its_place_and_nothing_to_run_again(log: Log) -> None:
+async def test_a_crashed_request_keeps_its_seq_and_does_not_run_again(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1, body=LARGE)
     await log.submit(run, 2)
@@ -110,7 +110,7 @@ async def test_a_request_that_crashed_keeps_its_place_and_nothing_to_run_again(l
     assert (log.references(), log.queued()) == ({}, (0, 0, 0))
 
 
-async def test_a_snapshot_cuts_the_log_up_to_its_predecessor_and_releases_each_body_once(
+async def test_a_snapshot_cuts_the_log_to_its_predecessor_and_releases_bodies(
     log: Log,
 ) -> None:
     run = await log.new_run()
@@ -130,7 +130,7 @@ async def test_a_snapshot_cuts_the_log_up_to_its_predecessor_and_releases_each_b
     assert [op.seq for op in log.execution.logs.logged_ops(run.id, 4, 4)] == [4]
 
 
-async def test_a_position_names_both_snapshots_and_how_far_the_log_reaches_back(log: Log) -> None:
+async def test_a_position_names_both_snapshots_and_the_start_of_the_log(log: Log) -> None:
     run = await log.new_run()
     for seq in (1, 2):
         await log.submit(run, seq)
@@ -149,7 +149,7 @@ async def test_a_position_names_both_snapshots_and_how_far_the_log_reaches_back(
     )  # fmt: skip
 
 
-async def test_a_snapshot_that_was_lost_is_replaced_and_its_predecessor_stays(log: Log) -> None:
+async def test_a_lost_snapshot_is_replaced_and_its_predecessor_stays(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     await log.cover(run, 0)
@@ -161,7 +161,7 @@ async def test_a_snapshot_that_was_lost_is_replaced_and_its_predecessor_stays(lo
 
 
 @pytest.mark.parametrize("seq", [-1, 0, 2])
-async def test_a_snapshot_of_the_future_or_the_past_is_not_registered(log: Log, seq: int) -> None:
+async def test_a_snapshot_with_an_invalid_seq_is_not_registered(log: Log, seq: int) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
     log.commit(await log.plan(most=1))
@@ -205,7 +205,7 @@ async def test_a_worker_has_one_open_step_at_a_time(log: Log) -> None:
         await log.plan()
 
 
-async def test_a_closed_run_is_forgotten_once_its_planned_ops_are_committed(log: Log) -> None:
+async def test_a_closed_run_is_removed_once_its_planned_ops_are_committed(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1, body=LARGE)
     step = await log.plan()
@@ -215,12 +215,12 @@ async def test_a_closed_run_is_forgotten_once_its_planned_ops_are_committed(log:
     assert not log.execution.forget(run.id)
     log.commit(step)
     assert log.execution.forget(run.id)
-    assert log.execution.forget(run.id)  # twice is harmless
+    assert log.execution.forget(run.id)  # a repeat has no effect
     assert (log.references(), log.queued(), log.execution.runs_to_drop()) == ({}, (0, 0, 0), [])
     assert not log.redis.exists(run_keys.ops(POOL, run.id), run_keys.bodies(POOL, run.id))
 
 
-async def test_nothing_but_records_is_left_of_a_run_that_was_closed_before_it_was_planned(
+async def test_a_run_closed_before_it_was_planned_leaves_only_records(
     log: Log,
 ) -> None:
     run = await log.new_run()
@@ -232,7 +232,7 @@ async def test_nothing_but_records_is_left_of_a_run_that_was_closed_before_it_wa
     assert await log.submit(run, 1, body=LARGE) == request_id(run.id, 1)  # a repeat
 
 
-async def test_the_files_of_a_forgotten_run_may_go_even_if_its_worker_died_before_it_removed_them(
+async def test_files_of_a_removed_run_may_be_deleted_after_its_worker_crashed(
     log: Log,
 ) -> None:
     run = await log.new_run()
@@ -261,7 +261,7 @@ async def test_a_failed_run_stops_alone(log: Log) -> None:
     assert log.redis.smembers(tenant_keys.tenant_runs(broken.tenant)) == set()  # no longer counted
 
 
-async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Log) -> None:
+async def test_a_failed_run_can_be_closed_and_leaves_nothing(log: Log) -> None:
     run = await log.new_run()
     log.commit(await log.plan())
     await log.submit(run, 1, body=LARGE)
@@ -276,7 +276,7 @@ async def test_a_failed_run_can_be_closed_and_then_leaves_nothing_behind(log: Lo
     assert log.references() == {}
 
 
-async def test_a_large_result_goes_to_disk_and_lives_shorter(log: Log) -> None:
+async def test_a_large_result_goes_to_disk_and_expires_sooner(log: Log) -> None:
     small, large = Result(ResultKind.PASS, b"small"), Result(ResultKind.PASS, LARGE)
     with encoded_results([small, large], log.results) as (whole, (packed, ttl_ms)):
         assert whole == (small.encode(), result_keys.SMALL_RESULT_TTL_MS)
@@ -285,7 +285,7 @@ async def test_a_large_result_goes_to_disk_and_lives_shorter(log: Log) -> None:
     assert log.results.read(reference.payload.decode()) == LARGE
 
 
-async def test_a_body_that_is_gone_or_changed_is_none(log: Log) -> None:
+async def test_a_missing_or_changed_body_is_none(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
     await log.submit(run, 2, body=LARGE)
@@ -308,7 +308,7 @@ async def test_cycle_records_and_totals_are_kept(log: Log) -> None:
     assert log.redis.hget(fleet_keys.counters(POOL), "cycles") == b"2"
 
 
-async def test_a_commit_wakes_those_who_wait(log: Log) -> None:
+async def test_a_commit_wakes_waiting_clients(log: Log) -> None:
     run = await log.new_run()
     with log.redis.pubsub(ignore_subscribe_messages=True) as heard:
         heard.subscribe(result_keys.notify_results())
@@ -321,7 +321,7 @@ async def test_a_commit_wakes_those_who_wait(log: Log) -> None:
     assert message["data"].decode() == request_id(run.id, 0)
 
 
-async def test_a_log_says_whose_numbers_it_holds(log: Log) -> None:
+async def test_a_log_names_the_numerics_of_its_results(log: Log) -> None:
     run = await log.new_run()
 
     async def committed_by(numerics_id: str, seq: int) -> str:

@@ -1,4 +1,4 @@
-"""A base model is fetched once, by a process that then ends: the worker beside it reaches no hub."""
+"""Download of a base model by a separate process that then ends, so that the worker needs no hub."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class ReadableHub:
-    """A Hugging Face hub as far as fetching one model's small files goes."""
+    """A Hugging Face hub that supports only the download of one model's small files."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files, self.asked = files, list[str]()
@@ -74,7 +74,7 @@ class ReadableHub:
 
             @override
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Suppress the log."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -105,7 +105,7 @@ def hub() -> Iterator[ReadableHub]:
 
 
 def fetch(hub: ReadableHub, home: Path, model: str) -> subprocess.CompletedProcess[str]:
-    """Run it as the container does."""
+    """Run the fetch as the container does."""
     return subprocess.run(
         [sys.executable, "-m", "cotrain_workers.fetch", model],
         env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home)},
@@ -113,7 +113,7 @@ def fetch(hub: ReadableHub, home: Path, model: str) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-def test_a_model_is_fetched_once_and_is_whole_without_a_hub(
+def test_a_model_is_fetched_once_and_complete_without_a_hub(
     hub: ReadableHub, tmp_path: Path
 ) -> None:
     first = fetch(hub, tmp_path, f"mine={MODEL}")
@@ -127,7 +127,7 @@ def test_a_model_is_fetched_once_and_is_whole_without_a_hub(
     assert hub.asked == []
 
 
-def test_what_is_missing_is_fetched(hub: ReadableHub, tmp_path: Path) -> None:
+def test_missing_files_are_fetched(hub: ReadableHub, tmp_path: Path) -> None:
     fetch(hub, tmp_path, MODEL)
     (torn,) = tmp_path.glob(f"hub/models--*/snapshots/{COMMIT}/two.safetensors")
     torn.resolve().unlink()
@@ -137,13 +137,13 @@ def test_what_is_missing_is_fetched(hub: ReadableHub, tmp_path: Path) -> None:
     assert is_whole(torn.parent)
 
 
-def test_a_folder_is_not_asked_for(hub: ReadableHub, tmp_path: Path) -> None:
+def test_a_local_folder_is_not_requested_from_the_hub(hub: ReadableHub, tmp_path: Path) -> None:
     told = fetch(hub, tmp_path, f"mine={tmp_path}")
     assert told.stdout == f"{tmp_path} is a folder: nothing to fetch.\n"
     assert hub.asked == []
 
 
-def test_a_model_that_is_not_there_is_a_sentence(hub: ReadableHub, tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_in_a_sentence(hub: ReadableHub, tmp_path: Path) -> None:
     told = fetch(hub, tmp_path, "somebody/else")
     assert told.returncode == 1
     assert told.stderr == (
@@ -151,14 +151,16 @@ def test_a_model_that_is_not_there_is_a_sentence(hub: ReadableHub, tmp_path: Pat
     )
 
 
-def test_a_model_without_safetensors_is_a_sentence(hub: ReadableHub, tmp_path: Path) -> None:
+def test_a_model_without_safetensors_is_reported_in_a_sentence(
+    hub: ReadableHub, tmp_path: Path
+) -> None:
     hub.files = {"config.json": b"{}", "pytorch_model.bin": b"pickled"}
     told = fetch(hub, tmp_path, MODEL)
     assert told.returncode == 1
     assert "has no weights in safetensors" in told.stderr
 
 
-def test_a_hub_that_is_away_is_a_sentence(hub: ReadableHub, tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_reported_in_a_sentence(hub: ReadableHub, tmp_path: Path) -> None:
     hub.url = "http://127.0.0.1:9"
     told = fetch(hub, tmp_path, MODEL)
     assert told.returncode == 1

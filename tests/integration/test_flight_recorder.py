@@ -1,4 +1,4 @@
-"""What a worker recorded while it served runs again elsewhere, from the files alone, to the same bits."""
+"""Recordings of a worker: they replay elsewhere, from the files alone, to the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def replayed(cycle: RecordedCycle, model: Path) -> list[Compared]:
     return list(compared(cycle, run_again(engine, cycle), tolerance=0.0))
 
 
-async def test_all_that_was_served_runs_again_to_the_same_bits(
+async def test_all_recorded_cycles_replay_to_the_same_bits(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path
 ) -> None:
     a, b = await server.create("a", "a", LORA), await server.create("b", "b", LoraSpec(2, 1))
@@ -74,7 +74,7 @@ async def test_all_that_was_served_runs_again_to_the_same_bits(
     assert kept == shown
 
 
-async def test_a_cycle_that_a_worker_died_in_is_kept_beside_the_one_of_its_successor(
+async def test_the_cycle_of_a_crashed_worker_is_kept_next_to_its_successors(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path
 ) -> None:
     run = await server.create("a", "a", LORA)

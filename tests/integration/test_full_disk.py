@@ -1,4 +1,4 @@
-"""A disk that is full for a while is a pause: no worker dies of it, and no number changes."""
+"""A temporarily full disk only delays: no worker crashes, and no number changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE = sequences(0, 12, 500)  # its result goes to the spool
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[int]]:
-    """Return a function that lets the next so many syncs of the spool fail, and counts them."""
+    """Return a function that makes the next `times` syncs of the spool fail, and counts them."""
     sync, left, failed = os.fdatasync, [0.0], [0]
 
     def fdatasync(file: int) -> None:
@@ -43,13 +43,16 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[int]]:
 
 
 async def trained(server: Stack, url: str, folder: Path, engine: Engine) -> tuple[RunRecord, Any]:
-    """Make a run and its first gradient while there is room; return it and the answer."""
+    """Make a run and its first gradient while there is free space.
+
+    Return the run and the answer.
+    """
     run = await server.create("a", "a", LORA)
     with worker(url, folder, engine):
         return run, await results(server, run, [await server.forward_backward(run, 1, LARGE)])
 
 
-async def test_a_result_waits_for_room(
+async def test_a_result_waits_for_free_space(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -67,7 +70,7 @@ async def test_a_result_waits_for_room(
     assert engine.adapters.state(run.id).grads.equal(engine.adapters.state(other.id).grads)
 
 
-async def test_a_worker_that_is_stopped_meanwhile_leaves_the_step_to_the_next(
+async def test_a_worker_stopped_on_a_full_disk_leaves_the_step_to_the_next(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,

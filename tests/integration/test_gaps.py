@@ -1,4 +1,4 @@
-"""A missing seq_id: what is behind it waits, is never skipped, and is given up only aloud."""
+"""A missing seq_id: later ops wait, are never skipped, and fail only with an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def gaps(log: Log, older_than_s: float = -1.0) -> list[str]:
     return [run for run, _ in await log.dispatch.old_gaps(POOL, older_than_s)]
 
 
-async def test_what_is_behind_a_gap_is_never_planned(log: Log, run: RunRecord) -> None:
+async def test_ops_after_a_gap_are_never_planned(log: Log, run: RunRecord) -> None:
     assert await log.dispatch.ready(POOL) == []
     assert await gaps(log) == [run.id]
     assert await gaps(log, older_than_s=60) == []
@@ -49,7 +49,7 @@ async def test_the_missing_request_closes_the_gap(log: Log, run: RunRecord) -> N
     assert [op.seq for op in (await log.plan()).ops] == [1, 2, 3]
 
 
-async def test_a_gap_that_opens_after_a_plan_is_seen(log: Log, run: RunRecord) -> None:
+async def test_a_gap_that_opens_after_a_plan_is_found(log: Log, run: RunRecord) -> None:
     await log.submit(run, 5)
     await log.submit(run, 1)
     log.commit(await log.plan())
@@ -57,13 +57,13 @@ async def test_a_gap_that_opens_after_a_plan_is_seen(log: Log, run: RunRecord) -
     assert await log.dispatch.ready(POOL) == []
 
 
-async def test_a_gap_keeps_its_age_while_more_arrives_behind_it(log: Log, run: RunRecord) -> None:
+async def test_a_gap_keeps_its_age_while_later_ops_arrive(log: Log, run: RunRecord) -> None:
     log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
     await log.submit(run, 4)
     assert await gaps(log, older_than_s=90) == [run.id]
 
 
-async def test_expiry_fails_what_waits_and_skips_nothing(log: Log, run: RunRecord) -> None:
+async def test_expiry_fails_waiting_ops_and_skips_none(log: Log, run: RunRecord) -> None:
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     for seq in (2, 3):
         failure = log.result(run, seq)
@@ -75,17 +75,17 @@ async def test_expiry_fails_what_waits_and_skips_nothing(log: Log, run: RunRecor
     assert await log.dispatch.ready(POOL) == []
     assert await gaps(log) == []
     assert log.references() == {}
-    assert log.queued() == (0, 0, 0)  # they keep their places, and wait for nothing
+    assert log.queued() == (0, 0, 0)  # they keep their seq, and wait for nothing
 
 
-async def test_expiry_twice_is_harmless(log: Log, run: RunRecord) -> None:
+async def test_a_repeated_expiry_has_no_effect(log: Log, run: RunRecord) -> None:
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     before = log.everything()
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     assert log.everything() == before
 
 
-async def test_the_missing_request_still_runs_after_expiry_and_the_failed_keep_their_failure(
+async def test_the_missing_request_runs_after_expiry_and_failed_ones_stay_failed(
     log: Log, run: RunRecord
 ) -> None:
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
@@ -102,12 +102,12 @@ async def test_the_missing_request_still_runs_after_expiry_and_the_failed_keep_t
     assert log.queued() == (0, 0, 0)
 
 
-async def test_what_was_given_up_counts_again_while_it_can_run(log: Log, run: RunRecord) -> None:
+async def test_a_failed_op_counts_again_while_it_can_run(log: Log, run: RunRecord) -> None:
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     await log.submit(run, 5)
     await log.submit(run, 1)
     ops, tokens, _ = log.queued()
-    assert (ops, tokens) == (4, 14)  # 1 and 5 are passes of 7 tokens; 2 and 3 only keep places
+    assert (ops, tokens) == (4, 14)  # 1 and 5 are passes of 7 tokens; 2 and 3 only keep their seq
     log.commit(await log.plan())
     assert await gaps(log) == [run.id]  # seq 4
     assert log.queued()[:2] == (1, 7)
@@ -115,7 +115,7 @@ async def test_what_was_given_up_counts_again_while_it_can_run(log: Log, run: Ru
     assert log.queued() == (0, 0, 0)
 
 
-async def test_a_run_that_ends_behind_its_gap_leaves_an_empty_queue(
+async def test_a_run_that_ends_after_its_gap_leaves_an_empty_queue(
     log: Log, run: RunRecord
 ) -> None:
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
@@ -133,7 +133,7 @@ async def test_a_gap_that_closed_just_before_its_expiry_fails_nothing(
     assert log.everything() == before
 
 
-async def test_a_request_behind_an_expired_gap_is_as_late_as_those_before(
+async def test_a_request_after_an_expired_gap_is_as_late_as_those_before(
     log: Log, run: RunRecord
 ) -> None:
     log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
@@ -146,7 +146,7 @@ async def test_a_request_behind_an_expired_gap_is_as_late_as_those_before(
     assert log.queued() == (0, 0, 0)
 
 
-async def test_a_new_gap_behind_one_that_closed_has_its_own_time(log: Log, run: RunRecord) -> None:
+async def test_a_new_gap_after_a_closed_one_has_its_own_age(log: Log, run: RunRecord) -> None:
     log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     await log.submit(run, 1)
@@ -156,14 +156,14 @@ async def test_a_new_gap_behind_one_that_closed_has_its_own_time(log: Log, run: 
     assert await gaps(log, older_than_s=90) == []
 
 
-async def test_a_repeat_of_a_given_up_request_gets_its_failure(log: Log, run: RunRecord) -> None:
+async def test_a_repeat_of_a_failed_request_gets_its_failure(log: Log, run: RunRecord) -> None:
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     assert await log.submit(run, 3) == f"{run.id}:3"
     assert log.result(run, 3) is not None
     assert log.queued() == (0, 0, 0)
 
 
-async def test_the_scheduler_gives_up_on_old_gaps_and_on_no_young_one(
+async def test_the_scheduler_expires_old_gaps_only(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     settings = SchedulerSettings(redis_url=empty_redis.url, data_dir=tmp_path, gap_limit_s=60)

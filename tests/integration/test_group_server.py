@@ -1,4 +1,5 @@
-"""A whole server whose worker is a group: the official SDK trains on it, its processes die, and no number changes."""
+"""A whole server whose worker is a group: its processes are killed, and no number of the official
+SDK changes."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from tests.warm.popen import run
 
 KEY = "tml-a-lab_of-one-tenant"
 PATIENCE_S = 600
-#: One of two processes, then the other, dies in the middle of a step; then one stands still. A life begins
-#: with four measured passes. Each fault comes at the second pass or so after them: with all runs in one pass
-#: there are five steps of two passes.
+#: One of two processes, then the other, is killed in the middle of a step; then one hangs. Each
+#: start begins with four measured passes. Each fault comes at about the second pass after them:
+#: with all runs in one pass there are five steps of two passes.
 FAULTS = (
     "group.before_pass~member-1=kill@6,"
     "group.before_pass~member-0=kill@12,"
@@ -35,7 +36,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def train(serving: Serving) -> Any:
-    """Train with the official SDK, in a process of its own; return what it was answered."""
+    """Train with the official SDK in a separate process. Return its answers."""
     command = [sys.executable, "-P", "-m", "tests.support.group_training", serving.address, KEY]
     trained = run(command, timeout=PATIENCE_S)
     assert trained.returncode == 0, trained.stdout + trained.stderr
@@ -43,7 +44,8 @@ def train(serving: Serving) -> Any:
 
 
 def saved_in(folder: Path) -> set[str]:
-    """Name the folders of weights and the files of moments, each after a digest of its content."""
+    """Return the folders of weights and the files of moments, each named after a digest of its
+    content."""
     return {path.name for path in (folder / "weights").rglob("*") if path.name != "owner"}
 
 
@@ -67,7 +69,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_a_group_whose_processes_die_or_hang_gives_the_numbers_of_one_process(
+def test_a_group_with_killed_or_hung_processes_keeps_its_numbers(
     tmp_path: Path, base_model: str
 ) -> None:
     with Serving(tmp_path / "alone", [base_model], [KEY]) as serving:
@@ -104,7 +106,7 @@ def test_a_vllm_server_samples_for_a_group(tmp_path: Path, base_model: str) -> N
             assert train(serving)["sampled"] == "answered"
 
 
-def test_a_group_that_cannot_load_its_base_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_group_that_cannot_load_its_base_model_reports_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(RuntimeError, match=f"Base model {tmp_path / 'empty'} cannot be served"):
         Serving(

@@ -1,4 +1,4 @@
-"""Several processes that hold one base model together compute what one process does, to the bit."""
+"""Groups of processes that share one base model compute the same as one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEMBERS_S = 120
 
 
 def run_group(folder: Path, out: Path, size: int, recompute: str) -> list[dict[str, Any]]:
-    """Run the scenarios in a group; return what each member wrote."""
+    """Run the scenarios in a group. Return the output of each member."""
     out.mkdir()
     command = [sys.executable, "-P", "-m", "tests.support.group_program"]
     program = Popen([*command, str(folder), str(out), str(size), recompute])
@@ -29,15 +29,17 @@ def run_group(folder: Path, out: Path, size: int, recompute: str) -> list[dict[s
     return [json.loads((out / f"{number}.json").read_text()) for number in range(size)]
 
 
-# Of three members no row of anything divides evenly; tied embeddings, a factor that no file holds, a window.
+# With three members, no row count divides evenly; tied embeddings, a factor that no file holds, a
+# window.
 @pytest.mark.parametrize(
     ("size", "family", "tied", "recompute"),
     [(2, "qwen3", False, "always"), (3, "gemma2", True, "auto")],
 )
-def test_a_group_computes_what_one_process_does(
+def test_a_group_computes_the_same_as_one_process(
     tmp_path: Path, size: int, family: str, tied: bool, recompute: str
 ) -> None:
-    """Weights, gradients and moments, alone and with others, uneven work, and runs that went through the host."""
+    """Compare weights, gradients and moments: alone, with other runs, with uneven work, and after
+    offloading to the host."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -61,10 +63,12 @@ def test_a_group_computes_what_one_process_does(
 
 
 def _assert_divided(alone: Engine, base_bytes: list[int]) -> None:
-    """All of the base model is there once, but for the unembedding, which each member holds."""
+    """Check that the group holds the base model once, except for the unembedding, which each member
+    holds."""
     head = alone._base.head_weight.nbytes
     divided = own_bytes(alone._base) - head
     parts = [each - head for each in base_bytes]
     assert sum(parts) == divided
-    # Each matrix is cut between two rows, and where its rows do not divide the last members have fewer.
+    # Each matrix is cut between two rows. If its rows do not divide evenly, the last members have
+    # fewer.
     assert max(parts) < 1.1 * divided / len(parts)

@@ -1,4 +1,4 @@
-"""A worker is gone for good: another one of its pool goes on with what it had."""
+"""Permanent loss of a worker: another worker of its pool takes over its runs and pending saves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEAD, HEIR = WorkerId("w0"), WorkerId("w1")
 
 
 async def inherit(server: Stack, redis: Any) -> None:
-    """Give what the dead worker had to the other one, without waiting until it is dead for long."""
+    """Reassign the runs of the dead worker to the other one, without waiting for the timeout."""
     redis.delete(fleet_keys.worker(POOL, DEAD))
     await until(lambda: redis.exists(fleet_keys.worker(POOL, HEIR)))
     (place,) = [place for place in await server.dispatch.worker_slots(POOL) if place.worker == DEAD]
@@ -49,7 +49,7 @@ async def owner(redis: Any, run: RunRecord) -> bytes:
     ],
     ids=str,
 )
-async def test_an_heir_goes_on_with_the_same_numbers_and_owes_the_same_saves(
+async def test_a_successor_continues_with_the_same_numbers_and_saves(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -77,7 +77,7 @@ async def test_an_heir_goes_on_with_the_same_numbers_and_owes_the_same_saves(
     assert engine.adapters.state(twin.id).weights.equal(engine.adapters.state(run.id).weights)
 
 
-async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
+async def test_a_successor_samples_from_weights_that_it_must_still_restore(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -85,7 +85,7 @@ async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
     redis: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its request may reach the heir first; the weights are made again for it."""
+    """Its request may reach the successor first; the weights are made again for it."""
     url = empty_redis.url
     monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RELOAD_S", 3600.0)
     run = await server.create("a", "a", LORA)
@@ -102,7 +102,7 @@ async def test_an_heir_samples_from_what_it_owes_before_it_has_looked_for_that(
         assert (await ended(server, sampler, request)).kind is ResultKind.SAMPLE
 
 
-async def test_who_was_given_up_can_write_nothing_any_more(
+async def test_a_worker_that_was_given_up_can_write_nothing(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
     url = empty_redis.url
@@ -122,16 +122,19 @@ async def test_who_was_given_up_can_write_nothing_any_more(
         zombie._execution.heartbeat(zombie._heartbeat._describe())
 
 
-async def test_a_run_that_was_elsewhere_meanwhile_is_not_gone_on_with_from_memory(
+async def test_a_run_that_ran_elsewhere_is_not_continued_from_stale_memory(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
-    """Here behind the worker's back; a run comes back when the worker that had it since dies."""
+    """The test moves the run without the worker.
+
+    In practice, a run returns when the other worker crashes.
+    """
     url = empty_redis.url
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, worker_id=HEIR) as loop:
         answers = await results(server, run, await submit(server, run, 1, STEP))
-        await until(lambda: loop._residents._backlogs[run.id].seq == STEP)  # behind the results
+        await until(lambda: loop._residents._backlogs[run.id].seq == STEP)  # after the results
         stale, debt = engine.adapters.state(run.id), loop._residents._backlogs[run.id]
         debt_before = type(debt)(debt.seq, used_at=debt.used_at)
         requests = await submit(server, run, STEP + 1, 2 * STEP - 1)

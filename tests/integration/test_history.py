@@ -1,4 +1,5 @@
-"""The history of a run: each point once, as it was, whatever comes again; thinned, cut, and under a quota."""
+"""History of a run: each point once and unchanged, also after repeats; thinned, cut, and under a
+quota."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.support.log import WORKER, Log
 from tests.support.samples import Samples
 from tests.support.stack import POOL
 
-#: Numbers whose last digits Lua's own text would lose.
+#: Numbers whose last digits a conversion to text in Lua would lose.
 LOSS, NORM, RATE = 0.1 + 0.2, 1 / 3, 1e-4 / 7
 
 
@@ -36,7 +37,7 @@ def commit(log: Log, step: Step, found: Mapping[Any, HistoryEntry]) -> None:
 
 
 async def train(log: Log, run: RunRecord, first: int, count: int) -> int:
-    """Run so many pairs of a pass and an optimizer step, from this seq on; the next seq."""
+    """Run `count` pairs of a pass and an optimizer step, from `first` on. Return the next seq."""
     for seq in range(first, first + 2 * count, 2):
         await log.submit(run, seq)
         await log.submit(run, seq + 1, OpKind.OPTIM_STEP)
@@ -54,7 +55,7 @@ def held(log: Log, tenant: str = "a") -> int:
     return int(log.redis.hget(tenant_keys.history_points(TenantId(tenant)), "points") or 0)
 
 
-async def test_a_point_has_the_numbers_of_its_step_to_the_last_bit(log: Log) -> None:
+async def test_a_point_has_the_exact_numbers_of_its_step(log: Log) -> None:
     run = await log.new_run()
     await train(log, run, 1, 2)
     first, second = await points(log, run)
@@ -69,7 +70,7 @@ async def test_a_point_has_the_numbers_of_its_step_to_the_last_bit(log: Log) -> 
     assert await newest_points(log.connection, [run.id]) == {run.id: second}
 
 
-async def test_passes_of_several_cycles_add_up_in_their_order(log: Log) -> None:
+async def test_passes_of_several_cycles_are_summed_in_their_order(log: Log) -> None:
     run = await log.new_run()
     losses = [1e16, 1.0, -1e16, LOSS]
     for seq, loss in enumerate(losses, 1):
@@ -102,7 +103,7 @@ async def test_forwards_between_two_steps_are_one_evaluation(log: Log) -> None:
     assert found[2].tokens == 7
 
 
-async def test_an_op_that_comes_again_writes_no_point_twice(log: Log) -> None:
+async def test_a_repeated_op_writes_no_point_twice(log: Log) -> None:
     run = await log.new_run()
     for seq, kind in ((1, OpKind.FORWARD_BACKWARD), (2, OpKind.OPTIM_STEP)):
         await log.submit(run, seq, kind)
@@ -129,7 +130,7 @@ async def test_an_op_that_comes_again_writes_no_point_twice(log: Log) -> None:
     ]  # fmt: skip
 
 
-async def test_a_load_leaves_pending_passes_out(log: Log) -> None:
+async def test_a_load_excludes_pending_passes(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
     commit(log, await log.plan(), {(run.id, 1): PassEntry(LOSS, 1.0, False)})
@@ -140,7 +141,7 @@ async def test_a_load_leaves_pending_passes_out(log: Log) -> None:
     assert (point.loss_sum, point.passes) == (LOSS * 3, 1)
 
 
-#: Writes the points of steps 1…n one by one, as commits do, and counts what they add.
+#: Writes the points of steps 1…n one by one, as commits do, and counts the added points.
 WRITE_STEPS = (
     (SCRIPTS / "lib/history.lua").read_text()
     + """
@@ -154,7 +155,7 @@ return more
 
 
 @pytest.mark.parametrize("count", [1, 2, 1_024, 1_025, 1_026, 2_047, 2_048, 4_100])
-def test_of_many_steps_an_even_grid_stays_with_the_first_and_the_last(log: Log, count: int) -> None:
+def test_many_steps_are_thinned_to_an_even_grid_with_both_ends(log: Log, count: int) -> None:
     more = log.redis.eval(WRITE_STEPS, 1, "run", count)
     kept = read_points("optim_step", log.redis.lrange(run_keys.steps(RunId("run")), 0, -1))
     stride = next(2**k for k in range(12) if count - 1 <= 1_023 * 2**k)
@@ -165,7 +166,7 @@ def test_of_many_steps_an_even_grid_stays_with_the_first_and_the_last(log: Log, 
     assert log.redis.memory_usage(run_keys.steps(RunId("run")), samples=0) < 90_000
 
 
-async def test_a_run_that_goes_back_to_a_checkpoint_loses_what_came_after_it(
+async def test_a_run_that_goes_back_to_a_checkpoint_loses_later_points(
     samples: Samples,
 ) -> None:
     log = samples.log
@@ -187,7 +188,7 @@ async def test_a_run_that_goes_back_to_a_checkpoint_loses_what_came_after_it(
     assert (newest.step, newest.passes, newest.run_tokens) == (4, 1, 28)
 
 
-async def test_over_the_quota_the_history_goes_that_was_added_to_longest_ago(log: Log) -> None:
+async def test_over_the_quota_the_least_recently_extended_history_is_removed(log: Log) -> None:
     old, other = await log.new_run("a"), await log.new_run("a", "second")
     elsewhere = await log.new_run("b")
     log.redis.hset(tenant_keys.history_points(TenantId("a")), "quota", 5)

@@ -1,4 +1,4 @@
-"""What the operator changes over HTTP, what holds at once in every API process, and what is refused."""
+"""Operator actions over HTTP: effective at once in every API process, or rejected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
 
 
 async def ask(api: Api, method: str, path: str, json: Any = None, key: str = ADMIN_KEY) -> Any:
-    """Ask as the operator; a refusal fails the test."""
+    """Send a request as the operator; a rejection fails the test."""
     answer = await raw(api, method, path, json, key)
     assert answer.is_success, answer.text
     return answer.json() if answer.content else None
@@ -54,7 +54,7 @@ async def tenant_of(api: Api, key: str = ALICE) -> str:
     return (await api.services.tenants.authenticate(key)).id
 
 
-async def test_to_other_keys_none_of_it_exists(api: Api) -> None:
+async def test_other_keys_get_404_on_operator_routes(api: Api) -> None:
     ids = {
         "tenant_id": await tenant_of(api), "key_id": "k", "run_id": await api.new_run(ALICE),
         "pool_id": POOL.id, "worker_id": "w0",
@@ -67,12 +67,13 @@ async def test_to_other_keys_none_of_it_exists(api: Api) -> None:
     ]
     assert len(routes) > 15
     for method, path in routes:
-        api.services.failures = FailureCounter()  # each is a guess, of which a minute takes ten
+        # each attempt counts as a guess, and ten per minute are allowed
+        api.services.failures = FailureCounter()
         answer = await raw(api, method, path, {"limits": {"ops": 1}}, ALICE)
         assert (answer.status_code, answer.json()["detail"]) == (404, "Not Found"), path
 
 
-async def test_a_limit_holds_at_once_in_a_second_process_and_goes_back(
+async def test_a_limit_applies_at_once_in_a_second_process_and_can_be_reset(
     api: Api, empty_redis: EmbeddedRedis
 ) -> None:
     tenant = await tenant_of(api)
@@ -97,7 +98,7 @@ async def test_a_limit_holds_at_once_in_a_second_process_and_goes_back(
         await until_true(is_taken)
 
 
-async def test_every_quota_can_be_set_and_what_no_quota_allows_is_refused_by_name(api: Api) -> None:
+async def test_every_quota_can_be_set_and_an_invalid_one_is_named(api: Api) -> None:
     tenant = await tenant_of(api)
     own = dict.fromkeys(type(api.services.settings.quotas).model_fields, 7)
     shown = await ask(api, "PATCH", f"tenants/{tenant}", {"limits": own, "weight": 2.5})
@@ -125,7 +126,7 @@ async def test_every_quota_can_be_set_and_what_no_quota_allows_is_refused_by_nam
         assert (await raw(api, "PATCH", f"tenants/{foreign}", {})).status_code == 404
 
 
-async def test_a_pause_is_read_by_its_clients_and_ends(api: Api) -> None:
+async def test_a_pause_is_shown_to_its_clients_and_ends(api: Api) -> None:
     tenant = await tenant_of(api)
     run, bobs, sampler = await api.new_run(), await api.new_run(BOB), await api.new_sampler()
     with stand_in(api.services) as worker:
@@ -159,7 +160,7 @@ async def test_a_pause_is_read_by_its_clients_and_ends(api: Api) -> None:
             assert poll.status_code == 200
 
 
-async def test_a_run_is_held_back_and_ended_through_its_tenant_alone(api: Api) -> None:
+async def test_a_run_can_be_paused_and_closed_only_through_its_tenant(api: Api) -> None:
     tenant, other, run = await tenant_of(api), await tenant_of(api, BOB), await api.new_run()
     for act in ("pause", "resume", "close"):
         body: dict[str, str] | None = {} if act == "pause" else None
@@ -180,7 +181,7 @@ async def test_a_run_is_held_back_and_ended_through_its_tenant_alone(api: Api) -
     assert long.json()["detail"] == "reason: String should have at most 200 characters."
 
 
-async def test_a_key_is_shown_once_expires_is_listed_with_its_last_use_and_is_revoked(
+async def test_a_key_is_shown_once_expires_is_listed_and_is_revoked(
     api: Api,
 ) -> None:
     made = await ask(api, "POST", "tenants", {"name": HOSTILE, "days": 2})
@@ -234,7 +235,7 @@ async def test_a_viewer_reads_and_changes_nothing(api: Api) -> None:
     assert (await api.post("forward_backward", pass_body(run, 1))).status_code == 200
 
 
-async def test_the_audit_log_names_the_key_of_every_act_page_by_page(api: Api) -> None:
+async def test_the_audit_log_names_the_key_of_every_action_page_by_page(api: Api) -> None:
     tenant, run = await tenant_of(api), await api.new_run()
     session = {"project_id": "p"}
     headers = {"X-API-Key": ALICE}
@@ -263,7 +264,7 @@ async def test_the_audit_log_names_the_key_of_every_act_page_by_page(api: Api) -
     assert [entry["event"] for entry in own] == ["project_assign", "tenant_weight", "run_close"]
 
 
-async def test_tenants_are_listed_by_name_page_by_page_and_found(api: Api) -> None:
+async def test_tenants_are_listed_by_name_page_by_page_and_searched(api: Api) -> None:
     for name in ("delta", "Charlie", HOSTILE):
         await ask(api, "POST", "tenants", {"name": name})
     first = await ask(api, "GET", "tenants?limit=2")
@@ -276,7 +277,7 @@ async def test_tenants_are_listed_by_name_page_by_page_and_found(api: Api) -> No
     assert OPERATOR["X-API-Key"] == ADMIN_KEY
 
 
-async def test_a_run_is_asked_to_move_and_what_can_not_be_is_refused_in_a_sentence(
+async def test_a_run_is_moved_and_an_impossible_move_is_rejected(
     api: Api,
 ) -> None:
     tenant, run, redis = await tenant_of(api), await api.new_run(ALICE), api.services.connection

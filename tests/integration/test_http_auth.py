@@ -1,4 +1,4 @@
-"""Tokens in place of API keys, and what a key can say and do about itself."""
+"""Tokens that replace API keys, and the operations of a key on itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def status_with(api: Api, key: str) -> int:
     return (await api.get("get_server_capabilities", key)).status_code
 
 
-async def test_a_token_is_its_keys_tenant(api: Api) -> None:
+async def test_a_token_belongs_to_the_tenant_of_its_key(api: Api) -> None:
     token = await token_of(api, ALICE)
     run = await api.new_run(token)
     assert (await api.post("get_info", {"model_id": run})).status_code == 200
@@ -58,7 +58,7 @@ async def test_a_key_of_either_kind_can_be_exchanged(api: Api) -> None:
         assert await status_with(api, await token_of(api, key)) == 200
 
 
-async def test_only_a_key_makes_tokens(api: Api) -> None:
+async def test_only_a_key_can_create_tokens(api: Api) -> None:
     token = await token_of(api, ALICE)
     for method in ("POST", "GET", "DELETE"):
         path = "auth/token" if method == "POST" else "auth/apikey/me"
@@ -71,7 +71,7 @@ async def test_only_a_key_makes_tokens(api: Api) -> None:
     assert (await api.post("auth/token", {}, "tml-wrong_x")).status_code == 401
 
 
-async def test_which_clients_are_told_to_exchange_their_key(api: Api) -> None:
+async def test_only_some_clients_are_asked_to_exchange_their_key(api: Api) -> None:
     async def told(key: str) -> bool:
         config: bool = (await api.post("client/config", {}, key)).json()["pjwt_auth_enabled"]
         return config
@@ -80,7 +80,7 @@ async def test_which_clients_are_told_to_exchange_their_key(api: Api) -> None:
     assert [await told(k) for k in (ALICE, key, await token_of(api, key))] == [False, True, False]
 
 
-async def test_all_clients_can_be_told_to_exchange_their_key(empty_redis: EmbeddedRedis) -> None:
+async def test_all_clients_can_be_asked_to_exchange_their_key(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, jwt_auth="always") as api:
         config = await api.post("client/config", {}, ALICE)
         assert config.json()["pjwt_auth_enabled"]
@@ -88,7 +88,7 @@ async def test_all_clients_can_be_told_to_exchange_their_key(empty_redis: Embedd
         assert not with_token.json()["pjwt_auth_enabled"]
 
 
-async def test_an_expired_token_asks_for_a_new_one_however_often_it_is_shown(api: Api) -> None:
+async def test_an_expired_token_always_requests_a_new_one(api: Api) -> None:
     key = await api.services.tenants.key(ALICE)
     whose = Token(key.tenant, key.id, key.name)
     expired = api.services.signer.make_token(whose, time.time() - TOKEN_LIFE_S - 1)
@@ -100,7 +100,7 @@ async def test_an_expired_token_asks_for_a_new_one_however_often_it_is_shown(api
 
 
 @pytest.mark.parametrize("wrong", ["secret", "none", "algorithm", "claims", "noise"])
-async def test_a_forged_token_opens_nothing_and_is_counted(api: Api, wrong: str) -> None:
+async def test_a_forged_token_is_rejected_and_counted(api: Api, wrong: str) -> None:
     key = await api.services.tenants.key(ALICE)
     now = int(time.time())
     claims = {"sub": key.tenant, "jti": key.id, "name": "", "iat": now, "exp": now + 60}
@@ -118,7 +118,7 @@ async def test_a_forged_token_opens_nothing_and_is_counted(api: Api, wrong: str)
     assert await status_with(api, good) == 200
 
 
-async def test_a_token_ends_with_its_key_within_five_seconds(
+async def test_a_token_expires_within_five_seconds_of_its_key(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = await api.services.tenants.issue("carol")
@@ -133,7 +133,7 @@ async def test_a_token_ends_with_its_key_within_five_seconds(
     assert await status_with(api, key) == 401
 
 
-async def test_a_token_ends_with_a_key_that_expires(api: Api) -> None:
+async def test_a_token_expires_with_its_key(api: Api) -> None:
     key = await api.services.tenants.issue("carol", not_after=time.time() + 3_600)
     record = await api.services.tenants.key(key)
     token = await token_of(api, key)
@@ -144,7 +144,7 @@ async def test_a_token_ends_with_a_key_that_expires(api: Api) -> None:
     assert await status_with(api, api.services.signer.make_token(whose, time.time())) == 401
 
 
-async def test_the_sdk_gets_a_new_token_when_its_own_is_taken_no_more(api: Api) -> None:
+async def test_the_sdk_gets_a_new_token_when_its_own_is_rejected(api: Api) -> None:
     key = await api.services.tenants.key(ALICE)
     foreign = Signer((b"x" * 32,)).make_token(Token(key.tenant, key.id, ""), time.time())
     exchanges = iter([foreign, await token_of(api, ALICE)])
@@ -160,12 +160,12 @@ async def test_the_sdk_gets_a_new_token_when_its_own_is_taken_no_more(api: Api) 
     assert next(exchanges, None) is None
 
 
-async def test_a_token_of_a_key_that_never_was_opens_nothing(api: Api) -> None:
+async def test_a_token_of_an_unknown_key_is_rejected(api: Api) -> None:
     token = api.services.signer.make_token(Token(TenantId("t-x"), "nobody", ""), time.time())
     assert await status_with(api, token) == 401
 
 
-async def test_a_key_says_what_it_is(api: Api) -> None:
+async def test_a_key_returns_its_own_description(api: Api) -> None:
     key = await api.services.tenants.issue("carol's laptop")
     answer = (await api.get("auth/apikey/me", key)).json()
     record = await api.services.tenants.key(key)
@@ -180,7 +180,7 @@ async def test_a_key_says_what_it_is(api: Api) -> None:
     }
 
 
-async def test_a_key_revokes_itself_and_no_other(api: Api) -> None:
+async def test_a_key_can_revoke_only_itself(api: Api) -> None:
     tenants = api.services.tenants
     key = await tenants.issue("carol")
     tenant = (await tenants.authenticate(key)).id
@@ -192,7 +192,7 @@ async def test_a_key_revokes_itself_and_no_other(api: Api) -> None:
     assert [entry["event"] for entry in entries] == ["apikey_revoke"]
 
 
-async def test_a_key_of_the_servers_settings_cannot_be_revoked_by_its_holder(api: Api) -> None:
+async def test_a_key_in_the_servers_settings_cannot_revoke_itself(api: Api) -> None:
     assert await delete_me(api, ALICE) == 403
     assert await status_with(api, ALICE) == 200
 
@@ -202,7 +202,7 @@ async def delete_me(api: Api, key: str) -> int:
     return answer.status_code
 
 
-async def test_a_poll_with_an_unknown_key_is_refused_and_counts_as_one_failure(api: Api) -> None:
+async def test_a_poll_with_an_unknown_key_is_rejected_and_counted_once(api: Api) -> None:
     statuses = [
         (await api.post("retrieve_future", {"request_id": "x"}, "tml-nobody")).status_code
         for _ in range(FAILURES_PER_MINUTE + 1)

@@ -1,4 +1,4 @@
-"""What one tenant sends, another does not notice: attacks on a whole API, counted."""
+"""Resource attacks of one tenant on a whole API: other tenants are not affected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
         yield opened
 
 
-async def test_small_json_of_ten_million_lists_is_refused_with_its_limit(api: Api) -> None:
+async def test_small_json_of_ten_million_lists_is_rejected_with_its_limit(api: Api) -> None:
     for path, limit in (("forward", 262_144), ("asample", 262_144), ("create_session", 20_000)):
         answer = await api.post(path, content=deflated_json_body(900_000), headers=JSON | ZSTD)
         assert answer.status_code == 413
@@ -47,24 +47,24 @@ async def test_small_json_of_ten_million_lists_is_refused_with_its_limit(api: Ap
     assert answer.status_code == 413
 
 
-async def test_a_pass_of_four_million_empty_datums_takes_its_place_and_fails(api: Api) -> None:
+async def test_a_pass_of_four_million_empty_datums_takes_its_seq_and_fails(api: Api) -> None:
     run = await api.new_run()
     head = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=1).SerializeToString()
     body = zstandard.compress(head + b"\x1a\x00" * 4_000_000)
     answer = await api.post("forward_backward", content=body, headers=PROTOBUF | ZSTD)
     assert answer.status_code == 200, answer.text
-    # It is in the run's order: the next one is taken as the next.
+    # It keeps its seq, so the next request is accepted as the next one.
     assert (await api.post("forward_backward", pass_body(run, 2))).status_code == 200
 
 
-async def test_a_pass_for_nobody_is_refused(api: Api) -> None:
+async def test_a_pass_without_a_run_is_rejected(api: Api) -> None:
     answer = await api.post(
         "forward_backward", content=empty_datums_body(), headers=PROTOBUF | ZSTD
     )
     assert answer.status_code == 404
 
 
-async def test_more_ids_than_any_sdk_sends_are_refused_by_their_field(api: Api) -> None:
+async def test_more_ids_than_any_sdk_sends_are_rejected_by_field(api: Api) -> None:
     sampler = await api.new_sampler()
     ids = [f"{sampler}:{seq}" for seq in range(MAX_RETRIEVED + 1)]
     target = {"type": "sampling_session", "sampling_session_id": sampler}
@@ -78,10 +78,10 @@ async def test_more_ids_than_any_sdk_sends_are_refused_by_their_field(api: Api) 
     ).is_success
 
 
-async def test_others_ask_redis_between_the_ids_of_twelve_retrieves(
+async def test_other_commands_run_between_the_ids_of_twelve_retrieves(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve at once had Redis serve nobody else for 5.8 s: now a batch of commands holds one script."""
+    """Twelve at once had blocked Redis for 5.8 s; now a batch of commands contains one script."""
     sampler = await api.new_sampler()
     ids = [f"{sampler}:{seq}" for seq in range(1_000)]
     target = {"type": "sampling_session", "sampling_session_id": sampler}
@@ -104,12 +104,13 @@ async def test_others_ask_redis_between_the_ids_of_twelve_retrieves(
         assert (await api.post("create_session", {}, BOB)).is_success
         sessions += 1
     assert all([(await retrieve).is_success for retrieve in retrieves])
-    # 12 scripts of a thousand ids each came in one batch; with it went what others had asked.
+    # The 12 scripts of a thousand ids each had come in one batch, together with the requests of
+    # other tenants.
     assert ACKNOWLEDGED_AT_ONCE <= max_ids <= 2 * ACKNOWLEDGED_AT_ONCE
     assert sessions > 5
 
 
-async def test_a_tenant_has_so_many_requests_open_and_its_neighbour_its_own(api: Api) -> None:
+async def test_open_requests_are_limited_per_tenant(api: Api) -> None:
     api.services.tenant_connections = TenantConnections(most=2)
     half = b'{"a":'
 
@@ -134,7 +135,7 @@ async def test_a_tenant_has_so_many_requests_open_and_its_neighbour_its_own(api:
     assert (await api.post("telemetry", {}, ALICE)).is_success
 
 
-async def test_a_tenant_has_turns_of_its_own_once_its_key_has_opened_it(api: Api) -> None:
+async def test_a_tenant_has_its_own_queue_once_its_key_is_known(api: Api) -> None:
     wrong = "tml-none_0123456789abcdef"
     heads = [f"GET / HTTP/1.1\r\nx-api-key: {key}\r\n\r\n".encode() for key in (ALICE, wrong)]
     find = api.services.credentials.tenant_of
@@ -144,16 +145,16 @@ async def test_a_tenant_has_turns_of_its_own_once_its_key_has_opened_it(api: Api
     assert [find(head) for head in heads] == [(await tenant_of(api)).id, None]
 
 
-async def test_thirty_three_million_fields_that_name_no_run_are_refused(api: Api) -> None:
-    """6 KB held one of two threads for half a minute."""
+async def test_thirty_three_million_fields_without_a_run_are_rejected(api: Api) -> None:
+    """6 KB had blocked one of two threads for half a minute."""
     body = empty_fields_body()
     assert len(body) < 8_000
     answer = await api.post("forward_backward", content=body, headers=PROTOBUF | ZSTD)
     assert answer.status_code == 400
-    assert answer.json()["detail"].startswith("model_id: a request of more than 32768 fields")
+    assert answer.json()["detail"].startswith("model_id must come before the first datum")
 
 
-async def test_a_pass_that_takes_too_long_to_read_takes_its_place_and_fails(api: Api) -> None:
+async def test_a_pass_that_takes_too_long_to_parse_takes_its_seq_and_fails(api: Api) -> None:
     run = await api.new_run()
     parser = api.services.parser
     parser._idle = deque([ChildProcess(max_cpu_s=0.05)])
@@ -170,7 +171,7 @@ async def test_a_pass_that_takes_too_long_to_read_takes_its_place_and_fails(api:
     assert kinds == [b"rejected", b"forward_backward"]
 
 
-async def test_a_pass_of_many_datums_is_read_in_a_process_and_accepted(api: Api) -> None:
+async def test_a_pass_of_many_datums_is_parsed_in_a_process_and_accepted(api: Api) -> None:
     run = await api.new_run()
     body = tiny_datums_body(run, 2_500)
     answer = await api.post("forward_backward", content=body, headers=PROTOBUF | ZSTD)
@@ -178,10 +179,10 @@ async def test_a_pass_of_many_datums_is_read_in_a_process_and_accepted(api: Api)
     assert any(child.pid for child in api.services.parser._children)
 
 
-async def test_numbers_that_are_wrong_in_millions_of_ways_are_refused_at_the_first(
+async def test_millions_of_invalid_numbers_are_rejected_at_the_first(
     api: Api,
 ) -> None:
-    """Each was described: 14 GB and two minutes."""
+    """A description of each error took 14 GB and two minutes."""
     chunks = zstandard.compress(b'{"prompt": {"chunks": [' + b"1," * 100_000 + b"1]}}")
     for path, body in (
         ("/oai/api/v1/completions", wrong_numbers_body(100_000)),

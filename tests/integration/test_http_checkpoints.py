@@ -46,9 +46,7 @@ def worker(api: Api) -> Iterator[StandIn]:
 
 
 @pytest.mark.parametrize("kind", SAVES)
-async def test_a_save_answers_with_the_path_of_its_kind(
-    api: Api, worker: StandIn, kind: str
-) -> None:
+async def test_a_save_returns_the_path_of_its_kind(api: Api, worker: StandIn, kind: str) -> None:
     run = await api.new_run()
     answer = await save(api, worker, run, 1, kind)
     assert (answer["path"], answer["type"]) == (f"tinker://{run}/{kind}/a", SAVES[kind])
@@ -60,7 +58,7 @@ async def test_a_training_save_without_a_name_gets_one(api: Api, worker: StandIn
     assert answer["path"] == f"tinker://{run}/weights/000001"
 
 
-async def test_a_save_sent_again_is_the_same_request(api: Api, worker: StandIn) -> None:
+async def test_a_repeated_save_is_the_same_request(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     body = {"model_id": run, "seq_id": 1, "path": "a"}
     first, again = [(await api.post("save_weights", body)).json() for _ in range(2)]
@@ -72,7 +70,7 @@ async def test_a_save_sent_again_is_the_same_request(api: Api, worker: StandIn) 
     assert other.json()["code"] == "seq_conflict"
 
 
-async def test_a_name_that_is_taken_stays_unless_it_may_be_overwritten(
+async def test_a_taken_name_is_kept_unless_overwriting_is_allowed(
     api: Api, worker: StandIn
 ) -> None:
     run = await api.new_run()
@@ -85,7 +83,7 @@ async def test_a_name_that_is_taken_stays_unless_it_may_be_overwritten(
     assert "path" in await save(api, worker, run, 3, overwrite=True)
 
 
-async def test_a_wrong_save_fails_in_its_place_and_the_run_goes_on(
+async def test_an_invalid_save_fails_at_its_seq_and_the_run_continues(
     api: Api, worker: StandIn
 ) -> None:
     run = await api.new_run()
@@ -96,7 +94,9 @@ async def test_a_wrong_save_fails_in_its_place_and_the_run_goes_on(
     refused = await save(
         api, worker, run, 2, "external_weights", age_encryption_recipients=recipients
     )
-    assert refused["error"].startswith("age_encryption_recipients[0]: not an age X25519 recipient")
+    assert refused["error"].startswith(
+        "age_encryption_recipients[0] is neither an age X25519 recipient"
+    )
     good = [str(pyrage.x25519.Identity.generate().to_public())]
     kept = await save(api, worker, run, 3, "external_weights", age_encryption_recipients=good)
     assert kept["path"] == f"tinker://{run}/external_weights/a"
@@ -109,7 +109,7 @@ async def test_a_wrong_save_fails_in_its_place_and_the_run_goes_on(
         ({"checkpoint_bytes": 1_000}, "1000 bytes"),
     ],
 )
-async def test_over_the_quota_a_save_fails_and_works_again_once_something_is_deleted(
+async def test_a_save_over_the_quota_fails_until_space_is_freed(
     empty_redis: EmbeddedRedis, limits: dict[str, Any], limit: str
 ) -> None:
     async with running_api(empty_redis.url, quotas=limits) as api:
@@ -134,7 +134,7 @@ async def test_over_the_quota_a_save_fails_and_works_again_once_something_is_del
 # ---- Keep ----------------------------------------------------------------------------------------
 
 
-async def test_a_deleted_checkpoint_is_gone_and_its_name_free(api: Api, worker: StandIn) -> None:
+async def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1))["path"]
     assert (await change(api, "DELETE", path)).status_code == 204
@@ -156,7 +156,7 @@ async def test_a_checkpoint_with_the_name_of_a_route_can_be_deleted(
         assert (await info(api, path)).status_code == 404
 
 
-async def test_how_long_a_checkpoint_is_kept_can_be_changed(api: Api, worker: StandIn) -> None:
+async def test_the_lifetime_of_a_checkpoint_can_be_changed(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1))["path"]
     tenant = (await tenant_of(api)).id
@@ -174,7 +174,7 @@ async def test_how_long_a_checkpoint_is_kept_can_be_changed(api: Api, worker: St
         assert (await change(api, "PUT", path, "/ttl", json=body)).status_code == status
 
 
-async def test_what_is_done_to_checkpoints_is_noted(api: Api, worker: StandIn) -> None:
+async def test_checkpoint_operations_are_audited(api: Api, worker: StandIn) -> None:
     path = (await save(api, worker, await api.new_run(), 1))["path"]
     await change(api, "PUT", path, "/ttl", json={"ttl_seconds": HOUR_S})
     await change(api, "POST", path, "/publish")
@@ -194,7 +194,7 @@ async def test_what_is_done_to_checkpoints_is_noted(api: Api, worker: StandIn) -
 
 
 async def events(api: Api, key: str) -> list[str]:
-    """Name what was noted about a tenant, oldest first."""
+    """Return the audited actions of a tenant, oldest first."""
     day = time.strftime("%Y-%m-%d", time.gmtime())
     entries = (await api.get(f"audit?day={day}", key)).json()["entries"]
     return [entry["event"] for entry in entries]
@@ -204,7 +204,7 @@ async def events(api: Api, key: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", SAVES)
-async def test_a_copy_is_of_the_same_kind_in_a_run_that_cannot_be_trained_on(
+async def test_a_copy_keeps_its_kind_and_its_run_cannot_be_trained(
     api: Api, worker: StandIn, kind: str
 ) -> None:
     run = await api.new_run()
@@ -221,9 +221,7 @@ async def test_a_copy_is_of_the_same_kind_in_a_run_that_cannot_be_trained_on(
         assert (await start(api, copied, optimizer=False)).status_code == 200
 
 
-async def test_a_copy_repeated_with_its_key_is_one_whatever_became_of_its_source(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_copy_repeated_with_its_key_is_the_same_copy(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1))["path"]
     headers = {"X-Idempotency-Key": "abc"}
@@ -237,7 +235,7 @@ async def test_a_copy_repeated_with_its_key_is_one_whatever_became_of_its_source
     assert (await copy(api, other, headers=headers)).json()["code"] == "seq_conflict"
 
 
-async def test_the_same_key_of_two_tenants_makes_two_copies(api: Api, worker: StandIn) -> None:
+async def test_equal_keys_of_two_tenants_make_two_copies(api: Api, worker: StandIn) -> None:
     path = (await save(api, worker, await api.new_run(), 1))["path"]
     await change(api, "POST", path, "/publish")
     headers = {"X-Idempotency-Key": "abc"}
@@ -245,7 +243,7 @@ async def test_the_same_key_of_two_tenants_makes_two_copies(api: Api, worker: St
     assert copies[0]["tinker_path"] != copies[1]["tinker_path"]
 
 
-async def test_a_copy_goes_to_a_place_in_a_session(api: Api, worker: StandIn) -> None:
+async def test_a_copy_is_placed_in_a_session(api: Api, worker: StandIn) -> None:
     path = (await save(api, worker, await api.new_run(), 1))["path"]
     session = (await api.post("create_session", {})).json()["session_id"]
     slot = {"session_id": session, "model_seq_id": 5, "ttl_seconds": HOUR_S}
@@ -257,7 +255,7 @@ async def test_a_copy_goes_to_a_place_in_a_session(api: Api, worker: StandIn) ->
     assert record.expires_at is not None
 
 
-async def test_a_copy_of_anothers_checkpoint_needs_leave(api: Api, worker: StandIn) -> None:
+async def test_a_copy_of_a_foreign_checkpoint_needs_permission(api: Api, worker: StandIn) -> None:
     path = (await save(api, worker, await api.new_run(), 1))["path"]
     assert (await copy(api, path, BOB)).status_code == 404
     token = {"X-Tinker-Weights-Access-Token": ALICE}
@@ -267,7 +265,7 @@ async def test_a_copy_of_anothers_checkpoint_needs_leave(api: Api, worker: Stand
     assert (await info(api, copied.json()["tinker_path"])).status_code == 404
 
 
-async def test_a_copy_that_cannot_be_leaves_nothing_behind(api: Api, worker: StandIn) -> None:
+async def test_an_invalid_copy_leaves_nothing(api: Api, worker: StandIn) -> None:
     path = (await save(api, worker, await api.new_run(), 1))["path"]
     before = (await api.get("sessions")).json()
     assert (await copy(api, path + "b")).status_code == 404
@@ -277,7 +275,7 @@ async def test_a_copy_that_cannot_be_leaves_nothing_behind(api: Api, worker: Sta
     assert [run["user_metadata"] for run in runs] == [{"copied_from": path}]
 
 
-async def test_a_copy_must_go_somewhere(api: Api, worker: StandIn) -> None:
+async def test_a_copy_needs_a_target(api: Api, worker: StandIn) -> None:
     path = (await save(api, worker, await api.new_run(), 1))["path"]
     for body in ({}, {"session_id": "s"}, {"model_seq_id": 1}):
         answer = await api.post("copy_weights", {"source_path": path, **body})
@@ -303,7 +301,7 @@ CHANGES = [
 ]
 
 
-async def test_no_name_leads_anywhere_else(api: Api, worker: StandIn) -> None:
+async def test_names_cannot_lead_to_other_paths(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1))["path"]
     for name, kind in product(
@@ -321,7 +319,7 @@ async def test_no_name_leads_anywhere_else(api: Api, worker: StandIn) -> None:
 
 
 async def ask_raw(api: Api, method: str, target: str) -> tuple[int, str]:
-    """Send a target as it stands: HTTP clients tidy it up. The status, and what was said."""
+    """Send an unmodified target, which HTTP clients would normalize. Return status and message."""
     messages: list[Any] = []
     scope = {
         "type": "http",
@@ -355,7 +353,7 @@ NO_PATHS = [
 ]  # fmt: skip
 
 
-async def test_a_bare_name_is_no_id_and_is_told_what_one_is(api: Api) -> None:
+async def test_a_bare_name_is_rejected_with_the_format_of_an_id(api: Api) -> None:
     run = await api.new_run()
     at = f"/api/v1/training_runs/{run}/checkpoints"
     for method, path in (
@@ -371,7 +369,7 @@ async def test_a_bare_name_is_no_id_and_is_told_what_one_is(api: Api) -> None:
     assert wrong_method.status_code == 405
 
 
-async def test_what_is_no_path_is_malformed_everywhere(api: Api, worker: StandIn) -> None:
+async def test_an_invalid_path_is_rejected_on_every_route(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     await save(api, worker, run, 1)
     for seq, wrong in enumerate(NO_PATHS, 2):

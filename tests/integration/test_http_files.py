@@ -1,4 +1,4 @@
-"""Downloads over HTTP: links without a key, to the files of one checkpoint, for a while."""
+"""Downloads over HTTP: temporary links without a key to the files of one checkpoint."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def worker(api: Api) -> Iterator[StandIn]:
 
 @pytest.fixture
 def folder(api: Api) -> Path:
-    """Write what a worker would have written for every save of the stand-in."""
+    """Write the files of a worker for every save of the stand-in."""
     digest = FILES[0]
     folder = api.services.settings.data_dir / "weights" / digest[:2] / digest
     folder.mkdir(parents=True)
@@ -64,7 +64,7 @@ def folder(api: Api) -> Path:
 async def save(
     api: Api, worker: StandIn, kind: str = "external_weights", **fields: Any
 ) -> tuple[str, str]:
-    """Save as `a`; the checkpoint's URL and its weights."""
+    """Save as `a`. Return the checkpoint's URL and its weights."""
     run = fields.pop("run", None) or await api.new_run()
     body = {"model_id": run, "seq_id": 1, "path": "a", **fields}
     future = (await api.post(SAVES[kind], body)).json()
@@ -81,7 +81,7 @@ async def urls_of(api: Api, checkpoint: str, key: str = ALICE) -> dict[str, str]
 
 
 async def fetch(api: Api, url: str, **headers: str) -> httpx.Response:
-    """Fetch as `urllib` does: without a key."""
+    """Fetch without a key, as `urllib` does."""
     return await api.http.get(url, headers=headers)
 
 
@@ -104,7 +104,7 @@ async def test_every_file_of_a_checkpoint_can_be_fetched_without_a_key(
         assert name in answer.headers["content-disposition"]
 
 
-async def test_a_tenants_downloads_wait_for_its_own_alone(
+async def test_downloads_of_a_tenant_wait_only_for_its_own(
     api: Api, worker: StandIn, folder: Path
 ) -> None:
     api.services.downloads = TenantSlots(at_once=1)
@@ -122,11 +122,11 @@ async def test_a_tenants_downloads_wait_for_its_own_alone(
     await api.http.delete(f"/api/v1/{checkpoint}", headers={"X-API-Key": ALICE})
     assert (await fetch(api, url)).status_code == 404
     async with api.services.downloads.of(tenant):
-        pass  # a download that was refused holds nothing
+        pass  # a rejected download holds no resources
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-async def test_a_damaged_file_is_not_sent_alone_nor_in_an_archive(
+async def test_a_damaged_file_is_never_sent(
     api: Api, worker: StandIn, folder: Path, name: str
 ) -> None:
     checkpoint, _ = await save(api, worker, "weights")
@@ -150,7 +150,7 @@ async def test_a_damaged_file_is_not_sent_alone_nor_in_an_archive(
 
 
 @pytest.mark.parametrize("left", [None, "", "adapter_model.safetensors"])
-async def test_files_that_cannot_be_checked_are_not_sent_and_their_sums_are_named(
+async def test_files_without_valid_sums_are_not_sent_and_the_sums_are_named(
     api: Api, worker: StandIn, folder: Path, left: str | None
 ) -> None:
     checkpoint, _ = await save(api, worker, "weights")
@@ -174,7 +174,7 @@ async def test_files_that_cannot_be_checked_are_not_sent_and_their_sums_are_name
     assert (await fetch(api, archive)).status_code == 200
 
 
-async def test_an_interrupted_download_goes_on(api: Api, worker: StandIn, folder: Path) -> None:
+async def test_an_interrupted_download_resumes(api: Api, worker: StandIn, folder: Path) -> None:
     checkpoint, _ = await save(api, worker)
     url = (await urls_of(api, checkpoint))["adapter_model.safetensors"]
     answer = await fetch(api, url, range="bytes=6990-")
@@ -184,7 +184,7 @@ async def test_an_interrupted_download_goes_on(api: Api, worker: StandIn, folder
     )
 
 
-async def test_our_client_goes_on_with_what_an_earlier_process_left(
+async def test_our_client_resumes_the_download_of_an_earlier_process(
     api: Api, worker: StandIn, folder: Path, tmp_path: Path
 ) -> None:
     checkpoint, _ = await save(api, worker)
@@ -200,14 +200,14 @@ async def test_our_client_goes_on_with_what_an_earlier_process_left(
     assert (tmp_path / name).read_bytes() == CONTENTS[name]
 
 
-async def test_links_say_until_when_they_hold(api: Api, worker: StandIn, folder: Path) -> None:
+async def test_links_contain_their_expiry(api: Api, worker: StandIn, folder: Path) -> None:
     checkpoint, _ = await save(api, worker)
     answer = (await api.get(f"{checkpoint}/external_weights_urls")).json()
     left_s = (datetime.fromisoformat(answer["expires"]) - datetime.now(UTC)).total_seconds()
     assert LINK_LIFE_S - 60 < left_s <= LINK_LIFE_S
 
 
-async def test_an_encrypted_checkpoint_gives_encrypted_files_only(
+async def test_an_encrypted_checkpoint_serves_only_encrypted_files(
     api: Api, worker: StandIn, folder: Path
 ) -> None:
     reader = str(pyrage.x25519.Identity.generate().to_public())
@@ -256,9 +256,7 @@ def unpack(answer: httpx.Response) -> dict[str, bytes]:
         return {name: file.read() for name, file in files.items() if file}
 
 
-async def test_a_link_that_was_tampered_with_opens_nothing(
-    api: Api, worker: StandIn, folder: Path
-) -> None:
+async def test_a_modified_link_is_rejected(api: Api, worker: StandIn, folder: Path) -> None:
     checkpoint, _ = await save(api, worker)
     urls = await urls_of(api, checkpoint)
     url = urls["adapter_config.json"]
@@ -283,7 +281,7 @@ async def test_a_link_that_was_tampered_with_opens_nothing(
     assert (await fetch(api, url)).status_code == 200
 
 
-async def test_an_expired_link_and_one_of_another_server_open_nothing(
+async def test_expired_and_foreign_links_are_rejected(
     api: Api, worker: StandIn, folder: Path
 ) -> None:
     _, ref = await save(api, worker)
@@ -313,7 +311,7 @@ async def bob(api: Api) -> Any:
     return (await api.services.tenants.authenticate(BOB)).id
 
 
-async def test_a_link_ends_with_what_it_leads_to(api: Api, worker: StandIn, folder: Path) -> None:
+async def test_a_link_ends_with_its_checkpoint(api: Api, worker: StandIn, folder: Path) -> None:
     run = await api.new_run()
     checkpoint, _ = await save(api, worker, run=run)
     old = (await urls_of(api, checkpoint))["adapter_config.json"]
@@ -325,7 +323,7 @@ async def test_a_link_ends_with_what_it_leads_to(api: Api, worker: StandIn, fold
     assert said(await fetch(api, new)) == GONE
 
 
-async def test_a_link_of_a_reader_ends_when_the_checkpoint_is_published_no_more(
+async def test_a_readers_link_ends_when_the_checkpoint_is_unpublished(
     api: Api, worker: StandIn, folder: Path
 ) -> None:
     checkpoint, _ = await save(api, worker)
@@ -337,9 +335,7 @@ async def test_a_link_of_a_reader_ends_when_the_checkpoint_is_published_no_more(
     assert said(await fetch(api, url)) == GONE
 
 
-async def test_no_link_in_the_file_system_is_followed(
-    api: Api, worker: StandIn, folder: Path
-) -> None:
+async def test_symbolic_links_are_not_followed(api: Api, worker: StandIn, folder: Path) -> None:
     checkpoint, _ = await save(api, worker)
     secret = api.services.settings.data_dir / "secret"
     secret.write_bytes(b"secret")
@@ -351,7 +347,7 @@ async def test_no_link_in_the_file_system_is_followed(
     assert said(await fetch(api, location)) == GONE
 
 
-async def test_links_lead_where_the_client_reaches_the_server(
+async def test_links_use_the_address_by_which_the_client_reached_the_server(
     empty_redis: EmbeddedRedis,
 ) -> None:
     public = {"public_url": "https://gpu.example/cotrain/"}

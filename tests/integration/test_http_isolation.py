@@ -1,4 +1,4 @@
-"""No tenant reaches another's things: every route that takes an id, found in the OpenAPI itself."""
+"""Isolation of tenants: every route of the OpenAPI that takes an id, asked for a foreign id."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
 
 API = "/api/v1/"
-#: Says the same whatever it is asked to stop.
+#: Returns the same answer for every request.
 SILENT = f"{API}cancel_future"
-#: Searches in what is one's own.
+#: Searches the caller's own sessions.
 SEARCH = f"{API}sessions/search"
-#: Is accepted in its place of a run's order, and fails when its turn comes.
+#: Is accepted at its seq, and fails when it runs.
 LATER = (f"{API}mint/forward_backward_reverse_kl", "reference_model_path")
 
 
 class Pair:
-    """Alice, who has things; Bob, who has things; and the worker that made them."""
+    """Alice and Bob, who both have objects, and the worker that made them."""
 
     def __init__(self, api: Api, worker: StandIn, alice: Any, bob: Any) -> None:
         self.api = api
@@ -69,7 +69,7 @@ async def alice_and_bob(url: str) -> AsyncIterator[Pair]:
 
 
 async def make_things(api: Api, worker: StandIn, key: str) -> dict[str, Any]:
-    """Make a run with a checkpoint `a`, and a sampler with a request; their ids."""
+    """Make a run with a checkpoint `a`, and a sampler with a request. Return their ids."""
     run, sampler = await api.new_run(key), await api.new_sampler(key)
     await api.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"}, key)
     await worker.run_log()
@@ -77,7 +77,7 @@ async def make_things(api: Api, worker: StandIn, key: str) -> dict[str, Any]:
     return ids_of(run, sampler, f"{sampler}:0")
 
 
-def test_every_field_that_looks_like_an_id_is_asked_about(tmp_path: Path) -> None:
+def test_every_field_that_looks_like_an_id_is_tested(tmp_path: Path) -> None:
     settings = ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path)
     openapi = create_app(settings).openapi()
     assert unasked_fields(openapi) == set()
@@ -93,18 +93,18 @@ async def test_a_foreign_id_and_an_unknown_id_get_the_same_404(empty_redis: Embe
             assert not any(name in str(foreign) for name in strings(pair.alice)), question.name
 
 
-async def test_the_same_question_about_ones_own_is_answered(empty_redis: EmbeddedRedis) -> None:
+async def test_the_same_request_for_own_objects_is_answered(empty_redis: EmbeddedRedis) -> None:
     async with alice_and_bob(empty_redis.url) as pair:
         for question in questions_of(pair.api.app.openapi()):
             answer = await pair.bob_asks(question, pair.bob)
-            # 408: nothing yet. 400: the stand-in's model has no tokenizer to chat with.
+            # 408: pending. 400: the stand-in's model has no tokenizer for chats.
             assert answer.status_code < 400 or answer.status_code in usual(question), (
                 question.name, answer.text,
             )  # fmt: skip
 
 
 async def outcome(pair: Pair, question: Question, about: Any) -> tuple[int, Any]:
-    """Ask as Bob; the status, and what was said, or what the request came to in its turn."""
+    """Send a request as Bob. Return status and message, or the final result of the request."""
     answer = await pair.bob_asks(question, about)
     if (question.path, question.field) == LATER:
         await pair.worker.run_log()
@@ -148,7 +148,7 @@ async def test_a_foreign_request_changes_nothing_for_its_owner(empty_redis: Embe
 
 
 @pytest.mark.parametrize("key", ["", "tml-nobody_x", "tml-alice_secret-of-bob", "sk-x", "Bearer"])
-async def test_without_a_good_key_every_route_is_closed_before_its_body_is_read(
+async def test_without_a_valid_key_every_route_is_closed_before_the_body_is_read(
     empty_redis: EmbeddedRedis, key: str
 ) -> None:
     async with running_api(empty_redis.url) as api:
@@ -159,7 +159,7 @@ async def test_without_a_good_key_every_route_is_closed_before_its_body_is_read(
             assert answer.status_code in {401, 429}, question.name
 
 
-async def test_an_address_with_many_wrong_keys_is_slowed_and_a_right_key_still_works(
+async def test_an_address_with_wrong_keys_is_throttled_but_a_right_key_works(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url) as api:
@@ -168,7 +168,7 @@ async def test_an_address_with_many_wrong_keys_is_slowed_and_a_right_key_still_w
         assert (await api.post("client/config", {})).status_code == 200
 
 
-async def test_a_tenant_sees_its_own_queue_and_nobody_elses(empty_redis: EmbeddedRedis) -> None:
+async def test_a_tenant_sees_only_its_own_queue(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         run = await api.new_run()
         await api.post("forward_backward", pass_body(run, 1))
@@ -182,7 +182,7 @@ async def test_a_tenant_sees_its_own_queue_and_nobody_elses(empty_redis: Embedde
         assert everything["pools"][0]["samples"]["waiting"] == 1
 
 
-async def test_the_operator_sees_names_of_tenants_beside_their_ids(
+async def test_the_operator_sees_tenant_names_next_to_ids(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url) as api:
@@ -203,7 +203,7 @@ async def test_the_operator_sees_names_of_tenants_beside_their_ids(
 @pytest.mark.parametrize(
     ("address", "headers", "settings", "code"),
     [
-        # What a proxy on this host passes on that adds no header looks like this.
+        # Requests through a proxy on this host that adds no header look like this.
         ("127.0.0.1", {}, {}, 404),
         ("127.0.0.1", {"host": "127.0.0.1:8000"}, {"admin_key": None}, 404),
         ("::1", {"host": "localhost"}, {"admin_key": None}, 404),
@@ -215,7 +215,7 @@ async def test_the_operator_sees_names_of_tenants_beside_their_ids(
         ("127.0.0.1", {"x-api-key": ADMIN_KEY}, {"admin_key": "another-key-of-ours"}, 404),
     ],
 )
-async def test_metrics_are_for_the_operator(
+async def test_metrics_are_only_for_the_operator(
     empty_redis: EmbeddedRedis,
     address: str,
     headers: dict[str, str],
@@ -228,7 +228,7 @@ async def test_metrics_are_for_the_operator(
         assert ("redis" in whole) == (code == 200)
 
 
-async def test_without_a_key_of_the_settings_that_of_the_data_folder_is_the_operators(
+async def test_without_a_key_in_the_settings_the_key_file_opens_operator_routes(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, "192.0.2.1", admin_key=None) as api:
@@ -239,7 +239,7 @@ async def test_without_a_key_of_the_settings_that_of_the_data_folder_is_the_oper
         assert (await api.http.get("/metrics", headers={"X-API-Key": key})).status_code == 200
 
 
-async def test_the_admin_key_cannot_be_guessed_for_long(empty_redis: EmbeddedRedis) -> None:
+async def test_guessing_the_admin_key_is_throttled(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, "192.0.2.1") as api:
         guesses = [
             (await api.http.get("/metrics", headers={"X-API-Key": f"{number}"})).status_code

@@ -1,4 +1,4 @@
-"""mint's extensions over HTTP and a real Redis: what is accepted, in which place, and what is not."""
+"""mint's extensions over HTTP and a real Redis: accepted requests, their seq, and rejections."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def mix(api: Api, paths: list[str], coefficients: list[float], **more: Any
 
 
 async def logged(api: Api, run: str) -> dict[int, QueuedOp]:
-    """Read the ops that wait or were done in a run, by place."""
+    """Return the pending and finished ops of a run, by seq."""
     rows = await api.services.connection.hgetall(run_keys.ops(POOL.id, RunId(run)))
     return {int(seq): QueuedOp.parse(RunId(run), int(seq), op.decode()) for seq, op in rows.items()}
 
@@ -58,7 +58,7 @@ async def body_of(api: Api, run: str, seq: int) -> bytes:
 
 
 async def saved(api: Api, worker: StandIn, run: str, kind: str = "", **more: Any) -> str:
-    """Save a run's weights; their path."""
+    """Save a run's weights. Return their path."""
     key = more.pop("key", ALICE)
     endpoint = f"save_weights{kind}"
     body = {"model_id": run, "seq_id": 1, "path": "a", **more}
@@ -74,7 +74,7 @@ async def result(api: Api, answer: httpx.Response, key: str = ALICE) -> Any:
     return (await api.post("retrieve_future", answer.json(), key)).json()
 
 
-async def test_without_a_number_it_takes_the_place_behind_all_that_was_sent(api: Api) -> None:
+async def test_without_a_number_a_request_follows_all_requests_sent_before(api: Api) -> None:
     run = await api.new_run()
     await api.post("forward_backward", pass_body(run, 1))
     answer = await pull(api, run)
@@ -90,7 +90,7 @@ async def test_without_a_number_it_takes_the_place_behind_all_that_was_sent(api:
     }
 
 
-async def test_with_a_number_it_takes_that_place(api: Api) -> None:
+async def test_with_a_number_a_request_takes_that_seq(api: Api) -> None:
     run = await api.new_run()
     one, again = await pull(api, run, seq_id=3), await pull(api, run, seq_id=3)
 
@@ -116,7 +116,9 @@ async def test_the_base_model_is_a_reference_without_weights(api: Api) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "_for_sampler"])
-async def test_a_checkpoint_is_a_reference_that_stays(api: Api, worker: StandIn, kind: str) -> None:
+async def test_a_checkpoint_used_as_a_reference_is_kept(
+    api: Api, worker: StandIn, kind: str
+) -> None:
     teacher, run = await api.new_run(), await api.new_run()
     path = await saved(api, worker, teacher, kind)
     await pull(api, run, reference_model_path=path)
@@ -127,7 +129,7 @@ async def test_a_checkpoint_is_a_reference_that_stays(api: Api, worker: StandIn,
     assert any(f"{run}:1" in user.decode() for user in users)
 
 
-async def test_a_published_checkpoint_is_a_reference_for_everybody(
+async def test_a_published_checkpoint_is_a_reference_for_every_tenant(
     api: Api, worker: StandIn
 ) -> None:
     teacher, run = await api.new_run(), await api.new_run(BOB)
@@ -158,7 +160,7 @@ async def test_a_published_checkpoint_is_a_reference_for_everybody(
         ("", "reference_model_path: "),
     ],
 )
-async def test_a_bad_reference_takes_its_place_and_fails(
+async def test_an_invalid_reference_takes_its_seq_and_fails(
     api: Api, worker: StandIn, path: str | None, message: str
 ) -> None:
     run = await api.new_run()
@@ -171,7 +173,7 @@ async def test_a_bad_reference_takes_its_place_and_fails(
     assert message in failure["error"]
 
 
-async def test_files_for_download_are_no_reference(api: Api, worker: StandIn) -> None:
+async def test_an_exported_checkpoint_cannot_be_a_reference(api: Api, worker: StandIn) -> None:
     teacher, run = await api.new_run(), await api.new_run()
     path = await saved(api, worker, teacher, "_external")
     answer = await pull(api, run, reference_model_path=path)
@@ -181,16 +183,16 @@ async def test_files_for_download_are_no_reference(api: Api, worker: StandIn) ->
 
 
 @pytest.mark.parametrize("body", [{}, {"model_id": 3}, {"model_id": "x", "seq_id": "y"}])
-async def test_a_reverse_kl_of_nobody_is_refused(api: Api, body: dict[str, Any]) -> None:
+async def test_a_reverse_kl_without_a_run_is_rejected(api: Api, body: dict[str, Any]) -> None:
     assert (await api.post(KL, body)).status_code == 400
 
 
-async def test_a_foreign_run_is_not_there(api: Api) -> None:
+async def test_a_foreign_run_is_not_found(api: Api) -> None:
     run = await api.new_run()
     assert (await pull(api, run, key=BOB)).status_code == 404
 
 
-async def test_an_interpolation_is_a_run_of_its_own(api: Api, worker: StandIn) -> None:
+async def test_an_interpolation_is_a_new_run(api: Api, worker: StandIn) -> None:
     runs = [await api.new_run(rank=rank) for rank in (4, 8)]
     paths = [await saved(api, worker, run) for run in runs]
     answer = await mix(api, paths, [0.25, 0.75], output_path="ema")
@@ -214,7 +216,7 @@ async def test_an_interpolation_is_a_run_of_its_own(api: Api, worker: StandIn) -
     assert info["lora_rank"] == load.lora.rank
 
 
-async def test_the_same_source_may_come_twice(api: Api, worker: StandIn) -> None:
+async def test_the_same_source_may_appear_twice(api: Api, worker: StandIn) -> None:
     path = await saved(api, worker, await api.new_run())
     answer = await mix(api, [path, path], [0.5, -0.5])
     await worker.run_log()
@@ -236,7 +238,7 @@ async def test_the_same_source_may_come_twice(api: Api, worker: StandIn) -> None
         ({"source_paths": ["x"]}, 400),
     ],
 )
-async def test_a_bad_interpolation_is_refused_at_once(
+async def test_an_invalid_interpolation_is_rejected_at_once(
     api: Api, worker: StandIn, changes: dict[str, Any], status: int
 ) -> None:
     path = await saved(api, worker, await api.new_run())
@@ -248,7 +250,7 @@ async def test_a_bad_interpolation_is_refused_at_once(
     assert len(await api.services.connection.keys("cotrain:run:*:train:0")) == 1
 
 
-async def test_ranks_that_add_up_to_too_much_are_refused(api: Api, worker: StandIn) -> None:
+async def test_a_sum_of_ranks_over_the_limit_is_rejected(api: Api, worker: StandIn) -> None:
     path = await saved(api, worker, await api.new_run())  # of a worker whose adapters have rank 4
     most = POOL.max_rank // 4
 
@@ -262,13 +264,15 @@ async def test_ranks_that_add_up_to_too_much_are_refused(api: Api, worker: Stand
     assert (await mix(api, [path] * most, [0.1] * most)).status_code == 200
 
 
-async def test_no_interpolation_of_what_is_anothers(api: Api, worker: StandIn) -> None:
+async def test_a_foreign_checkpoint_cannot_be_interpolated(api: Api, worker: StandIn) -> None:
     path = await saved(api, worker, await api.new_run())
 
     assert (await mix(api, [path], [1.0], key=BOB)).status_code == 404
 
 
-async def test_over_the_quota_of_checkpoints_nothing_is_mixed(empty_redis: EmbeddedRedis) -> None:
+async def test_over_the_checkpoint_quota_interpolations_are_rejected(
+    empty_redis: EmbeddedRedis,
+) -> None:
     async with running_api(empty_redis.url, quotas={"checkpoints": 1}) as api:
         with stand_in(api.services) as worker:
             path = await saved(api, worker, await api.new_run())
@@ -278,7 +282,7 @@ async def test_over_the_quota_of_checkpoints_nothing_is_mixed(empty_redis: Embed
     assert answer.json()["detail"].startswith("Checkpoint storage quota reached (1 checkpoints).")
 
 
-async def test_a_queue_with_room_for_half_of_an_interpolation_leaves_no_run(
+async def test_a_queue_with_space_for_half_an_interpolation_leaves_no_run(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, quotas={"ops": 2}) as api:
@@ -293,7 +297,7 @@ async def test_a_queue_with_room_for_half_of_an_interpolation_leaves_no_run(
             assert (await mix(api, [path], [1.0])).status_code == 200
 
 
-async def test_a_large_request_is_read(api: Api) -> None:
+async def test_a_large_request_is_accepted(api: Api) -> None:
     run = await api.new_run()
     body = kl_body(run, data=kl_body(run)["data"] * 2_000)
     assert len(json.dumps(body)) > 300_000

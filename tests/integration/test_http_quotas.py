@@ -1,4 +1,4 @@
-"""What a tenant reads that has too much: 429, how long to wait, and what to do about it."""
+"""Answers to a tenant over its quota: 429, the time to wait, and a remedy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.stand_in import stand_in
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str]:
-    """Take a refusal apart; one without Retry-After is none."""
+    """Return error code and message of a rejection, and check its Retry-After."""
     assert float(answer.headers["Retry-After"]) > 0
     return answer.status_code, answer.json()["code"]
 
 
 async def forget_samplers(api: Api) -> None:
-    """Let all samplers have ended by themselves."""
+    """Expire all samplers."""
     redis = api.services.connection
     for samplers in await redis.keys("cotrain:tenant:*:samplers"):
         for sampler in await redis.zrange(samplers, 0, -1):
@@ -28,12 +28,12 @@ async def forget_samplers(api: Api) -> None:
 
 
 async def unread_bytes(api: Api) -> list[Any]:
-    """Ask for what was never fetched, as two tenants and as the operator."""
+    """Return the unread bytes as seen by two tenants and by the operator."""
     keys: list[dict[str, str]] = [{"X-API-Key": ALICE}, {"X-API-Key": BOB}, OPERATOR]
     return [(await api.http.get("/status", headers=key)).json()["unread_bytes"] for key in keys]
 
 
-async def test_sessions_over_the_quota_are_refused_until_one_is_finished(
+async def test_sessions_over_the_quota_are_rejected_until_one_is_finished(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, quotas={"sessions": 2}) as api:
@@ -46,7 +46,7 @@ async def test_sessions_over_the_quota_are_refused_until_one_is_finished(
         assert (await api.post("create_session", {})).status_code == 200
 
 
-async def test_runs_that_would_hold_too_much_are_refused_by_all_that_makes_one_and_shown(
+async def test_runs_over_the_byte_quota_are_rejected_on_every_route(
     empty_redis: EmbeddedRedis,
 ) -> None:
     weight = 3 * 16 * 4 * 100  # of a run of rank 4
@@ -89,7 +89,7 @@ async def test_runs_that_would_hold_too_much_are_refused_by_all_that_makes_one_a
         )
 
 
-async def test_samplers_over_the_quota_are_refused_and_a_repeat_is_not(
+async def test_samplers_over_the_quota_are_rejected_but_a_repeat_is_not(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, quotas={"samplers": 1}) as api:
@@ -103,7 +103,7 @@ async def test_samplers_over_the_quota_are_refused_and_a_repeat_is_not(
         assert again.json() == first.json()
 
 
-async def test_a_save_without_a_name_waits_for_room_for_its_sampler_and_a_repeat_does_not(
+async def test_an_unnamed_save_waits_for_its_sampler_quota_but_a_repeat_does_not(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, quotas={"samplers": 1}) as api:
@@ -114,7 +114,7 @@ async def test_a_save_without_a_name_waits_for_room_for_its_sampler_and_a_repeat
             assert (await api.post("save_weights_for_sampler", unnamed)).json() == first.json()
             another = {"model_id": run, "seq_id": 2, "sampling_session_seq_id": 1}
             over = await api.post("save_weights_for_sampler", another)
-            assert refusal(over) == (429, "sampler_quota_reached")  # the first waits, and counts
+            assert refusal(over) == (429, "sampler_quota_reached")  # the pending first one counts
             await worker.run_log()
             over = await api.post("save_weights_for_sampler", another)
             assert refusal(over) == (429, "sampler_quota_reached")
@@ -126,7 +126,7 @@ async def test_a_save_without_a_name_waits_for_room_for_its_sampler_and_a_repeat
             assert (await api.post("save_weights_for_sampler", another)).status_code == 200
 
 
-async def test_who_fetches_nothing_is_told_to_and_can_go_on_after_it(
+async def test_a_tenant_with_unread_results_is_told_to_fetch_and_can_continue(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, quotas={"unread_bytes": 60}) as api:
@@ -144,19 +144,19 @@ async def test_who_fetches_nothing_is_told_to_and_can_go_on_after_it(
             for request in (f"{run}:0", accepted.json()["request_id"]):
                 read = await api.post("retrieve_future", {"request_id": request})
                 assert read.status_code == 200
-            await api.services.futures._deliveries.flush()  # it does so every now and then
+            await api.services.futures._deliveries.flush()  # otherwise it does so periodically
             assert await unread_bytes(api) == [0, 0, {}]
             assert (await api.post("forward_backward", pass_body(run, 2))).status_code == 200
 
 
 async def records_kept(api: Api) -> dict[str, int]:
-    """Read what is counted of each tenant's records."""
+    """Return the number of counted records of each tenant."""
     redis = api.services.connection
     keys = await redis.keys("cotrain:tenant:*:record_bytes")
     return {key.decode(): int(await redis.get(key)) for key in keys}
 
 
-async def test_sessions_and_runs_that_have_ended_count_for_ever_and_repeats_do_not(
+async def test_ended_sessions_and_runs_count_permanently_and_repeats_do_not(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, quotas={"record_bytes": 5_000}) as api:
@@ -184,7 +184,7 @@ async def test_sessions_and_runs_that_have_ended_count_for_ever_and_repeats_do_n
         assert (await api.post("create_session", {}, BOB)).status_code == 200
 
 
-async def test_a_run_over_the_quota_of_records_is_refused_in_a_session_that_lives(
+async def test_a_run_over_the_record_quota_is_rejected_in_a_live_session(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, quotas={"record_bytes": 1_500}) as api:
@@ -200,7 +200,7 @@ async def test_a_run_over_the_quota_of_records_is_refused_in_a_session_that_live
     [{"user_metadata": {"a": "x" * 70_000}}, {"tags": ["x" * 1_000] * 70}],
     ids=["metadata", "tags"],
 )
-async def test_a_session_is_no_place_for_large_notes(
+async def test_large_metadata_of_a_session_is_rejected(
     empty_redis: EmbeddedRedis, notes: dict[str, Any]
 ) -> None:
     async with running_api(empty_redis.url) as api:
@@ -211,7 +211,7 @@ async def test_a_session_is_no_place_for_large_notes(
         assert too_long.status_code == 422
 
 
-async def test_without_memory_nothing_that_is_kept_is_made(
+async def test_without_memory_no_permanent_object_is_created(
     empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_api(empty_redis.url) as api:
@@ -227,7 +227,7 @@ async def test_without_memory_nothing_that_is_kept_is_made(
             assert refusal(await api.post(path, body)) == (429, "store_full")
 
 
-async def test_in_a_crowded_memory_a_tenant_may_leave_less_unread(
+async def test_low_memory_lowers_the_limit_of_unread_results(
     empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cotrain_store.disk.capacity._ASK_MEMORY_EVERY_S", 0.0)

@@ -1,4 +1,5 @@
-"""No key changes or reads what its role does not allow: every operation, asked by every kind of caller.
+"""Roles: no key changes or reads more than its role allows. Every operation is sent by every kind
+of caller.
 
 A new route without a request in `tests/support/operations.py` fails these tests.
 """
@@ -38,37 +39,38 @@ from tests.support.stand_in import stand_in
 from tests.support.ui import log_in
 
 SECRET, URL = "only-for-alice", "https://hooks.invalid/of-alice"
-#: What changes whatever the role of a key: its last use, the audit log, leases of processes, logouts.
+#: Keys that change for any role: last uses of keys, the audit log, leases of processes, logouts.
 NOT_OF_TENANTS = re.compile(
     f"{tenant_keys.key_uses()}|cotrain:audit.*|cotrain:webhooks:(lease|epoch)|cotrain:scheduler:lease"
     f"|{tenant_keys.ended_session('.*')}"
 )
-#: What pages draw of a cycle, which the worker of these tests leaves out.
+#: Fields of a cycle that the pages draw; the worker of these tests leaves them out.
 CYCLE = {
     "cycle": 1, "worker": "w0", "planned_at": 1.0, "started_at": 2.0, "duration_ms": 10.0, "tokens": 3,
     "padded_tokens": 4, "forwards": 1, "wave_ms": 5.0, "sampling_ms": 0.0, "optim_ms": 1.0,
     "outcome": "ok",
 }  # fmt: skip
-#: Answered without a key, and the same to everybody.
+#: Operations without a key, with the same answer for every caller.
 PUBLIC = {
     "GET /", "GET /ui/static/{name:path}", "GET /ui/login", "POST /ui/login", "POST /ui/logout",
     "GET /healthz", "GET /api/v1/healthz", "GET /readyz",
 }  # fmt: skip
-#: By a link that was given to its tenant; the others show a forged one.
+#: Operations with a link of its tenant; the other callers present a forged one.
 LINKED = {"GET /api/v1/files/{token}/{file}", "GET /api/v1/traces/{token}"}
-#: Names nothing of Alice's: a stranger's makes a run of its own, in the queue that all share.
+#: An operation that names no object of Alice's: another tenant's call makes its own run, in the
+#: common queue.
 OF_ONES_OWN = "POST /api/v1/checkpoints/upload"
-#: Valid requests about things that a worker without an engine does not leave, and why they are refused.
+#: Valid requests that fail without an engine, and their status.
 REFUSED_TO_MEMBERS = {
     "GET /readyz": 503,  # no scheduler
-    "GET /ui/static/{name:path}": 404,  # none of this name
+    "GET /ui/static/{name:path}": 404,  # no file of this name
     "GET /api/v1/files/{token}/{file}": 404,  # no files
     "GET /api/v1/traces/{token}": 403,  # the link is one to an archive
     "GET /api/v1/tokenizers": 400,  # no tokenizer
     "POST /oai/api/v1/completions": 400,
     "POST /oai/api/v1/chat/completions": 400,
     "POST /anthropic/api/v1/messages": 400,
-    OF_ONES_OWN: 503,  # queued, and no engine to wait for
+    OF_ONES_OWN: 503,  # queued, without an engine that would run it
     f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/move": 404,  # no other worker
     "POST /ui/tenants/{tenant_id}/runs/{run_id}/move": 404,
     "POST /ui/workers/{pool_id}/{worker_id}/move": 404,
@@ -76,7 +78,7 @@ REFUSED_TO_MEMBERS = {
     **{f"{method} {CHECKPOINT}": 405 for method in ("GET", "POST", "PUT")},
     "POST /ui/login": 403,  # a wrong key, without the cookie of the form
 }
-#: Paths with a route that only explains what is wrong with them, for any method.
+#: Paths with a route that only explains an error, for any method.
 EXPLAINED = {"/api/v1/training_runs/{run_id}/checkpoints/{name}": 400}
 
 
@@ -87,7 +89,7 @@ def no_upload_waits_for_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Caller:
-    """Somebody who asks: by a key or token at the API, by a cookie at the pages."""
+    """Caller with a key or token for the API, or a cookie for the pages."""
 
     headers: Mapping[str, str]
     cookie: str = ""
@@ -100,7 +102,7 @@ class Caller:
         return await send(api.http, operation, things, headers, self.csrf)
 
 
-def test_every_operation_of_the_openapi_is_asked() -> None:
+def test_every_operation_of_the_openapi_is_sent() -> None:
     from fastapi.openapi.utils import get_openapi
 
     from cotrain_server.app import ROUTES
@@ -118,7 +120,8 @@ def test_every_operation_of_the_openapi_is_asked() -> None:
 
 
 async def make_things(api: Api) -> Things:
-    """Give Alice a run with a checkpoint, a sampler with results and requests, and a webhook."""
+    """Make objects of Alice: a run with a checkpoint, a sampler with results and requests, and a
+    webhook."""
     tenant = await api.services.tenants.authenticate(ALICE)
     opened = await api.post("create_session", {"user_metadata": {"note": SECRET}})
     session = opened.json()["session_id"]
@@ -170,14 +173,14 @@ async def caller_of(api: Api, key: str) -> Caller:
 
 @asynccontextmanager
 async def fresh_api(url: str) -> AsyncIterator[Api]:
-    """Run the API as another process would; no wrong key slows the next."""
+    """Run the API as a new process, so that earlier wrong keys do not throttle it."""
     async with running_api(url, long_poll_s=0.0) as api:
         api.services.failures = FailureCounter(itertools.count(0, 61).__next__)
         yield api
 
 
 def state_of(redis: SyncConnection) -> dict[str, bytes]:
-    """Read every key with its value, without NOT_OF_TENANTS."""
+    """Return every key with its value, without NOT_OF_TENANTS."""
     names = sorted(name.decode() for name in redis.scan_iter(count=10_000))
     kept = [name for name in names if not NOT_OF_TENANTS.fullmatch(name)]
     pipeline = redis.pipeline(transaction=False)
@@ -195,7 +198,7 @@ def sessions_of(redis: SyncConnection, tenant: TenantId) -> set[str]:
 
 
 def is_served(operation: Operation, answer: httpx.Response) -> bool:
-    """Tell whether an answer is what a member, or the operator, is given."""
+    """Return True if an answer is the one for a member or the operator."""
     refused = REFUSED_TO_MEMBERS.get(operation.name, EXPLAINED.get(operation.path))
     return answer.status_code == refused if refused else answer.status_code < 400
 
@@ -204,7 +207,7 @@ def is_read(operation: Operation, things: Things) -> bool:
     return operation.method == "GET" or bool(READING_POSTS.fullmatch(path_of(operation, things)))
 
 
-async def test_a_viewer_reads_all_and_changes_nothing(
+async def test_a_viewer_reads_everything_and_changes_nothing(
     empty_redis: EmbeddedRedis, redis: SyncConnection
 ) -> None:
     async with fresh_api(empty_redis.url) as api:
@@ -231,11 +234,11 @@ async def test_a_viewer_reads_all_and_changes_nothing(
 
 
 def is_hidden(operation: Operation, things: Things) -> bool:
-    """Tell whether an operation does not exist to a tenant; forms look at the role first."""
+    """Return True if an operation does not exist for a tenant; forms check the role first."""
     return operation.is_of_operator and (not operation.is_page or is_read(operation, things))
 
 
-async def test_other_keys_and_none_change_nothing_and_are_told_nothing(
+async def test_callers_without_permission_change_and_read_nothing(
     empty_redis: EmbeddedRedis, redis: SyncConnection
 ) -> None:
     async with fresh_api(empty_redis.url) as api:
@@ -270,10 +273,10 @@ async def test_other_keys_and_none_change_nothing_and_are_told_nothing(
 
 
 @pytest.mark.parametrize("is_operator", [False, True])
-async def test_every_request_here_is_served_to_who_may_send_it(
+async def test_every_request_here_succeeds_for_a_permitted_caller(
     empty_redis: EmbeddedRedis, is_operator: bool
 ) -> None:
-    """Or a refusal would prove nothing about roles."""
+    """Otherwise a rejection would prove nothing about roles."""
     async with fresh_api(empty_redis.url) as api:
         things = await make_things(api)
         tenant = TenantId(things.ids["tenant_id"])

@@ -1,4 +1,4 @@
-"""Sampling over HTTP and a real Redis: samplers, what is accepted and refused, results."""
+"""Sampling over HTTP and a real Redis: samplers, accepted and rejected requests, results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def new_session(api: Api, key: str = ALICE) -> str:
 
 
 async def save(api: Api, worker: StandIn, run: str, seq: int, **fields: Any) -> dict[str, Any]:
-    """Save and run what was queued; what the save answers."""
+    """Save and run the queued ops. Return the answer of the save."""
     body = {"model_id": run, "seq_id": seq, "kind": "snapshot", **fields}
     future = (await api.post("save_weights_for_sampler", body)).json()
     await worker.run_log()
@@ -67,7 +67,7 @@ async def test_a_sampler_of_a_base_model_needs_no_training(api: Api) -> None:
     }
 
 
-async def test_a_sampler_made_twice_is_one_and_another_one_needs_another_number(
+async def test_a_repeated_sampler_is_the_same_and_a_new_one_needs_a_new_number(
     api: Api, worker: StandIn
 ) -> None:
     run = await api.new_run()
@@ -79,7 +79,7 @@ async def test_a_sampler_made_twice_is_one_and_another_one_needs_another_number(
     assert (refused.status_code, refused.json()["code"]) == (400, "seq_conflict")
 
 
-async def test_a_sampler_made_again_after_its_name_moved_keeps_its_weights(
+async def test_a_repeated_sampler_keeps_its_weights_after_its_name_moved(
     api: Api, worker: StandIn
 ) -> None:
     run = await api.new_run()
@@ -123,7 +123,7 @@ async def test_a_sampler_made_again_after_its_name_moved_keeps_its_weights(
         ({"model_path": "tinker://s:train:0/weights/a"}, 404, "Checkpoint not found."),
     ],
 )
-async def test_a_sampler_of_what_is_not_there_is_refused_in_words(
+async def test_a_sampler_of_missing_weights_is_rejected_with_a_reason(
     api: Api, source: dict[str, str], code: int, message: str
 ) -> None:
     body = {"session_id": await new_session(api), "sampling_session_seq_id": 0, **source}
@@ -131,9 +131,7 @@ async def test_a_sampler_of_what_is_not_there_is_refused_in_words(
     assert (answer.status_code, answer.json()["detail"]) == (code, message)
 
 
-async def test_weights_saved_under_a_name_are_sampled_from_by_their_path(
-    api: Api, worker: StandIn
-) -> None:
+async def test_named_weights_are_sampled_by_their_path(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     saved = await save(api, worker, run, 1, path="step-1")
     assert saved == {
@@ -147,7 +145,7 @@ async def test_weights_saved_under_a_name_are_sampled_from_by_their_path(
     assert [claimed.weights for claimed in worker.claim()] == [f"{run}:1"]
 
 
-async def test_a_name_that_is_given_again_moves_and_older_samplers_stay(
+async def test_a_reused_name_moves_and_older_samplers_keep_their_weights(
     api: Api, worker: StandIn
 ) -> None:
     run = await api.new_run()
@@ -161,7 +159,7 @@ async def test_a_name_that_is_given_again_moves_and_older_samplers_stay(
     assert weights == {before: f"{run}:1", after: f"{run}:2"}
 
 
-async def test_a_save_without_a_name_is_a_sampler_at_once(api: Api, worker: StandIn) -> None:
+async def test_an_unnamed_save_is_a_sampler_at_once(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     saved = await save(api, worker, run, 1, sampling_session_seq_id=5)
     sampler = f"{run.partition(':')[0]}:sample:5"
@@ -175,7 +173,7 @@ async def test_a_save_without_a_name_is_a_sampler_at_once(api: Api, worker: Stan
     assert [claimed.weights for claimed in worker.claim()] == [f"{run}:1"]
 
 
-async def test_a_save_whose_answer_was_lost_is_sent_again_under_another_number(
+async def test_a_save_after_a_lost_answer_is_repeated_under_another_number(
     api: Api, worker: StandIn
 ) -> None:
     run = await api.new_run()
@@ -188,7 +186,7 @@ async def test_a_save_whose_answer_was_lost_is_sent_again_under_another_number(
     assert saved["sampling_session_id"] == f"{run.partition(':')[0]}:sample:5"
 
 
-async def test_nobody_samples_from_anothers_weights(api: Api, worker: StandIn) -> None:
+async def test_foreign_weights_cannot_be_sampled(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1, path="a"))["path"]
     bobs = await api.new_run(BOB)
@@ -198,7 +196,7 @@ async def test_nobody_samples_from_anothers_weights(api: Api, worker: StandIn) -
     assert foreign.json()["detail"] == unknown.json()["detail"]
 
 
-async def test_a_sample_is_accepted_at_once_with_a_name_for_every_sequence(api: Api) -> None:
+async def test_a_sample_is_accepted_at_once_with_an_id_per_sequence(api: Api) -> None:
     sampler = await api.new_sampler()
     answer = await api.post("asample", sample_body(sampler, 7, num_samples=2))
     assert answer.json() == {
@@ -214,7 +212,7 @@ async def test_a_repeated_sample_is_the_same_and_runs_once(api: Api, worker: Sta
     assert len(worker.claim()) == 1
 
 
-async def test_the_same_number_with_another_prompt_is_refused_for_good(api: Api) -> None:
+async def test_a_used_number_with_another_prompt_is_rejected_permanently(api: Api) -> None:
     sampler = await api.new_sampler()
     await api.post("asample", sample_body(sampler, 0))
     answer = await api.post("asample", sample_body(sampler, 0, num_samples=2))
@@ -234,7 +232,7 @@ async def test_the_same_number_with_another_prompt_is_refused_for_good(api: Api)
         ({"sampling_params": {"temperature": "hot"}}, "sampling_params.temperature: "),
     ],
 )
-async def test_a_wrong_sample_is_refused_at_once_and_its_number_stays_free(
+async def test_an_invalid_sample_is_rejected_at_once_and_its_number_stays_free(
     api: Api, changes: dict[str, Any], message: str
 ) -> None:
     sampler = await api.new_sampler()
@@ -244,7 +242,7 @@ async def test_a_wrong_sample_is_refused_at_once_and_its_number_stays_free(
     assert (await api.post("asample", sample_body(sampler, 0))).status_code == 200
 
 
-async def test_over_the_quota_a_tenant_is_slowed_and_nobody_else(
+async def test_only_a_tenant_over_its_quota_is_throttled(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, quotas={"samples": 2}) as api:
@@ -261,7 +259,9 @@ async def test_over_the_quota_a_tenant_is_slowed_and_nobody_else(
             assert (await api.post("asample", sample_body(alices, 2))).status_code == 200
 
 
-async def test_a_result_is_pending_then_there_then_there_again(api: Api, worker: StandIn) -> None:
+async def test_a_result_is_pending_then_available_and_can_be_read_twice(
+    api: Api, worker: StandIn
+) -> None:
     sampler = await api.new_sampler()
     future = (await api.post("asample", sample_body(sampler, 0))).json()
     assert (await api.post("retrieve_future", future)).status_code == 408
@@ -287,7 +287,7 @@ async def test_older_clients_get_a_sample_as_json(api: Api, worker: StandIn) -> 
     }
 
 
-async def test_a_failed_sample_is_a_200_that_says_so(api: Api, worker: StandIn) -> None:
+async def test_a_failed_sample_is_a_200_with_an_error(api: Api, worker: StandIn) -> None:
     sampler = await api.new_sampler()
     future = (await api.post("asample", sample_body(sampler, 0))).json()
     worker.claim()
@@ -308,14 +308,14 @@ async def test_an_expired_result_is_answered_410_so_that_sdks_sample_again(
     assert (answer.status_code, answer.json()["code"]) == (410, "sample_expired")
 
 
-async def test_a_sample_that_never_was_is_not_found(api: Api) -> None:
+async def test_an_unknown_sample_is_not_found(api: Api) -> None:
     sampler = await api.new_sampler()
     for request in (f"{sampler}:9", f"{sampler}:x", f"{sampler}:", f"{sampler}:{'9' * 40}"):
         answer = await api.post("retrieve_future", {"request_id": request})
         assert answer.status_code in {404, 410}, request
 
 
-async def test_a_cancelled_sample_fails_before_anybody_runs_it(api: Api, worker: StandIn) -> None:
+async def test_a_cancelled_sample_fails_before_it_runs(api: Api, worker: StandIn) -> None:
     sampler = await api.new_sampler()
     future = (await api.post("asample", sample_body(sampler, 0))).json()
     assert (await api.post("cancel_future", future)).status_code == 204
@@ -324,7 +324,7 @@ async def test_a_cancelled_sample_fails_before_anybody_runs_it(api: Api, worker:
     assert worker.claim() == []
 
 
-async def test_the_worker_hears_of_a_sample_that_is_cancelled_while_it_runs(
+async def test_the_worker_is_notified_of_a_cancelled_running_sample(
     api: Api, worker: StandIn
 ) -> None:
     sampler = await api.new_sampler()
@@ -334,7 +334,9 @@ async def test_the_worker_hears_of_a_sample_that_is_cancelled_while_it_runs(
     assert worker.sampling.cancelled() == [f"{sampler}:0"]
 
 
-async def test_what_cannot_be_cancelled_is_left_alone(api: Api, worker: StandIn) -> None:
+async def test_cancelling_a_finished_or_unknown_request_has_no_effect(
+    api: Api, worker: StandIn
+) -> None:
     sampler = await api.new_sampler()
     run = await api.new_run()
     future = (await api.post("asample", sample_body(sampler, 0))).json()
@@ -349,7 +351,7 @@ async def test_what_cannot_be_cancelled_is_left_alone(api: Api, worker: StandIn)
     assert "sequences" in (await api.post("retrieve_future", future)).json()
 
 
-async def test_a_finished_session_takes_no_samples_and_keeps_its_results(
+async def test_a_finished_session_rejects_samples_and_keeps_its_results(
     api: Api, worker: StandIn
 ) -> None:
     sampler = await api.new_sampler()
@@ -365,7 +367,7 @@ async def test_a_finished_session_takes_no_samples_and_keeps_its_results(
     assert "sequences" in (await api.post("retrieve_future", future)).json()
 
 
-async def test_sdks_are_told_how_to_sample_here(empty_redis: EmbeddedRedis) -> None:
+async def test_sdks_receive_the_settings_for_sampling(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         config = (await api.post("client/config", {})).json()
         assert config["sample_use_retrieve_futures"] is True

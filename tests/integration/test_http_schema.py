@@ -1,4 +1,4 @@
-"""Fuzz every route of the OpenAPI over a real socket: whatever is sent, it is never our error."""
+"""Fuzz test of every route of the OpenAPI over a real socket: no request causes a server error."""
 
 from __future__ import annotations
 
@@ -45,15 +45,17 @@ CALL_BY_KIND = {
     "sampler_weights": "save_weights_for_sampler",
     "external_weights": "save_weights_external",
 }
-#: Well below what a server of HTTP/1.1 reads of a request line: past that it answers by itself.
+#: Well below the limit of the HTTP/1.1 server for a request line; above it, the server answers
+#: itself.
 LONGEST_QUERY = 16_000
-#: What ends something that others still ask for comes last, and the key at the very end.
+#: Operations that end an object used by others run last, and the deletion of the key at the very
+#: end.
 ENDINGS = ("POST /api/v1/unload_model", "POST /api/v1/sessions/{session_id}/finish", "DELETE")
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where the API is, and what it was started with."""
+    """Address and settings of the API."""
 
     address: str
     settings: ServerSettings
@@ -90,28 +92,31 @@ def server(
 
 @pytest.fixture(scope="module")
 def operations(server: Server) -> list[Any]:
-    """List what may be asked, what ends something last. It keeps how requests are drawn, which takes long to find."""
-    # /readyz says 503 with reason: there is neither scheduler nor worker here.
+    """List the operations, those that end an object last.
+
+    The list is kept, because the preparation of its requests takes long.
+    """
+    # /readyz correctly answers 503: there is neither scheduler nor worker here.
     api = schemathesis.openapi.from_url(f"{server.address}/openapi.json").exclude(path="/readyz")
     found = [operation.ok() for operation in api.get_all_operations() if isinstance(operation, Ok)]
     assert len(found) > 50
     return sorted(found, key=lambda operation: operation.label.startswith(ENDINGS))
 
 
-def test_no_request_that_may_be_sent_is_our_error(server: Server, operations: list[Any]) -> None:
+def test_no_valid_request_causes_a_server_error(server: Server, operations: list[Any]) -> None:
     answered = fuzz(server, operations, GenerationMode.POSITIVE, examples=12)
-    # What is asked for exists half of the time, and the other half must not be all there is.
+    # Half of the requests name existing objects, so a good part must be served.
     assert answered["served"] > answered["refused"] / 3
 
 
-def test_no_request_that_breaks_the_schema_is_our_error(
+def test_no_request_that_violates_the_schema_causes_a_server_error(
     server: Server, operations: list[Any]
 ) -> None:
     answered = fuzz(server, operations, GenerationMode.NEGATIVE, examples=5)
     assert answered["refused"] > answered["served"]
 
 
-def test_no_request_of_a_stranger_is_our_error(operations: list[Any]) -> None:
+def test_no_unauthenticated_request_causes_a_server_error(operations: list[Any]) -> None:
     for operation in operations:
 
         @settings(max_examples=2, suppress_health_check=list(HealthCheck))
@@ -127,7 +132,7 @@ def test_no_request_of_a_stranger_is_our_error(operations: list[Any]) -> None:
 def fuzz(
     server: Server, operations: list[Any], mode: GenerationMode, examples: int
 ) -> Counter[str]:
-    """Ask everything there is, in many ways; count what came of it."""
+    """Send requests of every operation in many variants. Count the outcomes."""
     real = make_ids(server)
     answered = Counter[str]()
     for operation in operations:
@@ -136,7 +141,7 @@ def fuzz(
         @given(case=operation.as_strategy(generation_mode=mode), asks_for_real=st.booleans())
         def ask(case: Any, asks_for_real: bool) -> None:
             assume(len(str(case.query)) < LONGEST_QUERY)
-            if asks_for_real:  # past the 404, where there is more to break
+            if asks_for_real:  # use existing objects, where more can fail than a 404
                 put_in(case, real)
             answer = case.call_and_validate(
                 headers={"X-API-Key": ALICE}, checks=CHECKS, timeout=PATIENCE_S
@@ -149,19 +154,19 @@ def fuzz(
 
 
 def can_be_wrong(operation: Any) -> bool:
-    """Tell whether a request can break the schema: not where anything goes."""
+    """Return True if a request can violate the schema, which is impossible if everything is valid."""
     return bool(operation.body or operation.query or operation.definition.raw.get("security"))
 
 
 def put_in(case: Any, real: dict[str, Any]) -> None:
-    """Put what exists in place of what was made up."""
+    """Replace made-up ids by existing ones."""
     for asked in (case.body, case.path_parameters, case.query):
         if isinstance(asked, dict):
             asked |= {name: real[name] for name in asked if name in real}
 
 
 def make_ids(server: Server) -> dict[str, Any]:
-    """Make one of everything there is to ask for; its names, by field and parameter."""
+    """Make one object of every kind. Return their ids, by field and parameter."""
     headers = {"X-API-Key": ALICE}
     base_url = f"{server.address}/api/v1"
     with httpx.Client(base_url=base_url, headers=headers, timeout=PATIENCE_S) as http:
@@ -200,7 +205,7 @@ def make_ids(server: Server) -> dict[str, Any]:
 
 
 async def run_log(server: Server) -> None:
-    """Let a worker commit what was queued."""
+    """Run a worker that commits the queued ops."""
     connection = open_connection(server.settings.redis_url)
     services = cast("Services", SimpleNamespace(settings=server.settings, connection=connection))
     with stand_in(services) as worker:
@@ -209,7 +214,7 @@ async def run_log(server: Server) -> None:
 
 
 def write_files(server: Server) -> None:
-    """Write what a worker would have written for every save of the stand-in."""
+    """Write the files of a worker for every save of the stand-in."""
     digest = FILES[0]
     folder = server.settings.data_dir / "weights" / digest[:2] / digest
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Whose tokenizer no hub has: the server hands it out."""
+"""Tokenizers that no hub has: the server serves them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_a_tokenizer_is_sent_as_its_worker_wrote_it(empty_redis: EmbeddedR
         assert json.loads(raw.content)["files"] == files
 
 
-async def test_who_asks_for_a_tokenizer_that_is_not_there_is_told(
+async def test_a_missing_tokenizer_is_reported(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url) as api:
@@ -47,7 +47,7 @@ async def test_who_asks_for_a_tokenizer_that_is_not_there_is_told(
 
 
 async def tokenizer_id(api: Api, base_model: str) -> str:
-    """Rename the base model, and ask what SDKs load its tokenizer by."""
+    """Rename the base model. Return the id from which SDKs load its tokenizer."""
     renamed = encode(replace(POOL, base_model=base_model))
     await api.services.connection.hset(fleet_keys.pools(), POOL.id, renamed)
     session = (await api.post("create_session", {})).json()["session_id"]
@@ -58,12 +58,12 @@ async def tokenizer_id(api: Api, base_model: str) -> str:
     return named
 
 
-async def test_on_this_host_sdks_are_led_to_the_folder_of_what_no_hub_can_have(
+async def test_on_this_host_sdks_get_the_folder_of_a_tokenizer_without_a_hub(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url) as api:
         data_dir: Path = api.services.settings.data_dir
-        assert await tokenizer_id(api, "mine") == "mine"  # nothing was written
+        assert await tokenizer_id(api, "mine") == "mine"  # no files were written
         write_language(data_dir)
         folder = str((data_dir / "tokenizers" / POOL.tokenizer).absolute())
         assert await tokenizer_id(api, "mine") == folder

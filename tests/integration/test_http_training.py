@@ -1,4 +1,4 @@
-"""The training path over HTTP and a real Redis: what is accepted, refused and answered."""
+"""Training over HTTP and a real Redis: accepted requests, rejections and results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
 
 
 async def finish(api: Api, request_id: str, result: Result) -> None:
-    """Do what a worker's commit does to a future."""
+    """Resolve a future, as a worker's commit does."""
     redis = api.services.connection
     await redis.set(result_keys.result(RequestId(request_id)), result.encode())
     await redis.publish(result_keys.notify_results(), request_id)
@@ -39,7 +39,7 @@ async def kinds(api: Api, run: RunId) -> dict[int, str]:
     return {int(seq): op.decode() for seq, op in raw.items()}
 
 
-async def test_a_request_is_accepted_at_once_and_its_id_says_its_place(api: Api) -> None:
+async def test_a_request_is_accepted_at_once_and_its_id_contains_its_seq(api: Api) -> None:
     run = await api.new_run()
     answer = await api.post("forward_backward", pass_body(run, 1))
     assert answer.status_code == 200
@@ -59,7 +59,7 @@ async def test_a_repeated_request_is_the_same_request(api: Api) -> None:
     assert len(await kinds(api, run)) == 2  # the creation, and this one
 
 
-async def test_what_comes_without_a_place_goes_behind_all_that_was_sent(api: Api) -> None:
+async def test_a_request_without_a_seq_follows_all_requests_sent_before(api: Api) -> None:
     run = await api.new_run()
     unplaced = {key: value for key, value in pass_body(run, 1).items() if key != "seq_id"}
     binary = read_json_pass(json.dumps(unplaced).encode(), forward_only=False).message
@@ -72,7 +72,8 @@ async def test_what_comes_without_a_place_goes_behind_all_that_was_sent(api: Api
         await api.post("forward_backward", pass_body(run, 1)),
         await api.post("forward_backward", unplaced),
         await api.http.post("/api/v1/optim_step", json=step, headers=key),
-        await api.http.post("/api/v1/optim_step", json=step, headers=key),  # once more, unheard
+        # repeated after a lost answer
+        await api.http.post("/api/v1/optim_step", json=step, headers=key),
         await api.post("forward_backward", pass_body(run, 2)),
         await api.http.post(
             "/api/v1/forward_backward",
@@ -96,7 +97,7 @@ async def test_what_comes_without_a_place_goes_behind_all_that_was_sent(api: Api
         assert "seq_id" in refused.json()["detail"]
 
 
-async def test_the_same_place_with_other_content_is_refused_for_good(api: Api) -> None:
+async def test_a_used_seq_with_other_content_is_rejected_permanently(api: Api) -> None:
     run = await api.new_run()
     await api.post("forward_backward", pass_body(run, 1))
     answer = await api.post("forward_backward", pass_body(run, 1, [7, 8]))
@@ -119,7 +120,7 @@ async def test_protobuf_plain_and_compressed_and_json_are_one_request(api: Api) 
     assert plain.json() == small.json() == as_json.json()
 
 
-async def test_a_wrong_request_takes_its_place_and_fails_through_its_future(api: Api) -> None:
+async def test_an_invalid_request_takes_its_seq_and_fails_through_its_future(api: Api) -> None:
     run = await api.new_run()
     answer = await api.post("forward_backward", pass_body(run, 1, [1, 512]))
     assert answer.status_code == 200
@@ -130,7 +131,7 @@ async def test_a_wrong_request_takes_its_place_and_fails_through_its_future(api:
     }
 
 
-async def test_a_body_that_breaks_the_schema_still_takes_its_place(api: Api) -> None:
+async def test_a_body_that_violates_the_schema_still_takes_its_seq(api: Api) -> None:
     run = await api.new_run()
     for path, seq in (("forward_backward", 1), ("forward", 2), ("optim_step", 3)):
         answer = await api.post(path, {"model_id": run, "seq_id": seq, "adam_params": "x"})
@@ -138,7 +139,7 @@ async def test_a_body_that_breaks_the_schema_still_takes_its_place(api: Api) -> 
     assert {0, 1, 2, 3} == set(await kinds(api, run))
 
 
-async def test_a_save_takes_its_place_in_the_order_good_or_bad(api: Api) -> None:
+async def test_a_save_takes_its_seq_valid_or_not(api: Api) -> None:
     run = await api.new_run()
     good = {"model_id": run, "seq_id": 1, "path": "step-1", "kind": "snapshot"}
     answer = await api.post("save_weights_for_sampler", good)
@@ -149,7 +150,7 @@ async def test_a_save_takes_its_place_in_the_order_good_or_bad(api: Api) -> None
     assert [found[seq].partition("|")[0] for seq in (1, 2)] == ["save", "rejected"]
 
 
-async def test_a_pending_future_is_answered_408_so_that_sdks_ask_again(api: Api) -> None:
+async def test_a_pending_future_is_answered_408_so_that_sdks_poll_again(api: Api) -> None:
     run = await api.new_run()
     answer = await api.post("retrieve_future", {"request_id": f"{run}:0"})
     assert answer.status_code == 408
@@ -161,7 +162,7 @@ async def test_a_pending_future_is_answered_408_so_that_sdks_ask_again(api: Api)
     }
 
 
-async def test_a_held_poll_is_answered_as_soon_as_its_result_is_there(
+async def test_a_held_poll_is_answered_as_soon_as_its_result_exists(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, long_poll_s=40) as api:
@@ -180,14 +181,14 @@ async def test_a_result_can_be_fetched_twice(api: Api) -> None:
     assert [answer.json() for answer in answers] == [{"n": 1}, {"n": 1}]
 
 
-async def test_a_failed_op_is_a_200_that_says_so(api: Api) -> None:
+async def test_a_failed_op_is_a_200_with_an_error(api: Api) -> None:
     run = await api.new_run()
     await finish(api, f"{run}:0", Result.failed("no", "user"))
     answer = await api.post("retrieve_future", {"request_id": f"{run}:0"})
     assert (answer.status_code, answer.json()) == (200, {"error": "no", "category": "user"})
 
 
-async def test_a_pass_is_answered_as_protobuf_to_those_who_take_it_and_else_as_json(
+async def test_a_pass_is_answered_as_protobuf_if_accepted_and_else_as_json(
     api: Api,
 ) -> None:
     run = await api.new_run()
@@ -214,7 +215,7 @@ async def test_a_client_that_hangs_up_frees_its_waiter(empty_redis: EmbeddedRedi
         assert api.services.futures.waiters == 0
 
 
-async def test_draining_answers_every_held_poll_and_readyz_says_so(
+async def test_draining_answers_every_held_poll_and_changes_readyz(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, long_poll_s=40) as api:
@@ -264,7 +265,7 @@ async def test_creating_a_run_twice_is_one_run(api: Api) -> None:
         ),
     ],
 )
-async def test_a_run_that_cannot_be_made_is_refused_in_words(
+async def test_an_invalid_run_is_rejected_with_a_reason(
     api: Api, change: dict[str, object], message: str
 ) -> None:
     session = (await api.post("create_session", {})).json()["session_id"]
@@ -281,7 +282,7 @@ async def test_a_run_that_cannot_be_made_is_refused_in_words(
         ({"alpha": 700_000}, ["lora_config.alpha", "655360"]),
     ],
 )
-async def test_a_setting_of_lora_that_is_not_there_is_refused_by_name(
+async def test_an_unsupported_lora_setting_is_rejected_by_name(
     api: Api, change: dict[str, object], words: list[str]
 ) -> None:
     session = (await api.post("create_session", {})).json()["session_id"]
@@ -291,7 +292,7 @@ async def test_a_setting_of_lora_that_is_not_there_is_refused_by_name(
     assert all(word in answer.json()["detail"] for word in words)
 
 
-async def test_a_run_says_which_alpha_it_has(api: Api) -> None:
+async def test_a_run_reports_its_alpha(api: Api) -> None:
     session = (await api.post("create_session", {})).json()["session_id"]
     body = {"session_id": session, "base_model": POOL.base_model}
     alphas = []
@@ -336,7 +337,7 @@ async def test_a_full_queue_is_answered_429_with_a_time_to_wait(
         assert answer.headers["retry-after"] == "5"
 
 
-async def test_what_no_empty_queue_could_take_fails_and_is_not_told_to_wait(
+async def test_a_request_too_large_for_an_empty_queue_fails_without_retry(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, quotas={"tokens": 2}) as api:
@@ -348,7 +349,7 @@ async def test_what_no_empty_queue_could_take_fails_and_is_not_told_to_wait(
         assert [queued[seq].split("|")[0] for seq in (1, 2)] == ["rejected", "forward_backward"]
 
 
-async def test_each_sdk_is_told_what_it_needs(api: Api) -> None:
+async def test_each_sdk_receives_its_settings(api: Api) -> None:
     new = (await api.post("client/config", {"sdk_version": "0.38.0"})).json()
     old = (await api.post("client/config", {"sdk_version": "0.22.0"})).json()
     assert (new["use_pyqwest_transport"], old["use_pyqwest_transport"]) == (True, False)
@@ -357,7 +358,7 @@ async def test_each_sdk_is_told_what_it_needs(api: Api) -> None:
     assert old["proto_write_fwdbwd"]
 
 
-async def test_a_request_of_the_size_that_clients_are_told_fits_a_body(
+async def test_a_request_of_the_advertised_size_fits_a_body(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, max_body_bytes=1_000_000) as api:
@@ -396,7 +397,7 @@ async def test_get_info_names_the_tokenizer_and_the_rank(api: Api) -> None:
     assert info["lora_rank"] == 4
 
 
-async def test_a_rollback_is_told_wherever_a_run_is_and_the_sdk_reads_on(api: Api) -> None:
+async def test_a_rollback_is_reported_with_its_run_and_sdks_can_read_it(api: Api) -> None:
     run = await api.new_run()
     path = f"tinker://{run}/weights/x"
     told = {"weights_epoch": 2, "rolled_back_to": path}
@@ -411,6 +412,6 @@ async def test_a_rollback_is_told_wherever_a_run_is_and_the_sdk_reads_on(api: Ap
     assert tinker.types.TrainingRun.model_validate(one).lora_rank == 4
 
 
-async def test_telemetry_of_any_shape_is_taken(api: Api) -> None:
+async def test_telemetry_of_any_shape_is_accepted(api: Api) -> None:
     answer = await api.post("telemetry", {"events": [{"x": [1]}], "platform": None})
     assert answer.json() == {"status": "accepted"}

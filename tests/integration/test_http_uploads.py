@@ -1,4 +1,5 @@
-"""Uploads over HTTP: an adapter from elsewhere becomes a checkpoint; what means harm leaves no trace."""
+"""Uploads over HTTP: a foreign adapter becomes a checkpoint, and a malicious archive leaves no
+trace."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ async def tenant(api: Api) -> Any:
     return (await api.services.tenants.authenticate(ALICE)).id
 
 
-async def test_the_log_holds_what_the_worker_needs(api: Api) -> None:
+async def test_the_log_contains_the_data_that_the_worker_needs(api: Api) -> None:
     await upload(api)
     with stand_in(api.services) as worker:
         ops = await queued(api)
@@ -98,7 +99,7 @@ async def queued(api: Api) -> list[QueuedOp]:
 
 
 @pytest.mark.parametrize("when", ["waiting", "done"])
-async def test_an_upload_that_is_sent_again_is_the_same_one(api: Api, when: str) -> None:
+async def test_a_repeated_upload_is_the_same_upload(api: Api, when: str) -> None:
     place: dict[str, Any] = {"session_id": await new_session(api), "model_seq_id": 3}
     first = await upload(api, **place)
     with stand_in(api.services) as worker:
@@ -113,7 +114,7 @@ async def test_an_upload_that_is_sent_again_is_the_same_one(api: Api, when: str)
     assert other.status_code == 400
 
 
-async def test_each_upload_without_a_session_is_a_run_of_its_own(api: Api) -> None:
+async def test_each_upload_without_a_session_is_a_separate_run(api: Api) -> None:
     runs = {(await upload(api)).json()["model_id"] for _ in range(3)}
     assert len(runs) == 3
 
@@ -121,11 +122,11 @@ async def test_each_upload_without_a_session_is_a_run_of_its_own(api: Api) -> No
 REFUSED: dict[str, tuple[bytes, str]] = {
     "no archive": (
         b"hello" * 300,
-        "The archive is truncated or damaged, or not a tar (of a zip, upload the unpacked folder).",
+        "The archive is truncated, damaged or not a tar. Unpack a zip and upload the folder.",
     ),
     "nothing": (
         b"",
-        "The archive is truncated or damaged, or not a tar (of a zip, upload the unpacked folder).",
+        "The archive is truncated, damaged or not a tar. Unpack a zip and upload the folder.",
     ),
     "hostile": (tar({"../x": b"1", **adapter()}), "Archive contains a forbidden member: ../x."),
     "pickle": (
@@ -143,7 +144,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("content", "detail"), REFUSED.values(), ids=REFUSED)
-async def test_what_cannot_be_imported_is_refused_now_and_leaves_no_run(
+async def test_an_invalid_adapter_is_rejected_at_once_and_leaves_no_run(
     api: Api, content: bytes, detail: str
 ) -> None:
     answer = await upload(api, content)
@@ -154,7 +155,7 @@ async def test_what_cannot_be_imported_is_refused_now_and_leaves_no_run(
     assert not any((api.services.settings.data_dir / "uploads").iterdir())
 
 
-async def test_hostile_archives_are_refused_and_write_nothing_outside_the_data_folder(
+async def test_hostile_archives_are_rejected_and_write_only_to_the_data_folder(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, max_upload_bytes=2**20) as api:
@@ -165,12 +166,12 @@ async def test_hostile_archives_are_refused_and_write_nothing_outside_the_data_f
                 answer = await upload(api, archive)
                 assert answer.status_code in (400, 413), name
         assert set(data.rglob("*")) - before == {data / "uploads"}
-        assert written == {data / "uploads"}  # where nameless files are made
+        assert written == {data / "uploads"}  # the folder of unnamed temporary files
 
 
 @contextlib.contextmanager
 def written_files() -> Iterator[set[Path]]:
-    """Note every path that this process opens for writing, makes, renames or links."""
+    """Record every path that this process opens for writing, creates, renames or links."""
     written: set[Path] = set()
     WRITERS.append(written)
     try:
@@ -214,7 +215,7 @@ sys.addaudithook(_note)
         ({"session_id": "x" * 32, "model_seq_id": -1}, 422),
     ],
 )
-async def test_a_wrong_question_is_refused_before_the_body_is_read(
+async def test_an_invalid_query_is_rejected_before_the_body_is_read(
     api: Api, query: dict[str, Any], code: int
 ) -> None:
     async def endless() -> AsyncIterator[bytes]:
@@ -231,17 +232,17 @@ async def test_another_tenants_session_is_not_found(api: Api) -> None:
     assert (await upload(api, key=BOB, **place)).status_code == 200
 
 
-async def test_a_finished_session_takes_no_upload(api: Api) -> None:
+async def test_a_finished_session_rejects_uploads(api: Api) -> None:
     session = await new_session(api)
     await api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
     assert (await upload(api, session_id=session, model_seq_id=0)).status_code == 410
 
 
-async def test_nobody_without_a_key_sends_a_byte(api: Api) -> None:
+async def test_without_a_key_no_byte_is_read(api: Api) -> None:
     assert (await upload(api, key="tml-nobody_secret")).status_code == 401
 
 
-async def test_an_upload_over_the_limit_is_refused_in_every_form(
+async def test_an_upload_over_the_limit_is_rejected_in_every_format(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async def undeclared() -> AsyncIterator[bytes]:
@@ -258,7 +259,9 @@ async def test_an_upload_over_the_limit_is_refused_in_every_form(
         assert (await upload(api, headers=gzipped)).status_code == 415
 
 
-async def test_who_stops_sending_is_let_go(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_stops_sending_is_disconnected(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def silent() -> AsyncIterator[bytes]:
         yield GOOD[:10]
         await asyncio.Event().wait()
@@ -267,7 +270,7 @@ async def test_who_stops_sending_is_let_go(api: Api, monkeypatch: pytest.MonkeyP
     assert (await upload(api, silent())).status_code == 408
 
 
-async def test_a_tenant_sends_few_at_once_and_others_do_not_wait_for_it(api: Api) -> None:
+async def test_concurrent_uploads_are_limited_per_tenant(api: Api) -> None:
     arriving, exclude_paused = asyncio.Semaphore(0), asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
@@ -287,7 +290,7 @@ async def test_a_tenant_sends_few_at_once_and_others_do_not_wait_for_it(api: Api
     assert (await upload(api)).status_code == 200
 
 
-async def test_a_full_quota_refuses_now(empty_redis: EmbeddedRedis) -> None:
+async def test_a_full_quota_rejects_at_once(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"checkpoints": 1}) as api:
         assert (await upload(api)).status_code == 200
         with stand_in(api.services) as worker:
@@ -297,7 +300,7 @@ async def test_a_full_quota_refuses_now(empty_redis: EmbeddedRedis) -> None:
     assert answer.json()["detail"].startswith("Checkpoint storage quota reached (1 checkpoints).")
 
 
-async def test_a_queue_with_room_for_half_of_an_upload_leaves_no_run(
+async def test_a_queue_with_space_for_half_an_upload_leaves_no_run(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with running_api(empty_redis.url, quotas={"ops": 1}) as api:
@@ -308,7 +311,7 @@ async def test_a_queue_with_room_for_half_of_an_upload_leaves_no_run(
 
 
 async def upload_as_mint_does(api: Api, content: bytes, worker: StandIn | None) -> httpx.Response:
-    """POST the form of MinT's quickstart; the worker does what is queued meanwhile."""
+    """POST the form of MinT's quickstart while the worker runs the queued ops."""
     files = {"file": ("step-100.tar.gz", content, "application/gzip")}
     headers = {"X-API-Key": ALICE}
     posting = asyncio.create_task(
@@ -320,7 +323,7 @@ async def upload_as_mint_does(api: Api, content: bytes, worker: StandIn | None) 
     return await posting
 
 
-async def test_a_form_of_mints_is_a_checkpoint_when_it_is_answered(api: Api) -> None:
+async def test_a_mint_form_is_answered_after_its_checkpoint_exists(api: Api) -> None:
     named = config(base_model_name_or_path=POOL.base_model)
     with stand_in(api.services) as worker:
         answer = await upload_as_mint_does(
@@ -334,7 +337,7 @@ async def test_a_form_of_mints_is_a_checkpoint_when_it_is_answered(api: Api) -> 
     assert (info.json()["base_model"], info.json()["lora_rank"]) == (POOL.base_model, 4)
 
 
-async def test_a_form_whose_adapter_is_none_is_refused_by_name(api: Api) -> None:
+async def test_a_form_without_a_valid_adapter_is_rejected_by_name(api: Api) -> None:
     for content, says in (
         (b"no archive", "archive"),
         (tar(adapter(**{"adapter_config.json": config(peft_type="IA3")})), "peft_type"),
@@ -348,7 +351,7 @@ async def test_a_form_whose_adapter_is_none_is_refused_by_name(api: Api) -> None
     assert plain.status_code == 415
 
 
-async def test_a_form_whose_adapter_does_not_fit_its_base_model_is_answered_why(api: Api) -> None:
+async def test_a_form_with_an_adapter_of_another_base_model_gets_the_reason(api: Api) -> None:
     posting = asyncio.create_task(upload_as_mint_does(api, GOOD, None))
     redis, runs = api.services.connection, tenant_keys.tenant_runs(await tenant(api))
     while not (queued := await redis.smembers(runs)):  # noqa: ASYNC110  # it has to be asked

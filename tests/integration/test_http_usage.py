@@ -1,4 +1,4 @@
-"""What was used and what was done, over HTTP and a real Redis."""
+"""Usage and audit log over HTTP and a real Redis."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def got(api: Api, path: str, key: str = ALICE, **params: str) -> Any:
 
 
 async def train(api: Api, worker: StandIn, key: str = ALICE) -> str:
-    """Run a pass of 3 tokens and a save; the run's id."""
+    """Run a pass of 3 tokens and a save. Return the run's id."""
     run = await api.new_run(key)
     await api.post("forward_backward", pass_body(run, 1), key)
     await api.post("save_weights", {"model_id": run, "seq_id": 2, "path": "a"}, key)
@@ -46,7 +46,10 @@ async def train(api: Api, worker: StandIn, key: str = ALICE) -> str:
 
 
 async def sample(api: Api, worker: StandIn) -> str:
-    """Sample once: 10 prompt tokens, 4 of them cached, 2 more; the sampler's id."""
+    """Sample once: 10 prompt tokens, 4 of them cached, and 2 generated ones.
+
+    Return the sampler's id.
+    """
     sampler = await api.new_sampler()
     await api.post("asample", sample_body(sampler, 0))
     (claimed,) = worker.claim()
@@ -55,13 +58,14 @@ async def sample(api: Api, worker: StandIn) -> str:
 
 
 def window() -> dict[str, str]:
-    """Ask for the current hour and its neighbours: it may end meanwhile."""
+    """Return a window of the current hour and its neighbours, because the hour may end during the
+    test."""
     now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     times = {"starting_on": now - HOUR, "ending_before": now + 2 * HOUR}
     return {name: time.isoformat().replace("+00:00", "Z") for name, time in times.items()}
 
 
-async def test_usage_is_told_by_the_hour_and_session(api: Api, worker: StandIn) -> None:
+async def test_usage_is_reported_by_hour_and_session(api: Api, worker: StandIn) -> None:
     run, sampler = await train(api, worker), await sample(api, worker)
     await train(api, worker, BOB)
     body = await got(api, "billing/usage/events", **window())
@@ -86,15 +90,17 @@ async def test_usage_is_told_by_the_hour_and_session(api: Api, worker: StandIn) 
     assert body["sessions"].keys() == {trained, sampled}
 
 
-async def test_a_window_that_breaks_a_rule_is_a_bad_request(api: Api) -> None:
+async def test_an_invalid_window_is_a_bad_request(api: Api) -> None:
     body = {"starting_on": "2026-07-13T00:30:00Z", "ending_before": "2026-07-13T01:00:00Z"}
     for path in ("billing/usage/events", "usage"):
         answer = await api.http.get(f"/api/v1/{path}", headers={"X-API-Key": ALICE}, params=body)
         assert answer.status_code == 400
-        assert "aligned to a UTC hour" in answer.json()["detail"]
+        assert "a full UTC hour" in answer.json()["detail"]
 
 
-async def test_our_own_usage_has_the_device_time_of_each_run(api: Api, worker: StandIn) -> None:
+async def test_our_own_usage_contains_the_device_time_of_each_run(
+    api: Api, worker: StandIn
+) -> None:
     run, sampler = await train(api, worker), await sample(api, worker)
     body = await got(api, "usage")
     by_source = {source["source"]: source["amounts"] for source in body["sources"]}
@@ -107,13 +113,13 @@ async def test_our_own_usage_has_the_device_time_of_each_run(api: Api, worker: S
     assert await got(api, "usage", **asked) == body | asked
 
 
-async def test_half_a_window_is_refused(api: Api) -> None:
+async def test_half_a_window_is_rejected(api: Api) -> None:
     answer = await api.get("usage?starting_on=2026-07-13T00:00:00Z")
     assert answer.status_code == 400
     assert "needed together" in answer.json()["detail"]
 
 
-async def test_what_is_stored_now_is_told_by_project(api: Api, worker: StandIn) -> None:
+async def test_current_storage_is_reported_by_project(api: Api, worker: StandIn) -> None:
     run = await train(api, worker)
     await train(api, worker)
     session, headers = run.partition(":")[0], {"X-API-Key": ALICE}
@@ -133,7 +139,7 @@ async def test_what_is_stored_now_is_told_by_project(api: Api, worker: StandIn) 
     }
 
 
-async def test_the_audit_log_tells_a_day_of_one_tenant_by_resource(
+async def test_the_audit_log_lists_a_day_of_one_tenant_by_resource(
     api: Api, worker: StandIn
 ) -> None:
     run = await train(api, worker)

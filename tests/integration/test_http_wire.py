@@ -1,4 +1,4 @@
-"""The API process as an attacker meets it: raw bytes over a socket, and what a proxy passes on."""
+"""Raw bytes to the API process, as sent by an attacker or forwarded by a proxy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Address = tuple[str, int]
 
 @contextmanager
 def api_process(redis_url: str, folder: Path, **settings: str) -> Iterator[Address]:
-    """Run `python -m cotrain_server`; connections wait in its socket until it takes them."""
+    """Run `python -m cotrain_server`; connections wait in its socket until it accepts them."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         given = {
             "REDIS_URL": redis_url, "DATA_DIR": str(folder), "API_KEYS": ALICE,
@@ -41,7 +41,7 @@ def api_process(redis_url: str, folder: Path, **settings: str) -> Iterator[Addre
 
 
 def answers(address: Address, request: bytes) -> bytes:
-    """Send bytes; everything that comes back until the server closes the connection."""
+    """Send bytes. Return everything received until the server closes the connection."""
     with socket.create_connection(address, PATIENCE_S) as connection:
         connection.sendall(request)
         received = b""
@@ -55,7 +55,7 @@ def status_of(address: Address, path: str, *headers: str, version: str = "1.1") 
     return int(answers(address, "\r\n".join(lines).encode()).split()[1])
 
 
-def test_what_may_be_read_in_two_ways_or_claims_to_be_another_is_refused(
+def test_ambiguous_or_spoofed_requests_are_rejected(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     with api_process(empty_redis.url, tmp_path) as address:
@@ -70,7 +70,7 @@ def test_what_may_be_read_in_two_ways_or_claims_to_be_another_is_refused(
             assert b"Send Content-Length or Transfer-Encoding, not both." in answer
             assert answer.count(b"HTTP/1.1") == 1, answer
 
-        # Of a proxy that knows of no header: nginx with nothing but `proxy_pass`.
+        # A proxy without headers of its own: nginx with nothing but `proxy_pass`.
         host = f"Host: 127.0.0.1:{address[1]}"
         for version in ("1.0", "1.1"):
             assert status_of(address, "/metrics", host, version=version) == 404
@@ -81,7 +81,7 @@ def test_what_may_be_read_in_two_ways_or_claims_to_be_another_is_refused(
 
 
 @pytest.mark.parametrize(("trusted", "last"), [("", 429), ("127.0.0.1", 401)])
-def test_addresses_are_believed_of_trusted_proxies_only(
+def test_only_trusted_proxies_may_set_the_client_address(
     empty_redis: EmbeddedRedis, tmp_path: Path, trusted: str, last: int
 ) -> None:
     with api_process(empty_redis.url, tmp_path, TRUSTED_PROXIES=trusted) as address:
@@ -99,7 +99,7 @@ def test_addresses_are_believed_of_trusted_proxies_only(
         )
 
 
-def test_an_api_process_starts_no_threads_for_matrices() -> None:
+def test_an_api_process_starts_no_math_threads() -> None:
     script = """if True:
         import os, sys
         import cotrain_server.__main__
@@ -113,7 +113,7 @@ def test_an_api_process_starts_no_threads_for_matrices() -> None:
     assert done.stdout == "1\n"
 
 
-def test_a_short_key_of_the_settings_stops_the_process_in_a_sentence(
+def test_a_short_key_in_the_settings_stops_the_process_with_a_sentence(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     for name, value in (

@@ -1,4 +1,4 @@
-"""What the `model` of an OpenAI or Anthropic request may name, and whose it must be."""
+"""Values of `model` in an OpenAI or Anthropic request, and the required ownership."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 @asynccontextmanager
 async def speaking_api(redis: EmbeddedRedis, **changes: Any) -> AsyncIterator[tuple[Api, StandIn]]:
-    """Run the API with a worker that waits for the test's word, and has written its tokenizer."""
+    """Run the API with a worker that the test controls, and that has written its tokenizer."""
     async with running_api(redis.url, **changes) as api:
         write_language(api.services.settings.data_dir)
         with stand_in(api.services) as worker:
@@ -28,7 +28,7 @@ async def speaking_api(redis: EmbeddedRedis, **changes: Any) -> AsyncIterator[tu
 
 
 async def save(api: Api, worker: StandIn, run: str, seq: int, name: str) -> str:
-    """Name the run's weights; their path."""
+    """Save the run's weights under a name. Return their path."""
     body = {"model_id": run, "seq_id": seq, "path": name}
     assert (await api.post("save_weights_for_sampler", body)).status_code == 200
     await worker.run_log()
@@ -42,7 +42,7 @@ async def complete(api: Api, model: str, key: str = ALICE) -> httpx.Response:
 
 
 async def sampled(api: Api, worker: StandIn, model: str, key: str = ALICE) -> ClaimedSample:
-    """Ask for a completion and answer it; what the worker saw of it."""
+    """Request a completion and resolve it. Return the sample that the worker received."""
     asking = asyncio.create_task(complete(api, model, key))
     while not (claims := worker.claim()):
         assert not asking.done(), (await asking).text
@@ -79,7 +79,7 @@ async def test_one_sampler_serves_all_requests_until_the_name_moves(
         assert moved.sampler != first.sampler
 
 
-async def test_no_client_is_told_of_an_end_that_nobody_polls_for(
+async def test_no_client_is_notified_of_a_result_that_nobody_polls(
     empty_redis: EmbeddedRedis,
 ) -> None:
     async with speaking_api(empty_redis) as (api, worker):
@@ -87,7 +87,7 @@ async def test_no_client_is_told_of_an_end_that_nobody_polls_for(
         assert await api.services.connection.keys(f"cotrain:completions:{claimed.sampler}:*") == []
 
 
-async def test_anothers_weights_are_not_found(empty_redis: EmbeddedRedis) -> None:
+async def test_foreign_weights_are_not_found(empty_redis: EmbeddedRedis) -> None:
     async with speaking_api(empty_redis) as (api, worker):
         path = await save(api, worker, await api.new_run(), 1, "mine")
         foreign = await complete(api, path, key=BOB)
@@ -103,7 +103,7 @@ async def test_two_tenants_have_two_samplers_of_one_base_model(empty_redis: Embe
         assert other.sampler != mine.sampler
 
 
-async def test_weights_of_another_base_model_are_refused(empty_redis: EmbeddedRedis) -> None:
+async def test_weights_of_another_base_model_are_rejected(empty_redis: EmbeddedRedis) -> None:
     async with speaking_api(empty_redis) as (api, worker):
         path = await save(api, worker, await api.new_run(), 1, "good")
         answer = await complete(api, f"other/model;{path}")
@@ -111,7 +111,7 @@ async def test_weights_of_another_base_model_are_refused(empty_redis: EmbeddedRe
         assert POOL.base_model in answer.json()["error"]["message"]
 
 
-async def test_a_server_that_stops_gives_its_requests_up(empty_redis: EmbeddedRedis) -> None:
+async def test_a_stopping_server_cancels_its_requests(empty_redis: EmbeddedRedis) -> None:
     async with speaking_api(empty_redis, long_poll_s=40) as (api, worker):
         asking = asyncio.create_task(complete(api, POOL.base_model))
         await api.until_held(asking)
@@ -121,4 +121,4 @@ async def test_a_server_that_stops_gives_its_requests_up(empty_redis: EmbeddedRe
         assert float(answer.headers["retry-after"]) > 0
         await until(
             lambda: not count_waiting(worker.sampling._redis, POOL.id)
-        )  # cancelled behind our back
+        )  # cancelled concurrently

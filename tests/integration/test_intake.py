@@ -1,4 +1,4 @@
-"""What is accepted, once and in order; and what is refused, leaving nothing behind."""
+"""Acceptance of requests: once, in order, or rejected without a trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_a_repeat_gets_the_same_request_and_is_one_op(log: Log) -> None:
     assert log.everything() == before
 
 
-async def test_repeats_that_meet_are_one_op(log: Log) -> None:
+async def test_concurrent_repeats_are_one_op(log: Log) -> None:
     run = await log.new_run()
     requests = await asyncio.gather(*(log.submit(run, 1, body=LARGE) for _ in range(40)))
     assert set(requests) == {f"{run.id}:1"}
@@ -58,7 +58,7 @@ async def test_a_repeat_long_after_its_commit_gets_the_same_request(log: Log) ->
     assert log.everything() == before
 
 
-async def test_a_repeat_whose_digest_is_kept_no_more_is_not_run_again(log: Log) -> None:
+async def test_a_repeat_without_a_stored_digest_is_not_run_again(log: Log) -> None:
     run = await log.new_run()
     once = await log.submit(run, 1)
     await log.run_all()
@@ -77,7 +77,7 @@ async def test_a_seq_used_with_other_content_is_a_conflict(log: Log) -> None:
     assert log.everything() == before
 
 
-async def test_a_run_is_made_once(log: Log) -> None:
+async def test_a_repeated_creation_is_one_run(log: Log) -> None:
     run = record_of("a")
     assert await log.intake.create_run(run) == f"{run.id}:0"
     before = log.everything()
@@ -87,7 +87,7 @@ async def test_a_run_is_made_once(log: Log) -> None:
     assert log.everything() == before
 
 
-async def test_ops_that_come_out_of_order_run_in_order(log: Log) -> None:
+async def test_ops_that_arrive_out_of_order_run_in_order(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     for seq in (3, 2, 5):
@@ -101,7 +101,7 @@ async def test_ops_that_come_out_of_order_run_in_order(log: Log) -> None:
     assert await seqs_ready(log) == [4, 5]
 
 
-async def test_a_run_ends_once_and_what_waited_fails(log: Log) -> None:
+async def test_a_run_ends_once_and_its_pending_ops_fail(log: Log) -> None:
     run = await log.new_run()
     step = await log.plan()
     await log.submit(run, 1, body=LARGE)
@@ -120,12 +120,12 @@ async def test_a_run_ends_once_and_what_waited_fails(log: Log) -> None:
         await log.submit(run, 4)
 
 
-async def test_a_failure_that_was_told_stays_when_its_run_ends(log: Log) -> None:
+async def test_a_reported_failure_remains_when_its_run_ends(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 2)
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     told = log.result(run, 2)
-    assert told is None  # seq 0 is there: nothing is missing before it
+    assert told is None  # seq 0 exists, so nothing is missing before it
     await log.run_all()
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     told = log.result(run, 2)
@@ -135,7 +135,7 @@ async def test_a_failure_that_was_told_stays_when_its_run_ends(log: Log) -> None
     assert log.queued() == (0, 0, 0)
 
 
-async def test_nothing_can_be_sent_to_a_run_that_is_not_there(log: Log) -> None:
+async def test_requests_to_a_missing_run_are_rejected(log: Log) -> None:
     before = log.everything()
     stranger = record_of("a")
     with pytest.raises(RunNotFound):
@@ -145,7 +145,7 @@ async def test_nothing_can_be_sent_to_a_run_that_is_not_there(log: Log) -> None:
     assert log.everything() == before
 
 
-async def test_a_seq_far_ahead_is_refused_and_leaves_nothing(log: Log) -> None:
+async def test_a_seq_far_ahead_is_rejected_and_leaves_nothing(log: Log) -> None:
     run = await log.new_run()
     before = log.everything()
     with refused(Reason.SEQ_TOO_FAR, match="too far ahead"):
@@ -163,7 +163,7 @@ async def test_a_seq_far_ahead_is_refused_and_leaves_nothing(log: Log) -> None:
         (TenantLimits(bytes=200), LARGE),
     ],
 )
-async def test_a_full_queue_refuses_and_leaves_nothing_but_takes_repeats(
+async def test_a_full_queue_rejects_without_a_trace_but_accepts_repeats(
     empty_redis: EmbeddedRedis, tmp_path: Path, limits: TenantLimits, body: bytes
 ) -> None:
     async with open_log(empty_redis.url, tmp_path, limits) as log:
@@ -175,7 +175,7 @@ async def test_a_full_queue_refuses_and_leaves_nothing_but_takes_repeats(
         assert log.everything() == before
         assert await log.submit(run, 1, body=b"y") == first
 
-        other = await log.new_run("b")  # one tenant's queue is not another's
+        other = await log.new_run("b")  # each tenant has its own queue
         assert await log.submit(other, 1, body=b"y")
         await log.run_all()
         if body is not LARGE:
@@ -183,7 +183,7 @@ async def test_a_full_queue_refuses_and_leaves_nothing_but_takes_repeats(
 
 
 @pytest.mark.parametrize("body", [b"x", LARGE])
-async def test_a_full_queue_takes_what_all_of_it_waits_for(
+async def test_a_full_queue_accepts_the_request_that_all_others_wait_for(
     empty_redis: EmbeddedRedis, tmp_path: Path, body: bytes
 ) -> None:
     async with open_log(empty_redis.url, tmp_path, TenantLimits(ops=3)) as log:
@@ -191,7 +191,7 @@ async def test_a_full_queue_takes_what_all_of_it_waits_for(
         await log.run_all()
         for seq in (3, 4, 5):
             await log.submit(run, seq)
-        for seq in (2, 6):  # neither is what is missing first
+        for seq in (2, 6):  # neither is the first missing one
             with refused(Reason.QUEUE_FULL):
                 await log.submit(run, seq, body=body)
         await log.submit(run, 1, body=body)
@@ -205,7 +205,7 @@ async def test_a_full_queue_takes_what_all_of_it_waits_for(
         assert await seqs_ready(log) == [2, 3, 4, 5]
 
 
-async def test_a_full_queue_refuses_a_large_request_before_it_is_written(
+async def test_a_full_queue_rejects_a_large_request_before_it_is_written(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     async with open_log(empty_redis.url, tmp_path, TenantLimits(ops=2)) as log:
@@ -214,7 +214,7 @@ async def test_a_full_queue_refuses_a_large_request_before_it_is_written(
         before = written_bytes(log)
         with refused(Reason.QUEUE_FULL):
             await log.submit(run, 2, body=LARGE)
-        assert await log.submit(run, 1, body=LARGE) == first  # and still knows a repeat
+        assert await log.submit(run, 1, body=LARGE) == first  # and still recognizes a repeat
         with pytest.raises(SeqConflict):
             await log.submit(run, 1, body=LARGE + b"x")
         assert written_bytes(log) == before
@@ -223,7 +223,7 @@ async def test_a_full_queue_refuses_a_large_request_before_it_is_written(
         assert written_bytes(log) > before
 
 
-async def test_a_tenant_has_so_many_live_runs(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
+async def test_live_runs_are_limited_per_tenant(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
     async with open_log(empty_redis.url, tmp_path, TenantLimits(runs=1)) as log:
         first = await log.new_run("a", "s1")
         before = log.everything()
@@ -283,7 +283,7 @@ async def test_a_large_body_goes_to_disk_and_a_small_one_to_redis(log: Log) -> N
 
 
 @pytest.mark.parametrize("body", [b"small", LARGE])
-async def test_below_the_disk_reserve_nothing_new_is_taken(
+async def test_below_the_disk_reserve_new_requests_are_rejected(
     empty_redis: EmbeddedRedis, tmp_path: Path, body: bytes
 ) -> None:
     async with open_log(empty_redis.url, tmp_path) as log:
@@ -298,7 +298,7 @@ async def test_below_the_disk_reserve_nothing_new_is_taken(
             assert log.everything() == before
 
 
-async def test_a_full_disk_refuses_and_leaves_nothing(
+async def test_a_full_disk_rejects_and_leaves_nothing(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_space(*_: object) -> int:
@@ -314,7 +314,7 @@ async def test_a_full_disk_refuses_and_leaves_nothing(
     assert await log.submit(run, 1, body=LARGE)
 
 
-async def test_a_client_that_gives_up_on_a_large_body_does_not_stop_the_others(log: Log) -> None:
+async def test_a_cancelled_large_request_does_not_stop_the_others(log: Log) -> None:
     run = await log.new_run()
     submits = [asyncio.create_task(log.submit(run, seq, body=LARGE)) for seq in range(1, 21)]
     await asyncio.sleep(0)
@@ -327,7 +327,7 @@ async def test_a_client_that_gives_up_on_a_large_body_does_not_stop_the_others(l
     assert sum(log.references().values()) == 20
 
 
-async def test_a_redis_that_is_almost_full_takes_nothing_new_and_finishes_what_it_has(
+async def test_an_almost_full_redis_rejects_new_requests_and_finishes_old_ones(
     empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_log(empty_redis.url, tmp_path) as log:
@@ -346,7 +346,7 @@ async def test_a_redis_that_is_almost_full_takes_nothing_new_and_finishes_what_i
             await emptied.submit(run, 2)
 
 
-async def test_without_redis_nothing_is_accepted_and_afterwards_everything_is(
+async def test_without_redis_requests_are_rejected_and_accepted_afterwards(
     tmp_path: Path,
 ) -> None:
     with EmbeddedRedis() as server:
@@ -362,7 +362,7 @@ async def test_without_redis_nothing_is_accepted_and_afterwards_everything_is(
             assert await seqs_ready(log) == [0, 1]
 
 
-async def test_what_was_accepted_is_there_after_a_kill_of_redis(tmp_path: Path) -> None:
+async def test_accepted_requests_survive_a_kill_of_redis(tmp_path: Path) -> None:
     with EmbeddedRedis() as server:
         async with open_log(server.url, tmp_path) as log:
             run = await log.new_run()
@@ -382,7 +382,7 @@ async def accepted(log: Log, run: RunRecord, seq: int) -> str:
             await asyncio.sleep(0.02)
 
 
-async def test_submits_across_kills_of_redis_are_accepted_once_each(tmp_path: Path) -> None:
+async def test_requests_across_kills_of_redis_are_accepted_once_each(tmp_path: Path) -> None:
     with EmbeddedRedis() as server:
         async with open_log(server.url, tmp_path) as log:
             runs = [await log.new_run(f"t{number}") for number in range(4)]

@@ -1,4 +1,4 @@
-"""Who used the devices most in the last minutes, as a real Redis holds it."""
+"""Tenants with the highest device use of the last minutes, on a real Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose memory runs out: what was cut to fit is replayed by one that has more."""
+"""A worker that runs out of memory: a worker with more memory replays the reduced runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LimitRows = Callable[[int], None]
 
 @pytest.fixture
 def limit_rows(engine: Engine) -> Iterator[LimitRows]:
-    """Let the base model run out of memory on longer rows; all is as before afterwards."""
+    """Make longer rows exceed the memory of the base model, until the end of the test."""
     most, before = [1 << 30], engine.safe_tokens
 
     def refuse(module: Any, args: Any, kwargs: Any) -> None:
@@ -39,7 +39,7 @@ def limit_rows(engine: Engine) -> Iterator[LimitRows]:
     engine._forward_backward.safe_tokens = before
 
 
-async def test_a_run_that_was_cut_to_fit_goes_on_where_memory_is_larger(
+async def test_a_run_split_for_lack_of_memory_resumes_with_more_memory(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -47,7 +47,7 @@ async def test_a_run_that_was_cut_to_fit_goes_on_where_memory_is_larger(
     redis: Any,
     limit_rows: LimitRows,
 ) -> None:
-    """Its last bits are others there; that is no reason to stop it."""
+    """Its last bits differ there, which is no reason to stop the run."""
     url = empty_redis.url
     run = await server.create("a", "a", LORA)
     limit_rows(128)
@@ -64,7 +64,7 @@ async def test_a_run_that_was_cut_to_fit_goes_on_where_memory_is_larger(
         assert "grad_norm" in answer.json()["metrics"]
 
 
-async def test_a_request_that_does_not_fit_fails_alone_and_is_left_out_of_a_replay(
+async def test_a_request_that_exceeds_memory_fails_alone_also_in_a_replay(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""What an operator finds in the logs of a server: every line is JSON, and a user's request id leads somewhere."""
+"""Logs of a server: every line is JSON, and request ids of users lead to their failures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from tests.support.serving import Serving
 PROCESSES = {"api", "redis", "scheduler", "worker-w0"}
 
 
-def test_a_users_failures_and_cycles_are_found_by_their_ids_in_logs_that_are_all_json(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_failures_and_cycles_are_found_by_id_in_json_logs(tmp_path: Path, tiny_model: Path) -> None:
     with Serving(
         tmp_path, [str(tiny_model)], ["tml-given-0123456789"], ["--log-level=debug"]
     ) as serving:
@@ -41,7 +39,7 @@ def test_a_users_failures_and_cycles_are_found_by_their_ids_in_logs_that_are_all
         for line in written:
             assert next(iter(json.loads(line))) == "ts", (name, line)
             assert json.loads(line)["process"] == name
-            assert "%|" not in line  # of a bar
+            assert "%|" not in line  # of a progress bar
     for failure in failures:
         assert failure.request_id
         found = {
@@ -62,7 +60,7 @@ def test_a_users_failures_and_cycles_are_found_by_their_ids_in_logs_that_are_all
 
 
 def wrong() -> Datum:
-    """A token outside the vocabulary."""
+    """Return a datum with a token outside the vocabulary."""
     return Datum(
         model_input=ModelInput.from_ints([1, 10**6]),
         loss_fn_inputs={"target_tokens": [2, 3], "weights": [1.0, 1.0]},

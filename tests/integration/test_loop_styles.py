@@ -1,7 +1,8 @@
-"""Which way of writing a loop pairs a pass and its step in one cycle: docs/guide/cycles-and-pipelining.md.
+"""Loop styles that run a pass and its step in one cycle: docs/guide/cycles-and-pipelining.md.
 
-Under a metronome, as at the hosted services. Each loop is written as the pages of its service write it.
-What was sent together may straddle a beat, and then has two cycles: hence `any`.
+The server is in metronome mode, as the hosted services. Each loop is written as in the
+documentation of its service. Requests sent together may straddle a tick and then take two cycles:
+hence `any`.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]
 
 
 def paired(service: ServiceClient, loop: Callable[[TrainingClient], Any]) -> list[bool]:
-    """Tell of each step whether it was in the cycle of its pass."""
+    """Return for each step whether it ran in the cycle of its pass."""
     run = service.create_lora_training_client("tiny", rank=2, seed=0)
     pairs = asyncio.run(loop(run)) if inspect.iscoroutinefunction(loop) else loop(run)
     cycles = [
@@ -154,14 +155,14 @@ def paired(service: ServiceClient, loop: Callable[[TrainingClient], Any]) -> lis
 
 
 @pytest.mark.parametrize("loop", WAITING, ids=lambda loop: loop.__name__)
-def test_who_waits_for_the_pass_never_shares_its_cycle(
+def test_a_loop_that_waits_for_the_pass_never_shares_its_cycle(
     service: ServiceClient, loop: Callable[[TrainingClient], Any]
 ) -> None:
     assert not any(paired(service, loop))
 
 
 @pytest.mark.parametrize("loop", TOGETHER, ids=lambda loop: loop.__name__)
-def test_who_sends_the_step_behind_the_pass_shares_its_cycle(
+def test_a_loop_that_sends_the_step_after_the_pass_shares_its_cycle(
     service: ServiceClient, loop: Callable[[TrainingClient], Any]
 ) -> None:
     assert any(paired(service, loop))

@@ -40,7 +40,7 @@ def served(
 
 @pytest.fixture
 def script(served: Talking) -> Script:
-    """The worker's script, blank again."""
+    """Empty script of the worker."""
     served.script.__dict__.update(Script().__dict__)
     return served.script
 
@@ -64,7 +64,7 @@ def ids(text: str) -> list[int]:
     return tokens
 
 
-def test_models_are_those_that_can_be_sampled_from(client: openai.OpenAI) -> None:
+def test_only_models_that_can_sample_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
 
 
@@ -100,7 +100,7 @@ def test_a_chat_is_streamed_in_whole_characters(client: openai.OpenAI, script: S
     assert script.seen[0].stream
 
 
-async def test_an_async_client_streams_what_it_cost(
+async def test_an_async_client_streams_the_usage(
     async_client: openai.AsyncOpenAI, script: Script
 ) -> None:
     stream = await async_client.chat.completions.create(
@@ -117,7 +117,7 @@ async def test_an_async_client_streams_what_it_cost(
     assert chunks[-1].usage.completion_tokens == 2 * (len(ids(script.text)) + 1)
 
 
-def test_what_listeners_missed_comes_with_the_result(client: openai.OpenAI, script: Script) -> None:
+def test_missed_stream_events_come_with_the_result(client: openai.OpenAI, script: Script) -> None:
     script.text, script.lost = WORDS, frozenset({3})
     with client.chat.completions.create(model=MODEL, messages=HI, stream=True) as stream:
         said = [chunk.choices[0].delta.content or "" for chunk in stream]
@@ -141,13 +141,13 @@ def test_a_stop_string_is_not_part_of_the_text(
     assert script.seen[0].stop == (", t", "never")
 
 
-def test_a_text_that_is_cut_says_so(client: openai.OpenAI, script: Script) -> None:
+def test_a_truncated_text_reports_it(client: openai.OpenAI, script: Script) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HI, max_completion_tokens=2)
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].message.content == VOCABULARY.decode(ids(script.text)[:2])
 
 
-def test_an_empty_answer_is_an_answer(client: openai.OpenAI, script: Script) -> None:
+def test_an_empty_answer_is_valid(client: openai.OpenAI, script: Script) -> None:
     script.text = ""
     answer = client.chat.completions.create(model=MODEL, messages=HI)
     assert answer.choices[0].message.content == ""
@@ -190,7 +190,7 @@ def test_log_probs_of_streamed_tokens_come_with_them(client: openai.OpenAI, scri
     assert script.seen[0].stream
 
 
-def test_what_comes_with_the_result_comes_in_pieces(
+def test_tokens_of_the_result_are_streamed_in_chunks(
     client: openai.OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cotrain_server.text_apis.generation.CHUNK_TOKENS", 2)
@@ -221,7 +221,7 @@ def test_every_prompt_has_its_choices(client: openai.OpenAI, script: Script) -> 
 def test_a_completion_echoes_its_prompt_with_log_probs(
     client: openai.OpenAI, script: Script
 ) -> None:
-    """What evaluation harnesses ask for."""
+    """The request that evaluation harnesses send."""
     answer = client.completions.create(
         model=MODEL, prompt="Hi you", echo=True, logprobs=1, max_tokens=1
     )
@@ -258,7 +258,7 @@ def test_a_streamed_completion_can_echo(client: openai.OpenAI, script: Script) -
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     ],
 )
-def test_a_wrong_request_is_refused_by_the_name_of_its_field(
+def test_an_invalid_request_is_rejected_and_names_its_field(
     client: openai.OpenAI, script: Script, fields: Any, named: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=named) as refused:
@@ -270,18 +270,18 @@ def test_a_wrong_request_is_refused_by_the_name_of_its_field(
 @pytest.mark.parametrize(
     "model", ["tiny/unknown", "tinker://nobody:train:0/sampler_weights/x", f"{MODEL};tiny/model"]
 )
-def test_a_model_nobody_knows_is_not_found(client: openai.OpenAI, model: str) -> None:
+def test_an_unknown_model_is_not_found(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model=model, messages=HI)
 
 
 @pytest.mark.parametrize("path", ["tinker://nonsense", f"{MODEL};tinker://a/b/c/d"])
-def test_a_path_that_is_none_is_refused(client: openai.OpenAI, path: str) -> None:
+def test_an_invalid_path_is_rejected(client: openai.OpenAI, path: str) -> None:
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model=path, messages=HI)
 
 
-def test_a_wrong_key_is_told_so(served: Talking) -> None:
+def test_a_wrong_key_is_rejected(served: Talking) -> None:
     base_url = f"{served.address}/oai/api/v1"
     with openai.OpenAI(base_url=base_url, api_key="tml-wrong_key", max_retries=0) as stranger:
         with pytest.raises(openai.AuthenticationError) as refused:
@@ -301,7 +301,7 @@ def test_a_failed_generation_is_an_error(
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_one_who_leaves_cancels_what_he_asked_for(
+async def test_a_client_that_disconnects_cancels_its_request(
     served: Talking, async_client: openai.AsyncOpenAI, script: Script, is_streamed: bool
 ) -> None:
     script.is_holding = True
@@ -313,7 +313,7 @@ async def test_one_who_leaves_cancels_what_he_asked_for(
     assert served.services.polls_by_tenant.total() == 0
 
 
-async def test_a_full_queue_says_when_to_come_back(
+async def test_a_full_queue_returns_a_retry_time(
     served: Talking, async_client: openai.AsyncOpenAI, script: Script
 ) -> None:
     script.is_holding = True
@@ -329,7 +329,7 @@ async def test_a_full_queue_says_when_to_come_back(
     await asyncio.to_thread(script.wait_for, cancelled=quota)
 
 
-async def test_without_a_limit_all_that_the_context_holds_counts_for_the_quota(
+async def test_without_a_token_limit_the_whole_context_counts_for_the_quota(
     served: Talking, async_client: openai.AsyncOpenAI, script: Script, redis_server: EmbeddedRedis
 ) -> None:
     script.is_holding = True

@@ -1,4 +1,5 @@
-"""A pass larger than a cycle: others run in between, whatever crashes, and its bits are those of the whole."""
+"""A pass larger than a cycle: other work runs in between, and after any crash its bits are those of
+the whole."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, stack, worker
 from tests.support.waiting import until
 
-#: A cycle holds little, and has run out of time after its first micro-batch: it runs one slice of each pass.
+#: Such a short cycle is out of time after its first micro-batch, so it runs one slice of each pass.
 PERIOD_S = 1e-5
 SLICE, SLICES = 60, 12
 DATA = sequences(1, SLICES, SLICE)
@@ -49,7 +50,7 @@ async def server(
 
 
 async def submit_two_steps(server: Stack, run: RunRecord) -> list[RequestId]:
-    """Send a large pass, a forward as large, an optimizer step, and the same again."""
+    """Send a large pass, a forward of the same size, an optimizer step, and the same again."""
     requests = []
     for first in (1, 4):
         requests.append(await server.forward_backward(run, first, DATA))
@@ -60,7 +61,8 @@ async def submit_two_steps(server: Stack, run: RunRecord) -> list[RequestId]:
 
 @pytest.fixture(scope="module")
 def whole(engine: Engine) -> tuple[list[Any], str]:
-    """Return what those give, each pass in one cycle of the engine, and the digest of the state after them."""
+    """Return the results of these requests with each pass in one cycle of the engine, and the
+    digest of the final state."""
     run = "whole:train:0"
     spec = AdapterSpec(rank=LORA.rank, seed=LORA.seed)
     answers = []
@@ -99,7 +101,7 @@ def counted(redis: Any, name: str) -> float:
 
 
 def used(redis: Any, tenant: str) -> dict[str, float]:
-    """Add up what a tenant used, by its kind."""
+    """Sum the usage of a tenant, by kind."""
     found: dict[str, float] = {}
     for key in redis.scan_iter(tenant_keys.usage(TenantId(tenant), 0).rpartition(":")[0] + ":*"):
         for field, amount in redis.hgetall(key).items():
@@ -112,7 +114,7 @@ async def answers_of(server: Stack, run: RunRecord, requests: list[RequestId]) -
     return [await server.result(run, request) for request in requests]
 
 
-async def test_a_neighbour_of_a_pass_of_many_cycles_waits_for_none_of_them(
+async def test_a_neighbour_of_a_pass_of_many_cycles_waits_for_at_most_one(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -120,7 +122,7 @@ async def test_a_neighbour_of_a_pass_of_many_cycles_waits_for_none_of_them(
     redis: Any,
     whole: tuple[list[Any], str],
 ) -> None:
-    """Its ops are in the cycle behind the one in work when they are accepted, at the latest."""
+    """Its ops run at the latest in the cycle after the one that is running when they are accepted."""
     expected, digest = whole
     large = await server.create("large", "large", LORA)
     requests = await submit_two_steps(server, large)
@@ -160,7 +162,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize("failpoint", KILLS, ids=str)
-async def test_a_worker_killed_in_the_middle_of_a_pass_leaves_no_trace_of_a_part(
+async def test_a_worker_killed_in_the_middle_of_a_pass_leaves_no_partial_result(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -169,7 +171,7 @@ async def test_a_worker_killed_in_the_middle_of_a_pass_leaves_no_trace_of_a_part
     failpoint: Failpoint,
     whole: tuple[list[Any], str],
 ) -> None:
-    """Neither in the numbers, nor in what is counted for its tenant and for the pool."""
+    """Neither the numbers nor the usage of the tenant and of the pool contain a partial result."""
     expected, digest = whole
     run = await server.create("a", "a", LORA)
     requests = await submit_two_steps(server, run)
@@ -183,10 +185,11 @@ async def test_a_worker_killed_in_the_middle_of_a_pass_leaves_no_trace_of_a_part
     assert counted(redis, "resolved_ops") == 7
 
 
-async def test_a_step_that_crashed_runs_its_pass_to_the_end(
+async def test_a_crashed_step_runs_its_pass_to_the_end(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
-    """Else a request that kills behind its third slice would kill in a new step each time, uncounted."""
+    """Otherwise a request that crashes after its third slice would crash in a new step each time,
+    and the crashes would not be counted."""
     run = await server.create("a", "a", LORA)
     request = await server.forward_backward(run, 1, DATA)
     async with dying_worker(empty_redis.url, tmp_path, engine, Failpoint("commit", 4)):
@@ -195,7 +198,7 @@ async def test_a_step_that_crashed_runs_its_pass_to_the_end(
         assert cycle_of(await server.result(run, request)) == 4
 
 
-async def test_a_worker_that_is_replaced_half_way_leaves_a_pass_that_begins_anew(
+async def test_a_worker_replaced_in_the_middle_of_a_pass_restarts_it(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -216,7 +219,7 @@ async def test_a_worker_that_is_replaced_half_way_leaves_a_pass_that_begins_anew
     assert used(redis, "a")["training_tokens"] == 4 * TOKENS
 
 
-async def test_a_run_closed_half_way_leaves_memory_at_once(
+async def test_a_run_closed_in_the_middle_of_a_pass_leaves_memory_at_once(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
     run = await server.create("a", "a", LORA)
@@ -249,7 +252,7 @@ async def test_the_body_of_a_pass_is_read_once(
     assert len([op for op in read if op.seq == 1]) <= 1
 
 
-async def test_a_pass_that_is_open_when_its_run_is_moved_runs_from_its_beginning_elsewhere(
+async def test_an_open_pass_of_a_moved_run_restarts_on_the_other_worker(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
     redis: Any,
     whole: tuple[list[Any], str],
@@ -275,7 +278,7 @@ async def test_a_pass_that_is_open_when_its_run_is_moved_runs_from_its_beginning
 
 
 LONG_TOKENS = 500
-"""Of one datum, which a micro-batch of 64 tokens does not hold: it stops between two layers."""
+"""Tokens of one datum, more than a micro-batch of 64 tokens: the pass stops between two layers."""
 LONG = sequences(3, 1, LONG_TOKENS)
 
 
@@ -287,7 +290,8 @@ async def submit_long(server: Stack, run: RunRecord) -> list[RequestId]:
 
 @pytest.fixture
 def long_answers(engine: Engine) -> tuple[list[Any], str]:
-    """Return the answers to the ops of `submit_long`, each run in one cycle, and the digest of the state."""
+    """Return the answers to the ops of `submit_long`, each run in one cycle, and the digest of the
+    state."""
     run, answers = "whole-long:train:0", []
     engine.run([Create(run, 0, AdapterSpec(rank=LORA.rank, seed=LORA.seed))])
     for seq, kind in enumerate((OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.FORWARD), 1):
@@ -304,7 +308,7 @@ def long_answers(engine: Engine) -> tuple[list[Any], str]:
     return answers, digest
 
 
-async def test_passes_of_a_neighbour_run_between_the_layers_of_one_long_datum(
+async def test_passes_of_a_neighbour_run_between_the_layers_of_a_long_datum(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -334,7 +338,7 @@ LONG_KILLS = [
 
 
 @pytest.mark.parametrize("failpoint", LONG_KILLS, ids=str)
-async def test_a_worker_killed_between_the_layers_of_a_long_datum_leaves_no_trace(
+async def test_a_kill_between_layers_of_a_long_datum_leaves_no_partial_result(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""A tenant or a run that the operator holds back waits, says why, and loses nothing; all others go on."""
+"""Paused tenants and runs: their requests wait with a reason and are not lost; all others continue."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.support.stack import Stack, policy_was_read, worker
 
 LORA = LoraSpec(rank=2, seed=0)
 ADA, BOB = TenantId("ada"), TenantId("bob")
-#: A poll that finds nothing after so long says why.
+#: A poll without a result returns the reason after this time.
 POLL_S = 0.05
 
 
 async def until_said(server: Stack, run: RunRecord, request: RequestId, reason: str) -> None:
-    """Poll until the answer is this reason to wait."""
+    """Poll until the answer contains this reason to wait."""
     said = None
     while said != Pending("paused_capacity", reason):
         said = await server.futures.wait(run.tenant, request, POLL_S)
         assert isinstance(said, Pending), "it was not held back"
 
 
-async def test_a_paused_tenant_waits_with_the_reason_the_others_go_on_and_a_resume_ends_it(
+async def test_a_paused_tenant_waits_with_the_reason_until_it_is_resumed(
     server: Stack,
     engine: Engine,
     empty_redis: EmbeddedRedis,
@@ -94,7 +94,7 @@ async def test_samples_of_a_paused_tenant_are_not_claimed_and_keep_their_turn(
     assert samples.claim() == a
 
 
-async def test_a_pause_is_read_back_and_what_another_version_wrote_beside_it_is_ignored(
+async def test_a_pause_is_read_back_and_unknown_fields_are_ignored(
     log: Log,
 ) -> None:
     await PauseRecords(log.connection).pause_tenant(ADA, "why")

@@ -1,4 +1,4 @@
-"""Bodies decoded ahead of their step: what is found, what is used, and that nothing else changes."""
+"""Prefetch of bodies before their step: found, used once, and without any other effect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def look(looker: Prefetcher, step: Step, count: int) -> None:
-    """Look behind a step until `count` bodies are decoded."""
+    """Prefetch after a step until `count` bodies are decoded."""
     give_up_at = time.monotonic() + PATIENCE_S
     with looker.during(step):
         while len(looker._decoded) != count:
@@ -46,7 +46,7 @@ def look(looker: Prefetcher, step: Step, count: int) -> None:
 
 
 async def submit_behind(log: Log, *bodies: bytes) -> tuple[Step, list[QueuedOp]]:
-    """Plan a step, and accept bodies behind it."""
+    """Plan a step, and accept bodies after it."""
     run = await log.new_run()
     step = await log.plan()
     for seq, body in enumerate(bodies, start=1):
@@ -66,7 +66,7 @@ async def test_a_body_is_decoded_ahead_and_used_once(log: Log) -> None:
     assert looker.take(op, BODY) is None
 
 
-async def test_another_body_or_another_op_is_decoded_when_it_is_planned(log: Log) -> None:
+async def test_another_body_or_op_is_decoded_when_it_is_planned(log: Log) -> None:
     step, (op,) = await submit_behind(log, BODY)
     looker = Prefetcher(log.execution)
 
@@ -76,7 +76,7 @@ async def test_another_body_or_another_op_is_decoded_when_it_is_planned(log: Log
     assert looker.take(op, BODY + b" ") is None
 
 
-async def test_a_body_that_cannot_be_read_fails_as_it_would_when_it_is_planned(log: Log) -> None:
+async def test_an_unreadable_body_fails_as_when_it_is_planned(log: Log) -> None:
     step, (op,) = await submit_behind(log, b"no message")
     looker = Prefetcher(log.execution)
 
@@ -87,7 +87,7 @@ async def test_a_body_that_cannot_be_read_fails_as_it_would_when_it_is_planned(l
     assert failure.category == "user"
 
 
-async def test_what_waits_behind_a_step_ends_at_a_gap(log: Log) -> None:
+async def test_prefetch_ends_at_a_gap(log: Log) -> None:
     run, other = await log.new_run("a"), await log.new_run("b")
     step = await log.plan()
     assert log.execution.logs.behind(step, 8) == []
@@ -102,7 +102,7 @@ async def test_what_waits_behind_a_step_ends_at_a_gap(log: Log) -> None:
     assert len(log.execution.logs.behind(step, 1)) == 2
 
 
-async def test_little_is_held_and_nothing_for_long(
+async def test_prefetched_bodies_are_few_and_short_lived(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, ops = await submit_behind(log, BODY, BODY, BODY)
@@ -115,7 +115,7 @@ async def test_little_is_held_and_nothing_for_long(
     look(looker, replace(step, ops=()), 0)
 
 
-async def test_a_redis_that_is_away_ends_the_looking_and_not_the_step(
+async def test_an_unavailable_redis_ends_the_prefetch_and_not_the_step(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, _ = await submit_behind(log, BODY)
@@ -129,7 +129,7 @@ async def test_a_redis_that_is_away_ends_the_looking_and_not_the_step(
     with Prefetcher(log.execution).during(step):
         for thread in threading.enumerate():
             if thread.name == "prefetch":
-                thread.join(PATIENCE_S)  # it ends by itself
+                thread.join(PATIENCE_S)  # it ends without help
 
     assert len(asked) == 1
 
@@ -141,7 +141,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 async def losses(url: str, folder: Path, engine: Engine) -> list[float]:
-    """Train a run whose requests all wait at once; return each pass's loss."""
+    """Train a run whose requests are all queued at once. Return each pass's loss."""
     async with stack(url, folder) as server:
         run = await server.create("a", "session-a", LoraSpec(rank=2, seed=0))
         sent = []
@@ -155,7 +155,7 @@ async def losses(url: str, folder: Path, engine: Engine) -> list[float]:
     return [dict(output.metrics)["loss:sum"] for output in outputs]
 
 
-async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
+async def test_training_is_identical_with_and_without_prefetch(
     empty_redis: EmbeddedRedis,
     redis_server: EmbeddedRedis,
     tmp_path: Path,
@@ -181,7 +181,7 @@ async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
     cycle = Engine.cycle
 
     def slow(self: Engine, *step: Any) -> Yielding[CycleOutput]:
-        """Compute a step, which takes no less than decoding something behind the first one."""
+        """Compute a step, which takes at least as long as the first prefetch after it."""
         assert has_decoded.wait(PATIENCE_S)
         return (yield from cycle(self, *step))
 
@@ -201,7 +201,7 @@ async def test_training_is_the_same_whether_bodies_were_decoded_ahead_or_not(
     assert decoded_ahead == when_planned
 
 
-async def test_the_runs_that_wait_for_a_plan_are_noted_once(log: Log) -> None:
+async def test_the_runs_that_wait_for_a_plan_are_recorded_once(log: Log) -> None:
     step, _ = await submit_behind(log, BODY)
     late = await log.new_run()
     looker = Prefetcher(log.execution)
@@ -212,7 +212,7 @@ async def test_the_runs_that_wait_for_a_plan_are_noted_once(log: Log) -> None:
     assert looker.ready_runs() == []
 
 
-def test_adapters_of_waiting_runs_are_fetched_between_micro_batches_while_memory_lasts(
+def test_adapters_of_waiting_runs_are_prefetched_while_memory_lasts(
     empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []

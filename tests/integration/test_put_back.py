@@ -1,4 +1,4 @@
-"""A step ends before a pass of it does: what has no result goes back to where it came from."""
+"""Steps that end before one of their passes: ops without a result return to their run's queue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.stack import MODEL, POOL
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 QUEUED = (3, 14, len(LARGE) + len(b"body"))
-"""Ops, tokens and bytes of what `half_done` puts back."""
+"""Ops, tokens and bytes that a commit of `half_done` puts back."""
 
 
 async def ready(log: Log) -> RunQueue:
@@ -29,7 +29,7 @@ async def ready(log: Log) -> RunQueue:
 
 
 async def half_done(log: Log) -> tuple[RunRecord, Step]:
-    """Plan a run's create, two passes and a step, of which the create and 3 tokens of a pass were run."""
+    """Plan a run's create, two passes and a step; the tests run the create and 3 tokens of a pass."""
     run = await log.new_run()
     await log.submit(run, 1, body=LARGE)
     await log.submit(run, 2)
@@ -37,7 +37,7 @@ async def half_done(log: Log) -> tuple[RunRecord, Step]:
     return run, await log.plan()
 
 
-async def test_what_has_no_result_is_the_head_of_its_runs_queue_again(log: Log) -> None:
+async def test_ops_without_a_result_are_the_head_of_their_runs_queue_again(log: Log) -> None:
     run, step = await half_done(log)
     log.commit(step, opened={(run.id, 1): 3})
     queue = await ready(log)
@@ -70,7 +70,7 @@ async def test_a_replaced_worker_puts_nothing_back(log: Log) -> None:
     assert log.everything() == before
 
 
-async def test_only_the_end_of_a_runs_part_can_go_back(log: Log) -> None:
+async def test_only_the_end_of_a_runs_ops_can_be_put_back(log: Log) -> None:
     run, step = await half_done(log)
     before = log.everything()
     done = {(run.id, seq): Result.of_json({}) for seq in (0, 1, 3)}
@@ -80,14 +80,14 @@ async def test_only_the_end_of_a_runs_part_can_go_back(log: Log) -> None:
 
 
 async def test_a_commit_without_any_result_returns_the_whole_step(log: Log) -> None:
-    """A step of which only a dangerous part is left waits like this while its neighbours commit."""
+    """A step with only a dangerous part left waits like this while its neighbours commit."""
     _, step = await half_done(log)
     log.execution.commit(step, {}, {}, {}, opened={})
     assert (await ready(log)).ops == step.ops
     assert (await log.plan()).ops == step.ops
 
 
-async def test_what_was_begun_is_begun_no_more_in_a_later_process(log: Log) -> None:
+async def test_an_open_pass_restarts_in_a_later_process(log: Log) -> None:
     run, step = await half_done(log)
     log.commit(step, opened={(run.id, 1): 3})
     log.execution = log.new_worker()
@@ -95,7 +95,7 @@ async def test_what_was_begun_is_begun_no_more_in_a_later_process(log: Log) -> N
     assert (queue.ops, queue.done_tokens) == (step.ops[1:], 0)
 
 
-async def test_a_plan_from_before_it_came_back_is_refused(log: Log) -> None:
+async def test_a_plan_from_before_the_put_back_is_rejected(log: Log) -> None:
     run, step = await half_done(log)
     await log.submit(run, 4)
     behind = await ready(log)
@@ -107,7 +107,9 @@ async def test_a_plan_from_before_it_came_back_is_refused(log: Log) -> None:
 
 @pytest.mark.parametrize("how", ["closed", "failed"])
 @pytest.mark.parametrize("when", ["during", "after"])
-async def test_a_run_that_ends_half_way_fails_what_waits(log: Log, how: str, when: str) -> None:
+async def test_a_run_that_ends_with_an_open_pass_fails_pending_ops(
+    log: Log, how: str, when: str
+) -> None:
     run, step = await half_done(log)
     if when == "after":
         log.commit(step, opened={(run.id, 1): 3})
@@ -116,7 +118,7 @@ async def test_a_run_that_ends_half_way_fails_what_waits(log: Log, how: str, whe
     else:
         log.execution.fail_run(run.id, run.tenant)
     if when == "during":
-        assert log.result(run, 1) is None  # what is planned may well be done
+        assert log.result(run, 1) is None  # planned ops may still complete
         log.commit(step, opened={(run.id, 1): 3})
     assert log.result(run, 0) == Result.of_json({"said": "done"})
     failure = UNLOADED if how == "closed" else RUN_STOPPED
@@ -130,7 +132,7 @@ async def test_a_run_that_ends_half_way_fails_what_waits(log: Log, how: str, whe
         assert log.execution.forget(run.id)
 
 
-async def test_who_waits_for_it_to_come_back_to_a_closed_run_is_answered_at_once(log: Log) -> None:
+async def test_a_waiter_for_an_op_put_back_to_a_closed_run_is_answered_at_once(log: Log) -> None:
     run, step = await half_done(log)
     await log.intake.close_run(run)
     async with log.futures() as futures:
@@ -138,7 +140,7 @@ async def test_who_waits_for_it_to_come_back_to_a_closed_run_is_answered_at_once
         assert await futures.wait(run.tenant, step.ops[1].request_id, 30) == UNLOADED
 
 
-async def test_a_gap_behind_it_is_one_again_only_once_it_is_planned(log: Log) -> None:
+async def test_a_gap_after_an_op_put_back_counts_only_once_it_is_planned(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
     await log.submit(run, 3)
@@ -146,14 +148,14 @@ async def test_a_gap_behind_it_is_one_again_only_once_it_is_planned(log: Log) ->
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     assert log.queued()[0] == 2
     log.commit(step, opened={(run.id, 1): 3})
-    assert log.queued()[0] == 2  # seq 1 and 3: the gap that was given up for is far again
+    assert log.queued()[0] == 2  # seq 1 and 3: the expired gap is not next any more
     assert not log.redis.zscore(run_keys.gaps(POOL), run.id)
-    await log.submit(run, 2)  # while it lies behind what came back
+    await log.submit(run, 2)  # while it is after the ops that were put back
     await log.run_all()
     assert log.queued() == (0, 0, 0)
 
 
-async def test_a_gap_is_counted_from_the_plan_of_what_lies_before_it(log: Log) -> None:
+async def test_the_age_of_a_gap_starts_at_the_plan_of_the_op_before_it(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
     await log.submit(run, 3)
@@ -166,7 +168,7 @@ async def test_a_gap_is_counted_from_the_plan_of_what_lies_before_it(log: Log) -
     assert log.queued() == (0, 0, 0)
 
 
-async def test_who_comes_back_is_as_old_as_its_request(log: Log) -> None:
+async def test_an_op_put_back_is_as_old_as_its_request(log: Log) -> None:
     run, step = await half_done(log)
     neighbour = record_of("b")
     await log.intake.create_run(neighbour)
@@ -174,7 +176,7 @@ async def test_who_comes_back_is_as_old_as_its_request(log: Log) -> None:
     assert [queue.run for queue in await log.dispatch.ready(POOL)] == [run.id, neighbour.id]
 
 
-async def test_a_rollback_gives_an_open_pass_up(log: Log) -> None:
+async def test_a_rollback_cancels_an_open_pass(log: Log) -> None:
     run, step = await half_done(log)
     log.commit(step, opened={(run.id, 1): 3})
     await log.plan(allowances={request_id(run.id, 1): 2})

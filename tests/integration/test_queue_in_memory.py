@@ -1,4 +1,4 @@
-"""The scheduler's queue in memory against a real Redis: what is lost is found, what is stale is refused."""
+"""The scheduler's queue in memory against a real Redis: missed changes are read again, stale plans refused."""
 
 from __future__ import annotations
 

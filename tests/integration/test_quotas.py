@@ -1,4 +1,4 @@
-"""What one tenant may hold: results it does not fetch, sessions, samplers."""
+"""Quotas of a tenant: unread results, sessions, samplers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def limited(log: Log, unread_bytes: int) -> Intake:
     return Intake(log.connection, log.spool, always(TenantLimits(unread_bytes=unread_bytes)))
 
 
-async def test_results_count_whole_until_they_are_sent(log: Log) -> None:
+async def test_results_count_completely_until_they_are_sent(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
     step = await log.plan()
@@ -60,7 +60,7 @@ async def test_results_count_whole_until_they_are_sent(log: Log) -> None:
     assert unread(log) == len(b"{}")
 
 
-async def test_a_tenant_that_fetches_nothing_is_refused_and_the_others_are_not(log: Log) -> None:
+async def test_only_a_tenant_that_fetches_nothing_is_rejected(log: Log) -> None:
     run, other = await log.new_run("a"), await log.new_run("b")
     await log.run_all()
     intake = limited(log, unread(log))
@@ -76,7 +76,7 @@ async def test_a_tenant_that_fetches_nothing_is_refused_and_the_others_are_not(l
     await intake.create_run(second_of(run))
 
 
-async def test_a_large_request_that_waits_for_the_quota_is_not_written(samples: Samples) -> None:
+async def test_a_large_request_over_the_quota_is_not_written(samples: Samples) -> None:
     log, run, sampler = samples.log, await samples.log.new_run(), await samples.sampler()
     await log.run_all()
     full = limited(log, unread(log))
@@ -98,7 +98,7 @@ async def test_a_large_request_that_waits_for_the_quota_is_not_written(samples: 
     assert [claimed.body for claimed in samples.sampling.claim(1)] == [LARGE_BODY]
 
 
-async def test_a_result_that_expired_counts_no_more(log: Log) -> None:
+async def test_an_expired_result_does_not_count(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     intake = limited(log, unread(log))
@@ -126,7 +126,7 @@ async def test_samples_count_like_other_results(samples: Samples) -> None:
     assert unread(log) == 0
 
 
-async def test_what_redis_does_not_take_is_written_again(log: Log) -> None:
+async def test_a_failed_write_of_redis_is_repeated(log: Log) -> None:
     taken: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     lost = iter([True, False])
 
@@ -143,13 +143,14 @@ async def test_what_redis_does_not_take_is_written_again(log: Log) -> None:
     await stop_tasks([telling])
 
 
-async def test_a_redis_that_refuses_writes_for_a_while_is_written_to_after_it(
+async def test_a_write_that_redis_refuses_for_a_while_is_repeated_afterwards(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cotrain_store.results.futures.FLUSH_EVERY_S", 0.01)
     run = await log.new_run()
     await log.run_all()
-    log.redis.config_set("min-replicas-to-write", 1)  # as with a disk that takes no RDB file
+    # as with a disk on which Redis cannot write its RDB file
+    log.redis.config_set("min-replicas-to-write", 1)
     try:
         async with log.futures() as futures:
             with capture_logs() as logs:
@@ -162,17 +163,18 @@ async def test_a_redis_that_refuses_writes_for_a_while_is_written_to_after_it(
         log.redis.config_set("min-replicas-to-write", 0)
 
 
-async def test_living_sessions_are_counted_and_idle_or_finished_ones_are_not(log: Log) -> None:
+async def test_only_live_sessions_are_counted(log: Log) -> None:
     records = Records(log.connection, always(RecordLimits(sessions=2)))
     first = await records.create_session(A, session_id=SessionId("first"))
     second = await records.create_session(A)
     with refused(Reason.SESSION_QUOTA_REACHED):
         await records.create_session(A)
-    await records.create_session(A, session_id=first.id)  # it is there
+    await records.create_session(A, session_id=first.id)  # a repeat of the first one
     await records.create_session(TenantId("b"))
     await records.finish(A, first.id, "success")
     third = await records.create_session(A)
-    log.redis.zadd(tenant_keys.living_sessions(A), {second.id: 1, third.id: 1})  # no beat for long
+    # no heartbeat for long
+    log.redis.zadd(tenant_keys.living_sessions(A), {second.id: 1, third.id: 1})
     await records.heartbeat(A, second.id)
     fourth = await records.create_session(A)
     living = log.redis.zrange(tenant_keys.living_sessions(A), 0, -1)
@@ -181,15 +183,15 @@ async def test_living_sessions_are_counted_and_idle_or_finished_ones_are_not(log
         await records.create_session(A)
 
 
-async def test_samplers_are_counted_while_they_live(samples: Samples) -> None:
+async def test_samplers_are_counted_while_they_exist(samples: Samples) -> None:
     log = samples.log
     records = Records(log.connection, always(RecordLimits(samplers=2)))
     used, idle = [await records.create_sampler(sampler_record(number=n)) for n in (0, 1)]
     with refused(Reason.SAMPLER_QUOTA_REACHED):
         await records.create_sampler(sampler_record(number=2))
-    assert (await records.create_sampler(sampler_record(number=1))).id == idle.id  # it is there
+    assert (await records.create_sampler(sampler_record(number=1))).id == idle.id  # a repeat
     log.redis.zadd(tenant_keys.tenant_samplers(A), {used.id: 1, idle.id: 1})
-    await samples.submit(used, 0)  # in use: it lives on
+    await samples.submit(used, 0)  # in use: its lifetime is extended
     await records.create_sampler(sampler_record(number=3))
     with refused(Reason.SAMPLER_QUOTA_REACHED):
         await records.create_sampler(sampler_record(number=4))
@@ -198,7 +200,7 @@ async def test_samplers_are_counted_while_they_live(samples: Samples) -> None:
     assert log.redis.zcard(tenant_keys.tenant_samplers(A)) == 3
 
 
-async def test_samplers_count_from_the_save_that_asks_for_them(samples: Samples) -> None:
+async def test_samplers_count_from_the_save_that_requests_them(samples: Samples) -> None:
     log, run = samples.log, await samples.log.new_run()
     intake = Intake(log.connection, log.spool, always(TenantLimits(samplers=1)))
     sampler, other = (sampler_record(number=number).id for number in (0, 1))
@@ -221,7 +223,7 @@ async def save_for(intake: Intake, run: RunRecord, seq: int, sampler: SamplerId)
 
 
 async def unnamed(samples: Samples, run: RunRecord, seq: int, size: int) -> SamplerId:
-    """Save without a name, and say how much was stored."""
+    """Save without a name, and store `size` bytes."""
     await samples.save(run, seq, sampler=seq)
     samples.stored(run, seq, size)
     return sampler_record(number=seq).id
@@ -231,7 +233,7 @@ def let_rest(samples: Samples, sampler: SamplerId, rest_ms: float) -> None:
     samples.log.redis.zincrby(tenant_keys.tenant_samplers(A), -rest_ms, sampler)
 
 
-async def test_samplers_of_unnamed_saves_make_room_once_they_rest(samples: Samples) -> None:
+async def test_unused_samplers_of_unnamed_saves_are_removed_for_new_ones(samples: Samples) -> None:
     log, run = samples.log, await samples.log.new_run()
     intake = Intake(log.connection, log.spool, always(TenantLimits(sampler_bytes=50)))
     oldest, old, used = [await unnamed(samples, run, seq, 20) for seq in (1, 2, 3)]
@@ -243,7 +245,7 @@ async def test_samplers_of_unnamed_saves_make_room_once_they_rest(samples: Sampl
     await save_for(intake, run, 5, SamplerId("s:sample:9"))
     with pytest.raises(SamplerNotFound):
         await samples.records.sampler(A, oldest)
-    for left in (old, used):  # there is room without them
+    for left in (old, used):  # the quota has space without them
         assert (await samples.records.sampler(A, left)).id == left
     assert [weights.ref for weights in samples.saved.unused_weights()] == [f"{run.id}:1"]
     assert log.redis.hgetall(tenant_keys.sampler_bytes(A)) == {
@@ -251,10 +253,10 @@ async def test_samplers_of_unnamed_saves_make_room_once_they_rest(samples: Sampl
     }  # fmt: skip
 
 
-async def test_what_expired_samplers_weighed_counts_no_more(samples: Samples) -> None:
+async def test_the_bytes_of_expired_samplers_do_not_count(samples: Samples) -> None:
     log, run = samples.log, await samples.log.new_run()
     sampler = await unnamed(samples, run, 1, 20)
-    samples.stored(run, 1, 20)  # twice is harmless
+    samples.stored(run, 1, 20)  # a repeat has no effect
     assert int(log.redis.hget(tenant_keys.sampler_bytes(A), "bytes")) == 20
     log.redis.zadd(tenant_keys.tenant_samplers(A), {sampler: 1})
     intake = Intake(log.connection, log.spool, always(TenantLimits(sampler_bytes=1)))

@@ -1,4 +1,4 @@
-"""A worker is a place: what it had goes to another one when nobody has been there for long."""
+"""Reassignment: the work of a worker id without a heartbeat goes to another worker."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ FAILPOINTS = [
 
 
 def replayed(loop: WorkerLoop, run: RunId) -> int:
-    """Have a run in the engine of a worker; return how many of its ops were run again."""
+    """Restore a run in the engine of a worker. Return the number of ops that were replayed."""
     restored = run_to_end(loop._residents.ensure(run))
     return restored.replayed if restored else 0
 

@@ -1,4 +1,4 @@
-"""A Redis of one's own, over the network: with TLS, and a user for each kind of process."""
+"""Access to a separate Redis over the network: with TLS, and a user for each kind of process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ USERS = ("cotrain-api", "cotrain-scheduler", "cotrain-worker")
 
 @pytest.fixture
 async def tls_port(empty_redis: EmbeddedRedis) -> AsyncIterator[int]:
-    """Speak TLS before a Redis, as a Redis that was built for it does by itself."""
+    """Terminate TLS in front of a Redis, in place of a Redis that was built with TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(TLS / "server.pem", TLS / "server.key")
 
@@ -59,7 +59,7 @@ async def tls_port(empty_redis: EmbeddedRedis) -> AsyncIterator[int]:
     server.close()
 
 
-async def test_redis_is_spoken_to_through_tls_where_its_certificate_is_good(tls_port: int) -> None:
+async def test_redis_is_used_over_tls_with_a_valid_certificate(tls_port: int) -> None:
     url = f"rediss://127.0.0.1:{tls_port}/0?ssl_ca_certs={TLS / 'ca.pem'}"
     connection = open_connection(url)
     await check_store(connection, accept_data_loss=False)
@@ -69,7 +69,7 @@ async def test_redis_is_spoken_to_through_tls_where_its_certificate_is_good(tls_
     await asyncio.to_thread(of_worker.close)
 
 
-async def test_a_certificate_that_nothing_vouches_for_is_told(tls_port: int) -> None:
+async def test_an_untrusted_certificate_is_reported(tls_port: int) -> None:
     connection = open_connection(f"rediss://127.0.0.1:{tls_port}/0")
     with pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
         await check_store(connection, accept_data_loss=False)
@@ -78,7 +78,7 @@ async def test_a_certificate_that_nothing_vouches_for_is_told(tls_port: int) -> 
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
-    """Start a Redis with the users of the file that operators are given."""
+    """Start a Redis with the users of the file for operators."""
     port = free_port()
     lines = (ROOT / "docker" / "redis" / "users-by-process.acl").read_text()
     users = tmp_path / "users.acl"
@@ -101,11 +101,11 @@ def port(tmp_path: Path) -> Iterator[int]:
 
 
 def url_of(user: str, port: int) -> str:
-    """Let each user have its name for its password."""
+    """Return the URL of a user, whose password is its name."""
     return f"redis://{user}:{user}@127.0.0.1:{port}/0"
 
 
-async def test_each_kind_of_process_trains_and_samples_with_the_rights_of_its_user(
+async def test_each_kind_of_process_works_with_the_rights_of_its_user(
     port: int, tmp_path: Path, tiny_model: Path
 ) -> None:
     def settings(user: str) -> dict[str, str]:

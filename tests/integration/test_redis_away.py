@@ -1,4 +1,4 @@
-"""Redis goes away around a commit: what a worker holds in memory is never taken for the truth."""
+"""Loss of Redis around a commit: a worker reloads its state from the log."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class Crowded:
         self.refused = 0
 
     def until_asked_twice_more(self, role: Any, method: str) -> None:
-        """Take the memory away from a method's next calls."""
+        """Remove the free memory during the next calls of a method."""
         original = getattr(role, method)
 
         def crowded(*args: Any, **kwargs: Any) -> Any:

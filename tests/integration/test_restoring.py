@@ -1,4 +1,4 @@
-"""A worker that brings runs back from their logs: seen from outside, killed, told to end."""
+"""Workers that restore runs from their logs: observed from outside, killed, stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ TENANT = TenantId("a")
 
 
 class Host:
-    """Three runs with a log and no copy, whose worker was killed; what comes next waits for them."""
+    """Three runs with a log and no snapshot, whose worker was killed; their next requests wait for
+    a new one."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Host:
 
     @property
     def replayed(self) -> dict[str, list[int]]:
-        """Of each run, what each process that restored it ran again."""
+        """Return the number of replayed ops of each run, for each process that restored it."""
         found: dict[str, list[int]] = {}
         for event in self.events("run_restored"):
             found.setdefault(event["run"], []).append(event["replayed"])
@@ -77,7 +78,7 @@ class Host:
 async def killed_worker(
     redis_url: str, folder: Path, model: Path, failpoints: str, **settings: str
 ) -> AsyncIterator[Host]:
-    """Train three runs beside one another and kill their worker; the next one meets the failpoints."""
+    """Train three runs concurrently and kill their worker; the next one runs with the failpoints."""
     environment = settings_of(redis_url, folder, model) | settings
     shared = {name: environment[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
     connection, spool = open_connection(redis_url), Spool(folder / "spool", new_writer("api"))
@@ -101,10 +102,10 @@ async def killed_worker(
     await connection.aclose()
 
 
-async def test_two_kills_while_runs_are_restored_lose_no_run_that_was(
+async def test_two_kills_during_restores_lose_no_restored_run(
     empty_redis: EmbeddedRedis, redis: SyncConnection, tmp_path: Path, tiny_model: Path
 ) -> None:
-    """Killed as soon as the copy of one more run is registered: the next process replays one less."""
+    """Kill as soon as one more snapshot is registered: the next process replays one run less."""
     kills = "snapshot.registered=kill@1,snapshot.registered=kill@2"
     async with killed_worker(empty_redis.url, tmp_path, tiny_model, kills) as host:
         answers = asyncio.create_task(host.go_on())
@@ -120,10 +121,11 @@ async def test_two_kills_while_runs_are_restored_lose_no_run_that_was(
         assert not redis.exists(fleet_keys.starts(POOL), fleet_keys.crash_counts(POOL))
 
 
-async def test_a_worker_that_is_told_to_end_while_it_restores_has_not_crashed(
+async def test_a_worker_stopped_during_a_restore_has_not_crashed(
     empty_redis: EmbeddedRedis, redis: SyncConnection, tmp_path: Path, tiny_model: Path
 ) -> None:
-    """SIGTERM comes when one of three runs is back: it ends with status 0, and what follows finds no crash."""
+    """Send SIGTERM after one of three runs is restored: the worker exits with status 0, and no
+    crash is counted."""
     async with killed_worker(
         empty_redis.url, tmp_path, tiny_model, "worker.replayed=stop@1"
     ) as host:
@@ -144,10 +146,11 @@ async def test_a_worker_that_is_told_to_end_while_it_restores_has_not_crashed(
         assert not redis.exists(fleet_keys.starts(POOL))
 
 
-async def test_many_small_passes_are_copied_before_their_replay_takes_too_long(
+async def test_many_small_passes_trigger_a_snapshot_before_replay_is_too_slow(
     server: Stack, redis: SyncConnection, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
-    """A pass alone costs 10 s, and each run has two: none of the three is near 30 s, all of them are beyond."""
+    """A pass costs 10 s, and each run has two: no single run is near the limit of 30 s, but all
+    together exceed it."""
     runs = [await server.create(name, name, LORA) for name in NAMES]
     sent = [await submit(server, run, 1, 4) for run in runs]
     with worker(empty_redis.url, tmp_path, engine, drains=False, cost=ReplayCost(pass_s=10.0)):
@@ -160,7 +163,7 @@ async def test_many_small_passes_are_copied_before_their_replay_takes_too_long(
         await until(lambda: copied().count(b"4") >= 2)
 
 
-async def test_how_far_a_restore_is_can_be_seen_while_it_lasts(
+async def test_the_progress_of_a_restore_is_visible(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,

@@ -1,4 +1,5 @@
-"""Ops without a seq of the client: each has its place in the run's order, and the client's move on."""
+"""Ops without a seq of the client: each takes a position in the run's order, and the client's ops
+move back."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ A = TenantId("a")
 
 
 async def ride(log: Log, run: RunRecord, content: str = "r", key: str = "") -> int:
-    """Submit a rider; return its place."""
+    """Submit an unnumbered op. Return its position."""
     request = await log.intake.submit(
         run, None, OpKind.REVERSE_KL, content.encode(), 3, content, idempotency_key=key
     )
@@ -38,7 +39,7 @@ async def ride(log: Log, run: RunRecord, content: str = "r", key: str = "") -> i
 
 
 async def send(log: Log, run: RunRecord, seq: int) -> int:
-    """Submit the client's op of that seq; return its place."""
+    """Submit the client's op of that seq. Return its position."""
     content = f"op {seq}"
     request = await log.intake.submit(
         run, seq, OpKind.FORWARD_BACKWARD, content.encode(), 3, content
@@ -51,7 +52,7 @@ def place(request: RequestId) -> int:
 
 
 async def executed(log: Log) -> list[str]:
-    """Run all that may run; return the contents in the order of their execution."""
+    """Run all runnable ops. Return the contents in the order of their execution."""
     contents: list[str] = []
     while await log.dispatch.ready(POOL):
         step = await log.plan()
@@ -60,7 +61,7 @@ async def executed(log: Log) -> list[str]:
     return [content for content in contents if not content.startswith("{")]
 
 
-async def test_a_rider_runs_behind_what_is_accepted_and_before_what_comes(log: Log) -> None:
+async def test_an_unnumbered_op_runs_after_accepted_ops_and_before_later_ones(log: Log) -> None:
     run = await log.new_run()
     assert await send(log, run, 1) == 1
     assert await ride(log, run, "one") == 2
@@ -71,18 +72,18 @@ async def test_a_rider_runs_behind_what_is_accepted_and_before_what_comes(log: L
     assert await executed(log) == ["op 1", "one", "two", "op 2", "three", "op 3"]
 
 
-async def test_a_seq_that_is_missing_keeps_its_place(log: Log) -> None:
+async def test_a_missing_seq_keeps_its_position(log: Log) -> None:
     run = await log.new_run()
     assert await send(log, run, 3) == 3
     assert await send(log, run, 2) == 2
     assert await ride(log, run) == 4
-    assert await executed(log) == []  # it waits for what the client sent before
+    assert await executed(log) == []  # it waits for earlier ops of the client
     assert await send(log, run, 4) == 5
     assert await send(log, run, 1) == 1
     assert await executed(log) == ["op 1", "op 2", "op 3", "r", "op 4"]
 
 
-async def test_riders_with_one_key_are_one(log: Log) -> None:
+async def test_unnumbered_ops_with_one_key_are_one(log: Log) -> None:
     run = await log.new_run()
     once = await ride(log, run, key="k")
     await send(log, run, 1)
@@ -93,12 +94,12 @@ async def test_riders_with_one_key_are_one(log: Log) -> None:
     assert log.everything() == before
     assert await ride(log, run, key="l") == 3
     assert await ride(log, run) == 4
-    assert await ride(log, run) == 5  # nothing tells that these are the same
+    assert await ride(log, run) == 5  # without a key, these two count as different
     await executed(log)
-    assert await ride(log, run, key="k") == once  # as long as its digest is kept
+    assert await ride(log, run, key="k") == once  # while its digest is kept
 
 
-async def test_a_repeat_of_a_seq_behind_riders_gets_the_same_request(log: Log) -> None:
+async def test_a_repeated_seq_after_unnumbered_ops_gets_the_same_request(log: Log) -> None:
     run = await log.new_run()
     await ride(log, run)
     once = await send(log, run, 1)
@@ -111,7 +112,7 @@ async def test_a_repeat_of_a_seq_behind_riders_gets_the_same_request(log: Log) -
     assert log.everything() == before
 
 
-async def test_the_key_of_a_rider_goes_with_its_digest(
+async def test_the_key_of_an_unnumbered_op_expires_with_its_digest(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cotrain_store.oplog.execution.DIGESTS_KEPT", 2)
@@ -131,7 +132,7 @@ async def test_the_key_of_a_rider_goes_with_its_digest(
     assert set(log.redis.hkeys(run_keys.digests(POOL, run.id))) == {b"2", b"3", b"4"}
 
 
-async def test_a_rider_counts_against_how_far_ahead_a_client_may_be(log: Log) -> None:
+async def test_an_unnumbered_op_counts_against_the_limit_of_ops_ahead(log: Log) -> None:
     run = await log.new_run()
     await send(log, run, MAX_SEQ_GAP - 1)
     before = log.everything()
@@ -140,7 +141,7 @@ async def test_a_rider_counts_against_how_far_ahead_a_client_may_be(log: Log) ->
     assert log.everything() == before
 
 
-async def test_a_closed_run_takes_no_riders(log: Log) -> None:
+async def test_a_closed_run_rejects_unnumbered_ops(log: Log) -> None:
     run = await log.new_run()
     behind = await ride(log, run, key="k")
     await log.intake.close_run(run)
@@ -157,7 +158,7 @@ async def test_a_closed_run_takes_no_riders(log: Log) -> None:
     )
 
 
-async def test_a_gap_behind_a_rider_is_named_as_the_client_counts(
+async def test_a_gap_after_an_unnumbered_op_is_named_by_the_clients_seq(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await log.new_run()
@@ -172,12 +173,12 @@ async def test_a_gap_behind_a_rider_is_named_as_the_client_counts(
     assert pending.reason == still_waiting(1, 0.0)
     await log.dispatch.expire_gap(POOL, run.id, A)
     assert log.result(run, waiting)
-    assert await send(log, run, 1) == 2  # should it come after all, it runs
+    assert await send(log, run, 1) == 2  # if it arrives after all, it runs
     assert await executed(log) == ["op 1"]
 
 
-#: The client's seqs in the order of their arrival, by how far each is moved from its place; then
-#: what happens between them: riders (by key), repeats, cycles.
+#: The client's seqs in the order of their arrival, by their distance from the sorted order; then
+#: the events between them: unnumbered ops (by key), repeats, cycles.
 _ARRIVALS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 _EVENTS = st.lists(
     st.one_of(
@@ -206,8 +207,9 @@ async def _interleave(
     count = len(arrivals)
     waiting = sorted(range(1, count + 1), key=lambda seq: (seq + arrivals[seq - 1], seq))
     order: list[str] = []
-    places: dict[str, int] = {}  # content → place
-    bounds: dict[str, tuple[set[str], int]] = {}  # rider → what was accepted, highest seq of those
+    places: dict[str, int] = {}  # content → position
+    # unnumbered op → accepted contents before it, and their highest seq
+    bounds: dict[str, tuple[set[str], int]] = {}
 
     async with open_log(url, folder) as log:
         run = await log.new_run()

@@ -1,4 +1,4 @@
-"""A run whose newest state was lost goes on from a checkpoint, and says so."""
+"""A run whose newest state was lost: it continues from a checkpoint and reports the rollback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 
 
 async def run_with_a_checkpoint(samples: Samples) -> tuple[RunRecord, CheckpointRecord]:
-    """Make a run that is committed to seq 3, and has a checkpoint of what it was after seq 1."""
+    """Make a run that is committed to seq 3, with a checkpoint of its state after seq 1."""
     run = await samples.log.new_run()
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
     for seq in (2, 3):
@@ -36,7 +36,7 @@ def error_of(log: Log, run: RunRecord, seq: int) -> tuple[str, str]:
     return answer["error"], answer["category"]
 
 
-async def test_what_was_planned_or_waiting_fails_and_later_ops_run(samples: Samples) -> None:
+async def test_planned_and_waiting_ops_fail_and_later_ones_run(samples: Samples) -> None:
     log = samples.log
     run, checkpoint = await run_with_a_checkpoint(samples)
     await log.submit(run, 4, OpKind.FORWARD, body=LARGE)
@@ -70,7 +70,7 @@ async def test_what_was_planned_or_waiting_fails_and_later_ops_run(samples: Samp
     assert log.queued() == (0, 0, 0)
 
 
-async def test_the_file_is_all_that_is_left_and_the_next_snapshot_has_it_as_predecessor(
+async def test_only_the_file_remains_and_precedes_the_next_snapshot(
     samples: Samples,
 ) -> None:
     log = samples.log
@@ -94,7 +94,7 @@ async def test_the_file_is_all_that_is_left_and_the_next_snapshot_has_it_as_pred
     assert (position.older_snap, position.older_file, position.weights_epoch) == (3, "f3", 1)
 
 
-async def test_a_rollback_is_told_where_runs_are_told_of_and_counted(samples: Samples) -> None:
+async def test_a_rollback_is_reported_with_its_run_and_counted(samples: Samples) -> None:
     run, checkpoint = await run_with_a_checkpoint(samples)
     assert (await samples.records.run(run.tenant, run.id)).weights_epoch == 0
     samples.log.execution.roll_back(checkpoint, "f3", "sha")
@@ -143,7 +143,7 @@ async def test_a_replaced_worker_rolls_nothing_back(samples: Samples) -> None:
     assert samples.log.everything() == before
 
 
-async def test_a_run_can_go_on_from_its_own_training_checkpoints_alone(samples: Samples) -> None:
+async def test_a_run_can_go_back_only_to_its_own_training_checkpoints(samples: Samples) -> None:
     log = samples.log
     run, first = await run_with_a_checkpoint(samples)
     await samples.checkpoint(run, 4, "for-sampling")

@@ -1,4 +1,4 @@
-"""What the runs of a tenant hold counts from the request on that makes them, until no file of them is left."""
+"""Bytes of the runs of a tenant: they count from the creating request until the last file is deleted."""
 
 from __future__ import annotations
 

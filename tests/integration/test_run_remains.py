@@ -1,4 +1,5 @@
-"""What is left of a run that was unloaded: its record, and where its log ended. Nothing else, on disk or in Redis."""
+"""Data that remains of an unloaded run: its record and the position of its log; nothing else on
+disk or in Redis."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from tests.support.waiting import until
 LORA = LoraSpec(rank=4, seed=7, train_unembed=False)
 #: Kept permanently, counted by the quota `record_bytes`; `docs/operate/limits.md` lists them.
 REMAINS = ["cotrain:run:<run>", "cotrain:session:<session>:runs", f"cotrain:{{{POOL}}}:log:<run>"]
-#: The like of a run that trained, under the quota `history_points`.
+#: Also kept for a run that trained, under the quota `history_points`.
 HISTORY = ["cotrain:run:<run>:history", "cotrain:run:<run>:steps"]
 
 
 async def train(server: Stack, redis: Any, session: str) -> RunRecord:
-    """Make a run with bodies in Redis and in the spool, two recovery copies, and results that wait."""
+    """Make a run with bodies in Redis and in the spool, two snapshots, and unread results."""
     run = await server.create("a", session, LORA)
     for seq, length in ((1, 9), (3, 300)):
         request = await server.forward_backward(run, seq, sequences(seq, 8, length))
@@ -40,7 +41,7 @@ def copies_of(redis: Any, run: RunRecord) -> list[bytes]:
 
 
 def described(redis: Any, run: RunRecord | None = None) -> list[str]:
-    """Name all keys; those of a run by what they are."""
+    """Return all keys; those of a run with placeholders."""
     names = [name.decode() for name in redis.keys("*")]
     if run is None:
         return sorted(names)
@@ -50,7 +51,7 @@ def described(redis: Any, run: RunRecord | None = None) -> list[str]:
     )
 
 
-async def test_a_run_that_is_unloaded_gives_back_all_but_its_record(
+async def test_an_unloaded_run_leaves_only_its_record(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
     tuning = snapshots(ops=1)
@@ -63,14 +64,14 @@ async def test_a_run_that_is_unloaded_gives_back_all_but_its_record(
         before = [name for name in described(redis) if "session-0" not in name]
         runs = [await train(server, redis, f"session-{number}") for number in (1, 2, 3)]
         await until(lambda: len(list(folder.glob("*/*.safetensors"))) == 6)
-        # Only now: a recovery copy of it would be a seventh file.
+        # Only now: a snapshot of it would be a seventh file.
         untrained = await server.create("a", "session-4", LORA)
         for run in (*runs, untrained):
             await server.intake.close_run(run)
         await until(lambda: redis.zcard(tenant_keys.run_bytes()) == 0)
-        await until(lambda: not list(folder.iterdir()))  # nor is a folder left
+        await until(lambda: not list(folder.iterdir()))  # nor does a folder remain
         pass_time(redis, result_keys.SMALL_RESULT_TTL_MS + 1)
-        await until(lambda: not redis.keys("cotrain:result:*"))  # the scheduler ends them
+        await until(lambda: not redis.keys("cotrain:result:*"))  # the scheduler expires them
         await until(lambda: described(redis, untrained) == REMAINS)
         for run in runs:
             assert described(redis, run) == sorted(REMAINS + HISTORY)
@@ -78,7 +79,7 @@ async def test_a_run_that_is_unloaded_gives_back_all_but_its_record(
         now = [
             name
             for name in described(redis)
-            if not re.search(r"session-\d|:minute:", name)  # another minute may have begun
+            if not re.search(r"session-\d|:minute:", name)  # the minute may have changed
         ]
         assert set(now) <= {*before, *UNREAD}
         assert redis.hlen(result_keys.spool_segment_refs()) == 0
@@ -92,10 +93,10 @@ def run_ids(redis: Any, session: SessionId) -> list[RunId]:
     return [RunId(name.decode()) for name in redis.smembers(tenant_keys.session_runs(session))]
 
 
-#: What a log that is deleted still says: how far it came, and whose it was.
+#: Fields of a deleted log: its position and its owner.
 POSITION = {
     b"state", b"tenant", b"next", b"done", b"snap", b"last", b"worker", b"oldsnap",
     b"oldnumerics", b"numerics",
 }  # fmt: skip
-#: Struck off when their tenant next asks for something.
+#: Removed at the next request of their tenant.
 UNREAD = ["cotrain:tenant:a:unread", "cotrain:tenant:a:unread_until", "cotrain:tenants:unread"]

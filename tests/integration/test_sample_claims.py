@@ -1,4 +1,4 @@
-"""Who runs which sample request, in which order, and how it ends exactly once."""
+"""Claims of sample requests: worker, order, and exactly one result."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_claim_takes_no_more_than_asked_for(samples: Samples) -> None:
 async def test_a_claim_whose_answer_was_lost_is_not_lost(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the connection's own retry has it, or as its caller does that got an error."""
+    """The connection repeats the claim itself, or its caller does after an error."""
     requests = await samples.submit(await samples.sampler(), *range(6))
     claim = samples.sampling._claim
 

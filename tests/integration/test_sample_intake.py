@@ -1,4 +1,4 @@
-"""Which sample requests are accepted, once; and what a refusal or a cancel leaves behind."""
+"""Intake of sample requests: accepted once; a refused or cancelled one leaves no record."""
 
 from __future__ import annotations
 

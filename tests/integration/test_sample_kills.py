@@ -1,4 +1,5 @@
-"""Sampling while Redis dies again and again: nothing accepted is lost, and every end is told."""
+"""Sampling while Redis is killed repeatedly: no accepted request is lost, and every result is
+published."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PATIENCE_S = 300.0
 
 
 def work(samples: Samples, stop: threading.Event) -> None:
-    """Claim and resolve as a worker does: what was claimed is kept until its result is stored."""
+    """Claim and resolve like a worker: claimed requests are kept until their results are stored."""
     while not stop.is_set():
         try:
             claimed = samples.sampling.claim(5)
@@ -57,7 +58,7 @@ async def told(completions: Completions, sampler: SamplerRecord, count: int) -> 
     return found
 
 
-async def test_every_request_ends_once_and_is_told_once_across_kills_of_redis(
+async def test_every_request_ends_and_is_published_once_across_kills_of_redis(
     tmp_path: Path,
 ) -> None:
     with EmbeddedRedis() as server:

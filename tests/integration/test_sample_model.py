@@ -1,7 +1,7 @@
 """The scripts of sampling against a plain model of them, step by step, on a real Redis (hypothesis).
 
-The model is what a reader would expect: for each tenant a queue, who runs what, what each request
-resolved to first, and in which order each client's requests ended.
+The model has a queue for each tenant, the requests of each worker, the first result of each request, and
+the order in which each client's requests ended.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Client = tuple[str, int]
 
 @dataclass
 class Model:
-    """What must be true of all sample requests of a pool."""
+    """Expected state of all sample requests of a pool."""
 
     accepted: dict[RequestId, SampleBody] = field(default_factory=dict)
     ring: list[str] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Model:
     """By sampler and copy of its client."""
 
     def lanes(self, tenant: str) -> list[list[RequestId]]:
-        """Give a tenant's queues in the order in which w0 takes from them."""
+        """Return a tenant's queues in the order in which w0 claims from them."""
         return [
             self.waiting.setdefault((tenant, lane), []) for lane in (WORKER, run_keys.ANY_WORKER)
         ]
@@ -189,7 +189,7 @@ class SampleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.accepted)
     @rule(data=st.data(), twice=st.booleans())
     def resolve(self, data: st.DataObject, twice: bool) -> None:
-        """Mostly what runs; now and then what waits or is done, as a confused worker would."""
+        """Resolve a running request in most cases, else a queued or resolved one, as a faulty worker might."""
         likely = st.sampled_from(self.model.running or sorted(self.model.accepted))
         anything = st.sampled_from(sorted(self.model.accepted))
         chosen = data.draw(st.lists(likely | anything, min_size=1, max_size=4, unique=True))

@@ -1,4 +1,4 @@
-"""What a worker claims, holds back and answers: a real store, and a decoder that does as told."""
+"""Claims, limits and answers of a worker's sampling: a real store, and a scripted decoder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OUTPUT = SampleOutput(
 
 @dataclass
 class ScriptedDecoder:
-    """Holds what it is given; a step finishes as many requests as there are `turns` for."""
+    """A decoder that keeps its requests. A step finishes one request per entry of `turns`."""
 
     held: dict[str, SampleRequest] = field(default_factory=dict)
     turns: deque[int] = field(default_factory=deque)

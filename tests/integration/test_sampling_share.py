@@ -30,7 +30,7 @@ DECODE_STEP_S = 0.3
 
 @dataclass
 class Processor:
-    """A clock that only work moves, and what the work was while a step was open."""
+    """A simulated clock that only work advances, and the work done while a step was open."""
 
     now: float = 0.0
     in_step: bool = False
@@ -52,7 +52,7 @@ class Processor:
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
-    """Let every micro-batch and every decode step take its time on a clock of ours."""
+    """Make every micro-batch and every decode step take a fixed time on a simulated clock."""
     clock = Processor()
     micro_batch, decode_step, run = (
         ForwardBackward._run_micro_batch,
@@ -84,7 +84,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
 
 @pytest.fixture(scope="module")
 def small_steps(tiny_model: Path) -> Engine:
-    """An engine whose micro-batches are small, so that a step has many."""
+    """An engine with small micro-batches, so that a step has many."""
     import torch
 
     torch.set_num_threads(1)
@@ -92,7 +92,7 @@ def small_steps(tiny_model: Path) -> Engine:
 
 
 @pytest.mark.parametrize("share", [0.25, 0.75])
-async def test_two_hundred_requests_finish_and_training_beside_them_keeps_its_share(
+async def test_two_hundred_requests_finish_and_training_keeps_its_share(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -100,7 +100,7 @@ async def test_two_hundred_requests_finish_and_training_beside_them_keeps_its_sh
     processor: Processor,
     share: float,
 ) -> None:
-    """Over 8 adapters, with room for 16 in memory."""
+    """The requests use 8 adapters, and memory holds 16."""
     with worker(
         empty_redis.url, tmp_path, small_steps, sampling_share=share, kv_cache_tokens=16 * 64
     ) as loop:
@@ -140,14 +140,14 @@ async def test_a_tenant_with_many_requests_does_not_make_another_wait_for_them(
         await server.samples.cancel(crowd.tenant, many[-1])
 
 
-async def test_a_sample_beside_twenty_requests_of_sixty_four_long_ones_ends_in_ten_steps(
+async def test_a_sample_next_to_twenty_long_requests_ends_in_ten_steps(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its steps are counted from where the worker has claimed it; memory is full of the other tenant's."""
+    """Count its steps from its claim by the worker; memory is full of the other tenant's sequences."""
     steps: list[list[str]] = []
     added_at: dict[str, int] = {}
     step, add = EngineDecoder.step, EngineDecoder.add

@@ -1,4 +1,5 @@
-"""A pool without a worker: what is asked of it is accepted and waits, one worker is wanted, and its start ends the wait."""
+"""A pool without a worker: requests are accepted and wait, one worker is wanted, and its start ends
+the wait."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ MISSING = f'cotrain_worker_up{{pool="{MODEL}",worker="w0"}} 0.0'
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decide within moments what otherwise takes minutes."""
+    """Shorten the delays of decisions from minutes to moments."""
     for name, seconds in (("UP_AFTER_S", 0.2), ("DOWN_AFTER_S", 0.5), ("SPAN_S", 0.1)):
         monkeypatch.setattr(f"cotrain_scheduler.scaling.{name}", seconds)
     monkeypatch.setattr("cotrain_scheduler.clock.LOOK_S", 0.05)
@@ -68,7 +69,7 @@ async def resolved(api: Api, request: str) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_pool_goes_to_zero_and_comes_back_and_nothing_is_refused_or_replayed(
+async def test_a_pool_scales_to_zero_and_back_without_rejections_or_replays(
     empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
     url = empty_redis.url
@@ -77,7 +78,7 @@ async def test_a_pool_goes_to_zero_and_comes_back_and_nothing_is_refused_or_repl
         running_api(url, base_models=(MODEL,), long_poll_s=0.05) as api,
     ):
         first, second = await new_session(api), await new_session(api)
-        early = await create(api, first)  # no worker has ever measured this base model
+        early = await create(api, first)  # no worker has measured this base model yet
         assert (early.status_code, early.json()["code"]) == (503, "base_model_starting")
         assert float(early.headers["retry-after"]) > 0
         await wants(api, 1)
@@ -94,7 +95,7 @@ async def test_a_pool_goes_to_zero_and_comes_back_and_nothing_is_refused_or_repl
         await wants(api, 0)
         assert (await fleet(api))["workers"] == []
         assert (await api.http.get("/readyz")).json() == {"ready": True, "reasons": []}
-        # It is away as it should be: no alert, and no problem on the pages.
+        # Its absence is intended: no alert, and no problem on the pages.
         assert MISSING not in (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
         pools = (await api.http.get("/status", headers=OPERATOR)).json()["pools"]
         assert [p["workers_unavailable"] for p in pools if p["base_model"] == MODEL] == [[]]
@@ -120,7 +121,7 @@ async def test_a_pool_goes_to_zero_and_comes_back_and_nothing_is_refused_or_repl
             assert heartbeat(redis, OLD)["restored_ops"] == 0
 
 
-async def test_with_a_least_of_one_a_pool_without_worker_wants_it_and_is_not_ready(
+async def test_with_a_minimum_of_one_a_pool_without_worker_is_not_ready(
     empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
     url = empty_redis.url
@@ -128,7 +129,7 @@ async def test_with_a_least_of_one_a_pool_without_worker_wants_it_and_is_not_rea
         with worker(url, tmp_path, engine):
             pass
         await wants(api, 1)
-        assert (await api.get("fleet")).status_code == 404  # to a tenant it does not exist
+        assert (await api.get("fleet")).status_code == 404  # hidden from tenants
         ready = (await api.http.get("/readyz")).json()
         assert ready["reasons"] == ["No worker is running."]
         assert (await fleet(api))["pool"] == POOL

@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def train(run: TrainingClient) -> float:
-    """Take one step; its loss."""
+    """Train one step and return its loss."""
     datum = Datum(
         model_input=ModelInput.from_ints([1, 2, 3]),
         loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
@@ -103,7 +103,7 @@ def test_a_supervisor_shows_no_key_and_when_it_is_killed_takes_everything_with_i
         wait_until(lambda: not any(is_alive(pid) for pid in started.values()))
     log = last_file(DataFolder(tmp_path).redis)
     assert log is not None
-    with log.open("ab") as end:  # what a power cut leaves
+    with log.open("ab") as end:  # as after a power cut
         end.write(bytes(4096))
     host = "::" if HAS_IPV6 else "0.0.0.0"
     with Serving(tmp_path, [base_model], [key], [f"--host={host}"]) as serving:

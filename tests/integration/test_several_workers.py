@@ -1,6 +1,7 @@
-"""Several workers of one base model: `cotrain serve --workers`, and `cotrain worker` from a second host.
+"""Several workers of one base model: `cotrain serve --workers`, and `cotrain worker` from a second
+host.
 
-Numbers are those of one worker, to the bit, also where a worker is killed.
+The numbers equal those of one worker, bit for bit, also if a worker is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.warm.sources import COMMAND
 TENANTS, STEPS = 16, 3
 KEYS = [f"tml-tenant{number}_of-the-lab-{number}" for number in range(TENANTS)]
 PATIENCE_S = 300
-#: The command as it is, whether this checkout's entry points are installed or not.
+#: Command that works with and without installed entry points.
 WORKER = [
     sys.executable, "-c", "import typer; from cotrain_server.commands.worker import worker; typer.run(worker)",
 ]  # fmt: skip
@@ -44,7 +45,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Tenants:
-    """Sixteen runs, each of a tenant of its own, that train side by side."""
+    """Sixteen runs, each of a different tenant, that train concurrently."""
 
     def __init__(self, address: str, clients: ExitStack) -> None:
         services = [ServiceClient(base_url=address, api_key=key) for key in KEYS]
@@ -57,7 +58,7 @@ class Tenants:
         self.numbers: Numbers = []
 
     def step(self) -> None:
-        """Send one step of every run before any result is waited for."""
+        """Send one step of every run before waiting for any result."""
         self.wait(self.begin())
 
     def begin(self) -> list[tuple[object, object]]:
@@ -67,7 +68,7 @@ class Tenants:
         self.numbers.append([told(loss, step) for loss, step in begun])
 
     def save(self) -> None:
-        """Have the weights on disk, in folders that are named after their content."""
+        """Save the weights in folders that are named after their content."""
         for saved in [each.save_state("last") for each in self.runs]:
             saved.result(PATIENCE_S)
 
@@ -98,7 +99,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def asked(serving: Serving, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Ask as the operator."""
+    """Send a request as the operator."""
     headers = {**serving.operator, "Content-Type": "application/json"}
     data = json.dumps(body).encode() if body else None
     request = urllib.request.Request(f"{serving.address}{path}", data, headers)
@@ -107,7 +108,7 @@ def asked(serving: Serving, path: str, body: dict[str, Any] | None = None) -> An
 
 
 def move(serving: Serving, run: str, worker: str) -> bool:
-    """Have a run go to a worker; False where it is there."""
+    """Move a run to a worker. Return False if it is already there."""
     (tenant,) = {
         each["tenant"]
         for cycle in asked(serving, "/status")["pools"][0]["cycles"]
@@ -129,14 +130,14 @@ def counted(serving: Serving, name: str) -> float:
 
 
 def workers_of(serving: Serving) -> dict[str, dict[str, Any]]:
-    """What each living worker says about itself."""
+    """Return the heartbeat of each live worker."""
     (pool,) = asked(serving, "/status")["pools"]
     return {worker["id"]: worker for worker in pool["workers"]}
 
 
 @pytest.fixture(scope="module")
 def alone(base_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Numbers, set[str]]:
-    """What one worker computes."""
+    """Results of one worker."""
     folder = tmp_path_factory.mktemp("alone")
     with Serving(folder, [base_model], KEYS, ["--device=cpu"]) as serving, ExitStack() as clients:
         tenants = Tenants(serving.address, clients)
@@ -146,7 +147,7 @@ def alone(base_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Nu
     return tenants.numbers, saved_in(folder)
 
 
-def test_four_workers_compute_what_one_does_also_where_runs_are_moved_and_one_is_killed(
+def test_four_workers_compute_the_same_as_one_despite_moves_and_a_kill(
     tmp_path: Path, base_model: str, alone: tuple[Numbers, set[str]]
 ) -> None:
     options = ["--device=cpu", "--workers=4"]
@@ -171,7 +172,7 @@ def test_four_workers_compute_what_one_does_also_where_runs_are_moved_and_one_is
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_workers_join_from_elsewhere_and_when_they_are_gone_their_runs_go_on(
+def test_remote_workers_join_and_their_runs_continue_when_they_leave(
     tmp_path: Path, base_model: str, alone: tuple[Numbers, set[str]], end: signal.Signals
 ) -> None:
     with EmbeddedRedis() as redis, ExitStack() as at_end:
@@ -205,7 +206,7 @@ def test_workers_join_from_elsewhere_and_when_they_are_gone_their_runs_go_on(
         assert left["w0"]["restored_ops"] == 0
 
 
-def test_a_folder_that_is_no_servers_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_no_server_is_rejected(tmp_path: Path) -> None:
     refused = run(
         [*WORKER, "--base-model=a/b", "--redis-url=redis://none", f"--data-dir={tmp_path}"]
     )
@@ -221,7 +222,7 @@ def test_a_folder_that_is_no_servers_is_refused(tmp_path: Path) -> None:
         (["--gpus=0", "--workers=2"], "--gpus 0 and --workers 2 exclude each other"),
     ],
 )
-def test_workers_that_cannot_be_had_are_refused_in_a_sentence(
+def test_invalid_workers_are_rejected_in_a_sentence(
     tmp_path: Path, options: list[str], why: str
 ) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -1,4 +1,4 @@
-"""All tests of a process share one Redis: what one of them sets there, no other inherits."""
+"""The Redis that all tests of a process share: settings of one test do not affect the next."""
 
 from __future__ import annotations
 

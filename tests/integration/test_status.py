@@ -1,4 +1,4 @@
-"""What operators see."""
+"""Status of pools, tenants, workers and Redis for operators."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
 
 
 def listed(log: Log) -> list[str]:
-    """Name the tenants of the pool's list, and those that it has counters of."""
+    """Return the tenants in the pool's list, and those with counters."""
     counters = (run_keys.queue, run_keys.sample_load)
     kept = [key for of in counters for key in log.redis.keys(of(POOL, TenantId("*")))]
     names = {name.decode() for name in log.redis.smembers(run_keys.queue_tenants(POOL))}
     return sorted(names | {key.decode().rpartition(":")[2] for key in kept})
 
 
-async def test_a_tenant_is_listed_while_something_of_it_waits_or_runs(samples: Samples) -> None:
+async def test_a_tenant_is_listed_while_it_has_waiting_or_running_work(samples: Samples) -> None:
     log = samples.log
     sampler, run = await samples.sampler("a"), await log.new_run("a")
     ended = await log.new_run("b")
@@ -84,13 +84,13 @@ async def test_a_tenant_is_listed_while_something_of_it_waits_or_runs(samples: S
         QueueStatus(TenantId("c"), 0, 0, 0),
     )
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
-    assert listed(log) == []  # what is given up counts in no queue …
+    assert listed(log) == []  # failed ops count in no queue …
     await log.submit(run, 1)
     assert log.queued() == (
         2,
         7,
         4 + len(log.redis.hget(run_keys.bodies(POOL, run.id), 2)),
-    )  # … until it may run
+    )  # … until they may run
     await log.run_all()
     assert listed(log) == []
 
@@ -117,7 +117,7 @@ async def test_sample_requests_are_counted_by_tenant(samples: Samples) -> None:
     )
 
 
-async def test_a_worker_that_says_nothing_any_more_is_known_and_not_alive(log: Log) -> None:
+async def test_a_worker_without_heartbeat_is_known_and_not_alive(log: Log) -> None:
     log.execution.heartbeat(
         WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
     )
@@ -130,7 +130,7 @@ async def test_a_worker_that_says_nothing_any_more_is_known_and_not_alive(log: L
     assert await log.dispatch.worker_slots(POOL) == [WorkerSlot(WORKER, log.execution.epoch, None)]
 
 
-async def test_a_beat_of_another_version_is_read(log: Log) -> None:
+async def test_a_heartbeat_of_another_version_is_read(log: Log) -> None:
     log.redis.set(
         fleet_keys.worker(POOL, WORKER),
         '{"id":"w0","epoch":1,"state":"serving","device":"cpu","tokens_per_s":1.0,"runs":0,'
@@ -142,7 +142,7 @@ async def test_a_beat_of_another_version_is_read(log: Log) -> None:
     assert (await pool_status(log.connection, POOL)).workers[0].epoch == 1
 
 
-async def test_the_last_cycles_are_told_newest_first(log: Log) -> None:
+async def test_the_last_cycles_are_returned_newest_first(log: Log) -> None:
     run = await log.new_run()
     for seq in range(1, 5):
         await log.run_all()
@@ -150,7 +150,7 @@ async def test_the_last_cycles_are_told_newest_first(log: Log) -> None:
     assert [row["cycle"] for row in await cycle_records(log.connection, POOL, 3)] == [4, 3, 2]
 
 
-async def test_redis_tells_how_it_is(log: Log) -> None:
+async def test_redis_reports_its_state(log: Log) -> None:
     status = await redis_status(log.connection)
     assert (status.appendonly, status.appendfsync, status.aof_last_write_ok) == (
         True,
@@ -204,11 +204,12 @@ async def test_what_is_held_back_is_no_demand_for_workers(log: Log) -> None:
     await log.dispatch.write_scaling(POOL, scaling)
     assert (await pool_status(log.connection, POOL)).scaling == scaling
     assert (await pool_status(log.connection, POOL)).workers_wanted(6.0) == 2
-    # Long after: no scheduler leads, and as many are wanted as there are, or one where something waits.
+    # Long after, without a leading scheduler: the wanted number is the present one, or 1 if work is
+    # waiting.
     assert (await pool_status(log.connection, POOL)).workers_wanted(600.0) == 1
 
 
-async def test_what_is_held_back_is_no_backlog(log: Log) -> None:
+async def test_paused_work_is_no_backlog(log: Log) -> None:
     first, second = await log.new_run("a"), await log.new_run("b")
     await log.run_all()
     await log.submit(first, 1, tokens=500)
@@ -222,7 +223,7 @@ async def test_what_is_held_back_is_no_backlog(log: Log) -> None:
     assert (await pool_status(log.connection, POOL)).backlog_s == 570 / rate
 
 
-async def test_a_replaced_scheduler_decides_nothing_of_the_number_of_workers(log: Log) -> None:
+async def test_a_replaced_scheduler_does_not_change_the_number_of_workers(log: Log) -> None:
     await log.dispatch.resign()
     successor = Dispatch(log.connection, "successor")
     await successor.lead()

@@ -1,4 +1,4 @@
-"""A run that cannot be brought back stops; its neighbours never notice."""
+"""A run that cannot be restored stops alone; its neighbours are unaffected."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.support.program import (
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, worker
 
-#: Its body does not fit beside its request in Redis.
+#: Its body is too large for Redis.
 LARGE = sequences(0, 12, 500)
 
 
 async def two_runs(server: Stack, url: str, folder: Path, engine: Engine, last: int) -> Any:
-    """Train a run and its neighbour up to seq `last`, and leave both to their recovery copies."""
+    """Train a run and its neighbour up to seq `last`, and leave both to their snapshots."""
     runs = [await server.create(name, name, LORA) for name in ("a", "b")]
     with worker(url, folder, engine):
         for run in runs:
@@ -52,7 +52,7 @@ async def assert_stopped_alone(
     neighbour: RunRecord,
     first: int = 3,
 ) -> None:
-    """Both submit two more requests; the broken run fails, its neighbour ends as if alone."""
+    """Submit two more requests to both; the broken run fails, its neighbour ends as if alone."""
     requests = await submit(server, broken, first, first + 1)
     others = await submit(server, neighbour, first, first + 1)
     with worker(url, folder, engine):
@@ -66,7 +66,7 @@ async def assert_stopped_alone(
     assert engine.adapters.state(neighbour.id).digest() == digest
 
 
-async def test_a_run_with_no_copy_that_can_be_read_and_no_checkpoint_stops_alone(
+async def test_a_run_without_a_readable_snapshot_or_checkpoint_stops_alone(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
     url = empty_redis.url
@@ -81,7 +81,7 @@ async def test_a_run_with_no_copy_that_can_be_read_and_no_checkpoint_stops_alone
     await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour, first=4)
 
 
-async def test_a_body_that_is_gone_stops_its_run_alone(
+async def test_a_missing_body_stops_its_run_alone(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
     url = empty_redis.url
@@ -114,7 +114,7 @@ def tampered(packed: bytes, how: str) -> bytes:
 @pytest.mark.parametrize(
     "how", ["a loss", "a log-prob", "a length", "a metric less", "a failure", "a norm"]
 )
-async def test_a_replay_that_gives_other_results_stops_its_run_alone(
+async def test_a_replay_with_other_results_stops_its_run_alone(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, how: str
 ) -> None:
     url = empty_redis.url
@@ -126,7 +126,7 @@ async def test_a_replay_that_gives_other_results_stops_its_run_alone(
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
+async def test_a_large_result_is_compared_too_while_it_exists(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -154,14 +154,14 @@ async def test_a_large_result_is_compared_too_as_long_as_it_is_there(
     assert (step == RUN_STOPPED) is not is_gone
 
 
-async def test_a_worker_without_descriptors_pauses_and_stops_nobody(
+async def test_a_worker_without_descriptors_pauses_and_stops_no_run(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither what is to run nor what is to be replayed can be read for a while."""
+    """For a while, neither ops to run nor ops to replay can be read."""
     url = empty_redis.url
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, drains=False):

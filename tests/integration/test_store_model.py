@@ -1,6 +1,6 @@
 """The scripts against a plain model of the log, step by step, on a real Redis (hypothesis).
 
-The model is what a reader would expect: a dict of ops per run, two cursors, a set of results.
+The model has a dict of ops per run, two cursors and a set of results.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ KINDS = st.sampled_from([*PASSES, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD])
 
 @dataclass
 class RunModel:
-    """What the log of one run must look like."""
+    """Expected log of one run."""
 
     accepted: dict[int, tuple[str, OpKind, int]] = field(default_factory=dict)
     next: int = 0
@@ -87,10 +87,10 @@ class RunModel:
     """Tokens that ran of the op after `done`, and the process that has it open."""
     rollbacks: int = 0
     unread: dict[int, int] = field(default_factory=dict)
-    """Bytes of what was committed and not sent."""
+    """Bytes of results that are committed and not sent."""
 
     def put_back(self, seq: int, tokens: int, process: str) -> None:
-        """Let what is planned from `seq` on wait again, or fail where the run has ended."""
+        """Return the planned ops from `seq` on to the queue, or fail them if the run is closed."""
         if self.closed:
             self.dead |= {s for s in self.accepted if seq <= s < self.next}
         else:
@@ -100,7 +100,7 @@ class RunModel:
 
 
 def halves(step: Step, finished: int) -> tuple[dict[OpId, Result], dict[OpId, int]]:
-    """Make results of so many ops of each run and those before its next pass, and leave that one open."""
+    """Return results of `finished` ops of each run and of those before its next pass, which stays open."""
     results: dict[OpId, Result] = {}
     opened: dict[OpId, int] = {}
     for run in {op.run for op in step.ops}:
@@ -294,7 +294,7 @@ class LogMachine(RuleBasedStateMachine):
     def commit_step(
         self, worker: WorkerId, step: Step, *, twice: bool, finished: int = MANY
     ) -> None:
-        """Commit so many ops of each run and those before its next pass; the rest goes back."""
+        """Commit `finished` ops of each run and those before its next pass. The rest returns to the queue."""
         self.open[worker].remove(step)
         execution, (results, opened) = self.workers[worker], halves(step, finished)
         cycle, counted = {"cycle": step.cycle}, {"cycles": 1}
@@ -324,7 +324,7 @@ class LogMachine(RuleBasedStateMachine):
             self.wait(self.deliveries.flush())
 
     def refuse(self, old: Execution, steps: list[Step]) -> None:
-        """Let a process that was replaced try everything."""
+        """Check that a replaced process is fenced in every call."""
         for step, finished in itertools.product(steps, (MANY, 0)):
             results, opened = halves(step, finished)
             with pytest.raises(Fenced):

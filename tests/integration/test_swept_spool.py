@@ -1,4 +1,5 @@
-"""A process stands still between writing to the spool and referring to it, and what it wrote is swept meanwhile."""
+"""A process that hangs between a write to the spool and the reference to it, while a sweep removes
+the file."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ LARGE = b"large" * 10_000
 
 
 class SlowSpool(ObjectSpool):
-    """Its process stands still behind the first put, for as long as a sweep takes to remove what was put."""
+    """A spool whose process hangs after the first put, until a sweep has removed the file."""
 
     references: SpoolReferences
     swept = 0
@@ -49,7 +50,7 @@ class SlowSpool(ObjectSpool):
 
 @pytest.fixture
 def spools(log: Log, tmp_path: Path) -> Iterator[tuple[SlowSpool, SlowSpool]]:
-    """Of bodies, and of results."""
+    """Spools of bodies and of results."""
     blobs = Folder(tmp_path).below("objects")
     made = tuple(SlowSpool(blobs, part + new_writer("slow"), tmp_path) for part in ("", RESULTS))
     for spool in made:
@@ -59,7 +60,7 @@ def spools(log: Log, tmp_path: Path) -> Iterator[tuple[SlowSpool, SlowSpool]]:
         spool.close()
 
 
-async def test_a_request_whose_body_was_swept_is_not_accepted_until_it_is_sent_again(
+async def test_a_request_with_a_swept_body_is_accepted_only_when_sent_again(
     log: Log, spools: tuple[SlowSpool, SlowSpool]
 ) -> None:
     intake = Intake(log.connection, spools[0], always(TenantLimits()))
@@ -73,7 +74,7 @@ async def test_a_request_whose_body_was_swept_is_not_accepted_until_it_is_sent_a
     assert spools[0].references.close([segment]) == []
 
 
-async def test_a_run_whose_first_body_was_swept_is_not_made_until_it_is_sent_again(
+async def test_a_run_with_a_swept_first_body_is_made_only_when_sent_again(
     log: Log, spools: tuple[SlowSpool, SlowSpool]
 ) -> None:
     intake = Intake(log.connection, spools[0], always(TenantLimits()))
@@ -85,7 +86,7 @@ async def test_a_run_whose_first_body_was_swept_is_not_made_until_it_is_sent_aga
     assert len(log.references()) == 1
 
 
-async def test_a_sample_request_whose_body_was_swept_is_to_be_sent_again(
+async def test_a_sample_request_with_a_swept_body_must_be_sent_again(
     samples: Samples, spools: tuple[SlowSpool, SlowSpool]
 ) -> None:
     intake = SampleIntake(samples.log.connection, spools[0], always(SampleLimits()))
@@ -97,7 +98,7 @@ async def test_a_sample_request_whose_body_was_swept_is_to_be_sent_again(
     assert len(samples.log.references()) == 1
 
 
-async def test_results_that_were_swept_before_their_commit_are_written_again(
+async def test_results_swept_before_their_commit_are_written_again(
     log: Log, spools: tuple[SlowSpool, SlowSpool]
 ) -> None:
     run = await log.new_run()
@@ -113,7 +114,7 @@ async def test_results_that_were_swept_before_their_commit_are_written_again(
     assert spools[1].read(stored.payload.decode()) == LARGE
 
 
-async def test_samples_that_were_swept_before_they_are_stored_are_written_again(
+async def test_samples_swept_before_they_are_stored_are_written_again(
     samples: Samples, spools: tuple[SlowSpool, SlowSpool]
 ) -> None:
     log = samples.log
@@ -128,7 +129,7 @@ async def test_samples_that_were_swept_before_they_are_stored_are_written_again(
     assert spools[1].read(stored.payload.decode()) == LARGE
 
 
-async def test_what_is_referred_to_stays_and_what_comes_later_is_taken(log: Log) -> None:
+async def test_referenced_files_stay_and_later_ones_are_swept(log: Log) -> None:
     references = SpoolReferences(log.redis)
     log.redis.hset(result_keys.spool_segment_refs(), "api-1", 1)
     log.redis.hset(result_keys.spool_results(), "answers-api-1", 1)
@@ -136,12 +137,12 @@ async def test_what_is_referred_to_stays_and_what_comes_later_is_taken(log: Log)
         "api-0", "api-2", "odd",
     ]  # fmt: skip
     assert log.redis.get(result_keys.spool_swept("api")) == b"2"
-    assert references.close(["api-0"]) == ["api-0"]  # whoever was to remove it died
+    assert references.close(["api-0"]) == ["api-0"]  # the process that should remove it has crashed
     assert log.redis.get(result_keys.spool_swept("api")) == b"2"
     assert references.referenced() == {"api-1", "answers-api-1"}
 
 
-async def test_what_was_swept_is_forgotten_after_a_month(log: Log) -> None:
+async def test_swept_files_are_forgotten_after_a_month(log: Log) -> None:
     SpoolReferences(log.redis).close(["api-7"])
     pass_time(log.redis, result_keys.SWEPT_TTL_MS - 60_000)
     await log.dispatch.pass_time()

@@ -1,4 +1,5 @@
-"""What a collector gets of a real server: requests, plans, cycles and ops as one tree; nothing that tenants wrote."""
+"""Traces of a real server in a collector: requests, plans, cycles and ops as one tree, without
+tenants' content."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ from tests.support.serving import Serving
 
 KEYS = ("tml-first-0123456789", "tml-second-0123456789")
 CANARY_TOKEN, WRONG_TOKEN = 433, 987654321
-#: Behind two runs and four requests of the first step.
+#: After two runs and four requests of the first step.
 KILLED_AT = 8
 OP_KINDS = {"create", "forward_backward", "optim_step"}
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[list[Received]]:
-    """What a collector got of a step of two tenants, sent together, and of some more.
+    """Spans of a step of two tenants, sent together, and of some more requests.
 
     The worker is killed in the middle of some cycle and starts again.
     """
@@ -42,7 +43,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
             "COTRAIN_FAILPOINTS": f"worker.before_commit=kill@{KILLED_AT}",
             "COTRAIN_FAILPOINTS_LOG": str(folder / "moments"),
         }
-        # FastAPI would report by itself, under another name.
+        # FastAPI would send its own spans under another name.
         settings = {**receiver.settings, **faults, "FASTAPI_OTEL_AUTO_CONFIGURE": "true"}
         with Serving(folder / "data", [str(tiny_model)], KEYS, settings=settings) as serving:
             services = [ServiceClient(base_url=serving.address, api_key=key) for key in KEYS]
@@ -80,7 +81,7 @@ def datum(token: int = CANARY_TOKEN) -> Datum:
 
 
 def step_of_both(runs: Sequence[TrainingClient], serving: Serving, receiver: Receiver) -> None:
-    """Take a step of each run, sent while no scheduler plans."""
+    """Run a step of each run, sent while no scheduler plans."""
     scheduler = pids(serving)["scheduler"]
     os.kill(scheduler, signal.SIGSTOP)
     try:
@@ -137,7 +138,7 @@ def test_a_sample_is_one_tree_of_its_post_its_wait_and_its_decoding(traced: list
     assert "cotrain.failure" not in sample.attributes
 
 
-def test_no_span_lacks_its_parent_or_names_one_that_is_not_there(traced: list[Received]) -> None:
+def test_every_span_has_an_existing_parent(traced: list[Received]) -> None:
     known = {span.id: span for span in traced}
     for span in traced:
         assert not span.parent or known[span.parent].trace == span.trace
@@ -146,7 +147,7 @@ def test_no_span_lacks_its_parent_or_names_one_that_is_not_there(traced: list[Re
     assert len(known) == len(traced)
 
 
-def test_a_worker_that_was_killed_left_no_span_and_its_successor_says_what_it_ran_again(
+def test_a_killed_worker_left_no_span_and_its_successor_reports_replays(
     traced: list[Received],
 ) -> None:
     cycles = [span for span in traced if span.name == "cycle"]
@@ -157,7 +158,7 @@ def test_a_worker_that_was_killed_left_no_span_and_its_successor_says_what_it_ra
     assert set(ops.values()) == {1}
 
 
-def test_spans_hold_names_and_numbers_and_nothing_that_a_tenant_wrote(
+def test_spans_contain_names_and_numbers_and_no_content_of_tenants(
     traced: list[Received],
 ) -> None:
     for span in traced:
@@ -175,7 +176,8 @@ def test_spans_hold_names_and_numbers_and_nothing_that_a_tenant_wrote(
 
 
 def connected(spans: Sequence[Received], first: Received) -> list[Received]:
-    """Give all spans that parents and links lead to from a first one, in either direction."""
+    """Return all spans that are reachable from the first one by parents and links, in either
+    direction."""
     groups = [{span.id, span.parent, *span.links} - {""} for span in spans]
     reached = {first.id}
     while more := {each for near in groups if near & reached for each in near} - reached:

@@ -195,7 +195,7 @@ async def test_a_thousand_tenants_make_a_small_page(api: Api) -> None:
 
 
 async def two_workers(api: Api, run: str, restores: str = "") -> None:
-    """Have two workers serve, the first of which has the run; one may restore runs."""
+    """Run two workers, the first with the run. One may restore runs."""
     redis = api.services.connection
     for worker in ("w0", "w1"):
         beat = WorkerHeartbeat(WorkerId(worker), 1, "serving", "cpu", 1.0, 0, 0, 0.0)

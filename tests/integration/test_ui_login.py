@@ -1,4 +1,4 @@
-"""Who gets to see pages: login, cookie, form token, logout, and what stands in the head of every answer."""
+"""Access to the pages: login, cookie, form token, logout, and the headers of every answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
         yield opened
 
 
-async def test_the_address_of_the_server_leads_to_the_pages(api: Api) -> None:
+async def test_the_root_url_redirects_to_the_pages(api: Api) -> None:
     home = await api.http.get("/")
     assert (home.status_code, home.headers["location"]) == (303, "/ui")
     page = await api.http.get("/ui")
@@ -47,7 +47,7 @@ async def test_a_key_opens_a_session_that_a_logout_ends(api: Api) -> None:
 
 
 @pytest.mark.parametrize("key", [ALICE, ADMIN_KEY])
-async def test_a_copy_of_a_cookie_opens_nothing_after_the_logout(
+async def test_a_copied_cookie_is_rejected_after_the_logout(
     empty_redis: EmbeddedRedis, key: str
 ) -> None:
     async with running_api(empty_redis.url) as api, running_api(empty_redis.url) as other:
@@ -56,7 +56,7 @@ async def test_a_copy_of_a_cookie_opens_nothing_after_the_logout(
         csrf = csrf_of((await api.http.get("/ui")).text)
         await log_in(other.http, key)
         assert (await log_out(api.http)).status_code == 303
-        for each in (api, other):  # every process refuses it
+        for each in (api, other):  # every process rejects it
             jar, each.http.cookies = each.http.cookies, httpx.Cookies()
             assert (await each.http.get("/ui", headers=copy)).status_code == 303
             assert (await each.http.get("/ui/overview.json", headers=copy)).status_code == 401
@@ -66,14 +66,14 @@ async def test_a_copy_of_a_cookie_opens_nothing_after_the_logout(
         assert (await other.http.get("/ui")).status_code == 200  # another login of the same key
 
 
-async def test_over_https_only_https_carries_the_cookie(empty_redis: EmbeddedRedis) -> None:
+async def test_over_https_the_cookie_is_sent_only_over_https(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, public_url="https://train.example/") as api:
         form = await api.http.get("/ui/login")
         assert "Secure" in form.headers["set-cookie"].split("; ")
 
 
 @pytest.mark.parametrize("key", ["", "tml-wrong_key", ADMIN_KEY[:-1], "eyJhbGciOi", "ключ"])
-async def test_a_wrong_key_opens_nothing(api: Api, key: str) -> None:
+async def test_a_wrong_key_is_rejected(api: Api, key: str) -> None:
     answer = await log_in(api.http, key)
     assert answer.status_code == 401
     assert "neither the admin key nor a valid API key" in answer.text
@@ -87,7 +87,7 @@ async def test_wrong_keys_of_one_address_are_throttled(api: Api) -> None:
     assert (await log_in(api.http, ADMIN_KEY)).status_code == 303
 
 
-async def test_a_login_from_another_site_is_refused(api: Api) -> None:
+async def test_a_login_from_another_site_is_rejected(api: Api) -> None:
     form = await api.http.get("/ui/login")
     token = csrf_of(form.text)
     body = {"key": ALICE, "csrf": token, "next": "/ui"}
@@ -98,18 +98,18 @@ async def test_a_login_from_another_site_is_refused(api: Api) -> None:
 
 
 @pytest.mark.parametrize("target", ["https://evil.example", "//evil.example", "/ui/\\evil", "/uix"])
-async def test_a_login_leads_nowhere_else(api: Api, target: str) -> None:
+async def test_a_login_redirects_only_to_own_pages(api: Api, target: str) -> None:
     assert (await log_in(api.http, ALICE, target)).headers["location"] == "/ui"
 
 
 @pytest.mark.parametrize("cookie", ["x", "a.b", "é.b", "W10.x", "."])
-async def test_a_made_up_cookie_is_none(api: Api, cookie: str) -> None:
+async def test_a_forged_cookie_is_rejected(api: Api, cookie: str) -> None:
     header = {"Cookie": f"{COOKIE}={cookie}".encode()}
     assert (await api.http.get("/ui", headers=header)).status_code == 303  # type: ignore[arg-type]
 
 
-async def test_a_session_ends_at_once_with_its_key_and_has_its_role(api: Api) -> None:
-    """Another process revokes a key: no cache of this one keeps the session open."""
+async def test_a_session_ends_with_its_key_and_has_its_role(api: Api) -> None:
+    """Another process revokes a key: no cache of this process keeps the session open."""
     tenants, elsewhere = api.services.tenants, Tenants(api.services.connection)
 
     async def open_session() -> str:
@@ -142,7 +142,7 @@ async def test_a_changed_admin_key_ends_the_operators_sessions(api: Api) -> None
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if "{" not in page.path], ids=lambda p: p.name
 )
-async def test_every_page_has_a_policy_and_nothing_inline(api: Api, page: object) -> None:
+async def test_every_page_has_a_security_policy_and_no_inline_code(api: Api, page: object) -> None:
     await log_in(api.http, BOB if page.for_tenant else ADMIN_KEY)  # type: ignore[attr-defined]
     answer = await api.http.get(page.path)  # type: ignore[attr-defined]
     assert answer.status_code == 200, answer.text
@@ -165,7 +165,7 @@ async def test_every_page_has_a_twin_for_a_key(api: Api, page: object) -> None:
     assert own.headers["content-type"] == "application/json"
 
 
-async def test_a_part_asked_for_after_the_session_ended_leads_to_the_login(api: Api) -> None:
+async def test_a_fragment_requested_after_the_session_leads_to_the_login(api: Api) -> None:
     answer = await api.http.get("/ui", headers={"HX-Request": "true"})
     assert (answer.status_code, answer.headers["hx-redirect"]) == (401, "/ui/login")
     await log_in(api.http, ALICE)
@@ -174,7 +174,7 @@ async def test_a_part_asked_for_after_the_session_ended_leads_to_the_login(api: 
     assert "<html" not in part.text
 
 
-async def test_own_files_are_kept_by_the_browser_and_no_others_are_given(api: Api) -> None:
+async def test_only_own_static_files_are_served_and_they_are_cached(api: Api) -> None:
     (css,) = re.findall(r'"(/ui/static/app\.css[^"]+)"', (await api.http.get("/ui/login")).text)
     file = await api.http.get(css)
     assert file.headers["content-type"].startswith("text/css")
@@ -184,6 +184,6 @@ async def test_own_files_are_kept_by_the_browser_and_no_others_are_given(api: Ap
         assert (await api.http.get(f"/ui/static/{other}")).status_code == 404
 
 
-async def test_no_page_of_the_framework_asks_another_host_for_its_scripts(api: Api) -> None:
+async def test_no_page_of_the_framework_loads_scripts_from_another_host(api: Api) -> None:
     assert [(await api.http.get(path)).status_code for path in ("/docs", "/redoc")] == [404, 404]
     assert (await api.http.get("/openapi.json")).status_code == 200

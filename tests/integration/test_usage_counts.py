@@ -1,4 +1,4 @@
-"""What tenants use is counted once, by the hour, with the commit or resolve that shows its result."""
+"""Usage of tenants: counted once, by the hour, in the commit or resolve that publishes its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that delivers is killed in the middle of it: another one delivers what it did not note."""
+"""Kill of the webhook sender during a delivery: another process delivers the unrecorded events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_a_killed_process_loses_no_event(
         with Process("cotrain_server", settings, tmp_path / "first.log") as first:
             await receiver.until(1)
             await asyncio.to_thread(first.kill)
-            redis.delete(tenant_keys.lease())  # else it runs out in ten seconds
+            redis.delete(tenant_keys.lease())  # otherwise it expires after ten seconds
             with Process("cotrain_server", settings, tmp_path / "second.log"):
                 await receiver.until(2)
                 await until(lambda: redis.hget(tenant_keys.webhook(A), "delivered") == b"1")

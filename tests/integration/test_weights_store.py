@@ -126,7 +126,7 @@ async def test_a_damaged_folder_fails_whoever_asks_for_it(
 async def test_a_named_save_has_all_its_files_before_it_has_its_name(
     samples: Samples, store_of: Callable[..., WeightsStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a client was promised can be loaded by a worker that never saw it."""
+    """A worker that never had the run loads the promised checkpoint."""
     run = await samples.log.new_run()
     store, record = store_of(), await saved(samples, run, 1, name="x", kind="weights")
     path = f"tinker://{run.id}/weights/x"

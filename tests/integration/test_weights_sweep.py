@@ -1,4 +1,4 @@
-"""Which files of saved weights go, and when: once nothing has referred to them for long."""
+"""Sweep of saved weights: files are deleted once they have been unreferenced for long."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ from tests.support.saved_files import (
 from tests.support.stack import MODEL, POOL
 
 
-async def test_only_weights_that_nobody_can_ask_for_are_swept(
-    samples: Samples, tmp_path: Path
-) -> None:
+async def test_only_unreachable_weights_are_swept(samples: Samples, tmp_path: Path) -> None:
     run = await samples.log.new_run()
     store = weights_store(samples, tmp_path)
     old_name = await saved(samples, run, 1, name="best")
@@ -58,7 +56,7 @@ async def test_only_weights_that_nobody_can_ask_for_are_swept(
     assert {store.host(kept.ref).flat[0].item() for kept in (new_name, in_use)} == {2.0, 4.0}
 
 
-async def test_folders_go_once_they_are_old_and_nothing_refers_to_their_content(
+async def test_folders_are_deleted_once_they_are_old_and_unreferenced(
     samples: Samples, tmp_path: Path
 ) -> None:
     runs = [await samples.log.new_run(tenant) for tenant in ("a", "b")]
@@ -74,14 +72,14 @@ async def test_folders_go_once_they_are_old_and_nothing_refers_to_their_content(
         samples.log.redis.delete(run_keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
     assert set(store.sweep()) == {gone.ref, shared.ref}
     for folder in folders(tmp_path):
-        os.utime(folder, (0, 0))  # its date tells nothing
+        os.utime(folder, (0, 0))  # its date must not matter
     sweep_files(store, samples)
     assert len(folders(tmp_path)) == 2  # young: another worker may be about to refer to one
     sweep_files(store, samples, ORPHAN_AGE_S + 1)
     assert [folder.name for folder in folders(tmp_path)] == [store.digest(kept.ref)]
 
 
-async def test_folders_of_other_base_models_are_their_own_workers_business(
+async def test_folders_of_other_base_models_are_left_to_their_own_workers(
     samples: Samples, tmp_path: Path
 ) -> None:
     store = weights_store(samples, tmp_path)
@@ -98,7 +96,9 @@ async def test_folders_of_other_base_models_are_their_own_workers_business(
     )
 
 
-async def test_files_that_are_found_there_are_young_again(samples: Samples, tmp_path: Path) -> None:
+async def test_existing_files_of_a_new_save_count_as_young_again(
+    samples: Samples, tmp_path: Path
+) -> None:
     run = await samples.log.new_run()
     store, other = (weights_store(samples, tmp_path) for _ in range(2))
     other._files.write(WeightsRef("dead:1"), state_of(1.0), layout_of(SPEC))
@@ -106,19 +106,19 @@ async def test_files_that_are_found_there_are_young_again(samples: Samples, tmp_
     record = await saved(samples, run, 1, name="x", kind="weights")
     store.put(record, state_of(1.0))
     for owed in store._unstored.values():
-        owed.writing and owed.writing.result(60)  # written, and not known yet
+        owed.writing and owed.writing.result(60)  # written, but not yet recorded
     left = files_in(tmp_path)
     sweep_files(other, samples, ORPHAN_AGE_S + 1)
     assert files_in(tmp_path) == left
     sweep_files(other, samples, 2 * (ORPHAN_AGE_S + 1))
-    assert files_in(tmp_path) == set()  # Redis was away for long
-    store._note_written()  # notices, and writes again
+    assert files_in(tmp_path) == set()  # Redis was unavailable for long
+    store._note_written()  # finds that the files are missing, and writes them again
     written(store)
     assert files_in(tmp_path) == left
     assert not store._unstored
 
 
-async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(
+async def test_files_of_all_kinds_are_deleted_once_old_and_unreferenced(
     samples: Samples, tmp_path: Path
 ) -> None:
     run = await samples.log.new_run()
@@ -146,14 +146,14 @@ async def test_files_of_all_kinds_go_once_they_are_old_and_nobody_knows_them(
 
 
 def off_the_round(samples: Samples) -> None:
-    """Have nothing found but what something has ceased to refer to."""
+    """Restrict the sweep to weights that have lost a reference."""
     samples.log.redis.delete(weights_keys.pool_weights(POOL))
 
 
 async def stored(
     samples: Samples, tmp_path: Path, *asked: Mapping[str, Any]
 ) -> list[WeightsRecord]:
-    """Save a run and have it stored, so often."""
+    """Save a run several times and store each save."""
     run = await samples.log.new_run()
     store = weights_store(samples, tmp_path)
     records = [await saved(samples, run, seq, **what) for seq, what in enumerate(asked, 1)]
@@ -167,7 +167,7 @@ def unused(samples: Samples) -> list[WeightsRef]:
     return sorted(record.ref for record in samples.saved.unused_weights())
 
 
-async def test_what_ceases_to_be_referred_to_is_found_without_a_look_at_all_there_is(
+async def test_newly_unreferenced_weights_are_found_without_a_full_scan(
     samples: Samples, tmp_path: Path
 ) -> None:
     names: list[dict[str, Any]] = [{"name": "a"}, {"name": "b"}, {"name": "b"}, {"sampler": 4}]
@@ -190,7 +190,7 @@ async def test_what_ceases_to_be_referred_to_is_found_without_a_look_at_all_ther
     assert newer.ref not in unused(samples)
 
 
-async def test_what_is_used_for_a_while_is_looked_at_until_it_is_not(
+async def test_temporarily_used_weights_are_checked_until_they_are_unused(
     samples: Samples, tmp_path: Path
 ) -> None:
     (record,) = await stored(samples, tmp_path, {"name": "a"})
@@ -204,12 +204,12 @@ async def test_what_is_used_for_a_while_is_looked_at_until_it_is_not(
     samples.log.redis.delete(
         weights_keys.checkpoint(record.run, "sampler_weights", "a")
     )  # as Redis does
-    assert unused(samples) == []  # it is not time yet
+    assert unused(samples) == []  # it is too early
     samples.log.redis.zadd(released, {record.ref: 0})
     assert unused(samples) == [record.ref]
 
 
-async def test_a_full_redis_is_swept_as_well(samples: Samples, tmp_path: Path) -> None:
+async def test_a_full_redis_is_swept_too(samples: Samples, tmp_path: Path) -> None:
     await stored(samples, tmp_path, {"name": "a"}, {"name": "a"})
     off_the_round(samples)
     before = samples.log.redis.config_get("maxmemory")["maxmemory"]
@@ -220,7 +220,7 @@ async def test_a_full_redis_is_swept_as_well(samples: Samples, tmp_path: Path) -
         samples.log.redis.config_set("maxmemory", before)
 
 
-async def test_all_weights_have_their_turn_and_a_sweep_looks_at_few(
+async def test_a_sweep_checks_few_weights_and_reaches_all_in_turn(
     samples: Samples, tmp_path: Path
 ) -> None:
     (record,) = await stored(samples, tmp_path, {"name": "a"})

@@ -57,3 +57,19 @@ def test_a_package_imports_no_library_that_is_foreign_to_it(package: str) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert not FORBIDDEN[package] & set(json.loads(done.stdout))
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    """Every command of `cotrain` imports the modules of all commands."""
+    script = (
+        "import json, sys\nfrom importlib.metadata import entry_points\n"
+        "from cotrain.cli import COMMANDS, command_line\n"
+        "command_line(entry_points(group=COMMANDS))\n"
+        'print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    loaded = set(json.loads(done.stdout))
+    assert "cotrain_workers" in loaded, "the commands of the workers were not loaded"
+    assert not TENSORS & loaded

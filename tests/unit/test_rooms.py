@@ -21,7 +21,7 @@ NAMES = [str(folder.relative_to(rooms.ROOT)) for folder in FOLDERS]
 
 def test_the_map_of_rooms_is_what_the_code_says() -> None:
     page = rooms.PAGE.read_text(encoding="utf-8")
-    assert page == rooms.with_map(page, rooms.whole_map()), "run `make map`, and commit the page"
+    assert page == rooms.with_map(page, rooms.whole_map()), "run `make pages`, and commit the page"
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)

@@ -1,4 +1,4 @@
-"""Import again, in a forked process, what its parent had imported: what a test says of imports holds there too."""
+"""Fresh imports in a forked process: modules that its parent had imported are imported again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 
 def forget(*packages: str) -> None:
-    """Drop the modules of packages whose names begin so, and the operators of torch that they define."""
+    """Remove the modules of packages with these name prefixes, and the torch operators that they
+    define."""
     for name in [name for name in sys.modules if name.startswith(packages)]:
         for value in vars(sys.modules.pop(name)).values():
             if isinstance(value, torch.library.Library):

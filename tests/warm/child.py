@@ -1,4 +1,4 @@
-"""Be the process that was ordered, in a fork: what `python -m MODULE` is, but for what was imported before."""
+"""Code of a forked child: it behaves like `python -m MODULE`, except that imports are already done."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
-#: Descriptors are put out of the way up here, before each gets the number it is to have.
+#: Descriptors are first moved above this number, before each gets its final number.
 ABOVE_ALL = 500
-#: What imports set in the environment of a process that did not have it; before those of the parent.
+#: Variables before the imports of the parent, to find those that imports set.
 _BEFORE_IMPORTS = frozenset(os.environ)
 
 
 def become(order: dict[str, Any], descriptors: Sequence[int], parent_address: Any) -> NoReturn:
-    """Be what an order says, to the end."""
+    """Run the program of an order to its end."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -37,7 +37,8 @@ def become(order: dict[str, Any], descriptors: Sequence[int], parent_address: An
     os.chdir(order["folder"])
     take_environment(order["environment"])
     read_environment_again()
-    if "tests.warm.supervision" in sys.modules:  # that of our own programs, not that of an SDK
+    # only for our own programs, not for those of an SDK
+    if "tests.warm.supervision" in sys.modules:
         sys.modules["tests.warm.supervision"].have_children_forked(parent_address)
     if order["ignores_warnings"]:
         warnings.simplefilter("ignore")
@@ -45,7 +46,7 @@ def become(order: dict[str, Any], descriptors: Sequence[int], parent_address: An
 
 
 def keep_only(given: dict[int, int]) -> None:
-    """Give each descriptor the number it is to have, and close all others, as `exec` would."""
+    """Move each descriptor to its ordered number, and close all others, as `exec` would."""
     moved = {
         number: fcntl.fcntl(descriptor, fcntl.F_DUPFD, ABOVE_ALL)
         for number, descriptor in given.items()
@@ -54,19 +55,19 @@ def keep_only(given: dict[int, int]) -> None:
         os.dup2(descriptor, number)
     for open_one in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         if open_one not in given:
-            with suppress(OSError):  # that of the folder itself is gone by now
+            with suppress(OSError):  # the descriptor of the folder itself is closed by now
                 os.close(open_one)
 
 
 def take_environment(given: dict[str, str]) -> None:
-    """Have the environment of the order, and what imports set in every environment."""
+    """Set the environment of the order, plus the variables that imports set in every environment."""
     set_by_imports = {name: os.environ[name] for name in os.environ.keys() - _BEFORE_IMPORTS}
     os.environ.clear()
     os.environ.update({**set_by_imports, **given})
 
 
 def read_environment_again() -> None:
-    """Do what importing does with the environment, where that matters."""
+    """Repeat the effects of the environment on imported modules, where they matter."""
     imported: Mapping[str, Any] = sys.modules
     if failpoints := imported.get("cotrain_store.failpoints"):
         failpoints._FAULTS = failpoints.Faults.asked_for(os.environ)
@@ -80,7 +81,7 @@ def read_environment_again() -> None:
 
 
 def run(program: Sequence[str], arguments: Sequence[str], *, sees_folder: bool) -> NoReturn:
-    """Run a module, a script or code as the interpreter would, and end as it would."""
+    """Run a module, a script or code as the interpreter would, and exit as it would."""
     kind, name = program
     sys.argv = ["-c" if kind == "code" else name, *arguments]
     folder = Path(name).resolve().parent if kind == "script" else Path.cwd()
@@ -99,17 +100,17 @@ def run(program: Sequence[str], arguments: Sequence[str], *, sees_folder: bool) 
                 runpy.run_path(name, run_name="__main__")
             case "code":
                 main = sys.modules["__main__"] = types.ModuleType("__main__")
-                exec(compile(name, "<string>", "exec"), main.__dict__)  # a test's own
+                exec(compile(name, "<string>", "exec"), main.__dict__)  # a test's own code
     except SystemExit as left:
         status = left.code
-    except BaseException as error:  # noqa: BLE001  # what the interpreter would do
+    except BaseException as error:  # noqa: BLE001  # as in the interpreter
         sys.excepthook(type(error), error, error.__traceback__)
         status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     end(status)
 
 
 def end(status: object) -> NoReturn:
-    """Wait for threads, call what wants to be called at the end, and go."""
+    """Wait for threads, call the exit functions, and exit."""
     threading._shutdown()  # type: ignore[attr-defined]
     if not isinstance(status, int | None):
         print(status, file=sys.stderr)

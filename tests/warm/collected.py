@@ -1,8 +1,9 @@
-"""The process that those of `pytest -n` are forked from: it has imported the tests, once for all of them.
+"""Parent process of those of `pytest -n`: it imports the tests once for all of them.
 
-`python -m tests.warm.collected LISTENER RUN FOLDER ARGUMENT …` collects what pytest would in this folder with
-these arguments, and obeys as `tests.warm.parent` does. A process that was forked collects for itself, what is
-imported already: 2 s of CPU instead of 10. What cannot be imported here it meets, and reports, like any other.
+`python -m tests.warm.collected LISTENER RUN FOLDER ARGUMENT …` collects what pytest would collect
+in this folder with these arguments, and serves orders like `tests.warm.parent`. A forked process
+collects the tests itself from imported modules: 2 s of CPU instead of 10. It also meets and reports
+every failed import itself.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from tests.warm.popen import RUN, Popen, reached
 
 
 def fork_processes_of(config: pytest.Config) -> None:
-    """Have the processes of this run of pytest-xdist forked."""
+    """Fork the processes of this run of pytest-xdist."""
     asked = config.invocation_params
 
     class Forked(gateway_io.Popen2IOMaster):
-        """As execnet starts a process."""
+        """Replacement for execnet's start of a process."""
 
         def __init__(self, args: Sequence[str], execmodel: Any) -> None:
             environment = {**os.environ, RUN: str(os.getpid())}
@@ -40,19 +41,20 @@ def fork_processes_of(config: pytest.Config) -> None:
             Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
 
     class OfTests(Popen):
-        """Forked from the parent of tests."""
+        """Process forked from the parent of tests."""
 
         @override
         def _connected(self, environment: Mapping[str, str]) -> socket.socket:
             program = ["tests.warm.collected", str(asked.dir), *map(str, asked.args)]
-            # What Ctrl-C ends, as ever: no session of its own.
+            # Ctrl-C must end it, as always: no session of its own.
             return reached("tests", program, environment, new_session=False)
 
     gateway_io.Popen2IOMaster = Forked  # type: ignore[misc]  # it has no setting for this
 
 
 class Failures:
-    """Forgets what could not be imported: pytest leaves half of it among the modules, and would find it there."""
+    """Plugin that removes modules of failed imports: pytest keeps half of them, and children would
+    find these."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -67,7 +69,7 @@ class Failures:
 
 
 def is_of(file: str | None, collected: str) -> bool:
-    """Tell whether a module is what was collected, a file or a folder, or is imported for that folder."""
+    """Return True if a module is the collected file or folder, or was imported for that folder."""
     return file is not None and collected in (file, str(Path(file).parent))
 
 
@@ -82,11 +84,11 @@ def preload(folder: str, arguments: Sequence[str]) -> None:
         build_routes()
     if "cotrain_workers.engine.engine" in sys.modules:
         compile_names_of_weights()
-    gc.unfreeze()  # what was collected
+    gc.unfreeze()  # the collected items
     ready_to_fork()
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those that were forked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the forked processes
     preload(sys.argv[3], sys.argv[4:])
     Parent(socket.socket(fileno=int(sys.argv[1]))).serve(int(sys.argv[2]))

@@ -1,9 +1,10 @@
-"""The process that others are forked from: `python -m tests.warm.parent LISTENER RUN`.
+"""Process from which others are forked: `python -m tests.warm.parent LISTENER RUN`.
 
-It imports what our programs import, and those of the SDK that it finds, once per test run, and then obeys every process that connects to LISTENER, a
-socket it inherits. A connection orders one process, hears its number, and later how it ended; when the
-connection is closed while the process lives, that gets the signal the order names. All end with RUN, the
-process of the test run, or with this one.
+It imports once per test run the modules of our programs and of the SDK that it finds. Then it
+serves every process that connects to LISTENER, a socket that it inherits. A connection orders one
+process and receives its pid, and later its exit status. If the connection is closed before the
+process ends, the process gets the signal that the order names. All end with RUN, the process of the
+test run, or with this process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 from tests.warm.child import become
 from tests.warm.sources import SOURCES
 
-#: What programs of ours import, at once or when they are used.
+#: Modules that our programs import, at the start or later.
 PROGRAMS = ("cotrain_server", "cotrain_scheduler", "cotrain_workers")
 MODULES = (
     *(f"{program}.__main__" for program in PROGRAMS),
@@ -41,7 +42,7 @@ MODULES = (
     "uvicorn.loops.auto",
     "tests.warm.supervision",
 )
-#: What programs of the official SDK import.
+#: Modules that programs of the official SDK import.
 SDK_MODULES = ("tinker", "tinker.types", "transformers")
 LARGEST_ORDER = 1 << 20
 MAX_DESCRIPTORS = 32
@@ -49,14 +50,14 @@ MAX_DESCRIPTORS = 32
 
 @dataclass
 class Started:
-    """A process that lives, and who ordered it."""
+    """A running process, and the connection that ordered it."""
 
     orderer: socket.socket
     death_signal: int
 
 
 class Parent:
-    """Forks; single-threaded, or it could not."""
+    """Forks processes. It is single-threaded, because it forks."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -64,8 +65,8 @@ class Parent:
         self._selector = selectors.DefaultSelector()
 
     def serve(self, run: int) -> None:
-        """Obey until the test run is over."""
-        with contextlib.suppress(ProcessLookupError):  # it is over already
+        """Serve orders until the test run is over."""
+        with contextlib.suppress(ProcessLookupError):  # it is already over
             run_ended = os.pidfd_open(run)
             woken = wake_on_child()
             self._watch(self._listener, self._connect)
@@ -116,7 +117,7 @@ class Parent:
 
 
 def tell(orderer: socket.socket, number: int) -> None:
-    """Answer, unless nobody listens any more."""
+    """Answer, unless the connection is closed."""
     with contextlib.suppress(OSError):
         orderer.send(b"%d" % number)
 
@@ -131,35 +132,36 @@ def wake_on_child() -> int:
 
 
 def preload() -> None:
-    """Import what children need."""
-    gc.disable()  # imports leave no garbage, and looking for it takes a sixth of their time
+    """Import the modules that children need."""
+    gc.disable()  # imports produce no garbage, and the collector takes a sixth of their time
     import torch
     from tqdm import tqdm
 
     torch.set_num_threads(1)
-    tqdm.monitor_interval = 0  # no thread that watches progress bars
+    tqdm.monitor_interval = 0  # no thread for progress bars
     ours = MODULES if os.environ["PYTHONPATH"] == os.pathsep.join(SOURCES) else ()
     for module in (*ours, *SDK_MODULES):
         importlib.import_module(module)
     if ours:
         build_routes()
         compile_names_of_weights()
-    for program in PROGRAMS:  # a child runs it, as `python -m` does, and not what was imported here
+    # a child runs it, as `python -m` does, and must not find an imported one
+    for program in PROGRAMS:
         sys.modules.pop(f"{program}.__main__", None)
     ready_to_fork()
 
 
 def ready_to_fork() -> None:
-    """See to it that what is here is there in every child.
+    """Prepare the process for forks: run no finalizer in a child, and share its memory.
 
     Raises:
-        AssertionError: something that was imported has started a thread.
+        AssertionError: an imported module has started a thread.
     """
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: a fork would lose all but one"
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = (
-            False  # what is here ends here, and not in every child: torch has thousands
+            False  # objects of this process end here, and not in every child: torch has thousands
         )
     gc.enable()
     gc.collect()
@@ -167,7 +169,7 @@ def ready_to_fork() -> None:
 
 
 def build_routes() -> None:
-    """Build what an API process builds for its first requests, in a fifth of a second."""
+    """Build the routes that an API process builds for its first requests, in a fifth of a second."""
     from fastapi.openapi.utils import get_openapi
 
     from cotrain_server.app import ROUTES
@@ -176,7 +178,8 @@ def build_routes() -> None:
 
 
 def compile_names_of_weights() -> None:
-    """Compile what a worker compiles for its first model: patterns for the weights of all kinds of models."""
+    """Compile the patterns for the weights of all kinds of models, which a worker compiles for its
+    first model."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("qwen3")

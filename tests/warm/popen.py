@@ -40,11 +40,11 @@ READ_LATER_SUFFIX = "_API_KEY"
 RUN = "PYTEST_RUN"
 RETRY_S = 0.01
 _parents: list[subprocess.Popen[bytes]] = []
-"""Referred to until the end of this process: it outlives us, and nobody waits for it."""
+"""References until the end of this process. The parent outlives it and is not waited for."""
 
 
 class Order(NamedTuple):
-    """What a command line says about a program that can be forked."""
+    """A forkable program, as a command line describes it."""
 
     program: tuple[str, str]
     """`module`, `script` or `code`, and its name, or the code itself."""
@@ -69,7 +69,7 @@ def read_command(command: Sequence[str]) -> Order | None:
             case ["-W", "ignore", *rest]:
                 ignores_warnings = True
             case ["-u", *rest]:
-                pass  # what is forked writes every line at once
+                pass  # forked processes write every line at once
             case ["-m", module, *arguments]:
                 return Order(("module", module), arguments, sees_folder, ignores_warnings)
             case ["-c", code, *arguments]:
@@ -82,7 +82,7 @@ def read_command(command: Sequence[str]) -> Order | None:
 
 
 def is_same(environment: Mapping[str, str]) -> bool:
-    """Tell whether imports find what they found in the parent."""
+    """Return True if imports have the same result as in the parent."""
     names = {
         name
         for name in AT_START.keys() | environment.keys()
@@ -103,7 +103,7 @@ def folders_of(environment: Mapping[str, str]) -> list[str]:
 
 
 def path_of_parent(environment: Mapping[str, str]) -> str:
-    """Name the `PYTHONPATH` that tells one parent from another: our sources, or another SDK."""
+    """Return the `PYTHONPATH` that identifies a parent: our sources, or another SDK."""
     sdks = [folder for folder in folders_of(environment) if Path(folder, "tinker").is_dir()]
     return sdks[0] if sdks else _PYTHONPATH
 
@@ -118,7 +118,7 @@ def order(
     new_session: bool = False,
     death_signal: int = signal.SIGKILL,
 ) -> int:
-    """Have a process started; `descriptors` are ours by the number it will have. Returns its process id."""
+    """Start a process and return its id. `descriptors` are ours by their number in it."""
     text = json.dumps({
         **what._asdict(),
         "descriptors": list(descriptors),
@@ -132,7 +132,7 @@ def order(
 
 
 class Popen(subprocess.Popen[Any]):
-    """As `subprocess.Popen`; what is forked gets SIGKILL when this process ends."""
+    """A `subprocess.Popen` whose forked processes get SIGKILL when this process ends."""
 
     _orderer: socket.socket | None = None
 
@@ -155,7 +155,7 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _connected(self, environment: Mapping[str, str]) -> socket.socket:
-        """Reach the parent that such a process is forked from."""
+        """Return a connection to the parent of such a process."""
         return connected(path_of_parent(environment))
 
     def _internal_poll(self, *arguments: Any, **keywords: Any) -> int | None:
@@ -172,7 +172,7 @@ class Popen(subprocess.Popen[Any]):
         return self.returncode
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        """Hear how it ended; (0, 0) if it has not, and nobody wants to wait."""
+        """Return process id and status at its end; (0, 0) if it still runs and the call must not wait."""
         if self._orderer is None:
             return super()._try_wait(wait_flags)  # type: ignore[misc,no-any-return]
         if wait_flags & os.WNOHANG and not select.select([self._orderer], [], [], 0)[0]:
@@ -185,7 +185,7 @@ class Popen(subprocess.Popen[Any]):
 def run(
     command: Sequence[str | Path], *, input: str | None = None, timeout: float = 600, **how: Any
 ) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run`, which captures the output as text and checks nothing."""
+    """Run a command as `subprocess.run` does, with its output as text and without a check of its status."""
     pipe = subprocess.PIPE
     streams = {"stdin": None if input is None else pipe, "stdout": pipe, "stderr": pipe}
     with Popen(command, **{"text": True, **streams, **how}) as process:
@@ -198,7 +198,7 @@ def run(
 
 
 def connected(path: str = _PYTHONPATH) -> socket.socket:
-    """Reach the parent of this test run with this `PYTHONPATH`; start it if it is not there."""
+    """Return a connection to the parent with this `PYTHONPATH`. Start it if it is missing."""
     environment = {
         **{name: value for name, value in AT_START.items() if not name.startswith(READ_LATER_PREFIXES)},
         **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "RAYON")},
@@ -210,7 +210,7 @@ def connected(path: str = _PYTHONPATH) -> socket.socket:
 def reached(
     name: str, program: Sequence[str], environment: Mapping[str, str], *, new_session: bool = True
 ) -> socket.socket:
-    """Reach the parent of this name of this test run; start it, a module and its arguments, if need be."""
+    """Return a connection to the parent of this name. Start it, a module and its arguments, if it is missing."""
     run = int(os.environ.get(RUN, os.getpid()))
     address = f"\0cotrain-warm-{run}-{zlib.crc32(name.encode())}"
     while True:
@@ -232,7 +232,7 @@ def start_parent(
     *,
     new_session: bool,
 ) -> None:
-    """Start it, unless somebody just does; it hears what was said to it meanwhile."""
+    """Start the parent, unless another process is starting it. Messages sent meanwhile are queued."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(address)

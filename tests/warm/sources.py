@@ -1,4 +1,4 @@
-"""Where our programs are."""
+"""Folders of our programs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [str(ROOT / folder) for folder in ("client", "scheduler", "server", "workers")]
-#: Where SDKs and their libraries are that are not installed.
+#: Folder of SDKs that are not installed, and of their libraries.
 SDKS = ROOT / ".sdk"
 COMMAND = Path(sys.executable).with_name("cotrain")

@@ -1,4 +1,4 @@
-"""Have a supervisor's children forked from the warm parent, as the supervisor itself was."""
+"""Supervisors whose children are forked from the warm parent, as the supervisor itself was."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.warm.popen import is_same, order, read_command
 
 
 def have_children_forked(address: Any) -> None:
-    """Set what this process starts children by, should it supervise any."""
+    """Replace the function by which a supervisor in this process starts its children."""
     process._exec = partial(_exec, process._exec, address)
 
 
@@ -30,10 +30,10 @@ async def _exec(
     env: Mapping[str, str],
     pass_fds: Sequence[int] = (),
 ) -> Any:
-    """Fork what would be a Python program of ours with a tether to its supervisor; start all else."""
+    """Fork Python programs of ours that have a tether to their supervisor; start all others."""
     tether, *tethered = arguments
     what = read_command(tethered[2:]) if tether == str(process.TETHER) else None
-    own_path = os.environ.get("PYTHONPATH")  # that of the supervisor, which was forked with it
+    own_path = os.environ.get("PYTHONPATH")  # set for the supervisor, which was forked with it
     theirs = {
         name: value for name, value in env.items() if (name, value) != ("PYTHONPATH", own_path)
     }
@@ -49,7 +49,7 @@ async def _exec(
 
 
 class Forked:
-    """What a supervisor asks of `asyncio.subprocess.Process`."""
+    """The part of `asyncio.subprocess.Process` that a supervisor uses."""
 
     def __init__(self, pid: int, orderer: socket.socket) -> None:
         self.pid = pid

@@ -1,14 +1,15 @@
-"""The engine that trains many adapters in one pass over a frozen base model, and the worker around it.
+"""Training engine for many adapters in one pass over a frozen base model, and the worker around it.
 
-`engine/` needs torch, transformers, safetensors and numpy only, and what these bring along, so it runs
-and is measured on a bare GPU machine.
+`engine/` depends only on torch, transformers, safetensors, numpy and their own dependencies. It can
+therefore run and be measured on a bare GPU machine.
 """
 
 import os
 
-# MKL's kernels for AVX2 add up a row in another order where a product has another number of rows; its
-# strict mode does not, here or with AVX-512. MKL looks at its first product in a process.
+# In MKL's kernels for AVX2, the order in which a row is summed depends on the number of rows of a
+# product. Its strict mode avoids that, with AVX2 and with AVX-512. MKL reads this variable at the
+# first product of a process.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-# torch looks for it at the first product on CUDA in a process, which may come before an engine is loaded, and
-# never again: products are refused ever after if deterministic algorithms are asked for later without it.
+# torch reads it only at the first CUDA product of a process, which may precede the load of an engine.
+# Without it, torch rejects all products once deterministic algorithms are enabled.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,4 +1,4 @@
-"""Run a worker: `python -m cotrain_workers`."""
+"""Entry point of a worker process: `python -m cotrain_workers`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ log = structlog.get_logger()
 
 
 def member(settings: WorkerSettings, tuning: Tuning) -> int:
-    """Be one process of a group: the first of them is the worker, the others do as it says."""
+    """Run one process of a group: the first one is the worker, and the others follow its orders."""
     device = device_of(settings)
     use_cores(settings.torch_threads)
     links = Links(device, settings.group_timeout_s)
@@ -142,7 +142,7 @@ def _end_group(engine: Trainer, links: Links | None) -> None:
 def _claim_worker_id(
     settings: WorkerSettings, connection: SyncConnection, pool: PoolId
 ) -> WorkerId:
-    """Have a worker id until this process ends; raises WorkerIdInUse for one that is given and taken."""
+    """Claim a worker id until this process ends. Raise WorkerIdInUse if the configured id is in use."""
     folder, host = settings.data_dir / "run", socket.gethostname()
     heartbeat_of = partial(latest_heartbeat, connection, pool)
     if settings.worker_id == FIRST_FREE:
@@ -154,7 +154,7 @@ def _claim_worker_id(
 
 
 def main() -> None:
-    """Start the process; exit status 2 (`refusal.EXIT_CODE`) where starting it again would not help."""
+    """Run the process. Exit with status 2 (`refusal.EXIT_CODE`) if a restart would not help."""
     start_logs("worker")
     tuning = _tuning()
     settings = read_settings(WorkerSettings)
@@ -172,7 +172,7 @@ def _work(
     try:
         sys.exit(work(settings, tuning))
     except DeviceLost as lost:
-        log.error("device_lost", reason=str(lost))  # all there is to it is in its name
+        log.error("device_lost", reason=str(lost))  # no traceback: the reason is complete
         sys.stdout.flush()
         os._exit(EXIT_CODE)  # an orderly end would call the device
     except WorkerIdInUse as taken:
@@ -191,7 +191,7 @@ def _work(
 
 
 def _tuning() -> Tuning:
-    """Read what a test sets, and no operator."""
+    """Return the parameters that only tests set, from the command line."""
     parser = argparse.ArgumentParser(prog="python -m cotrain_workers")
     policy = SnapshotPolicy()
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""Bring a base model into the local cache: `python -m cotrain_workers.fetch MODEL`.
+"""Download of a base model into the local cache: `python -m cotrain_workers.fetch MODEL`.
 
-Run next to the workers of the compose file, which reach no network. What is there whole is left as it is: the
-base model of runs under way does not change because its hub does.
+It runs next to the workers of the compose file, which have no network access. A complete model in the
+cache is never updated, so a change on the hub does not affect open runs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
 def fetch(base_model: str) -> str:
-    """Fetch a hub id, of `NAME=SOURCE` the source; say in a sentence what was done.
+    """Fetch a hub id, or the source in `NAME=SOURCE`, and return a sentence about the outcome.
 
     Raises:
-        OSError: the hub does not answer, has no such model, or none in safetensors.
+        OSError: the hub does not respond, has no such model, or has it without safetensors.
     """
     name, _, given = base_model.partition("=")
     source = given or name
@@ -35,7 +35,7 @@ def fetch(base_model: str) -> str:
 
 
 def is_whole(folder: Path | None) -> bool:
-    """Tell whether a folder holds a configuration and all weights that it names."""
+    """Return True if a folder holds a configuration and every weight file that its index names."""
     if folder is None or not (folder / "config.json").exists():
         return False
     index = folder / "model.safetensors.index.json"
@@ -54,7 +54,7 @@ def _cached(source: str) -> Path | None:
 
 
 def main() -> None:
-    """Start the process."""
+    """Run the command."""
     (base_model,) = sys.argv[1:]
     try:
         done = fetch(base_model)

@@ -14,65 +14,65 @@ from cotrain.wire.model import WireModel
 
 
 class Restoring(WireModel):
-    """The progress of a worker that restores runs from their logs."""
+    """Progress of a worker that restores runs from their logs."""
 
     runs_done: int
     runs: int
     ops_done: int
-    """Of the logs of all these runs."""
+    """Number of replayed ops of all these runs."""
     ops: int
 
     @property
     def text(self) -> str:
-        """Return it in words."""
+        """Progress in words."""
         return f"{self.runs_done} of {self.runs} runs, {self.ops_done} of {self.ops} ops"
 
 
 class FleetWorker(WireModel):
-    """A living worker."""
+    """Live worker."""
 
     id: str
     state: str
     """`serving`, `draining` or `drained`."""
     is_draining: bool
-    """The operator wants it drained, or its process is to end."""
+    """True if the operator drains the worker, or its process is stopping."""
     restoring: Restoring | None = None
-    """None: it restores no runs."""
+    """Progress of a restore; None if it restores no runs."""
     host: str
     device: str
     tokens_per_s: float
-    """Measured, of training."""
+    """Measured training speed."""
     runs: int
     busy: float
-    """What it computed of the last minute, from 0 to 1, sampling included."""
+    """Fraction of the last minute in which it computed, from 0 to 1, including sampling."""
     backlog_s: float
-    """Time that it needs for the training that waited for it when a worker of its pool was last free."""
+    """Time in s for the training that was pending for it when a worker of its pool was last idle."""
 
 
 class FleetPool(WireModel):
-    """A base model that is or was served, or that this server is set to serve."""
+    """Base model that is or was served, or that is configured on this server."""
 
     base_model: str
     pool: str | None
-    """None: no worker has served it yet."""
+    """Pool id; None if no worker has served it yet."""
     workers_wanted: int
     workers_unavailable: list[str]
-    """Ids whose process gives no heartbeat, and whose runs are still theirs."""
+    """Ids of workers without a heartbeat that still own their runs."""
     workers: list[FleetWorker]
     ops: int
-    """Training requests that are accepted and not done."""
+    """Training requests accepted and not done."""
     tokens: int
-    """Of those that are accepted and not run."""
+    """Tokens of training requests accepted and not run."""
     oldest_s: float
-    """Age of the oldest request that can be run."""
+    """Age in s of the oldest runnable request."""
     backlog_s: float
-    """Time that the workers there are need for `tokens`; without one, that of one as it was measured last."""
+    """Time in s that the live workers need for `tokens`; without workers, one worker at the last measured speed."""
     samples_waiting: int
     samples_running: int
 
 
 class Fleet(WireModel):
-    """All pools."""
+    """State of every pool."""
 
     pools: list[FleetPool]
 

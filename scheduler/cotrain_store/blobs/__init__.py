@@ -1,1 +1,1 @@
-"""Bytes under names, durable once put: files below a folder, or objects of a store; knows no run."""
+"""Storage of bytes by name, durable once put, as files of a folder or objects of a store. Independent of runs."""

@@ -1,1 +1,1 @@
-"""The bodies of ops, bytes to arrays and back; knows no queue and no engine."""
+"""Codecs between the bodies of ops and arrays, independent of the queue and the engine."""

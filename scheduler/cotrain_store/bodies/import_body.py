@@ -1,7 +1,7 @@
-"""The body of an IMPORT op: an adapter that was made elsewhere, read but for the numbers in it.
+"""Body of an IMPORT op: an adapter that was trained elsewhere.
 
-The API that accepts it has read its configuration and its tensors' names and shapes; what is left for the
-worker is to compare them with its base model and to scale.
+The API parses the adapter's configuration and the names and shapes of its tensors. The worker compares them with
+its base model and scales the values.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True)
 class PeftModule:
-    """The LoRA matrices of one module: `W + scale * B @ A`."""
+    """LoRA matrices of one module: `W + scale * B @ A`."""
 
     name: str
-    """Its path in the Hugging Face model: `model.layers.0.self_attn.q_proj`."""
+    """Path of the module in the Hugging Face model: `model.layers.0.self_attn.q_proj`."""
     a: str
     """Name of the tensor `[rank, inputs]`; `rank` is at most that of the run."""
     b: str
@@ -32,23 +32,23 @@ class PeftModule:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A PEFT LoRA adapter, and the run it becomes."""
+    """PEFT LoRA adapter, and the LoRA settings of its run."""
 
     lora: LoraSpec
     modules: tuple[PeftModule, ...]
     tensors: bytes
-    """A safetensors file that holds the named tensors, perhaps the base model's embeddings, and nothing else."""
+    """Safetensors file with the named tensors, and possibly the base model's embeddings."""
 
 
 def encode_import(adapter: PeftAdapter) -> bytes:
-    """Write an adapter as the body of an op."""
+    """Return the body of an op for an adapter."""
     about = {"lora": asdict(adapter.lora), "modules": [asdict(m) for m in adapter.modules]}
     head = json.dumps(about, separators=(",", ":")).encode()
     return b"".join([_MAGIC, len(head).to_bytes(_LENGTH_BYTES, "little"), head, adapter.tensors])
 
 
 def decode_import(body: bytes) -> PeftAdapter:
-    """Read `encode_import` back; raises MalformedBody."""
+    """Return the adapter of a body from `encode_import`. Raises MalformedBody."""
     start = len(_MAGIC) + _LENGTH_BYTES
     end = start + int.from_bytes(body[len(_MAGIC) : start], "little")
     if not body.startswith(_MAGIC):

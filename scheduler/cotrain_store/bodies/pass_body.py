@@ -1,6 +1,6 @@
-"""Read the body of a forward or forward_backward into arrays, and write its output.
+"""Decoder of the body of a forward or forward_backward into arrays, and encoder of its output.
 
-The API reads a body once to check it, the worker once to run it; the scheduler never does.
+The API decodes a body once to check it, and the worker once to run it. The scheduler never does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.errors import MalformedBody
 
-#: A tensor is refused when it claims more elements than this, before anything is allocated.
+#: Maximum number of elements of a tensor. A larger shape is rejected before anything is allocated.
 MAX_ELEMENTS = 1 << 26
 
 _DTYPES: dict[int, np.dtype] = {
@@ -27,7 +27,7 @@ _DTYPES: dict[int, np.dtype] = {
 
 @dataclass(frozen=True)
 class DatumArrays:
-    """One datum: `tokens` int64 [n]; each input [n] or [n, K], int64 or float32."""
+    """Decoded datum: `tokens` int64 [n]; each input [n] or [n, K], int64 or float32."""
 
     tokens: np.ndarray
     inputs: Mapping[str, np.ndarray]
@@ -35,7 +35,7 @@ class DatumArrays:
 
 @dataclass(frozen=True)
 class PassBody:
-    """A decoded forward or forward_backward request."""
+    """Decoded forward or forward_backward request."""
 
     datums: tuple[DatumArrays, ...]
     loss_fn: str
@@ -44,7 +44,7 @@ class PassBody:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens over all datums: what the budget counts."""
+        """Total tokens of all datums, as counted by the token budget."""
         return sum(len(datum.tokens) for datum in self.datums)
 
 
@@ -57,10 +57,10 @@ def parse_pass(body: bytes) -> wire_pb2.ForwardBackwardRequest:
 
 
 def decode_pass(request: wire_pb2.ForwardBackwardRequest) -> PassBody:
-    """Read every tensor of a request; sparse ones become dense, unlisted entries 0.
+    """Decode every tensor of a request. Sparse tensors become dense, with 0 for missing entries.
 
     Raises:
-        MalformedBody: naming the datum and the field.
+        MalformedBody: the message names the datum and the field.
     """
     # The SDK writes numbers to both maps and text only to the second one.
     config: dict[str, float | str] = dict(request.loss_fn_config)
@@ -75,7 +75,7 @@ def decode_pass(request: wire_pb2.ForwardBackwardRequest) -> PassBody:
 
 
 def encode_pass_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """Write per-datum log-probs (float32, each [n] or [n, K]) and metrics as the wire's output."""
+    """Return log-probs per datum (float32, each [n] or [n, K]) and metrics as the wire's output."""
     output = wire_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     output.metrics.update(metrics)
     start = 0

@@ -1,6 +1,6 @@
-"""Read and write the body of a reverse-KL request, and write what it found.
+"""Codec for the body of a reverse-KL request, and encoder of its result.
 
-JSON for what is small and plain arrays for what is long, as in a sample request.
+Settings are JSON, and long arrays are binary, as in the body of a sample request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEADER = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class KlArrays:
-    """One example: a continuation of `n` tokens, and the two contexts it is judged in."""
+    """Datum: a continuation of `n` tokens, and its two contexts."""
 
     student_context: np.ndarray  # int64 [s], s >= 1
     reference_context: np.ndarray  # int64 [r], r >= 1
@@ -31,27 +31,27 @@ class KlArrays:
 
     @property
     def student_tokens(self) -> np.ndarray:
-        """Return what the run reads: the last target is predicted only."""
+        """Input tokens of the run. The last target is only predicted."""
         return np.concatenate([self.student_context, self.targets[:-1]])
 
     @property
     def reference_tokens(self) -> np.ndarray:
-        """Return what the reference reads."""
+        """Input tokens of the reference."""
         return np.concatenate([self.reference_context, self.targets[:-1]])
 
 
 @dataclass(frozen=True)
 class ReverseKlBody:
-    """One request, as the worker needs it."""
+    """Decoded reverse-KL request."""
 
     reference: WeightsRef | None
-    """None: the base model alone."""
+    """Weights of the reference; None: the base model alone."""
     temperature: float
     datums: tuple[KlArrays, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are read, by the run and by the reference: what the budget counts."""
+        """Input tokens of the run and of the reference, as counted by the token budget."""
         return sum(
             len(d.student_context) + len(d.reference_context) + 2 * (len(d.targets) - 1)
             for d in self.datums
@@ -59,7 +59,7 @@ class ReverseKlBody:
 
 
 def encode_reverse_kl(body: ReverseKlBody) -> bytes:
-    """Write a body; equal bodies give equal bytes."""
+    """Return a body as bytes. Equal bodies give equal bytes."""
     shapes = [
         [len(d.student_context), len(d.reference_context), len(d.targets)] for d in body.datums
     ]
@@ -79,10 +79,10 @@ def encode_reverse_kl(body: ReverseKlBody) -> bytes:
 
 
 def decode_reverse_kl(body: bytes) -> ReverseKlBody:
-    """Read what `encode_reverse_kl` wrote, in this version or the next.
+    """Return the body of bytes from `encode_reverse_kl` of this version or the next.
 
     Raises:
-        MalformedBody: it is not such a body.
+        MalformedBody: the bytes are not such a body.
     """
     try:
         (length,) = _HEADER.unpack_from(body)
@@ -106,9 +106,9 @@ def decode_reverse_kl(body: bytes) -> ReverseKlBody:
 
 
 def reverse_kl_answer(losses: Sequence[np.ndarray], metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Write what a request resolves to: per datum its summed `loss`, as `mint` reads it.
+    """Return the result of a request: for each datum the summed `loss`, in the format that `mint` reads.
 
-    `token_losses` has the terms of that sum; `mint` 0.2.0 ignores it.
+    `token_losses` has the terms of that sum. `mint` 0.2.0 ignores it.
     """
     outputs = [
         {

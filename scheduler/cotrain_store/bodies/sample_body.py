@@ -1,7 +1,7 @@
-"""Read and write the body of a sample request, and write what was sampled.
+"""Codec for the body of a sample request, and encoder of its output.
 
-A body is JSON for what is small and plain arrays for what is long: a prompt of 32,000 tokens is
-128 KB, and is read in microseconds.
+In a body, settings are JSON, and long arrays are binary. A prompt of 32,000 tokens takes 128 KB and
+is decoded in microseconds.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _HEADER = struct.Struct("<4I")
 
 @dataclass(frozen=True)
 class SampleBody:
-    """One sample request, as the worker needs it; every default is already filled in."""
+    """Decoded sample request, with all defaults filled in."""
 
     prompt: tuple[int, ...]
     num_samples: int
     max_tokens: int | None
-    """None: as many as the context holds."""
+    """Maximum number of tokens; None: as many as the context holds."""
     temperature: float
     top_k: int
-    """-1: off."""
+    """Number of likeliest tokens to sample from; -1: off."""
     top_p: float
     seed: int | None
-    """None: to be derived from the request id, so that a second run gives the same tokens."""
+    """Random seed; None: derived from the request id, so that a re-run gives the same tokens."""
     stop: tuple[str, ...] | tuple[int, ...] | None
-    """None: end-of-sequence tokens; (): nothing stops; else these and end-of-sequence tokens."""
+    """Stop strings or tokens, in addition to end-of-sequence tokens. None: only those; (): no stop at all."""
     prompt_logprobs: bool
     topk_prompt_logprobs: int
     topk_sample_logprobs: int
     prompt_logprobs_last_n: int | None
     target_prompt_logprobs: tuple[tuple[int, ...], ...] | None
-    """`[len(prompt) - 1, K]`; -1: skip."""
+    """Target tokens `[len(prompt) - 1, K]`; -1: skip."""
     stream: bool
 
 
 class TopK(Protocol):
-    """The k likeliest tokens at each of n positions, likeliest first."""
+    """Likeliest k tokens at each of n positions, likeliest first."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -60,7 +60,7 @@ class TopK(Protocol):
 
 
 class SampledSequence(Protocol):
-    """One continuation of the prompt."""
+    """Continuation of the prompt."""
 
     @property
     def tokens(self) -> np.ndarray:
@@ -72,39 +72,39 @@ class SampledSequence(Protocol):
 
     @property
     def stop_reason(self) -> Literal["stop", "length"]:
-        """Why it ended."""
+        """Reason of the end."""
 
     @property
     def topk(self) -> TopK | None:
-        """The likeliest tokens at each of its positions, where asked for."""
+        """Likeliest tokens at each position; None if not requested."""
 
 
 class SampleOutput(Protocol):
-    """What a decoder gives for one request with a prompt of P tokens."""
+    """Output of a decoder for one request with a prompt of P tokens."""
 
     @property
     def sequences(self) -> Sequence[SampledSequence]:
-        """All continuations, in order."""
+        """Continuations, in order."""
 
     @property
     def prompt_logprobs(self) -> np.ndarray | None:
-        """float32 [P], NaN where not computed; None where not asked for."""
+        """float32 [P], NaN if not computed; None if not requested."""
 
     @property
     def topk_prompt(self) -> TopK | None:
-        """[P, k], where asked for."""
+        """Likeliest tokens [P, k]; None if not requested."""
 
     @property
     def target_prompt_logprobs(self) -> np.ndarray | None:
-        """float32 [P - 1, K], NaN where skipped; None where not asked for."""
+        """float32 [P - 1, K], NaN if skipped; None if not requested."""
 
     @property
     def cached_prompt_tokens(self) -> int:
-        """Prompt tokens that were not computed for this request."""
+        """Number of prompt tokens that were not computed for this request."""
 
 
 def encode_sample(body: SampleBody) -> bytes:
-    """Write a body; equal bodies give equal bytes."""
+    """Return a body as bytes. Equal bodies give equal bytes."""
     settings = asdict(body)
     prompt = np.asarray(settings.pop("prompt"), "<i4")
     targets = settings.pop("target_prompt_logprobs")
@@ -118,10 +118,10 @@ def encode_sample(body: SampleBody) -> bytes:
 
 
 def decode_sample(body: bytes) -> SampleBody:
-    """Read what `encode_sample` wrote, in this version or the next.
+    """Return the body of bytes from `encode_sample` of this version or the next.
 
     Raises:
-        MalformedBody: it is not such a body.
+        MalformedBody: the bytes are not such a body.
     """
     try:
         length, tokens, rows, columns = _HEADER.unpack_from(body)
@@ -148,7 +148,7 @@ def decode_sample(body: bytes) -> SampleBody:
 
 
 def encode_sample_output(output: SampleOutput) -> bytes:
-    """Write what was sampled as the wire's SampleResponse."""
+    """Return an output as the wire's SampleResponse."""
     response = wire_pb2.SampleResponse(prompt_cache_hit_tokens=output.cached_prompt_tokens)
     for sequence in output.sequences:
         response.sequences.append(_sequence(sequence))
@@ -157,7 +157,7 @@ def encode_sample_output(output: SampleOutput) -> bytes:
     if output.topk_prompt is not None:
         response.topk_prompt_logprobs.CopyFrom(_topk(output.topk_prompt))
     if output.target_prompt_logprobs is not None:
-        # The wire has 0 where nothing was asked for.
+        # The wire has 0 for skipped targets.
         targets = np.nan_to_num(np.ascontiguousarray(output.target_prompt_logprobs, "<f4"))
         response.target_prompt_logprobs.dtype = wire_pb2.DTYPE_FLOAT32
         response.target_prompt_logprobs.dense = targets.tobytes()

@@ -1,1 +1,1 @@
-"""Files that survive a power cut: spool, large results, who owns the folder, how full it is."""
+"""Files that survive a power cut: spool, large results, and the repair of Redis' log. Also the check of free space."""

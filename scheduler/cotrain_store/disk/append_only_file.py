@@ -1,7 +1,7 @@
-"""The end of Redis' append-only file after a power cut: zeros, which no write of Redis ever ends in.
+"""Removal of trailing zeros from Redis' append-only file after a power cut. No write of Redis ends in zeros.
 
-A file system may write a file's new length before its new bytes. What then reads as zeros was not synced, so
-nothing of it was acknowledged. Redis cuts an incomplete last command alone and refuses zeros.
+A file system may write a file's new length before its new bytes. Such zeros were never synced, so no
+acknowledged write is among them. Redis cuts an incomplete last command, but rejects a file that ends in zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from cotrain_store.blobs.folder import sync_folder
 from cotrain_store.redis_client.embedded_server import LOG_FOLDER
 
-#: Where Redis 6.2 keeps its log, in one file; one of 7 moves it on its first start.
+#: Log file of Redis 6.2. Redis 7 moves it on its first start.
 ONE_FILE = "appendonly.aof"
 _RDB_MAGIC = b"REDIS"
 _COMMAND_END = b"\r\n"
@@ -28,18 +28,18 @@ _VALID_UP_TO = re.compile(r"ok_up_to=(\d+)")
 
 @dataclass(frozen=True)
 class Cut:
-    """Zeros that were cut off."""
+    """Result of a removal of zeros."""
 
     file: Path
     zero_bytes: int
     kept: Path
-    """The file as it was."""
+    """Copy of the original file."""
 
 
 def cut_zeros(binary: Path, folder: Path) -> Cut | None:
-    """Cut zeros off the end of the log that Redis wrote last in `folder`; None where there are none.
+    """Remove trailing zeros from the log that Redis wrote last in `folder`. Return None if there are none.
 
-    Call it while no Redis runs. Raises OSError, and has changed nothing then.
+    Call it while no Redis runs. Raises OSError without a change.
     """
     file = last_file(folder)
     if file is None:
@@ -59,7 +59,7 @@ def cut_zeros(binary: Path, folder: Path) -> Cut | None:
 
 
 def last_file(folder: Path) -> Path | None:
-    """Return the file that Redis appends to; None where it has none yet."""
+    """Return the file that Redis appends to, or None if it does not exist yet."""
     file, manifest = folder / ONE_FILE, folder / LOG_FOLDER / f"{ONE_FILE}.manifest"
     if manifest.is_file():
         names = _LAST_INCREMENT.findall(manifest.read_text(errors="replace"))
@@ -70,7 +70,7 @@ def last_file(folder: Path) -> Path | None:
 
 
 def _end_of_content(file: Path, size: int) -> int:
-    """Return how many bytes there are before the zeros at the end."""
+    """Return the number of bytes before the trailing zeros."""
     end = size
     with file.open("rb") as log:
         while end:
@@ -84,9 +84,10 @@ def _end_of_content(file: Path, size: int) -> int:
 
 
 def _end_of_snapshot(binary: Path, file: Path, end: int) -> int:
-    """Return where a snapshot ends that nothing follows: its checksum may end in zeros of its own.
+    """Return the end of a snapshot without commands after it. Its checksum may itself end in zeros.
 
-    0 where commands follow it; the whole file where that cannot be found out, so that nothing is cut.
+    Return 0 if commands follow it. Return the size of the file if the end cannot be determined, so that
+    nothing is cut.
     """
     with file.open("rb") as log:
         is_snapshot = log.read(len(_RDB_MAGIC)) == _RDB_MAGIC

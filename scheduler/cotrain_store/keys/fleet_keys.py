@@ -6,7 +6,7 @@ hour.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
@@ -25,41 +25,18 @@ CYCLES_KEPT = 1_000
 #: Lifetime of the hash of a minute. The pages show one hour.
 MINUTE_TTL_S = 2 * 3600
 
-
-def schema() -> str:
-    """Return the key of the schema version; kept permanently."""
-    return "cotrain:schema"
-
-
-def name() -> str:
-    """Return the key of the random name of this Redis; kept permanently. Its data folder holds the
-    same name.
-    """
-    return "cotrain:name"
-
-
-def sweeper() -> str:
-    """Return the lease of the worker that sweeps spool and recovery copies in an object store
-    (SweepLease).
-    """
-    return "cotrain:sweeper"
-
-
-def pool_sweeper(pool: PoolId) -> str:
-    """Return the lease of the worker that sweeps a pool's saved weights in an object store
-    (SweepLease).
-    """
-    return f"{prefix(pool)}sweeper"
-
-
-def pools() -> str:
-    """Return the key of the hash of pools (id → PoolRecord). A worker writes its own at start."""
-    return "cotrain:pools"
-
-
-def prefix(pool: PoolId) -> str:
-    """Return the prefix of every key of a pool."""
-    return f"cotrain:{hash_tag(pool)}"
+#: Schema version; kept permanently.
+schema: Callable[[], str] = "cotrain:schema".format
+#: Random name of this Redis; kept permanently. Its data folder holds the same name.
+name: Callable[[], str] = "cotrain:name".format
+#: Lease of the worker that sweeps spool and recovery copies in an object store (SweepLease).
+sweeper: Callable[[], str] = "cotrain:sweeper".format
+#: Lease of the worker that sweeps a pool's saved weights in an object store (SweepLease).
+pool_sweeper: Callable[[PoolId], str] = "cotrain:{{{}}}:sweeper".format
+#: Hash of pools (id → PoolRecord). A worker writes its own at start.
+pools: Callable[[], str] = "cotrain:pools".format
+#: Prefix of every key of a pool.
+prefix: Callable[[PoolId], str] = "cotrain:{{{}}}:".format
 
 
 def hash_tag(pool: PoolId) -> str:
@@ -69,125 +46,49 @@ def hash_tag(pool: PoolId) -> str:
     return f"{{{pool}}}:"
 
 
-def scheduler_lease() -> str:
-    """Return the key of the scheduler's lease; expires unless renewed."""
-    return "cotrain:scheduler:lease"
-
-
-def scheduler_epoch() -> str:
-    """Return the key of the scheduler's fencing number; only increases."""
-    return "cotrain:scheduler:epoch"
-
-
-def notify_scheduler() -> str:
-    """Return the channel that wakes the scheduler when a run became ready or a worker free."""
-    return "cotrain:notify:scheduler"
-
-
-def notify_worker(pool: PoolId, worker: WorkerId) -> str:
-    """Return the channel that notifies a worker of a step, or of an order to drop a run."""
-    return f"{prefix(pool)}notify:{worker}"
-
-
-def workers(pool: PoolId) -> str:
-    """Return the key of the set of worker ids that serve this pool.
-
-    Workers without a heartbeat for a long time are removed. A run whose worker is not in the set
-    has no worker.
-    """
-    return f"{prefix(pool)}workers"
-
-
-def draining(pool: PoolId) -> str:
-    """Return the key of the hash worker id → time (s) of the operator's drain request, until it is
-    withdrawn.
-
-    The field outlives the worker's processes.
-    """
-    return f"{prefix(pool)}draining"
-
-
-def moves(pool: PoolId) -> str:
-    """Return the key of the hash of planned moves (run → `owner>target`); a field is deleted with
-    its move.
-    """
-    return f"{prefix(pool)}moves"
-
-
-def scaling(pool: PoolId) -> str:
-    """Return the key of the scaling decision of a pool (JSON `Scaling`), written by the leading
-    scheduler.
-    """
-    return f"{prefix(pool)}scaling"
-
-
-def worker(pool: PoolId, worker_id: WorkerId) -> str:
-    """Return the key of a worker's heartbeat (JSON); expires unless renewed."""
-    return f"{prefix(pool)}worker:{worker_id}"
-
-
-def worker_epoch(pool: PoolId, worker_id: WorkerId) -> str:
-    """Return the key of a worker's fencing number; only increases."""
-    return f"{prefix(pool)}epoch:{worker_id}"
-
-
-def open_steps(pool: PoolId, worker: WorkerId) -> str:
-    """Return the key of the hash of one worker's open steps (cycle → Step): planned and not yet
-    committed.
-    """
-    return f"{prefix(pool)}open:{worker}"
-
-
-def drops(pool: PoolId, worker: WorkerId) -> str:
-    """Return the key of the set of runs that a worker must drop from memory; emptied by the
-    worker.
-    """
-    return f"{prefix(pool)}drops:{worker}"
-
-
-def starts(pool: PoolId) -> str:
-    """Name the hash cycle → how many processes crashed during it after the first; a field goes with its step.
-
-    -1: the first one did not crash.
-    """
-    return f"{prefix(pool)}starts"
-
-
-def crash_counts(pool: PoolId) -> str:
-    """Return the key of the hash step part → number of processes that crashed during it.
-
-    A field is deleted with its step. Its name begins with the first request of the part.
-    """
-    return f"{prefix(pool)}deaths"
-
-
-def cycle_counter(pool: PoolId) -> str:
-    """Return the key of the number of the last cycle; only increases."""
-    return f"{prefix(pool)}cycle"
-
-
-def cycles(pool: PoolId) -> str:
-    """Return the key of the list of the last CYCLES_KEPT cycle records, newest first."""
-    return f"{prefix(pool)}cycles"
-
-
-def minute(pool: PoolId, start_s: int) -> str:
-    """Return the key of the hash of a pool's counts in the minute that starts at `start_s`; expires
-    (MINUTE_TTL_S).
-    """
-    return f"{prefix(pool)}minute:{start_s}"
-
-
-def counters(pool: PoolId) -> str:
-    """Return the key of the hash of a pool's totals (cycles, tokens, …), for /metrics; they only
-    increase.
-
-    `moves` counts runs that moved to another worker. `runs_made`, `runs_closed` and `runs_failed`
-    count runs.
-    """
-    return f"{prefix(pool)}counters"
-
-
+#: Lease of the scheduler; expires unless renewed.
+scheduler_lease: Callable[[], str] = "cotrain:scheduler:lease".format
+#: Fencing number of the scheduler; only increases.
+scheduler_epoch: Callable[[], str] = "cotrain:scheduler:epoch".format
+#: Channel that wakes the scheduler when a run became ready or a worker free.
+notify_scheduler: Callable[[], str] = "cotrain:notify:scheduler".format
+#: Channel that notifies a worker of a step, or of an order to drop a run.
+notify_worker: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:notify:{}".format
+#: Set of worker ids that serve this pool.
+#: Workers without a heartbeat for a long time are removed. A run whose worker is not in the set has no
+#: worker.
+workers: Callable[[PoolId], str] = "cotrain:{{{}}}:workers".format
+#: Hash worker id → time (s) of the operator's drain request, until it is withdrawn.
+#: The field outlives the worker's processes.
+draining: Callable[[PoolId], str] = "cotrain:{{{}}}:draining".format
+#: Hash of planned moves (run → `owner>target`); a field is deleted with its move.
+moves: Callable[[PoolId], str] = "cotrain:{{{}}}:moves".format
+#: Scaling decision of a pool (JSON `Scaling`), written by the leading scheduler.
+scaling: Callable[[PoolId], str] = "cotrain:{{{}}}:scaling".format
+#: Heartbeat of the worker (JSON); expires unless renewed.
+worker: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:worker:{}".format
+#: Fencing number of the worker; only increases.
+worker_epoch: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:epoch:{}".format
+#: Hash of one worker's open steps (cycle → Step): planned and not yet committed.
+open_steps: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:open:{}".format
+#: Set of runs that a worker must drop from memory; emptied by the worker.
+drops: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:drops:{}".format
+#: Hash cycle → how many processes crashed during it after the first; a field goes with its step.
+#: -1: the first one did not crash.
+starts: Callable[[PoolId], str] = "cotrain:{{{}}}:starts".format
+#: Hash step part → number of processes that crashed during it.
+#: A field is deleted with its step. Its name begins with the first request of the part.
+crash_counts: Callable[[PoolId], str] = "cotrain:{{{}}}:deaths".format
+#: Number of the last cycle; only increases.
+cycle_counter: Callable[[PoolId], str] = "cotrain:{{{}}}:cycle".format
+#: List of the last CYCLES_KEPT cycle records, newest first.
+cycles: Callable[[PoolId], str] = "cotrain:{{{}}}:cycles".format
+#: Hash of a pool's counts in the minute that starts at `start_s`; expires (MINUTE_TTL_S).
+minute: Callable[[PoolId, int], str] = "cotrain:{{{}}}:minute:{}".format
+#: Hash of a pool's totals (cycles, tokens, …), for /metrics; they only increase.
+#: `moves` counts runs that moved to another worker. `runs_made`, `runs_closed` and `runs_failed` count
+#: runs.
+counters: Callable[[PoolId], str] = "cotrain:{{{}}}:counters".format
 #: Fields of the whole pool; times in s.
 FIELDS = (
     "cycles", "tokens", "padding_tokens", "ops", "failed", "train_s", "optim_s", "sampled_tokens", "sample_s",

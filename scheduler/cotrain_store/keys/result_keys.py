@@ -5,6 +5,8 @@ The module also has the keys of the store's clock and of the keys that it expire
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cotrain_store.messages.ids import RequestId, TenantId
 
 #: Lifetime of a small result. A client may sleep overnight and still read its outcome.
@@ -17,68 +19,24 @@ READ_RESULT_TTL_MS = 300_000
 #: Lifetime of a sweep mark. No process resumes a request after being suspended for a month.
 SWEPT_TTL_MS = 30 * 24 * 3600 * 1000
 
-
-def result(request: RequestId) -> str:
-    """Return the key of a result; expires (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS,
-    READ_RESULT_TTL_MS; `age_keys`).
-    """
-    return f"cotrain:result:{request}"
-
-
-def unread(tenant: TenantId) -> str:
-    """Return the key of the hash request → bytes of its result, for results never sent; `bytes` is
-    their sum.
-    """
-    return f"cotrain:tenant:{tenant}:unread"
-
-
-def unread_until(tenant: TenantId) -> str:
-    """Return the key of the sorted set of the results in `unread` (score: expiry, in ms)."""
-    return f"cotrain:tenant:{tenant}:unread_until"
-
-
-def unread_tenants() -> str:
-    """Return the key of the sorted set of tenants with unread results (score: their bytes, expired
-    results included).
-    """
-    return "cotrain:tenants:unread"
-
-
-def spool_segment_refs() -> str:
-    """Return the key of the hash spool segment → number of ops with a body in it; a field is
-    deleted at 0.
-    """
-    return "cotrain:spool:refs"
-
-
-def spool_results() -> str:
-    """Return the key of the hash spool segment → number of results in it; a field is deleted at
-    0.
-    """
-    return "cotrain:spool:results"
-
-
-def spool_swept(writer: str) -> str:
-    """Return the key of the highest number of a writer's removed spool segments; expires
-    (SWEPT_TTL_MS; `age_keys`).
-    """
-    return f"cotrain:spool:swept:{writer}"
-
-
-def notify_results() -> str:
-    """Return the channel that carries the request ids of a commit."""
-    return "cotrain:notify:results"
-
-
-def clock() -> str:
-    """Return the key of the store's clock, in ms; kept permanently, only increases.
-
-    It started at the time of day. Since then the leading scheduler advances it by a monotonic
-    clock.
-    """
-    return "cotrain:clock"
-
-
-def ends() -> str:
-    """Return the key of the sorted set of expiring keys (score: expiry, by `clock`)."""
-    return "cotrain:ends"
+#: Result; expires (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS, READ_RESULT_TTL_MS; `age_keys`).
+result: Callable[[RequestId], str] = "cotrain:result:{}".format
+#: Hash request → bytes of its result, for results never sent; `bytes` is their sum.
+unread: Callable[[TenantId], str] = "cotrain:tenant:{}:unread".format
+#: Sorted set of the results in `unread` (score: expiry, in ms).
+unread_until: Callable[[TenantId], str] = "cotrain:tenant:{}:unread_until".format
+#: Sorted set of tenants with unread results (score: their bytes, expired results included).
+unread_tenants: Callable[[], str] = "cotrain:tenants:unread".format
+#: Hash spool segment → number of ops with a body in it; a field is deleted at 0.
+spool_segment_refs: Callable[[], str] = "cotrain:spool:refs".format
+#: Hash spool segment → number of results in it; a field is deleted at 0.
+spool_results: Callable[[], str] = "cotrain:spool:results".format
+#: Highest number of a writer's removed spool segments; expires (SWEPT_TTL_MS; `age_keys`).
+spool_swept: Callable[[str], str] = "cotrain:spool:swept:{}".format
+#: Channel that carries the request ids of a commit.
+notify_results: Callable[[], str] = "cotrain:notify:results".format
+#: Clock of the store, in ms; kept permanently, only increases.
+#: It started at the time of day. Since then the leading scheduler advances it by a monotonic clock.
+clock: Callable[[], str] = "cotrain:clock".format
+#: Sorted set of expiring keys (score: expiry, by `clock`).
+ends: Callable[[], str] = "cotrain:ends".format

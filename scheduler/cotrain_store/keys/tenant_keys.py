@@ -6,7 +6,7 @@ tenant's hourly usage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId
 from cotrain_store.messages.ops import RunUsage
@@ -18,259 +18,90 @@ SESSION_HEARTBEAT_TTL_MS = 180_000
 #: Lifetime of the usage of an hour.
 USAGE_TTL_S = 100 * 24 * 3600
 
-
-def api_key(key_id: str) -> str:
-    """Return the key of an issued API key's hash (digest, tenant, not_after); removed when
-    revoked.
-    """
-    return f"cotrain:key:{key_id}"
-
-
-def api_keys() -> str:
-    """Return the key of the set of the ids of issued API keys; kept permanently."""
-    return "cotrain:keys"
-
-
-def tenant_names() -> str:
-    """Return the key of the hash tenant id → display name: the name of its first key; kept
-    permanently.
-    """
-    return "cotrain:tenants:names"
-
-
-def chosen_keys() -> str:
-    """Return the key of the hash of a chosen key's digest → id and tenant (JSON); kept permanently,
-    authenticates nothing.
-    """
-    return "cotrain:keys:chosen"
-
-
-def settings_keys() -> str:
-    """Return the key of the hash key id → record (JSON), for the keys in the settings of the API
-    started last.
-    """
-    return "cotrain:keys:settings"
-
-
-def key_uses() -> str:
-    """Return the key of the hash key id → time of last use (s); a field is deleted with the key."""
-    return "cotrain:keys:used"
-
-
-def limits(tenant: TenantId) -> str:
-    """Return the key of the hash quota → limit that the operator set for a tenant; other quotas
-    have their default.
-
-    A field is kept until the limit is removed.
-    """
-    return f"cotrain:tenant:{tenant}:limits"
-
-
-def weights() -> str:
-    """Return the key of the hash tenant → weight in fair queueing. A missing field is 1; setting 1
-    removes it.
-    """
-    return "cotrain:tenants:weights"
-
-
-def paused_tenants() -> str:
-    """Return the key of the hash tenant → its pause (JSON); a field is kept until the tenant is
-    resumed.
-    """
-    return "cotrain:tenants:paused"
-
-
-def paused_runs() -> str:
-    """Return the key of the hash run → its pause (JSON); a field is kept until the run is resumed
-    or ends.
-    """
-    return "cotrain:runs:paused"
-
-
-def signing_secret() -> str:
-    """Return the key of the hash of the secrets (current, previous) that sign links and tokens."""
-    return "cotrain:secret:signing"
-
-
-def ended_session(nonce: str) -> str:
-    """Return the key of the mark of a browser session ended by a logout; expires with the
-    session.
-    """
-    return f"cotrain:ui:ended:{nonce}"
-
-
-def session(session_id: SessionId) -> str:
-    """Return the key of a session's record; kept with its runs."""
-    return f"cotrain:session:{session_id}"
-
-
-def session_heartbeat(session_id: SessionId) -> str:
-    """Return the key of a session's heartbeat; expires unless renewed."""
-    return f"cotrain:session:{session_id}:beat"
-
-
-def session_runs(session_id: SessionId) -> str:
-    """Return the key of the set of a session's runs; kept with the session."""
-    return f"cotrain:session:{session_id}:runs"
-
-
-def session_samplers(session_id: SessionId) -> str:
-    """Return the key of the set of a session's samplers; expired ones are removed when the set is
-    read.
-    """
-    return f"cotrain:session:{session_id}:samplers"
-
-
-def tenant_runs(tenant: TenantId) -> str:
-    """Return the key of the set of a tenant's live runs, counted by the quota."""
-    return f"cotrain:tenant:{tenant}:runs"
-
-
-def training_runs(tenant: TenantId) -> str:
-    """Return the key of the sorted set of all runs of a tenant (score: created_at, in s)."""
-    return f"cotrain:tenant:{tenant}:training_runs"
-
-
-def all_training_runs() -> str:
-    """Return the key of the sorted set of the runs of all tenants (score: created_at, in s); kept permanently."""
-    return "cotrain:training_runs"
-
-
-def labelled_runs(tenant: TenantId) -> str:
-    """Return the key of the sorted set of a tenant's runs with a note or a tag (score: created_at, in s)."""
-    return f"cotrain:tenant:{tenant}:labelled_runs"
-
-
-def tenant_sessions(tenant: TenantId) -> str:
-    """Return the key of the sorted set of a tenant's sessions (score: created_at, in s)."""
-    return f"cotrain:tenant:{tenant}:sessions"
-
-
-def living_sessions(tenant: TenantId) -> str:
-    """Return the key of the sorted set of a tenant's live sessions (score: end of life without a
-    heartbeat, in ms).
-    """
-    return f"cotrain:tenant:{tenant}:living_sessions"
-
-
-def tenant_samplers(tenant: TenantId) -> str:
-    """Return the key of the sorted set of a tenant's samplers (score: expiry without use, in
-    ms).
-    """
-    return f"cotrain:tenant:{tenant}:samplers"
-
-
-def sampler_bytes(tenant: TenantId) -> str:
-    """Return the key of the hash of weight sizes, and their sum, for samplers made by a save
-    without a name.
-
-    Deleted with the samplers.
-    """
-    return f"cotrain:tenant:{tenant}:sampler_bytes"
-
-
-def record_bytes(tenant: TenantId) -> str:
-    """Return the key of the byte count of a tenant's records of sessions and runs, which are kept
-    permanently.
-    """
-    return f"cotrain:tenant:{tenant}:record_bytes"
-
-
-def histories(tenant: TenantId) -> str:
-    """Return the key of the sorted set of a tenant's runs with a history (score: its newest point,
-    in s).
-
-    The oldest histories are deleted when the quota of points is full.
-    """
-    return f"cotrain:tenant:{tenant}:histories"
-
-
-def history_points(tenant: TenantId) -> str:
-    """Return the key of the hash of a tenant's number of history points, and the quota when its
-    newest run was made.
-    """
-    return f"cotrain:tenant:{tenant}:history"
-
-
-def run_bytes() -> str:
-    """Return the key of the sorted set of tenants (score: bytes that their runs hold); tenants at 0
-    are removed.
-    """
-    return "cotrain:tenants:run_bytes"
-
-
-def unwritten_run_bytes() -> str:
-    """Return the key of the number of bytes that all runs may still write; kept permanently."""
-    return "cotrain:run_bytes:unwritten"
-
-
-def usage(tenant: TenantId, hour: int) -> str:
-    """Return the key of the hash of one hour, `<amount>|<base model>|<session>|<run or sampler>` →
-    value.
-
-    `hour` is its start, in s since the epoch. Amounts: training_tokens, device_s, prefill_tokens
-    (the whole prompt), cached_tokens (part of it), sampled_tokens, checkpoints. Expires
-    (USAGE_TTL_S).
-    """
-    return f"cotrain:usage:{tenant}:{hour}"
-
-
-def audit(tenant: TenantId) -> str:
-    """Return the key of the stream of changes of a tenant and its records; about the last 10,000
-    are kept.
-    """
-    return f"cotrain:audit:{tenant}"
-
-
-def audit_of_all() -> str:
-    """Return the key of the stream of the actions of all tenants and the operator; about the last
-    10,000 are kept.
-    """
-    return "cotrain:audit"
-
-
+#: Hash of an issued API key (digest, tenant, not_after); removed when revoked.
+api_key: Callable[[str], str] = "cotrain:key:{}".format
+#: Set of the ids of issued API keys; kept permanently.
+api_keys: Callable[[], str] = "cotrain:keys".format
+#: Hash tenant id → display name: the name of its first key; kept permanently.
+tenant_names: Callable[[], str] = "cotrain:tenants:names".format
+#: Hash of a chosen key's digest → id and tenant (JSON); kept permanently, authenticates nothing.
+chosen_keys: Callable[[], str] = "cotrain:keys:chosen".format
+#: Hash key id → record (JSON), for the keys in the settings of the API started last.
+settings_keys: Callable[[], str] = "cotrain:keys:settings".format
+#: Hash key id → time of last use (s); a field is deleted with the key.
+key_uses: Callable[[], str] = "cotrain:keys:used".format
+#: Hash quota → limit that the operator set for a tenant; other quotas have their default.
+#: A field is kept until the limit is removed.
+limits: Callable[[TenantId], str] = "cotrain:tenant:{}:limits".format
+#: Hash tenant → weight in fair queueing. A missing field is 1; setting 1 removes it.
+weights: Callable[[], str] = "cotrain:tenants:weights".format
+#: Hash tenant → its pause (JSON); a field is kept until the tenant is resumed.
+paused_tenants: Callable[[], str] = "cotrain:tenants:paused".format
+#: Hash run → its pause (JSON); a field is kept until the run is resumed or ends.
+paused_runs: Callable[[], str] = "cotrain:runs:paused".format
+#: Hash of the secrets (current, previous) that sign links and tokens.
+signing_secret: Callable[[], str] = "cotrain:secret:signing".format
+#: Mark of a browser session ended by a logout; expires with the session.
+ended_session: Callable[[str], str] = "cotrain:ui:ended:{}".format
+#: Record of the session; kept with its runs.
+session: Callable[[SessionId], str] = "cotrain:session:{}".format
+#: Heartbeat of the session; expires unless renewed.
+session_heartbeat: Callable[[SessionId], str] = "cotrain:session:{}:beat".format
+#: Set of a session's runs; kept with the session.
+session_runs: Callable[[SessionId], str] = "cotrain:session:{}:runs".format
+#: Set of a session's samplers; expired ones are removed when the set is read.
+session_samplers: Callable[[SessionId], str] = "cotrain:session:{}:samplers".format
+#: Set of a tenant's live runs, counted by the quota.
+tenant_runs: Callable[[TenantId], str] = "cotrain:tenant:{}:runs".format
+#: Sorted set of all runs of a tenant (score: created_at, in s).
+training_runs: Callable[[TenantId], str] = "cotrain:tenant:{}:training_runs".format
+#: Sorted set of the runs of all tenants (score: created_at, in s); kept permanently.
+all_training_runs: Callable[[], str] = "cotrain:training_runs".format
+#: Sorted set of a tenant's runs with a note or a tag (score: created_at, in s).
+labelled_runs: Callable[[TenantId], str] = "cotrain:tenant:{}:labelled_runs".format
+#: Sorted set of a tenant's sessions (score: created_at, in s).
+tenant_sessions: Callable[[TenantId], str] = "cotrain:tenant:{}:sessions".format
+#: Sorted set of a tenant's live sessions (score: end of life without a heartbeat, in ms).
+living_sessions: Callable[[TenantId], str] = "cotrain:tenant:{}:living_sessions".format
+#: Sorted set of a tenant's samplers (score: expiry without use, in ms).
+tenant_samplers: Callable[[TenantId], str] = "cotrain:tenant:{}:samplers".format
+#: Hash of weight sizes, and their sum, for samplers made by a save without a name.
+#: Deleted with the samplers.
+sampler_bytes: Callable[[TenantId], str] = "cotrain:tenant:{}:sampler_bytes".format
+#: Byte count of a tenant's records of sessions and runs, which are kept permanently.
+record_bytes: Callable[[TenantId], str] = "cotrain:tenant:{}:record_bytes".format
+#: Sorted set of a tenant's runs with a history (score: its newest point, in s).
+#: The oldest histories are deleted when the quota of points is full.
+histories: Callable[[TenantId], str] = "cotrain:tenant:{}:histories".format
+#: Hash of a tenant's number of history points, and the quota when its newest run was made.
+history_points: Callable[[TenantId], str] = "cotrain:tenant:{}:history".format
+#: Sorted set of tenants (score: bytes that their runs hold); tenants at 0 are removed.
+run_bytes: Callable[[], str] = "cotrain:tenants:run_bytes".format
+#: Number of bytes that all runs may still write; kept permanently.
+unwritten_run_bytes: Callable[[], str] = "cotrain:run_bytes:unwritten".format
+#: Hash of one hour, `<amount>|<base model>|<session>|<run or sampler>` → value.
+#: `hour` is its start, in s since the epoch. Amounts: training_tokens, device_s, prefill_tokens (the whole
+#: prompt), cached_tokens (part of it), sampled_tokens, checkpoints. Expires (USAGE_TTL_S).
+usage: Callable[[TenantId, int], str] = "cotrain:usage:{}:{}".format
+#: Stream of changes of a tenant and its records; about the last 10,000 are kept.
+audit: Callable[[TenantId], str] = "cotrain:audit:{}".format
+#: Stream of the actions of all tenants and the operator; about the last 10,000 are kept.
+audit_of_all: Callable[[], str] = "cotrain:audit".format
 #: Lease timeout of the webhook sender.
 LEASE_MS = 10_000
 
-
-def webhook(tenant: TenantId) -> str:
-    """Return the key of the hash of a tenant's webhook (id, url, secret, outcomes of its events),
-    until removed.
-    """
-    return f"cotrain:tenant:{tenant}:webhook"
-
-
-def events(tenant: TenantId) -> str:
-    """Return the key of the hash event id → arrival (ms), attempts and body; a field is deleted
-    with its event.
-    """
-    return f"cotrain:tenant:{tenant}:webhook_events"
-
-
-def due_events(tenant: TenantId) -> str:
-    """Return the key of the sorted set of those events (score: next attempt, in ms of the store's
-    clock).
-    """
-    return f"cotrain:tenant:{tenant}:webhook_due"
-
-
-def due_tenants() -> str:
-    """Return the key of the sorted set of tenants with events (score: when the first one is due, in
-    ms).
-    """
-    return "cotrain:webhooks:due"
-
-
-def lease() -> str:
-    """Return the key of the lease of the webhook sender; expires unless renewed."""
-    return "cotrain:webhooks:lease"
-
-
-def epoch() -> str:
-    """Return the key of the number of the newest webhook sender; kept permanently, only
-    increases.
-    """
-    return "cotrain:webhooks:epoch"
+#: Hash of a tenant's webhook (id, url, secret, outcomes of its events), until removed.
+webhook: Callable[[TenantId], str] = "cotrain:tenant:{}:webhook".format
+#: Hash event id → arrival (ms), attempts and body; a field is deleted with its event.
+events: Callable[[TenantId], str] = "cotrain:tenant:{}:webhook_events".format
+#: Sorted set of those events (score: next attempt, in ms of the store's clock).
+due_events: Callable[[TenantId], str] = "cotrain:tenant:{}:webhook_due".format
+#: Sorted set of tenants with events (score: when the first one is due, in ms).
+due_tenants: Callable[[], str] = "cotrain:webhooks:due".format
+#: Lease of the webhook sender; expires unless renewed.
+lease: Callable[[], str] = "cotrain:webhooks:lease".format
+#: Number of the newest webhook sender; kept permanently, only increases.
+epoch: Callable[[], str] = "cotrain:webhooks:epoch".format
 
 
 def usage_hour(now_s: float) -> int:

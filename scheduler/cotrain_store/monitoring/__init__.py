@@ -1,1 +1,1 @@
-"""Status, metrics and logs for an operator; nothing here changes a run."""
+"""Status, metrics and logs for the operator. They do not change runs."""

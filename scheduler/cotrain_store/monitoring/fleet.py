@@ -1,6 +1,7 @@
-"""Fleet: all pools with their workers and queues, Redis and the scheduler, read at one time.
+"""Fleet: all pools with their workers and queues, Redis and the scheduler.
 
-Every view is a function of this: status, metrics, autoscaler, readiness and pages. Reads only.
+Every view is a function of this: status, metrics, autoscaler, readiness and pages. Reads only. Each
+pool is read by one pipeline and the script of its queues, so pools may differ by milliseconds.
 """
 
 from __future__ import annotations

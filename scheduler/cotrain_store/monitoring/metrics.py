@@ -1,12 +1,10 @@
-"""What each process counts itself, as prometheus_client's objects; what they are called is in `definitions.py`.
+"""Prometheus metrics that each process measures itself; `definitions.py` has their names and descriptions.
 
-Cheap enough for every request and every cycle (about a microsecond each), and safe from any thread.
+An update takes about 1 µs, cheap enough for every request and every cycle. Any thread may update a metric.
 
-A histogram that takes many equal observations at once: a decode step gives hundreds of sequences a token each.
-
-Labels for tenants, of which one process shows a hundred at most.
-
-What one worker counts, under its own labels. Any thread may count.
+* `CountedHistogram` accepts many equal observations at once: a decode step adds one token to hundreds of sequences.
+* `TenantLabels` limits the tenant labels of a process to TENANTS_SHOWN.
+* `WorkerMetrics` holds the metrics of one worker with its labels.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from cotrain_store.monitoring.definitions import METRICS, Metric, Source
 
 
 class Series:
-    """One set of labels."""
+    """Buckets and sum of a histogram for one set of labels."""
 
     def __init__(self, ends: tuple[float, ...]) -> None:
         self._ends = ends
@@ -40,13 +38,13 @@ class Series:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value so often."""
+        """Count a value `times` times."""
         with self._lock:
             self.counts[bisect_left(self._ends, value)] += times
             self.sum += value * times
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Return each bucket's end with all it and those below it hold, and the sum of all values."""
+        """Return the upper end and the cumulative count of each bucket, and the sum of all values."""
         with self._lock:
             counts, total = list(self.counts), self.sum
         ends = map(floatToGoString, self._ends)
@@ -54,7 +52,7 @@ class Series:
 
 
 class CountedHistogram(Collector):
-    """What prometheus_client's Histogram shows, with `series` for its `labels`."""
+    """Histogram with the output of prometheus_client's, and `series` instead of `labels`."""
 
     def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
         self._metric = metric
@@ -67,7 +65,7 @@ class CountedHistogram(Collector):
         return self._series.setdefault(labels, Series(self._ends))
 
     def describe(self) -> Iterable[Family]:
-        """Name it, so that no other takes its name."""
+        """Return the family without values, so that the registry rejects a second metric of this name."""
         return [self._family()]
 
     @override
@@ -122,13 +120,13 @@ WEBHOOK_DELIVERIES = _counter("cotrain_webhook_deliveries_total")
 for _limit in ("process", "address", "tenant"):
     CONNECTIONS_REFUSED.labels(_limit)  # shown as 0 before the first
 
-# Of each process that traces, its own
+# One for each kind of process that traces
 TRACE_SPANS_DROPPED = {
     source: _counter(f"cotrain_{source}_trace_spans_dropped_total")
     for source in (Source.API, Source.SCHEDULER, Source.WORKER)
 }
 
-# Of each process that reads and writes blobs, its own
+# One for each kind of process that reads and writes blobs
 BLOB_FAILURES = {
     source: _counter(f"cotrain_{source}_blob_failures_total")
     for source in (Source.API, Source.WORKER)
@@ -136,7 +134,7 @@ BLOB_FAILURES = {
 
 
 def count_blob_failures(source: Source) -> None:
-    """Have this process count what an object store refuses; nothing to count where there is none."""
+    """Count failed operations of an object store in this process, if it uses one."""
     FAILURES.count = lambda operation: BLOB_FAILURES[source].labels(operation).inc()
 
 
@@ -157,13 +155,13 @@ SNAPSHOT_DURATION = _histogram("cotrain_snapshot_seconds")
 TENANT_DEVICE_SECONDS = _counter("cotrain_tenant_device_seconds_total")
 
 
-#: Tenants with a line of their own; the others are summed up, so that a scrape stays small.
+#: Number of tenants with their own label. The others share OTHERS, so that a scrape stays small.
 TENANTS_SHOWN = 100
 OTHERS = "other"
 
 
 class TenantLabels:
-    """The tenants that came first keep their label for the life of the process: a counter never goes back."""
+    """Labels of tenants. The first ones keep their label until the process ends, so that counters never decrease."""
 
     def __init__(self, most: int = TENANTS_SHOWN) -> None:
         self._most = most
@@ -180,7 +178,7 @@ class TenantLabels:
 
 
 class WorkerMetrics:
-    """The worker's part of `metrics`. `pool` is the base model."""
+    """Metrics of one worker with its labels. `pool` is the base model. Thread-safe."""
 
     def __init__(self, pool: str, worker: WorkerId) -> None:
         self._labels = (pool, worker)
@@ -197,7 +195,7 @@ class WorkerMetrics:
         OP_LATENCY.labels(*self._labels, kind.value).observe(max(0.0, latency_s))
 
     def used_device(self, tenant: TenantId, seconds: float) -> None:
-        """Count what a tenant's work took of the device's time."""
+        """Count the device time in s of a tenant's work."""
         counter = self._device_seconds.get(tenant)
         if counter is None:
             label = self._tenants.label(tenant)

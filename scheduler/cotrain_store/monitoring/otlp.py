@@ -1,7 +1,7 @@
-"""Sends spans to a collector: the only module that imports opentelemetry (extra `otel`).
+"""Export of spans to a collector: the only module that imports opentelemetry (extra `otel`).
 
-A span waits in a queue for a thread that sends many at once. Where the queue is full it is dropped and
-counted: neither a slow collector nor one that is gone holds up what is traced.
+Spans are queued, and a thread sends many at once. If the queue is full, a span is dropped and counted. A slow
+or unreachable collector therefore never delays the traced code.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from cotrain_store.monitoring.traceparent import read_traceparent
 
 log = structlog.get_logger()
 
-#: A stop waits this long for what is left to be sent.
+#: Maximum time in s for which a stop waits for unsent spans.
 STOP_S = 2.0
 _LOGGED_EVERY_S = 60.0
 _PREFIX = "cotrain."
-#: The library's own sizes: spans that wait, and spans in one message.
+#: Defaults of the library: maximum number of queued spans, and of spans in one message.
 _WAITING, _BATCH = 2048, 512
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class OtlpSpan:
-    """A span that is not over."""
+    """Unfinished span."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
         self.traceparent = _name_of(span.get_span_context())
 
     def end(self, name: str = "", *, failed: bool = False, **attributes: Any) -> None:
-        """Report it, under this name instead of its first one if there is one."""
+        """Finish and report the span. A `name` replaces its first name."""
         if name:
             self._span.update_name(name)
         self._span.set_attributes(_named(attributes))
@@ -71,10 +71,10 @@ class OtlpSpan:
 
 
 class OtlpTracer:
-    """One process's spans. It sets nothing for the process at large, so no library reports by it."""
+    """Tracer of one process. It sets no global state, so libraries do not report through it."""
 
     def __init__(self, process: str, instance: str, *, decides: bool) -> None:
-        # Of a collector that is gone `spans_lost` tells, once a minute.
+        # An unreachable collector is logged as `spans_lost` at most once per minute.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._provider = TracerProvider(
             sampler=None if decides else ALWAYS_ON,  # None: OTEL_TRACES_SAMPLER
@@ -91,7 +91,7 @@ class OtlpTracer:
     def begin(
         self, name: str, parent: str = "", *, is_server: bool = False, began: float | None = None
     ) -> OtlpSpan:
-        """Begin a span, now or then; that of a new trace without a parent."""
+        """Start a span now or at `began`. Without a parent it starts a new trace."""
         kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
         start = None if began is None else _ns(began)
         return OtlpSpan(self._tracer.start_span(name, _under(parent), kind, start_time=start))
@@ -107,12 +107,12 @@ class OtlpTracer:
         failed: bool = False,
         **attributes: Any,
     ) -> str:
-        """Report a span that is over; return its name for other processes."""
+        """Report a finished span. Return its traceparent for other processes."""
         above = _context(parent)
         trace = above.trace_id if above else secrets.randbits(128)
         context = SpanContext(trace, secrets.randbits(64), is_remote=False, trace_flags=_SAMPLED)
         known = [each for link in links if (each := _context(link))]
-        # Put together by hand: `start_span` takes five times as long, of which a worker's cycle has much.
+        # The span is built here because `start_span` takes five times as long, and a worker's cycle has many spans.
         self._processor.on_end(
             ReadableSpan(
                 name,
@@ -130,14 +130,14 @@ class OtlpTracer:
         return _name_of(context)
 
     def stop(self) -> None:
-        """Send what is left, for STOP_S at most."""
+        """Send the queued spans, for at most STOP_S."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(STOP_S)
 
 
 class WaitingSpans:
-    """Counts the spans that wait to be sent, and those that are dropped because too many do."""
+    """Counter of queued spans, and of spans dropped because the queue is full."""
 
     def __init__(self, most: int, source: Source) -> None:
         self._most = most
@@ -147,7 +147,7 @@ class WaitingSpans:
         self._logged_at = -_LOGGED_EVERY_S
 
     def take(self) -> bool:
-        """Count one more; False where it is one too many."""
+        """Count one more queued span. Return False if the queue is full."""
         with self._lock:
             if self._count < self._most:
                 self._count += 1
@@ -156,12 +156,12 @@ class WaitingSpans:
         return False
 
     def sent(self, count: int) -> None:
-        """Note that so many do not wait any more."""
+        """Subtract spans that have left the queue."""
         with self._lock:
             self._count -= count
 
     def lost(self, count: int, reason: str) -> None:
-        """Count spans that no collector gets."""
+        """Count spans that are lost."""
         self._dropped.labels(reason).inc(count)
         now = time.monotonic()
         if now - self._logged_at >= _LOGGED_EVERY_S:
@@ -170,7 +170,7 @@ class WaitingSpans:
 
 
 class BoundedProcessor(BatchSpanProcessor):
-    """The library's processor; what it would drop from its queue without a word is counted."""
+    """Batch processor of the library that also counts dropped spans. The library drops them silently."""
 
     def __init__(self, exporter: SpanExporter, most: int, source: Source) -> None:
         self._waiting = WaitingSpans(most, source)
@@ -182,7 +182,7 @@ class BoundedProcessor(BatchSpanProcessor):
 
     @override
     def on_end(self, span: ReadableSpan) -> None:
-        """Queue a span that is over."""
+        """Queue a finished span."""
         if span.context and span.context.trace_flags.sampled and self._waiting.take():
             super().on_end(span)
 
@@ -209,7 +209,7 @@ class _CountingExporter(SpanExporter):
 
 
 class _Ids(IdGenerator):
-    """Ids that draw nothing from `random`, which a program in this process may have seeded."""
+    """Generator of ids without `random`, which a program in this process may have seeded."""
 
     @override
     def generate_span_id(self) -> int:
@@ -228,7 +228,7 @@ def _queue_size() -> int:
 def _resource(process: str, instance: str) -> Resource:
     own = {"service.name": f"cotrain-{process}", "service.instance.id": instance}
     own["service.version"] = __version__
-    # What the operator chose (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) comes before what we are.
+    # A service name of the operator (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) takes precedence over ours.
     chosen = Resource.create()
     is_named = "OTEL_SERVICE_NAME" in os.environ or (
         "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
@@ -239,7 +239,7 @@ def _resource(process: str, instance: str) -> Resource:
 
 
 def _under(parent: str) -> Context:
-    """Make the context of a child; an empty one for a span that begins a trace."""
+    """Return the context of a child; an empty one for a span that begins a trace."""
     context = _context(parent)
     return set_span_in_context(NonRecordingSpan(context), Context()) if context else Context()
 
@@ -259,7 +259,7 @@ def _name_of(context: SpanContext) -> str:
 
 
 def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Give attributes our prefix; the field's own names have dots in them, ours have none."""
+    """Return attributes with the prefix `cotrain.`. Names with a dot are standard names and stay unchanged."""
     return {
         name if "." in name else _PREFIX + name: value
         for name, value in attributes.items()

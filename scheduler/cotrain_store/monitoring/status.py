@@ -1,4 +1,4 @@
-"""Records of cycles, the newest ops of a run, and the last hour of a pool, for pages. Reads only."""
+"""Reader of cycle records, the newest ops of a run, and the last hour of a pool, for pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cotrain_store.messages.runs import RunRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
-#: Cycle records of a full pool have some 10 KB each, and Redis does nothing else while it sends them.
+#: Maximum cycle records of one read. In a full pool each has about 10 KB, and Redis is blocked while it sends them.
 READ_AT_ONCE = 50
 
 
@@ -37,9 +37,9 @@ async def cycle_records(connection: Connection, pool: PoolId, count: int) -> lis
 
 
 async def cycle_record(connection: Connection, pool: PoolId, cycle: int) -> dict[str, Any] | None:
-    """Read the record of one cycle, near where its number should lie; None where it is not kept.
+    """Return the record of one cycle, or None if it is not kept.
 
-    Cycles of several workers end in another order than they began.
+    It is searched near its expected position, because cycles of several workers do not end in the order of their start.
     """
     newest = await cycle_records(connection, pool, 1)
     if not newest:
@@ -53,9 +53,10 @@ async def cycle_record(connection: Connection, pool: PoolId, cycle: int) -> dict
 async def session_cycles(
     connection: Connection, pool: PoolId, session: SessionId
 ) -> list[dict[str, Any]]:
-    """Read a pool's cycle records with a run of this session, oldest first; `runs` holds only its own.
+    """Return a pool's cycle records with a run of this session, oldest first. `runs` holds only its own runs.
 
-    The others are not even decoded. A record that moves on while this reads is read twice, and kept once.
+    Other records are not decoded. New records may shift the list during the read, so a record may be read twice; it
+    is returned once.
     """
     found: dict[int, dict[str, Any]] = {}
     for first in range(0, fleet_keys.CYCLES_KEPT, READ_AT_ONCE):
@@ -74,29 +75,29 @@ def _is_of(session: SessionId, run: str) -> bool:
     return run.partition(":")[0] == session
 
 
-#: A failure's sentence lies within this; of other results only the first byte is of interest.
+#: Bytes read of a result. They contain the message of a failure; of other results only the first byte is needed.
 _BYTES_READ = 4_096
 
 
 @dataclass(frozen=True)
 class LoggedOp:
-    """One op of a log."""
+    """Op of a log."""
 
     seq: int
     kind: str
-    """Empty where the log has no op of this seq: it never came, or a snapshot covers it."""
+    """Kind; empty if the log has no op of this seq: it never arrived, or a snapshot covers it."""
     tokens: int
     accepted_at: float | None
     result: ResultKind | None
-    """None without one: not done yet, or expired."""
+    """Kind of its result; None if the op is not done or the result has expired."""
     error: str
-    """Why it failed; empty if it did not."""
+    """Error message; empty if it did not fail."""
 
 
 async def newest_ops(
     connection: Connection, run: RunRecord, last: int, most: int
 ) -> list[LoggedOp]:
-    """Read the ops up to seq `last`, in order; covered ones of which no result is left are left out."""
+    """Return at most `most` ops up to seq `last`, in order. Ops with neither a log entry nor a result are left out."""
     seqs = range(max(0, last - most + 1), last + 1)
     if not seqs:
         return []
@@ -126,7 +127,7 @@ def _error(result: bytes) -> str:
         return ""
     try:
         text = Result.decode(result).json()["error"]
-    except (ValueError, KeyError):  # longer than what was read
+    except (ValueError, KeyError):  # longer than _BYTES_READ
         return "It failed; its client has the reason."
     return str(text)
 
@@ -134,7 +135,7 @@ def _error(result: bytes) -> str:
 async def owners(
     connection: Connection, pool: PoolId, runs: Sequence[RunId]
 ) -> dict[RunId, WorkerId]:
-    """Say which worker each of these runs of a pool is at; those that ended, or have none, are left out."""
+    """Return the worker of each of these runs of a pool. Ended runs, and runs without a worker, are left out."""
     pipeline = connection.pipeline(transaction=False)
     for run in runs:
         pipeline.hmget(run_keys.log(pool, run), ["state", "worker"])
@@ -147,29 +148,29 @@ async def owners(
 
 
 MINUTES = 60
-#: Whose share of the device is added up over so many minutes.
+#: Window in minutes of the tenants' device time in `busiest_tenants`.
 TOP_MINUTES = 15
-#: Of 1,000 tenants each costs Redis 1.6 ms.
+#: Minutes read in one request. With 1,000 tenants, each minute takes Redis 1.6 ms.
 MINUTES_AT_ONCE = 3
 
 
 @dataclass(frozen=True)
 class Minute:
-    """What happened in one minute; the last one is not over."""
+    """Counts of one minute. The last minute is incomplete."""
 
     start_s: int
     counts: Mapping[str, float]
-    """By `minute_fields.FIELDS`; with a tenant asked for, `own_tokens` and `own_device_s` as well."""
+    """Counts by `fleet_keys.FIELDS`, and for a requested tenant also `own_tokens` and `own_device_s`."""
 
     def of(self, name: str) -> float:
-        """Give a count; 0 where nothing was counted."""
+        """Return a count; 0 if nothing was counted."""
         return self.counts.get(name, 0.0)
 
 
 async def last_minutes(
     connection: Connection, pool: PoolId, now_s: float, tenant: TenantId | None = None
 ) -> list[Minute]:
-    """Read the last hour of a pool, oldest minute first, the current one last."""
+    """Return the last hour of a pool, oldest minute first, the current one last."""
     starts = _starts(now_s, MINUTES)
     names = list(FIELDS)
     stored = list(FIELDS)
@@ -189,9 +190,9 @@ async def last_minutes(
 async def busiest_tenants(
     connection: Connection, pools: Sequence[PoolId], now_s: float, most: int
 ) -> list[tuple[TenantId, float]]:
-    """Name those that used the most seconds of the devices in the last minutes, the first one first.
+    """Return the tenants with the most device seconds in the last TOP_MINUTES, in descending order.
 
-    Redis is asked for a few minutes at a time: then others have their turn.
+    Redis reads MINUTES_AT_ONCE minutes per request, so that it can serve others in between.
     """
     busy_minute = async_script(connection, "busy_minute")
     seconds: defaultdict[TenantId, float] = defaultdict(float)

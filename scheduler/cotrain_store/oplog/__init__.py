@@ -1,1 +1,1 @@
-"""A run's operation log: accepted, planned, executed, committed, rolled back."""
+"""Operation log of runs. Ops are accepted, planned, executed, committed and rolled back."""

@@ -127,7 +127,10 @@ def op_rows(
 def put_backs(
     step: Step, results: Mapping[OpId, Result], opened: Mapping[OpId, int]
 ) -> list[PutBack]:
-    """Name the runs with ops that have no result, each with the first of those: `opened` has it if it has begun."""
+    """Return the runs with ops without a result, each with its first such op.
+
+    `opened` holds the executed tokens of ops that have begun.
+    """
     first: dict[RunId, QueuedOp] = {}
     for op in step.ops:
         if (op.run, op.seq) not in results:

@@ -66,11 +66,11 @@ class CrashCounts:
         self._redis.hincrby(self._key, part, 1)
 
     def take_back(self, part: str) -> None:
-        """Take back one that `risk` counted, and leave those of other processes."""
+        """Remove one count of `risk`. Counts of other processes stay."""
         self._redis.hincrby(self._key, part, -1)
 
     def survived(self, part: str) -> None:
-        """Take back what `risk` counted, of other processes as well."""
+        """Remove all counts of `risk`, including those of other processes."""
         self._redis.hdel(self._key, part)
 
 
@@ -184,7 +184,7 @@ class Execution:
         self._base_model = ""
         self._left_open: set[int] = set()
         self._begun: set[int] = set()
-        """The ones among them that this process has begun to run."""
+        """Cycles of `_left_open` that this process has begun to run."""
         self._wakes: Any = None  # redis-py leaves its PubSub untyped
 
     def claim(self) -> int:
@@ -235,9 +235,9 @@ class Execution:
         return [replace(step, worker=self.worker) for step in steps]
 
     def crashes(self, step: Step) -> int:
-        """Return how many processes crashed during a step; 0 for one planned since this process started.
+        """Return the number of processes that crashed during a step; 0 for a step planned since this process started.
 
-        The first one is a guess: it may have ended before it began the step.
+        The first crash is assumed: that process may have ended before it began the step.
         """
         if step.cycle not in self._left_open:
             return 0
@@ -245,16 +245,16 @@ class Execution:
         return int(begun or 0) + 1
 
     def begin(self, step: Step) -> None:
-        """Count a crash of this process during a step from now on: what kills one process kills every successor.
+        """Count a crash during a step in advance, because a request that kills a process kills every successor.
 
-        Before this, the worker restores the step's runs. A crash there is no fault of the step's requests.
+        Call it after the step's runs are restored. A crash during the restore is not caused by the step's requests.
         """
         if step.cycle in self._left_open and step.cycle not in self._begun:
             self._redis.hincrby(fleet_keys.starts(self.pool), str(step.cycle), 1)
             self._begun.add(step.cycle)
 
     def leave_in_order(self) -> None:
-        """Count no crash for the steps that this process leaves open at an orderly end."""
+        """Remove the crash counts of steps that this process leaves open at an orderly end."""
         for cycle in map(int, self._redis.hkeys(fleet_keys.open_steps(self.pool, self.worker))):
             if cycle not in self._left_open or cycle in self._begun:
                 self._redis.hincrby(fleet_keys.starts(self.pool), str(cycle), -1)
@@ -288,9 +288,9 @@ class Execution:
     ) -> None:
         """Make a step's results visible and end its cycle. Idempotent.
 
-        Ops of the step without a result go back to the head of their run's queue, where those of a run
-        that has ended fail; of each run they are its last. `opened` has those of them that are open in this
-        process, each the first of its run, and its tokens that ran in this step and before.
+        Ops without a result return to the head of their run's queue. They are the last ops of their run in
+        the step. If the run has ended, they fail. `opened` holds the ops among them that are open in this
+        process, with the tokens executed so far. Each is the first such op of its run.
 
         `saves` are the records of the successful SAVE ops. The result of a named save appears only
         when its weights are stored (`SavedWeights.stored`). If its name is in use, it fails here

@@ -1,1 +1,1 @@
-"""The only importer of redis: connections, batching, subscriptions, the embedded server."""
+"""Redis client, the only importer of redis: connections, batching, subscriptions, the embedded server."""

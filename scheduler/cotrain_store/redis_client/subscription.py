@@ -1,7 +1,7 @@
-"""Listen to one channel for as long as a process lives, even while Redis is unavailable.
+"""Permanent subscription to one channel, renewed after Redis was unavailable.
 
-A message can be lost while the subscription is down: after each (re)subscription the subscriber looks at
-everything.
+Messages are lost while the subscription is down. After each (re)subscription the subscriber must therefore
+reload everything.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from cotrain_store.redis_client.refusals import NEEDS_OPERATOR
 
 log = structlog.get_logger()
 
-#: How soon to ask an unavailable Redis again.
+#: Wait in s before a retry while Redis is unavailable.
 RETRY_S = 0.2
 
 
 class ChannelSubscriber:
-    """Calls `receive` with each message of a channel, and with None after each subscription.
+    """Subscriber that calls `receive` with each message of a channel, and with None after each subscription.
 
-    `others` are tasks that run as long.
+    `others` are tasks that run during the same time.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class ChannelSubscriber:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        """Start listening."""
+        """Start the subscription and the other tasks."""
         self._tasks = [asyncio.create_task(coroutine()) for coroutine in self._coroutines]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop listening, and the other tasks."""
+        """Stop the subscription and the other tasks."""
         await stop_tasks(self._tasks)
 
 
@@ -69,7 +69,7 @@ async def _listen(
 
 
 async def repeat(name: str, every_s: float, act: Callable[[], Awaitable[None]]) -> None:
-    """Act every `every_s` seconds. Runs until cancelled: an error of Redis ends one call."""
+    """Call `act` every `every_s` seconds until cancelled. An error of Redis ends only one call."""
     while True:
         await asyncio.sleep(every_s)
         try:
@@ -79,6 +79,6 @@ async def repeat(name: str, every_s: float, act: Callable[[], Awaitable[None]]) 
 
 
 def note_trouble(name: str, trouble: Exception) -> None:
-    """Log an error of Redis, unless it is unavailable or full: others log that, and it passes."""
+    """Log an error of Redis. Transient unavailability or full memory is not logged here, but by others."""
     if isinstance(trouble, NEEDS_OPERATOR) or not isinstance(trouble, CONNECTION_LOST):
         log.error("redis_error", task=name, error=str(trouble))

@@ -1,1 +1,1 @@
-"""Waiting for results, and knowing which of them were delivered."""
+"""Waits for results, and the record of delivered ones."""

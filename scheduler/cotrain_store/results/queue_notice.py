@@ -71,9 +71,9 @@ class Backlog:
 def training_notice(
     backlog: Backlog, tenant: TenantId, position: int, worker: WorkerId | None = None
 ) -> str:
-    """Say where a training request stands that is number `position` (from 1) of its run's that are not done.
+    """Return the notice of a training request at `position` (from 1) among its run's unfinished requests.
 
-    `worker` is the one that has its run, or had it last.
+    `worker` is the current or last worker of the run.
     """
     restoring = backlog.restoring.get(worker, "") if worker else ""
     about = _about("about", backlog.expected_s(tenant))

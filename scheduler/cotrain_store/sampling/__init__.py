@@ -1,1 +1,1 @@
-"""Sample requests, which stand outside the log: accepted, claimed, resolved."""
+"""Sample requests, which are not in the log. They are accepted, claimed and resolved."""

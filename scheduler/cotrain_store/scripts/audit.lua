@@ -1,4 +1,4 @@
--- audit: note one act in each of the streams that have it: that of all acts, and that of its tenant. Returns the lines' ids.
+-- audit: append an act to the stream of all acts and to that of its tenant. Returns the ids of the entries.
 local args = cjson.decode(ARGV[1])
 local lines = {}
 

@@ -1,5 +1,5 @@
--- busy_minute: who used the devices of a pool in a minute, for how many seconds, as one JSON text: a client
--- reads that ten times as fast as a thousand fields. Reads only.
+-- busy_minute: return the device seconds of each tenant of a pool in a minute, as one JSON text. A client reads
+-- it ten times as fast as a thousand fields. Read-only.
 local seconds = {}
 local row = redis.call('HGETALL', KEYS[1])
 for n = 1, #row, 2 do

@@ -1,6 +1,6 @@
--- changes: read the queues that changed since a number, in that order. Changes nothing; twice is harmless.
+-- changes: return the queues that changed since a change number, in the order of the changes. Read-only.
 -- needs: queue_row
--- Answers the number to ask for next, whether these are all, how many runs are ready, and the queues.
+-- Returns the next change number, a flag for completeness, the number of ready runs, and the queues.
 local changed, counter, ready = unpack(KEYS)
 local args, rows = cjson.decode(ARGV[1]), {}
 

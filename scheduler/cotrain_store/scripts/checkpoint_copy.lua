@@ -1,5 +1,5 @@
--- checkpoint_copy: give stored weights a second name, in a run made for it: closed, without a log.
--- Twice is harmless: answers the record there is.
+-- checkpoint_copy: add a second name for stored weights, in a new closed run without a log.
+-- Idempotent: returns the existing record.
 -- needs: checkpoint_index, records
 local source, record_key, session_runs, training_runs, checkpoint, all_runs = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

@@ -1,4 +1,4 @@
--- checkpoint_delete: take a name away. The weights under it are deleted when nothing else uses them.
+-- checkpoint_delete: delete a name. Its weights are deleted once nothing else uses them.
 -- needs: checkpoint_index, weights_release
 local checkpoint = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

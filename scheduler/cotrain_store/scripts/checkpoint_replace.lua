@@ -1,4 +1,4 @@
--- checkpoint_replace: write a checkpoint anew, if it still is what the writer read.
+-- checkpoint_replace: replace a checkpoint if it has not changed since the writer read it.
 -- needs: checkpoint_index
 local checkpoint = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

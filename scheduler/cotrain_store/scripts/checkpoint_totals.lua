@@ -1,4 +1,4 @@
--- checkpoint_totals: count a tenant's checkpoints and their bytes, those not stored yet as well.
+-- checkpoint_totals: return the number and bytes of a tenant's checkpoints, including unstored ones.
 -- needs: checkpoint_index
 local sizes, unstored = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

@@ -1,5 +1,5 @@
--- close: end a run. A client that asks for it gets its answer as a request's result.
--- A worker is fenced by its epoch: a replaced one sees a log that has moved on.
+-- close: end a run. For a client, the answer is the result of a request.
+-- A worker is fenced by its epoch, because the log has changed since it was replaced.
 -- needs: run_close
 local record_key, notify, epoch_key = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
@@ -11,7 +11,7 @@ local resolved = close_run(args.prefix, args.run, args.tenant, args.state, args.
 if not resolved and redis.call('HGET', record_key, 'state') ~= 'closed' then
   return 'GONE'
 end
-resolved = resolved or {} -- the run of a copied checkpoint never had a log
+resolved = resolved or {} -- the run of a copied checkpoint has no log
 if args.request then
   put_result(args.request, args.result, args.ttl_ms)
   resolved[#resolved + 1] = args.request

@@ -1,11 +1,11 @@
--- commit: make a step's effects visible: its results, `done`, and the end of its cycle, at once.
--- Fenced by the worker's epoch; an op counts only as the next one of its run. Twice is harmless.
--- What of the step has no result goes back to the head of its run's queue (`args.back`).
+-- commit: publish a step's results, advance `done` and end the cycle, atomically.
+-- Fenced by the worker's epoch. An op is committed only directly after its predecessor in the run. Idempotent.
+-- Ops without a result return to the head of their run's queue (`args.back`).
 -- needs: minute_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
--- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis does not take for an integer.)
+-- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis rejects as an integer.)
 local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
--- Decoded before anything is written: a script that fails undoes nothing.
+-- Decode before any write, because the writes of a failed script are not undone.
 local args, record, RESULTS = cjson.decode(ARGV[1]), ARGV[2], 2
 local epoch, prefix, cycle, numerics = args.epoch, args.prefix, args.cycle, args.numerics
 
@@ -34,8 +34,8 @@ for _, part in ipairs(args.back) do
   end
 end
 
--- The request names the weights. A sampler refers to them at once; a name is only reserved, and the
--- result held back, until they are stored. False: the name is in use.
+-- Reserve the name of a save until its weights are stored. The result is published then. Returns false if the
+-- name is in use. The request id identifies the weights. A sampler, unlike a name, refers to them at once.
 local function reserve(ref, seq, save, result, ttl_ms)
   local checkpoint = 'cotrain:checkpoint:' .. save.name
   local pending = 'cotrain:checkpoint:' .. save.name .. ':pending'
@@ -58,7 +58,7 @@ local function add_sampler(ref, save)
   end
 end
 
--- Read once, written once: of each run of the step.
+-- Histories of the step's runs, each read and written once.
 local histories = {}
 local function history_of(run)
   if not histories[run] then
@@ -77,7 +77,7 @@ local function note_unstored(ref, run, save)
   end
 end
 
--- Write what a save leaves; return its result as far as it is known by now.
+-- Write the records of a save. Returns its result, or nil if it is published later.
 local function write_save(ref, run, seq, save, result, ttl_ms)
   if save.kind == 's' then
     add_sampler(ref, save)
@@ -114,7 +114,7 @@ for i, op in ipairs(args.ops) do
     if op.found then
       points[run] = (points[run] or 0) + note_found(history_of(run), run, seq, op.found, op.tokens, args.time_s)
     elseif op.replaces_state then
-      forget_passes(history_of(run)) -- a gradient that was pending is gone
+      forget_passes(history_of(run)) -- the pending gradient was discarded
       points[run] = points[run] or 0
     end
     local queue = prefix .. 'queue:' .. tenant
@@ -122,7 +122,7 @@ for i, op in ipairs(args.ops) do
     redis.call('HINCRBY', queue, 'ops', -1)
     redis.call('HINCRBY', queue, 'tokens', 0 - op.tokens)
     redis.call('HINCRBY', queue, 'bytes', 0 - op.size)
-    -- An op without effect on the state keeps its seq in the log, not its body.
+    -- An op without effect on the state keeps its seq in the log, but not its body.
     if op.released == 'inline' then
       redis.call('HDEL', prefix .. 'bodies:' .. run, seq)
     elseif op.released and redis.call('HINCRBY', refs, op.released, -1) <= 0 then
@@ -151,10 +151,10 @@ for _, part in ipairs(args.back) do
       redis.call('HSET', log, 'begun', part.seq .. ':' .. part.begun .. ':' .. epoch)
     end
     redis.call('ZADD', prefix .. 'ready', 'NX', part.waits_since_ms, run)
-    -- What waits for a missing op waits for this one first: it is no gap's yet, and counts as queued.
+    -- Ops after a gap wait for this op first. They are therefore not part of a gap yet, and count as queued.
     redis.call('ZREM', prefix .. 'gaps', run)
     give_up_ops(log, prefix .. 'queue:' .. tenant, 0, 0)
-  else -- it ended during the step
+  else -- the run ended during the step
     fail_waiting(prefix, run, tenant, part.seq, tonumber(row[2]) - 1, args.failures[row[1]],
       args.failure_ttl_ms, resolved)
   end
@@ -166,7 +166,7 @@ redis.call('HDEL', open, cycle)
 redis.call('HDEL', starts, cycle)
 for _, part in ipairs(redis.call('HKEYS', crash_counts)) do
   local run, seq = string.match(part, '^([^.]*):(%d+)')
-  if done[run] and tonumber(seq) <= done[run] then -- not of what goes back, and is run again
+  if done[run] and tonumber(seq) <= done[run] then -- keep the counts of ops that return and run again
     redis.call('HDEL', crash_counts, part)
   end
 end

@@ -1,7 +1,7 @@
--- deregister: a worker is drained: nothing is open, unstored or claimed there. It is a worker of its pool no more, so
--- that its runs have none; what waits for it alone waits for any. Twice is harmless.
--- Fenced by the scheduler's epoch; a worker whose process ends (`leaves`) does it itself, fenced by its own.
--- Refused where something has come since the worker said so.
+-- deregister: remove a drained worker from its pool. Its runs then have no worker, and sample requests that waited
+-- for it wait for any worker. Idempotent.
+-- Fenced by the scheduler's epoch. A worker whose process ends (`leaves`) calls it itself, fenced by its own epoch.
+-- Returns OUTDATED if anything is open, unstored or claimed on the worker.
 local fence, workers, epoch_key, draining, successor_heartbeat = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 local prefix, worker = args.prefix, args.worker

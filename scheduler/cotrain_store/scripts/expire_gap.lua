@@ -1,6 +1,5 @@
--- expire_gap: fail the ops that wait behind a seq that never came. The gap itself stays a gap:
--- nothing is skipped, and should the missing op come, it runs and these keep their failure. What
--- arrives behind it later is as late as they were.
+-- expire_gap: fail the ops that wait for a missing seq. The gap remains and nothing is skipped. If the missing op
+-- arrives, it runs, and the failed ops keep their failure. Later ops after the gap have the age of the gap.
 -- needs: reject, given_up, idle_tenant
 local epoch_key, gaps, log, ops_key, bodies, refs, queue, notify = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

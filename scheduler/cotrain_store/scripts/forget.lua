@@ -1,5 +1,5 @@
--- forget: a worker has dropped a closed run; delete its log. Waits while one of its ops is planned,
--- and while it is all that can make the weights again that one of its saves made.
+-- forget: delete the log of a closed run that its worker has dropped. Refused while an op of it is planned, or
+-- while only the log can recreate the weights of a save.
 -- needs: run_bytes
 local epoch_key, log, ops, bodies, digests, refs, drops, unnumbered = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
@@ -19,14 +19,14 @@ for _, seq in ipairs(redis.call('HKEYS', ops)) do
 end
 for _, envelope in ipairs(redis.call('HVALS', ops)) do
   local segment = string.match(envelope, '|spool:([^:|]+):[^|]*$')
-  if segment and string.sub(envelope, 1, 8) ~= 'forward|' then -- a forward's body went at commit
+  if segment and string.sub(envelope, 1, 8) ~= 'forward|' then -- a forward's body was released at its commit
     if redis.call('HINCRBY', refs, segment, -1) <= 0 then
       redis.call('HDEL', refs, segment)
     end
   end
 end
 redis.call('DEL', ops, bodies, digests, unnumbered)
-redis.call('HDEL', log, 'snapfile', 'snapsha', 'oldfile', 'oldsha') -- its files may be removed now
+redis.call('HDEL', log, 'snapfile', 'snapsha', 'oldfile', 'oldsha') -- its files are now unreferenced
 release_run(log)
 redis.call('SREM', drops, run)
 return 'OK'

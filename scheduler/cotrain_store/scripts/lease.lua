@@ -1,4 +1,4 @@
--- lease: become or stay the scheduler. A new holder gets a new epoch, which fences the old one.
+-- lease: acquire or renew the scheduler's lease. A new holder gets a new epoch, which fences the old one.
 local lease, epoch = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 
@@ -7,11 +7,11 @@ if holder == args.name and redis.call('GET', epoch) == args.epoch then
   redis.call('PEXPIRE', lease, args.ttl_ms)
   return args.epoch
 end
--- A life longer than any that is given: the host's time was set back, and the holder may be long dead.
+-- A TTL above the maximum means that the host's time was set back. The holder may have crashed long ago.
 local is_over = holder and redis.call('PTTL', lease) > args.ttl_ms
 if holder and holder ~= args.name and not is_over then
   return ''
 end
-redis.call('DEL', lease) -- a full Redis stops no script that has removed something
+redis.call('DEL', lease) -- after a deletion, a full Redis rejects no write of the script
 redis.call('SET', lease, args.name, 'PX', args.ttl_ms)
 return tostring(redis.call('INCR', epoch))

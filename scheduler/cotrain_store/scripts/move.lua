@@ -1,6 +1,6 @@
--- move: a run's owner hands it over to the worker that it was asked to. All of it or nothing.
--- Fenced by the owner's epoch. Refused while an op of it is planned, and where no recovery copy holds
--- all that is committed (so the target replays nothing); a move that can not be any more is struck off.
+-- move: hand a run over from its owner to the requested worker. Atomic. Fenced by the owner's epoch.
+-- Refused while an op of the run is planned, or if no recovery copy contains all committed ops. The target
+-- therefore replays nothing. A move that has become impossible is deleted.
 -- needs: changed
 local epoch_key, moves, workers, log, to_heartbeat, counters, wake = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
@@ -23,7 +23,7 @@ if tonumber(row[3]) ~= tonumber(row[4]) + 1 or args.in_memory and row[5] ~= row[
   return 'EARLY'
 end
 redis.call('HSET', log, 'worker', args.to, 'moved_ms', string.format('%.0f', args.now_ms))
-redis.call('HDEL', log, 'begun') -- a pass that was open runs there from its beginning
+redis.call('HDEL', log, 'begun') -- an open pass restarts on the target
 redis.call('HDEL', moves, run)
 redis.call('HINCRBY', counters, 'moves', 1)
 note_change(prefix, run)

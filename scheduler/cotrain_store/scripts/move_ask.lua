@@ -1,6 +1,6 @@
--- move_ask: note that a run shall go to another worker of its pool. Its owner hands it over (`move`) once a
--- recovery copy holds all of it; until then nothing more is planned of it. Twice is harmless.
--- Fenced by the scheduler's epoch where the scheduler asks; not sooner than `quiet_ms` after its last move.
+-- move_ask: request the move of a run to another worker of its pool. Its owner hands it over (`move`) once a
+-- recovery copy contains all of it. Until then nothing more of it is planned. Idempotent.
+-- Fenced by the scheduler's epoch if the scheduler calls it. Refused within `quiet_ms` after its last move.
 local scheduler_epoch, moves, workers, log, to_heartbeat = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 

@@ -1,8 +1,8 @@
--- plan: write one worker's step of a cycle and move its runs forward. All of it or nothing.
--- Fenced by the scheduler's epoch; refused when the queue is not as the planner saw it, or the worker hands over.
+-- plan: write one worker's step of a cycle and advance its runs. Atomic.
+-- Fenced by the scheduler's epoch. Refused if the queue has changed since planning, or the worker hands over.
 -- needs: ages
--- The step itself follows `args`; of each of its runs `args.runs` has the first seq, and its ops as the log
--- has them. Changes up to `args.seen` are known to the scheduler, and listed no longer.
+-- The step follows `args`. `args.runs` has the first seq and the logged ops of each run. The scheduler has read
+-- all changes up to `args.seen`, so they are deleted.
 local epoch_key, counter, open, ready, gaps, wake, changed = unpack(KEYS)
 local args, step = cjson.decode(ARGV[1]), ARGV[2]
 local epoch, prefix, worker, cycle = args.epoch, args.prefix, args.worker, args.cycle
@@ -15,7 +15,7 @@ if tonumber(redis.call('GET', counter) or 0) ~= cycle - 1 or redis.call('HLEN', 
 end
 local heartbeat = redis.call('GET', prefix .. 'worker:' .. worker)
 if heartbeat and cjson.decode(heartbeat).is_handing_over then
-  return 'OUTDATED' -- it said so after the scheduler looked
+  return 'OUTDATED' -- published after the scheduler read the heartbeat
 end
 for _, part in ipairs(args.runs) do
   local log = redis.call('HMGET', prefix .. 'log:' .. part.run, 'state', 'next', 'worker')
@@ -23,7 +23,7 @@ for _, part in ipairs(args.runs) do
     return 'OUTDATED'
   end
   if log[3] and log[3] ~= worker and redis.call('SISMEMBER', prefix .. 'workers', log[3]) == 1 then
-    return 'OUTDATED' -- another worker has it
+    return 'OUTDATED' -- the run has another worker
   end
   for i, envelope in ipairs(part.ops) do
     if redis.call('HGET', prefix .. 'ops:' .. part.run, part.first + i - 1) ~= envelope then
@@ -42,7 +42,7 @@ for _, part in ipairs(args.runs) do
       redis.call('ZADD', gaps, 'NX', clock_in(0), run)
     end
   else
-    redis.call('ZADD', ready, 'XX', args.planned_ms, run) -- it had its turn
+    redis.call('ZADD', ready, 'XX', args.planned_ms, run) -- its run was served now
   end
 end
 redis.call('ZREMRANGEBYSCORE', changed, '-inf', args.seen)

@@ -1,5 +1,5 @@
--- queue_loads: what waits and runs in a pool for each of these tenants, five numbers each in a row (ops, tokens, bytes,
--- samples waiting, samples running), as one JSON text: a client reads that ten times as fast as as many answers. Reads only.
+-- queue_loads: return the load of each of these tenants in a pool as one JSON text, with five numbers per tenant (ops,
+-- tokens, bytes, samples waiting, samples running). A client reads it ten times as fast as separate answers. Read-only.
 local args = cjson.decode(ARGV[1])
 local numbers = {}
 local function add(counts)

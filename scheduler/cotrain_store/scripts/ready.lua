@@ -1,4 +1,4 @@
--- ready: read the queues of some runs. Changes nothing.
+-- ready: return the queues of some runs. Read-only.
 -- needs: queue_row
 local args, rows = cjson.decode(ARGV[1]), {}
 

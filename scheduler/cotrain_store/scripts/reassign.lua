@@ -1,9 +1,9 @@
--- reassign: a worker gave no heartbeat for long: give what it had to its successor, another one of its pool.
--- Fenced by the scheduler's epoch and by the dead worker's own. That one grows: should its last process
--- still live, it can write nothing any more. Twice is harmless.
+-- reassign: transfer the work of a worker without a heartbeat to its successor, another worker of its pool.
+-- Fenced by the scheduler's epoch and by the dead worker's own. The latter is increased, which fences the dead
+-- worker's process in case it still runs. Idempotent.
 -- needs: sample_put_back, changed
--- The successor gets what one worker must do (open steps, unstored weights, and the runs of both); the other
--- runs have no worker any more, because the dead one is no longer among the workers.
+-- The successor receives the work that one worker must do: open steps, unstored weights, and the runs of both.
+-- The other runs have no worker afterwards, because the dead one is removed from the workers.
 local scheduler_epoch, workers, dead_epoch, dead_heartbeat, successor_heartbeat, refs, notify, counters =
   unpack(KEYS)
 local args = cjson.decode(ARGV[1])
@@ -20,7 +20,7 @@ if redis.call('GET', dead_epoch) ~= args.seen_epoch or redis.call('EXISTS', dead
   return 'OUTDATED'
 end
 local open, runs = redis.call('HGETALL', prefix .. 'open:' .. dead), {}
-for i = 2, #open, 2 do -- before anything is written: a script that fails undoes nothing
+for i = 2, #open, 2 do -- before any write: those of a failed script are not undone
   for _, op in ipairs(cjson.decode(open[i]).ops) do
     runs[op.run] = true
   end
@@ -28,7 +28,7 @@ end
 
 redis.call('INCR', dead_epoch)
 redis.call('SREM', workers, dead)
-for i = 1, #open, 2 do -- as they stand: that another was to run them shows that it crashed during them
+for i = 1, #open, 2 do -- unchanged: a step of another worker counts as crashed
   redis.call('HSET', prefix .. 'open:' .. successor, open[i], open[i + 1])
 end
 

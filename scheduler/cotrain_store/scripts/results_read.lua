@@ -1,4 +1,4 @@
--- results_read: clients have these results: they need not be kept as long.
+-- results_read: shorten the lifetime of results that their clients have received.
 -- needs: ages
 local args = cjson.decode(ARGV[1])
 

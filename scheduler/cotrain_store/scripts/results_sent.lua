@@ -1,4 +1,4 @@
--- results_sent: results were sent to their clients: they count as unread no more. Twice is harmless.
+-- results_sent: remove results from the unread ones after they were sent to their clients. Idempotent.
 -- needs: unread
 local args = cjson.decode(ARGV[1])
 

@@ -1,8 +1,8 @@
--- roll_back: the newest state of a run is lost; go on from a file that holds an older one, as of `done`.
--- What is accepted and not committed was meant for the lost state: it fails. What comes later runs.
--- Fenced by the worker's epoch. Twice is harmless.
+-- roll_back: continue a run whose newest state is lost from a file with an older state, as of `done`.
+-- Ops accepted and not committed were meant for the lost state, so they fail. Later ops run.
+-- Fenced by the worker's epoch. Idempotent.
 -- needs: log_cut, reject, changed, history
--- `args.steps` has each open step with ops of the run: its cycle, it as it is, and it after this.
+-- `args.steps` has each open step with ops of the run: its cycle, and the step before and after this change.
 local epoch_key, log, record_key, open, ops, bodies, digests, refs, queue, notify, counters = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 local run, done, weights_epoch = args.run, args.done, args.weights_epoch

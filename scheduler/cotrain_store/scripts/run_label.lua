@@ -1,6 +1,6 @@
--- run_label: write the note or the tags of a run that was found through its tenant; the bytes count as records'.
+-- run_label: write the note or the tags of a run, which was read through its tenant. The bytes count as records.
 -- needs: records
--- Without a note or tags in `args`, those stay as they are. Twice is harmless.
+-- A note or tags that are not in `args` stay unchanged. Idempotent.
 local record_key, labelled = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 

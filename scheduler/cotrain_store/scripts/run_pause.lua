@@ -1,4 +1,5 @@
--- run_pause: no cycle takes a live run until it is resumed. The pause ends with the run, hence only here.
+-- run_pause: exclude a live run from cycles until it is resumed. The pause ends with the run, so only a live run
+-- can be paused.
 local log, paused = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 

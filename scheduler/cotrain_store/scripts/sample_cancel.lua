@@ -1,5 +1,5 @@
--- sample_cancel: a client wants a sample request no more. A waiting one ends here, a running one
--- where it runs; one that is unknown, another tenant's or done is left as it is.
+-- sample_cancel: cancel a sample request. A waiting request ends here, and a running one ends on its worker.
+-- A request that is unknown, another tenant's or done stays unchanged.
 -- needs: sample_finish
 local sample, refs, notify = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

@@ -1,10 +1,10 @@
--- sample_claim: give a worker waiting sample requests, one of each tenant in turn, and of none more than it
--- may have waiting at the worker (`max_of_tenant`, with those that `waiting` counts there).
--- Fenced by the worker's epoch. What only this worker can run comes first, then what any can, then
--- what waits for a worker that is dead and yet needs nothing of it: its weights are stored.
--- A tenant that is paused is passed over.
--- Of each comes what its tenant weighs now; it is the decoder that heeds it.
--- The same token once more is a claim whose answer was lost: it gets that answer.
+-- sample_claim: claim waiting sample requests for a worker, round robin over tenants. A tenant may have at most
+-- `max_of_tenant` requests waiting at the worker, including those that `waiting` counts there.
+-- Fenced by the worker's epoch. Requests that only this worker can run come first, then those that any worker can
+-- run. Last come requests for a dead worker whose weights are stored, so that any worker can run them.
+-- Paused tenants are skipped.
+-- Each row includes the current weight of the tenant, which the decoder applies.
+-- A repeated token means that the answer to a claim was lost, so the same answer is returned.
 local epoch_key, ring, claimed, workers, last_claim = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 local epoch, prefix, me, any_worker, token = args.epoch, args.prefix, args.worker, args.any_worker, args.token
@@ -71,7 +71,7 @@ while #requests < args.most and at <= #tenants do
     waiting[tenant] = has + 1
     redis.call('LREM', ring, 1, tenant)
     if redis.call('HINCRBY', load, 'waiting', -1) > 0 then
-      redis.call('RPUSH', ring, tenant) -- a tenant that was served stands last; one that was passed over stays
+      redis.call('RPUSH', ring, tenant) -- a served tenant moves to the end; a skipped one stays
       tenants[#tenants + 1] = tenant
     end
     redis.call('HINCRBY', load, 'running', 1)

@@ -1,4 +1,4 @@
--- sample_requeue: put back what a worker runs, or ran when it crashed. Fenced by the worker's epoch.
+-- sample_requeue: requeue the sample requests of a worker, running now or at its crash. Fenced by the worker's epoch.
 -- needs: sample_put_back
 local epoch_key, refs, notify = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

@@ -1,9 +1,9 @@
--- sample_resolve: a worker ends sample requests; the first result of each wins. Twice is harmless.
+-- sample_resolve: store the results of sample requests. The first result of each is kept. Idempotent.
 -- Fenced by the worker's epoch.
 -- needs: minute_add, unread, usage_add, sample_finish, swept
 -- The results follow `args`, in the order of `args.requests`.
 local epoch_key, refs, notify, counters = unpack(KEYS)
--- Decoded before anything is written: a script that fails undoes nothing.
+-- Decode before any write, because the writes of a failed script are not undone.
 local args, RESULTS = cjson.decode(ARGV[1]), 1
 local epoch = args.epoch
 
@@ -32,7 +32,7 @@ for i, ended in ipairs(args.requests) do
     end
   end
 end
-if #resolved > 0 then -- a repeat counts nothing
+if #resolved > 0 then -- a repeat is not counted
   for name, value in pairs(args.counted) do
     redis.call('HINCRBYFLOAT', counters, name, value)
   end

@@ -1,7 +1,7 @@
--- sample_submit: accept one sample request. Twice is harmless. Without a `ref` (where its body is) it only
--- says ROOM for what it would take.
+-- sample_submit: accept one sample request. Idempotent. Without a `ref` (location of its body) nothing is accepted,
+-- and ROOM is returned if it would be.
 -- needs: unread, samplers, swept
--- It goes to the queue of the one worker that has its weights while they are not stored, else to that of all.
+-- It is added to the queue of the worker with its unstored weights, else to the queue of all workers.
 local sample, sampler, session, weights_key, load, tenants, ring, refs, workers = unpack(KEYS)
 local args, body = cjson.decode(ARGV[1]), ARGV[2]
 local request, tenant, prefix, size, max = args.request, args.tenant, args.prefix, args.size, args.limits

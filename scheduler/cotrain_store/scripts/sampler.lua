@@ -1,4 +1,4 @@
--- sampler: make a sampler, or give the one there is. Its weights must still be there.
+-- sampler: create a sampler, or return the existing one. Its weights must exist.
 -- needs: samplers
 local sampler, session, weights, users, of_session = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

@@ -1,4 +1,4 @@
--- scaling: keep what the scheduler decided of a pool's number of workers. Fenced by its epoch.
+-- scaling: store the scheduler's decision on a pool's number of workers. Fenced by the scheduler's epoch.
 -- The record follows `args`.
 local epoch_key, scaling = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

@@ -1,4 +1,4 @@
--- session: open a session, or find the one there is. It counts while its client gives heartbeats.
+-- session: open a session, or return the existing one. It counts as live while its client sends heartbeats.
 -- needs: records
 local session, of_tenant, living = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

@@ -1,7 +1,7 @@
--- snapshot: register a complete file as the run's new base. The one before stays registered too, and
--- the log is cut up to that one's seq: should the newest file be lost, replay takes longer.
--- Fenced by the worker's epoch; never past what is committed, never backwards, and never past a save
--- whose weights are not stored: the log is what makes them again.
+-- snapshot: register a complete file as the run's new base. The previous file stays registered, and the log is cut
+-- only up to its seq. If the newest file is lost, replay takes longer but is possible.
+-- Fenced by the worker's epoch. The base never moves past the last commit, never backwards, and never past a save
+-- with unstored weights, because only the log can recreate them.
 -- needs: log_cut, run_bytes
 local epoch_key, log, ops, bodies, digests, refs = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
@@ -16,7 +16,7 @@ local snap, done = tonumber(row[1] or -1), tonumber(row[2] or -1)
 if not row[1] or seq < 0 or seq < snap or seq > done then
   return 'OUTDATED'
 end
-if seq == snap then -- the same state again: a file that was lost is replaced
+if seq == snap then -- the same state: this file replaces a lost one
   if file == row[3] then
     return 'OUTDATED'
   end
@@ -33,6 +33,6 @@ cut_log(of_run, tonumber(row[5] or -1) + 1, snap, args.digests_kept)
 redis.call('HSET', log, 'snap', seq, 'snapfile', file, 'snapsha', args.sha256, 'oldsnap', snap,
   'oldfile', row[3] or '', 'oldsha', row[4] or '', 'oldnumerics', row[6] or '')
 if seq == done then
-  redis.call('HDEL', log, 'numerics') -- nothing is left to replay: the next commit says whose it is
+  redis.call('HDEL', log, 'numerics') -- nothing is left to replay: the next commit sets it again
 end
 return 'OK'

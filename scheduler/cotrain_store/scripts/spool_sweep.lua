@@ -1,5 +1,5 @@
--- spool_sweep: let segments take no references from now on; answers those that nothing refers to, which may
--- be removed then. Twice is harmless.
+-- spool_sweep: return the unreferenced ones of these segments. They accept no references from now on, so that they
+-- can be removed. Idempotent.
 -- needs: ages, swept
 local refs, results = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

@@ -1,9 +1,9 @@
--- submit: accept one op of a run; seq 0 with a record also makes the run, and may bring its seq 1 along
--- (`save`). The commit point: an op is accepted when this script's effects are on disk. Twice is harmless.
+-- submit: accept one op of a run. Seq 0 with a record also creates the run, and may include its seq 1 (`save`).
+-- An op is accepted when this script's effects are on disk. Idempotent.
 -- needs: unread, samplers, records, given_up, run_bytes, changed, swept
--- Answers what became of it, and its seq in the log. A client counts its own ops; an unnumbered op has its
--- seq behind all that is accepted by now, and what the client sends later moves behind it.
--- Without an envelope it only says ROOM for what it would take.
+-- Returns the outcome and the op's seq in the log. A client numbers its own ops. An unnumbered op gets the seq after
+-- all accepted ops, and later ops of the client are shifted behind it.
+-- Without an envelope nothing is accepted, and ROOM is returned if it would be.
 local record_key, log, ops, bodies, digests, ready, gaps, queue, queue_tenants, refs, session_runs,
   tenant_runs, wake, unnumbered, training_runs, all_runs = unpack(KEYS)
 local args, body, save_body = cjson.decode(ARGV[1]), ARGV[2], ARGV[3]
@@ -44,12 +44,13 @@ end
 local next_seq = tonumber(redis.call('HGET', log, 'next') or 0)
 local done = tonumber(redis.call('HGET', log, 'done') or -1)
 if log_seq < next_seq then
-  return { 'DUP', log_seq } -- planned so long ago that its digest is deleted; its result answers, or has expired
+  return { 'DUP', log_seq } -- its digest was deleted long after it was planned; its result is available or expired
 end
 if log_seq > done + args.max_seq_gap then
   return { 'FAR' }
 end
--- What everything accepted of this run waits for is taken into a full queue: else it would stay full.
+-- A missing op that all accepted ops of the run wait for is accepted even into a full queue. Otherwise the queue
+-- would stay full.
 local fills_gap = log_seq == next_seq and log_seq < tonumber(redis.call('HGET', log, 'last') or -1)
 local queued = redis.call('HMGET', queue, 'ops', 'tokens', 'bytes')
 local bytes_added = op.size + (save and save.size or 0)

@@ -1,5 +1,5 @@
--- tenant_limits: set some of a tenant's own limits (`numbers`, as text: they are exact) and take others `back` to their
--- defaults. Twice is harmless.
+-- tenant_limits: set some of a tenant's limits (`numbers`, as text to be exact) and reset others (`back`) to their
+-- defaults. Idempotent.
 local limits = KEYS[1]
 local args = cjson.decode(ARGV[1])
 

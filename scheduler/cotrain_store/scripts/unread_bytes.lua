@@ -1,4 +1,4 @@
--- unread_bytes: the bytes of results that lie here for each tenant and were never sent, as its quota counts.
+-- unread_bytes: return the bytes of stored and never sent results per tenant, as counted by its quota.
 -- needs: unread
 local args = cjson.decode(ARGV[1])
 local sizes = {}

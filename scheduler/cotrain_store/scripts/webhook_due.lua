@@ -1,5 +1,5 @@
--- webhook_due: read the next due event of each tenant whose turn it is; of one tenant where `args.tenant` names it.
--- Fenced by the epoch of who delivers.
+-- webhook_due: return the next due event of each due tenant, or only of `args.tenant` if it is set.
+-- Fenced by the epoch of the webhook sender.
 -- needs: ages
 local epoch_key, due = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

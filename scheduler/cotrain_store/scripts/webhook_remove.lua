@@ -1,4 +1,4 @@
--- webhook_remove: forget a tenant's webhook with all that it was not notified of yet. Twice is harmless.
+-- webhook_remove: delete a tenant's webhook and its undelivered events. Idempotent.
 local hook, events, due, due_tenants = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 

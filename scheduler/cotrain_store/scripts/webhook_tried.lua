@@ -1,5 +1,5 @@
--- webhook_tried: note what became of an attempt: the event is over, or due again after `args.retry_in_ms`.
--- Fenced by the epoch of who delivers; a webhook that was removed since stays removed.
+-- webhook_tried: record the outcome of an attempt: the event is done, or due again after `args.retry_in_ms`.
+-- Fenced by the epoch of the webhook sender. A webhook that was removed in the meantime stays removed.
 -- needs: ages
 local epoch_key, hook, events, due, due_tenants = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

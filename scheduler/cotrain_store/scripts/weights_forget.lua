@@ -1,5 +1,5 @@
--- weights_forget: forget weights, unless something refers to them again by now, or they are not stored yet and have a
--- name. Fenced by the worker's epoch. LAST: nothing else has their content.
+-- weights_forget: delete the record of weights, unless they are referenced again, or unstored with a name.
+-- Fenced by the worker's epoch. LAST: no other weights have their content.
 -- needs: weights_in_use
 local epoch_key, weights, users, of_pool, external = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

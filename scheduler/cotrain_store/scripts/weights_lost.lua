@@ -1,5 +1,5 @@
--- weights_lost: nothing can make these weights again: the named save that made them fails.
--- Fenced by the worker's epoch. Stored weights, and those of a sampler, are left alone.
+-- weights_lost: fail the named save whose weights cannot be recreated.
+-- Fenced by the worker's epoch. Stored weights, and those of a sampler, stay unchanged.
 -- needs: save_end
 local epoch_key, weights, notify, unstored, of_pool, external, users = unpack(KEYS)
 local args = cjson.decode(ARGV[1])

@@ -1,9 +1,9 @@
--- weights_stored: the files of weights are durable: any worker can read them now.
--- A named save gets its name and its result with that, unless a later save of it was faster; the
--- weights of one without a name count as its sampler's.
--- Fenced by the worker's epoch. The first digest stays.
+-- weights_stored: mark weights as stored: their files are durable, so any worker can read them now.
+-- This publishes the result of a named save. It also publishes its checkpoint, unless a later save of the same name
+-- was stored first. The weights of a save without a name count as its sampler's.
+-- Fenced by the worker's epoch. The first digest is kept.
 -- needs: weights_release, checkpoint_index, save_end, samplers, usage_add, webhook_event
--- `args.checkpoint` and its result are those that the save holds back, now that its size is known.
+-- `args.checkpoint` and its result are the unpublished ones of the save, with the size filled in.
 local epoch_key, weights, users, content, unstored, optimizers, notify, usage = unpack(KEYS)
 local args, result = cjson.decode(ARGV[1]), ARGV[2]
 local epoch, ref, size = args.epoch, args.ref, args.size
@@ -21,7 +21,7 @@ if row[1] ~= '' then
 end
 redis.call('HSET', weights, 'digest', args.digest, 'size', size, 'optimizer', args.optimizer)
 redis.call('SADD', content, ref)
-release_weights(ref) -- its name or its sampler may be another's, or have ended by now
+release_weights(ref) -- its name may refer to other weights, or its sampler may have ended
 if args.optimizer ~= '' then
   redis.call('SADD', optimizers, ref)
 end
@@ -30,7 +30,7 @@ if row[2] then
   local member = record.run .. '/' .. record.kind .. '/' .. record.name
   local pending = 'cotrain:checkpoint:' .. member .. ':pending'
   local seq = redis.call('ZSCORE', pending, ref)
-  if seq then -- no later save of this name is stored: that would have taken this one off the list
+  if seq then -- no later save of this name is stored: it would have deleted this entry
     redis.call('ZREMRANGEBYSCORE', pending, '-inf', seq)
     write_checkpoint(args.checkpoint, record)
     note_event(record.tenant, 'checkpoint.saved', {

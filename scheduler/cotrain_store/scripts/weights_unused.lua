@@ -1,7 +1,7 @@
--- weights_unused: list which weights are stored and nothing refers to, of those that something has ceased to
--- refer to, and of `args.refs`. Answers how many of the former it looked at, then their rows.
+-- weights_unused: return stored weights without a reference, among weights that lost a reference and `args.refs`.
+-- Returns the number of checked weights that lost a reference, then the rows of the unused ones.
 -- needs: weights_in_use, ages
--- What is listed, or in use for a while (by a load, by a checkpoint that expires), is looked at again later.
+-- Unused weights, and temporarily used ones (by a load or an expiring checkpoint), are checked again later.
 local released = unpack(KEYS)
 local args, unused = cjson.decode(ARGV[1]), {}
 
@@ -18,7 +18,7 @@ end
 local function look_at(ref)
   local row = redis.call('HMGET', 'cotrain:weights:' .. ref, 'record', 'digest', 'size', 'optimizer')
   if not row[2] or row[2] == '' then
-    return false -- forgotten, or to be released once they are stored
+    return false -- deleted, or released once they are stored
   end
   if in_use(ref) then
     return is_used_for_a_while(ref)
@@ -27,7 +27,7 @@ local function look_at(ref)
   return true
 end
 
-redis.call('ZREM', released, '') -- a full Redis stops no script that has removed something
+redis.call('ZREM', released, '') -- after a deletion, a full Redis rejects no write of the script
 local due = redis.call('ZRANGEBYSCORE', released, '-inf', clock_ms(), 'LIMIT', 0, args.most)
 for _, ref in ipairs(due) do
   if look_at(ref) then

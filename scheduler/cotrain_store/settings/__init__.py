@@ -1,1 +1,1 @@
-"""The settings of each process, free of torch: the supervisor reads their names."""
+"""Settings of each process, without an import of torch, because the supervisor reads their names."""

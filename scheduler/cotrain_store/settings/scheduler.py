@@ -1,4 +1,4 @@
-"""The scheduler's settings."""
+"""Settings of the scheduler."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from cotrain_store.settings.store import StoreSettings
 
 
 class ClockMode(StrEnum):
-    """When a cycle starts."""
+    """Start condition of a cycle."""
 
-    #: As soon as a worker is free and something is queued.
+    #: As soon as a worker is idle and a request is queued.
     EAGER = "eager"
     #: On multiples of the period, as the hosted services document it.
     METRONOME = "metronome"
 
 
 class SchedulerSettings(StoreSettings):
-    """What the clock and the planner need; every field is also a `COTRAIN_*` variable."""
+    """Settings of the clock and the planner. Every field is also a `COTRAIN_*` variable."""
 
     clock_mode: ClockMode = ClockMode.EAGER
     clock_period_s: float = Field(default=10.0, gt=0, le=3600)
-    """A small request has its result within this time; in metronome mode, when a cycle starts."""
+    """Target time in s for the result of a small request. In metronome mode, the interval between cycle starts."""
     reassign_after_s: float = Field(default=30.0, gt=0)
-    """A worker without a heartbeat for this long loses its work to another one of its pool."""
+    """Time in s without a heartbeat after which another worker of the pool takes over a worker's work."""
     workers_min: int = Field(default=1, ge=0)
-    """As few workers as a pool is said to want; 0: none once it has had no work for `idle_after_s`."""
+    """Minimum of the recommended number of workers of a pool; 0: none after `idle_after_s` without work."""
     workers_max: int = Field(default=0, ge=0)
-    """As many as a pool is said to want; 0: no limit."""
+    """Maximum of the recommended number of workers of a pool; 0: no limit."""
     idle_after_s: float = Field(default=900.0, gt=0)
-    """A pool that had nothing to do for so long has no work."""
+    """Time in s without work after which a pool counts as idle."""
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> Self:

@@ -1,4 +1,4 @@
-"""Settings every process shares; each process adds its own. Read once at start, then passed down."""
+"""Settings shared by all processes; each process adds its own. They are read once at start, then passed on."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LogLevel = Annotated[
 
 
 class _Variables(PydanticBaseSettingsSource):
-    """The `COTRAIN_*` variables of some settings, each a text that its field's validators read.
+    """Settings source for the `COTRAIN_*` variables, each a text that its field's validators read.
 
-    The library's own source asks of every field whether it is JSON, and its sources of files do so again:
-    three quarters of what it takes to make settings, for nothing.
+    The library's own source checks for every field whether it is JSON, and its sources of files check again.
+    Without these checks, settings load in a quarter of the time.
     """
 
     @override
@@ -46,7 +46,7 @@ class _Variables(PydanticBaseSettingsSource):
 
 
 class StoreSettings(BaseSettings):
-    """Where the shared state is. Every field is also a `COTRAIN_*` variable."""
+    """Locations of the shared state. Every field is also a `COTRAIN_*` variable."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
@@ -60,29 +60,29 @@ class StoreSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read what was passed, and else the environment: there is no file of settings."""
+        """Return the sources of settings: arguments, then the environment. There is no settings file."""
         return init_settings, _Variables(settings_cls)
 
     redis_url: str
     """`unix:///path/redis.sock`, `redis://user:password@host:port/0`, with TLS, behind Sentinels (`address.py`)."""
     redis_password_file: Path | None = None
-    """Holds the password of `redis_url`, which then names none: a file shows in no list of variables."""
+    """File with the password of `redis_url`, which must then contain none. A file appears in no list of variables."""
     data_dir: Path
-    """Spool, snapshots, logs and, when embedded, Redis itself. One per server."""
+    """Folder of the spool, snapshots, logs and the embedded Redis. One per server."""
     blobs: str = ""
-    """Where spool, snapshots and saved weights are, if not in the data folder: `s3://bucket/prefix`, `gs://…`,
-    `az://…`, or `file:///path`. The data folder is this host's own then."""
+    """URL of the spool, snapshots and saved weights, if outside the data folder: `s3://bucket/prefix`, `gs://…`,
+    `az://…`, or `file:///path`. The data folder then belongs to this host alone."""
     accept_data_loss: bool = False
-    """Start even on a Redis that could lose acknowledged writes."""
+    """Permission to start on a Redis that could lose acknowledged writes."""
     log_level: LogLevel = "info"
     metrics_host: str = "127.0.0.1"
     metrics_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    """Where this process shows its metrics to all who can reach it, without a key; 0: nowhere."""
+    """Port on `metrics_host` on which this process publishes its metrics without authentication; 0: none."""
     disk_reserve_bytes: Annotated[int, Field(ge=0)] = 2 * 1024**3
-    """Below this much free disk new work is refused, so that accepted work can always finish."""
+    """Free disk space in bytes below which new work is rejected, so that accepted work can always finish."""
 
     gap_limit_s: Annotated[float, Field(gt=0)] = 900.0
-    """After this long behind a missing seq_id, waiting requests fail; the API says so to those who wait."""
+    """Time in s after which requests that wait for a missing seq_id fail. The API reports it to waiting clients."""
 
     @model_validator(mode="before")
     @classmethod
@@ -107,7 +107,7 @@ class StoreSettings(BaseSettings):
 
     @property
     def blob_store(self) -> Blobs:
-        """What is too large for Redis: the body spool, recovery copies, saved weights, tokenizers."""
+        """Storage of data too large for Redis: body spool, recovery copies, saved weights, tokenizers."""
         return open_blobs(self.blobs, self.data_dir)
 
     def open_spool(self, writer: str) -> Spool:
@@ -121,10 +121,10 @@ class StoreSettings(BaseSettings):
 
 
 def with_password_of(url: str, file: Path) -> str:
-    """Put the password that a file holds into the URL of a Redis.
+    """Return the URL of a Redis with the password of a file inserted.
 
     Raises:
-        ValueError: the URL names a password of its own, or the file holds none or cannot be read.
+        ValueError: the URL already contains a password, or the file is empty or cannot be read.
     """
     try:
         password = file.read_text(encoding="utf-8").strip()

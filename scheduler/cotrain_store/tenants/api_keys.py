@@ -1,13 +1,11 @@
-"""Who is who: API keys and the tenants they belong to.
+"""API keys and their tenants.
 
-Of a key only the SHA-256 is kept. Those that were issued are rows in Redis. Those that an operator chose
-are good exactly as long as they stand in the settings of the process that is asked: Redis knows whose
-they are, so that one that comes back finds its tenant, but no process takes one because of that.
+An issued key is `tml-<id>_<secret>`, or `sk-…`, which the stock SDK exchanges for a token. It is a row in Redis.
+A chosen key begins the same way; the operator sets it in the server's settings. It is valid while it is in the
+settings of the process that checks it. Redis stores its tenant, so that a key that is set again has the same
+tenant. A process never accepts a chosen key because of its entry in Redis.
 
-What an API key looks like, what of it may be shown, and the keys that an operator chose. Knows no store.
-
-One that we make is `tml-<id>_<secret>`, or `sk-…`: then the stock SDK wants to exchange it for a token.
-One that an operator chose begins the same way and stands in the server's settings.
+Only the SHA-256 of a key is stored.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ from cotrain_store.tenants.catalog import name_tenant
 
 KeyPrefix = Literal["tml", "sk"]
 
-#: Behind `tml-`, of a key that an operator chose.
+#: Minimum number of characters after `tml-` in a chosen key.
 MIN_CHARACTERS = 16
-#: Behind `tml-`, of the same: what lists show of it. The rest stays hard to guess.
+#: Number of characters after `tml-` of a chosen key that lists show. The rest stays hard to guess.
 SHOWN_CHARACTERS = 4
 
 _FORM = re.compile(r"(?:tml|sk)-[A-Za-z0-9_.-]{1,322}")
@@ -53,40 +51,40 @@ class KeyRecord:
     created_at: float
     not_after: float | None
     prefix: str
-    """How it begins, for people who hold several."""
+    """Beginning of the key, for people who hold several."""
     role: Role = "member"
     in_settings: bool = False
-    """Chosen by the operator: it stands in the server's settings, and is taken back there."""
+    """True for a chosen key: it is in the server's settings, and can only be revoked there."""
 
     def has_expired(self, now_s: float) -> bool:
-        """Tell whether it is good no more."""
+        """Return True if the key has expired."""
         return self.not_after is not None and self.not_after < now_s
 
 
 @dataclass(frozen=True)
 class ChosenKey:
-    """A key of the server's settings."""
+    """Key of the server's settings."""
 
     given_name: str
     api_key: str = field(repr=False)
 
     @property
     def name(self) -> str:
-        """What it is called: without a name of its own, by how it begins."""
+        """Given name of the key, or a name made from its beginning."""
         return self.given_name or f"key {self.prefix.partition('-')[2]}…"
 
     @property
     def prefix(self) -> str:
-        """What may be shown of it."""
+        """Beginning of the key that may be shown."""
         start, _, rest = self.api_key.partition("-")
         return f"{start}-{rest[:SHOWN_CHARACTERS]}"
 
 
 def read_chosen_keys(entries: Iterable[str]) -> tuple[ChosenKey, ...]:
-    """Read entries `KEY` or `NAME=KEY`; one without a name is called by how it begins.
+    """Parse entries `KEY` or `NAME=KEY`. A key without a name is named after its beginning.
 
     Raises:
-        InvalidKey: one is not of this form, or too easy to guess; the message shows none of it but its name.
+        InvalidKey: an entry is malformed or too easy to guess. The message contains only its name.
     """
     return tuple(_chosen_key(entry) for entry in entries)
 
@@ -111,10 +109,10 @@ def _chosen_key(entry: str) -> ChosenKey:
 
 
 def issued_key_id(api_key: str) -> str | None:
-    """Take the public part of a key that we made; None if it cannot be one of those.
+    """Return the public id of an issued key; None if the key cannot be an issued one.
 
     Raises:
-        InvalidKey: it is no key of any kind.
+        InvalidKey: the key is malformed.
     """
     if not _FORM.fullmatch(api_key):
         raise InvalidKey
@@ -123,23 +121,23 @@ def issued_key_id(api_key: str) -> str | None:
 
 
 def new_api_key(prefix: KeyPrefix) -> str:
-    """Make up a key: its public part, and a secret that is hard to guess."""
+    """Return a new random key: a public id, and a secret that is hard to guess."""
     return f"{prefix}-{secrets.token_hex(8)}_{secrets.token_urlsafe(32)}"
 
 
 def new_tenant() -> TenantId:
-    """Make up the id of a tenant."""
+    """Return a new random tenant id."""
     return TenantId(f"t-{secrets.token_hex(8)}")
 
 
 def digest_of_key(api_key: str) -> str:
-    """Name a key by its hash: of 128 random bits or more, so a slow one would only make floods dear."""
+    """Return the hash of a key. Keys have at least 128 random bits, so a slow hash would only make floods costly."""
     return hashlib.sha256(api_key.encode()).hexdigest()
 
 
-#: A revoked key stops working within this time.
+#: Maximum time in s until a revoked key stops working.
 CACHE_S = 5.0
-#: Its last use is written at most this often by each process.
+#: Minimum interval in s between two writes of a key's last use by one process.
 USE_NOTED_S = 60.0
 _CACHE_SIZE = 10_000
 _SIGNING_KEY_BYTES = 32
@@ -149,7 +147,7 @@ _NO_DIGEST = hashlib.sha256(b"").hexdigest()
 
 
 class Tenants:
-    """Authenticate and administer API keys."""
+    """Authentication and administration of API keys."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
@@ -159,8 +157,11 @@ class Tenants:
         self._used_at: dict[str, float] = {}
 
     async def key(self, api_key: str) -> KeyRecord:
-        """Find a key by what its owner shows; raises InvalidKey or ExpiredKey."""
-        key_id, digest = issued_key_id(api_key), digest_of_key(api_key)  # only what has the form
+        """Return the record of a key. Raises InvalidKey or ExpiredKey."""
+        key_id, digest = (
+            issued_key_id(api_key),
+            digest_of_key(api_key),
+        )  # raises for a malformed key
         if digest in self._chosen:
             await self._note_use(self._chosen[digest])
             return self._chosen[digest]
@@ -170,7 +171,7 @@ class Tenants:
                 raise ExpiredKey
             return cached[1]
         row = await self._row(key_id or "")
-        # The same comparison for an unknown id, so that time tells nothing.
+        # An unknown id gets the same comparison, so that the response time reveals nothing.
         if not key_id or not hmac.compare_digest(row.get("digest", _NO_DIGEST), digest):
             raise InvalidKey
         record = _record(key_id, row)
@@ -181,9 +182,9 @@ class Tenants:
         return record
 
     async def live_key(self, key_id: str, cache_s: float | None = None) -> KeyRecord | None:
-        """Find a key by its id; None where it was revoked or has expired.
+        """Return the record of a key id, or None if the key was revoked or has expired.
 
-        The answer may be `cache_s` old; without it CACHE_S.
+        The answer may be `cache_s` old; by default CACHE_S.
         """
         for chosen in self._chosen.values():
             if chosen.id == key_id:
@@ -197,12 +198,12 @@ class Tenants:
         return None if record is None or record.has_expired(time.time()) else record
 
     async def issued_key(self, key_id: str) -> KeyRecord | None:
-        """Find an issued key by its id, also one that has expired; None where it was revoked."""
+        """Return the record of an issued key id, even if expired; None if it was revoked."""
         row = await self._row(key_id)
         return _record(key_id, row) if row else None
 
     async def authenticate(self, api_key: str) -> Tenant:
-        """Find the tenant of a key; raises InvalidKey or ExpiredKey."""
+        """Return the tenant of a key. Raises InvalidKey or ExpiredKey."""
         record = await self.key(api_key)
         return Tenant(record.tenant, record.name, record.id, record.role)
 
@@ -216,9 +217,9 @@ class Tenants:
         role: Role = "member",
         api_key: str = "",
     ) -> str:
-        """Make a key, or accept the one of `new_api_key`, and return it: the only time that its secret is seen.
+        """Create a key, or store the given one of `new_api_key`, and return it. Its secret is never returned again.
 
-        Without `tenant` the key starts a new one; with it, it is one more key of that tenant.
+        Without `tenant`, the key creates a new tenant.
         """
         api_key = api_key or new_api_key(prefix)
         key_id = issued_key_id(api_key) or ""
@@ -237,9 +238,9 @@ class Tenants:
         return api_key
 
     async def take(self, chosen: Sequence[ChosenKey]) -> list[KeyRecord]:
-        """Accept the keys of this process's settings, these and no others; and list them for operators.
+        """Replace the chosen keys of this process, and list the new ones for operators.
 
-        Returns those that were listed before and are no more: they stand in the settings no longer.
+        Returns the previously listed keys that are not in the settings any longer.
         """
         before = await self._listed()
         self._chosen = {digest_of_key(key.api_key): await self._whose(key) for key in chosen}
@@ -254,10 +255,10 @@ class Tenants:
         return [record for record in before if record.id not in listed]
 
     async def revoke(self, key_id: str) -> bool:
-        """Remove a key; False if there was none. Takes effect within CACHE_S everywhere.
+        """Delete an issued key. Return False if it does not exist. All processes reject it within CACHE_S.
 
         Raises:
-            KeyInSettings: it was not issued, so that there is nothing to remove here.
+            KeyInSettings: it is a chosen key, which can only be removed from the settings.
         """
         if any(record.id == key_id for record in await self._listed()):
             raise KeyInSettings
@@ -271,23 +272,23 @@ class Tenants:
         return bool(removed)
 
     async def log_out(self, nonce: str, ends_at: float) -> None:
-        """End a browser's session in every API process; `ends_at` is when it would have ended, in s."""
+        """End a browser's session in every API process. `ends_at` is its expiry time in s since the epoch."""
         left_ms = max(1, math.ceil((ends_at - time.time()) * 1000))
         await self._redis.set(tenant_keys.ended_session(nonce), "1", px=left_ms)
 
     async def has_logged_out(self, nonce: str) -> bool:
-        """Return whether a logout ended a browser's session."""
+        """Return True if a logout ended a browser's session."""
         return bool(await self._redis.exists(tenant_keys.ended_session(nonce)))
 
     async def list_keys(self) -> list[KeyRecord]:
-        """List all keys, oldest first: those issued, and those of the API process that started last."""
+        """Return all keys, oldest first: issued ones, and chosen ones of the API process that started last."""
         ids = await self._redis.smembers(tenant_keys.api_keys())
         rows = [(key_id.decode(), await self._row(key_id.decode())) for key_id in ids]
         issued = [_record(key_id, row) for key_id, row in rows if row]
         return sorted([*issued, *await self._listed()], key=lambda record: record.created_at)
 
     async def last_uses(self) -> dict[str, float]:
-        """Read when each key was last shown, in s, to within USE_NOTED_S."""
+        """Return the time of each key's last use in s since the epoch, accurate to USE_NOTED_S."""
         found = await self._redis.hgetall(tenant_keys.key_uses())
         return {key_id.decode(): float(at) for key_id, at in found.items()}
 
@@ -297,11 +298,11 @@ class Tenants:
             return
         _trim(self._used_at)
         self._used_at[key.id] = now
-        with suppress(*CONNECTION_LOST):  # a key of the settings opens the door without Redis
+        with suppress(*CONNECTION_LOST):  # a chosen key is valid without Redis
             await self._redis.hset(tenant_keys.key_uses(), key.id, f"{now:.0f}")
 
     async def is_known(self, tenant: TenantId) -> bool:
-        """Tell whether a tenant was ever given a key, or has anything."""
+        """Return True if a tenant ever had a key, or has a session."""
         is_named = await self._redis.hexists(tenant_keys.tenant_names(), tenant)
         return bool(is_named or await self._redis.exists(tenant_keys.tenant_sessions(tenant)))
 
@@ -310,7 +311,7 @@ class Tenants:
         return [decode(KeyRecord, json.loads(record)) for record in found]
 
     async def _whose(self, chosen: ChosenKey) -> KeyRecord:
-        """Find whose a chosen key is, or make it a tenant of its own, permanently."""
+        """Return the record of a chosen key. An unknown key permanently gets a new tenant."""
         digest = digest_of_key(chosen.api_key)
         fresh = KeyRecord(
             id=secrets.token_hex(8),
@@ -326,14 +327,14 @@ class Tenants:
         return decode(KeyRecord, row)
 
     async def _row(self, key_id: str) -> dict[str, str]:
-        """Read the row of an issued key; empty where there is none."""
+        """Return the row of an issued key; empty if it does not exist."""
         found = await self._redis.hgetall(tenant_keys.api_key(key_id))
         return {field.decode(): value.decode() for field, value in found.items()}
 
 
 async def signing_keys(connection: Connection) -> tuple[bytes, bytes]:
-    """Give the secret that links and tokens are signed with, the same for every API process, and the one
-    before it, whose signatures hold as well.
+    """Return the secret that signs links and tokens in every API process, and the previous one. The previous
+    one's signatures are still valid.
     """
     name = tenant_keys.signing_secret()
     for half in ("current", "previous"):

@@ -1,6 +1,6 @@
-"""Sessions, runs, samplers, checkpoints and pools, always read through a tenant: there is no call without one.
+"""Records of sessions, runs, samplers, checkpoints and pools. A tenant's records are read only through the tenant.
 
-A foreign id and an unknown id give the same error, so that no client learns what exists.
+An id of another tenant and an unknown id give the same error, so that clients cannot probe for ids.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.policies import LimitsOf
 
-#: Session ids, and run ids (`<session>:train:<n>`). Anything else a client sends names no record.
+#: Session ids, and run ids (`<session>:train:<n>`). Any other text identifies no record.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}(:train:[0-9]{1,20})?")
 _SAMPLER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}:sample:[0-9]{1,20}")
 _PATH = re.compile(
@@ -59,7 +59,7 @@ _PATH = re.compile(
 
 @dataclass(frozen=True)
 class RecordLimits:
-    """How many living sessions and samplers one tenant may have, and what is kept of all."""
+    """Maximum live sessions and samplers of one tenant, and maximum bytes of its records."""
 
     sessions: int = 10_000
     samplers: int = 10_000
@@ -67,7 +67,7 @@ class RecordLimits:
 
 
 class Records:
-    """Read and write the records a tenant owns."""
+    """Reader and writer of the records of tenants."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Records:
         limits_of: LimitsOf[RecordLimits] | None = None,
         base_models: Iterable[str] = (),
     ) -> None:
-        """`base_models` are those the operator serves now; none named: every one a worker had."""
+        """Store the base models that the operator serves now. If empty, every base model with a pool is served."""
         self._redis = connection
         self._base_models = frozenset(base_models)
         self._limits_of = limits_of or _default_limits
@@ -94,14 +94,14 @@ class Records:
         session_id: SessionId | None = None,
         key_id: str = "",
     ) -> SessionRecord:
-        """Open a session. Its id is 128 random bits: it is part of every run and request id.
+        """Open a session. Its id has 128 random bits, because it is part of every run and request id.
 
-        Only the API key `key_id` may acknowledge results of the session; without one any key of the tenant may.
-        With a `session_id` that only this tenant's requests can lead to, twice is one session.
+        Only the API key `key_id` may acknowledge results of the session; without `key_id`, any key of the tenant.
+        With a `session_id`, which must be derived from this tenant's requests only, a repeat opens no second session.
 
         Raises:
-            SESSION_QUOTA_REACHED: later.
-            RECORD_QUOTA_REACHED: for good.
+            SESSION_QUOTA_REACHED: transient.
+            RECORD_QUOTA_REACHED: permanent.
         """
         session = SessionRecord(
             id=session_id or SessionId(secrets.token_hex(16)),
@@ -133,13 +133,13 @@ class Records:
         return session
 
     async def check_record_quota(self, tenant: TenantId) -> None:
-        """Return when another session or run of a tenant may be kept; raises RECORD_QUOTA_REACHED."""
+        """Raise RECORD_QUOTA_REACHED if no further session or run of a tenant may be recorded."""
         kept = await self._redis.get(tenant_keys.record_bytes(tenant))
         if int(kept or 0) >= (await self._limits_of(tenant)).record_bytes:
             raise Refused(Reason.RECORD_QUOTA_REACHED)
 
     async def session(self, tenant: TenantId, session_id: str) -> SessionRecord:
-        """Find a session; raises SESSION_NOT_FOUND."""
+        """Return a session. Raises SESSION_NOT_FOUND."""
         row = await self._row(tenant_keys.session(SessionId(session_id)), session_id)
         if not row:
             raise Refused(Reason.SESSION_NOT_FOUND)
@@ -149,31 +149,32 @@ class Records:
         return session
 
     async def heartbeat(self, tenant: TenantId, session_id: str) -> None:
-        """Note a heartbeat; raises SESSION_NOT_FOUND, or SESSION_FINISHED once it has ended."""
+        """Record a heartbeat. Raises SESSION_NOT_FOUND, or SESSION_FINISHED if the session has ended."""
         session = await self.session(tenant, session_id)
         if session.finished_at is not None:
             raise Refused(Reason.SESSION_FINISHED)
         await self._mark_alive(session)
 
     async def assign_project(self, tenant: TenantId, session_id: str, project_id: str) -> None:
-        """Put a session, with all it has, into a project; raises SESSION_NOT_FOUND."""
+        """Assign a session and its contents to a project. Raises SESSION_NOT_FOUND."""
         session = await self.session(tenant, session_id)
         await self._redis.hset(tenant_keys.session(session.id), "project_id", project_id)
 
     async def finish(
         self, tenant: TenantId, session_id: str, reason: FinishReason
     ) -> tuple[RunId, ...]:
-        """End a session and name its runs, for the caller to close. The first reason wins."""
+        """End a session and return its runs, which the caller must close. The first reason is kept."""
         session = await self.session(tenant, session_id)
         name = tenant_keys.session(session.id)
         await self._redis.hsetnx(name, "reason", reason)
-        await self._redis.hsetnx(name, "finished_at", repr(time.time()))  # last: it has a reason
+        # Last, so that a finished session always has a reason.
+        await self._redis.hsetnx(name, "finished_at", repr(time.time()))
         await self._redis.zrem(tenant_keys.living_sessions(tenant), session.id)
         members = await self._redis.smembers(tenant_keys.session_runs(session.id))
         return tuple(sorted(RunId(member.decode()) for member in members))
 
     async def run(self, tenant: TenantId, run_id: str) -> RunRecord:
-        """Find a run; raises RunNotFound."""
+        """Return a run. Raises RunNotFound."""
         row = await self._row(run_keys.run(RunId(run_id)), run_id)
         if not row:
             raise RunNotFound
@@ -183,21 +184,21 @@ class Records:
         return run
 
     async def pools(self) -> tuple[PoolRecord, ...]:
-        """List the base models that are or were served here, by name."""
+        """Return the pools of all base models that are or were served, sorted by name."""
         rows = await self._redis.hvals(fleet_keys.pools())
         return tuple(sorted((pool_record(row) for row in rows), key=lambda pool: pool.base_model))
 
     async def served_pools(self) -> tuple[PoolRecord, ...]:
-        """List the base models that new runs and samplers may have, by name."""
+        """Return the pools of base models that new runs and samplers may use, sorted by name."""
         pools = await self.pools()
         return tuple(p for p in pools if not self._base_models or p.base_model in self._base_models)
 
     async def pool_of(self, base_model: str) -> PoolRecord:
-        """Find the pool of a base model, whether a worker of it is there now or not.
+        """Return the pool of a base model, with or without a live worker.
 
         Raises:
-            BASE_MODEL_STARTING: this server is set to serve it, and its first worker is not there yet.
-            BaseModelNotServed: it is not served here; it names those that are.
+            BASE_MODEL_STARTING: the model is configured, and its first worker has not started yet.
+            BaseModelNotServed: the model is not served. The message lists the served ones.
         """
         pools = await self.served_pools()
         for pool in pools:
@@ -211,12 +212,12 @@ class Records:
         )
 
     async def pool(self, pool_id: PoolId) -> PoolRecord | None:
-        """Find a pool by its id."""
+        """Return the pool of an id, or None."""
         row = await self._redis.hget(fleet_keys.pools(), pool_id)
         return pool_record(row) if row else None
 
     async def sampler(self, tenant: TenantId, sampler: str) -> SamplerRecord:
-        """Find a sampler; raises SamplerNotFound."""
+        """Return a sampler. Raises SamplerNotFound."""
         text = (
             await self._redis.get(run_keys.sampler(SamplerId(sampler)))
             if _SAMPLER_ID.fullmatch(sampler)
@@ -228,13 +229,13 @@ class Records:
         return record
 
     async def create_sampler(self, record: SamplerRecord) -> SamplerRecord:
-        """Make a sampler, or find the one that was made under this id with the same settings.
+        """Create a sampler, or return the existing one with this id and the same settings.
 
         Raises:
             SeqConflict: this id was used with other settings.
             SESSION_FINISHED: its session has ended.
-            CheckpointNotFound: its weights were forgotten.
-            SAMPLER_QUOTA_REACHED: later.
+            CheckpointNotFound: its weights were deleted.
+            SAMPLER_QUOTA_REACHED: transient.
         """
         weights = record.weights or WeightsRef("")
         script_keys = [
@@ -261,7 +262,7 @@ class Records:
         return known
 
     async def samplers_of(self, session: SessionId) -> tuple[SamplerRecord, ...]:
-        """List the living samplers of a session that was found through its tenant, by age."""
+        """Return the live samplers of a session, oldest first. The session must have been read through its tenant."""
         members = await self._redis.smembers(tenant_keys.session_samplers(session))
         names = [run_keys.sampler(SamplerId(member.decode())) for member in members]
         rows = await self._redis.mget(names) if names else []
@@ -269,11 +270,11 @@ class Records:
         return tuple(sorted(living, key=lambda sampler: sampler.created_at))
 
     async def checkpoint(self, tenant: TenantId, path: str) -> CheckpointRecord:
-        """Find a checkpoint by its `tinker://` path.
+        """Return the checkpoint of a `tinker://` path.
 
         Raises:
-            MalformedPath: it is none.
-            CheckpointNotFound: unknown, expired, not stored yet, or another tenant's that is not public.
+            MalformedPath: the path is malformed.
+            CheckpointNotFound: unknown, expired, not stored yet, or another tenant's and not public.
         """
         named = _PATH.fullmatch(path)
         if not named or ".." in named["name"]:
@@ -286,14 +287,14 @@ class Records:
         return record
 
     async def weights(self, ref: WeightsRef) -> WeightsRecord:
-        """Read what weights are; raises CheckpointNotFound once they are forgotten."""
+        """Return the record of weights. Raises CheckpointNotFound if they were deleted."""
         row = await self._redis.hmget(weights_keys.weights(ref), WEIGHTS_FIELDS)
         if row[0] is None:
             raise CheckpointNotFound
         return weights_record(row)
 
     async def _row(self, key: str, asked_for: str) -> dict[bytes, bytes]:
-        """Read a record that a client named; nothing for a name that none of ours has."""
+        """Return the record of an id from a client; empty for a malformed or unknown id."""
         if not _ID.fullmatch(asked_for):
             return {}
         row: dict[bytes, bytes] = await self._redis.hgetall(key)
@@ -314,5 +315,5 @@ async def _default_limits(_: TenantId) -> RecordLimits:
 
 
 def _settings(sampler: SamplerRecord) -> tuple[str, str | None, bool]:
-    """Name what a repeat must have in common; a name may have moved to other weights since."""
+    """Return the settings that a repeat must share. The weights are not among them: a name may have moved to others."""
     return sampler.base_model, sampler.model_path, sampler.ephemeral

@@ -1,8 +1,7 @@
-"""Runs for a list: of one tenant or of all, page by page, and where each of a page stands.
+"""Lists of runs of one tenant or of all tenants, in pages, and the notes and tags of runs.
 
-What a page costs does not grow with how many runs there are.
-
-Notes and tags of runs: written at any time, and what lists are filtered by.
+The cost of a page does not depend on the number of runs. Notes and tags can be changed at any time, and lists can
+be filtered by them.
 """
 
 from __future__ import annotations
@@ -21,45 +20,46 @@ from cotrain_store.messages.runs import RunRecord, read_points
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
-#: One page looks at no more records than this; a rare match may be some pages on.
+#: Maximum number of records read for one page. A rare match may be several pages later.
 LOOKED_AT = 1_000
 READ_AT_ONCE = 200
-#: Device time is added up over so many hours, the current one among them.
+#: Window of a run's device time in hours, including the current one.
 USAGE_HOURS = 24
 
 
 @dataclass(frozen=True)
 class RunPosition:
-    """Where a run stands in its log, and what it used."""
+    """Progress of a run in its log, and its device time."""
 
     accepted: int
-    """The seq of its newest op; -1 before the first."""
+    """Seq of its newest op; -1 before the first."""
     planned: int
-    """The newest op that was given to a worker."""
+    """Seq of the newest planned op; -1 before the first."""
     done: int
+    """Seq of the newest committed op; -1 before the first."""
     ready_since_ms: float | None
-    """Since when its next op waits to be planned."""
+    """Time since which its next op waits for planning; None if none waits."""
     gap_since_ms: float | None
-    """Since when ops wait behind one that never came."""
+    """Time since which ops wait for a missing one; None without a gap."""
     newest: HistoryPoint | None
     device_s: float
-    """In the last USAGE_HOURS."""
+    """Device time in s in the last USAGE_HOURS."""
     worker: str
 
 
 @dataclass(frozen=True)
 class RunPage:
-    """A part of a list of runs, newest first."""
+    """Page of a list of runs, newest first."""
 
     runs: tuple[RunRecord, ...]
     next_cursor: str
-    """What to ask for the next part with; empty at the end."""
+    """Cursor of the next page; empty at the end."""
     total_count: int
-    """Of the whole list, whatever is looked for in it."""
+    """Number of runs in the whole list, without the filter."""
 
 
 class RunList:
-    """Lists runs, of a tenant or of all of them."""
+    """Reader of the runs of one tenant or of all tenants."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
@@ -71,9 +71,9 @@ class RunList:
         limit: int,
         keep: Callable[[RunRecord], bool] | None = None,
     ) -> RunPage:
-        """Read the next runs behind a cursor, or those of them to keep; a page may be short.
+        """Return the page after a cursor, filtered by `keep`. A page may have fewer runs than the limit.
 
-        A cursor names the last run that was looked at, so that new runs move nothing.
+        A cursor identifies the last run read, so that new runs do not shift pages.
         """
         key = tenant_keys.training_runs(tenant) if tenant else tenant_keys.all_training_runs()
         start = await self._start(key, cursor)
@@ -94,14 +94,14 @@ class RunList:
         return RunPage(tuple(found), cursor, total)
 
     async def records(self, runs: Sequence[RunId]) -> list[RunRecord]:
-        """Read runs by their ids; what is not there is left out."""
+        """Return the runs of these ids. Missing ones are left out."""
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
             pipeline.hgetall(run_keys.run(run))
         return [run_record(row) for row in (await pipeline.execute() if runs else []) if row]
 
     async def positions(self, runs: Sequence[RunRecord], now_s: float) -> dict[RunId, RunPosition]:
-        """Find where runs stand, in one round trip for all."""
+        """Return the positions of runs, read in one round trip."""
         hours = [usage_hour(now_s) - 3600 * back for back in range(USAGE_HOURS)]
         tenants = sorted({run.tenant for run in runs})
         pipeline = self._redis.pipeline(transaction=False)
@@ -109,7 +109,7 @@ class RunList:
             pipeline.hmget(run_keys.log(run.pool, run.id), ["last", "next", "done", "worker"])
             pipeline.zscore(run_keys.ready(run.pool), run.id)
             pipeline.zscore(run_keys.gaps(run.pool), run.id)
-            # What the last point stands for, the one before says.
+            # Decoding the last point requires the one before it.
             pipeline.lrange(run_keys.steps(run.id), -2, -1)
         for tenant in tenants:
             fields = [_seconds_field(run) for run in runs if run.tenant == tenant]
@@ -134,7 +134,7 @@ class RunList:
         return found
 
     async def _start(self, key: str, cursor: str) -> int:
-        """Find the position behind a cursor; the first one for none, or for one that is unreadable."""
+        """Return the list position after a cursor; 0 for an empty or malformed cursor."""
         created_at, _, run = cursor.partition("/")
         if not run:
             return 0
@@ -163,21 +163,21 @@ def _seconds_by_run(
     return seconds
 
 
-#: Runs whose labels are read in one round trip.
+#: Number of runs whose labels are read in one round trip.
 LABELS_READ_AT_ONCE = 1_000
 
 
 @dataclass(frozen=True)
 class LabelQuery:
-    """What the labels of a run must hold."""
+    """Filter for the labels of a run."""
 
     tags: tuple[str, ...] = ()
-    """All of these."""
+    """Tags that the run must all have."""
     text: str = ""
-    """Words that each stand in the note or in a tag, whatever their case."""
+    """Words that must all occur in the note or a tag, case-insensitive."""
 
     def matches(self, note: str, tags: Sequence[str]) -> bool:
-        """Tell whether a run with these labels is looked for."""
+        """Return True if a run with these labels matches."""
         written = "\n".join([note, *tags]).casefold()
         return set(self.tags) <= set(tags) and all(
             word in written for word in self.text.casefold().split()
@@ -188,7 +188,7 @@ class LabelQuery:
 
 
 class RunLabels:
-    """The notes and tags of a tenant's runs."""
+    """Notes and tags of runs."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
@@ -202,11 +202,11 @@ class RunLabels:
         note: str | None = None,
         tags: Sequence[str] | None = None,
     ) -> None:
-        """Write a run's note or its tags; None: they stay.
+        """Write a run's note or its tags. None leaves them unchanged.
 
         Raises:
-            RunNotFound: it is not made yet.
-            RECORD_QUOTA_REACHED: the tenant's records have as many bytes as are kept.
+            RunNotFound: the run does not exist yet.
+            RECORD_QUOTA_REACHED: the tenant's records would exceed their maximum bytes.
         """
         args: dict[str, str | int | float] = {
             "run": run.id, "tenant": run.tenant, "created_at": run.created_at,
@@ -224,7 +224,7 @@ class RunLabels:
             raise Refused(Reason.RECORD_QUOTA_REACHED)
 
     async def matching(self, tenant: TenantId, query: LabelQuery) -> frozenset[str]:
-        """Find a tenant's runs by their labels; those without any are never found."""
+        """Return the labelled runs of a tenant that match. Runs without labels never match."""
         names = await self._redis.zrange(tenant_keys.labelled_runs(tenant), 0, -1)
         found: set[str] = set()
         for first in range(0, len(names), LABELS_READ_AT_ONCE):
@@ -234,7 +234,7 @@ class RunLabels:
         return frozenset(found)
 
     async def of(self, runs: Sequence[RunId]) -> Mapping[RunId, tuple[str, tuple[str, ...]]]:
-        """Read the notes and tags of runs that were found through their tenant."""
+        """Return the notes and tags of runs, which must have been read through their tenant."""
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
             pipeline.hmget(run_keys.run(run), ["note", "tags"])

@@ -1,1 +1,1 @@
-"""Records of saved weights and of checkpoints; the files are the worker's."""
+"""Records of saved weights and of checkpoints. Workers handle the files."""

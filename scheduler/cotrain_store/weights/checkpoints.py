@@ -1,6 +1,6 @@
-"""Delete, publish, keep and copy checkpoints: the API's side of them. A worker makes them.
+"""Changes to checkpoints by the API: delete, publish, expire and copy. Workers create checkpoints.
 
-Each change is one script: a checkpoint is in all lists or in none.
+Each change is one script, so that a checkpoint is in all lists or in none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cotrain_store.redis_client.scripts import async_script
 
 
 class Checkpoints:
-    """Change checkpoints, for their owners only: those of others are not found."""
+    """Editor of checkpoints. A tenant can change only its own; others are reported as not found."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
@@ -30,7 +30,7 @@ class Checkpoints:
         self._totals = async_script(connection, "checkpoint_totals")
 
     async def delete(self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str) -> None:
-        """Take a name away; its weights go when nothing else uses them.
+        """Delete the name of a checkpoint. Its weights are deleted once nothing else uses them.
 
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
@@ -42,7 +42,7 @@ class Checkpoints:
     async def publish(
         self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, *, public: bool
     ) -> CheckpointRecord:
-        """Let every tenant read a checkpoint, or only its owner again. Twice is harmless.
+        """Make a checkpoint readable for every tenant, or private again. Idempotent.
 
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
@@ -58,7 +58,7 @@ class Checkpoints:
         name: str,
         ttl_seconds: int | None,
     ) -> CheckpointRecord:
-        """Let a checkpoint expire so many seconds from now, or never.
+        """Set a checkpoint to expire in `ttl_seconds` from now, or never.
 
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
@@ -76,10 +76,10 @@ class Checkpoints:
         *,
         reader: TenantId | None = None,
     ) -> CheckpointRecord:
-        """Give the weights of a checkpoint a second name, in a new run that is closed.
+        """Add a second name for the weights of a checkpoint, in a new closed run.
 
-        `source` was found for `reader`, by default the tenant of `destination`: it is that tenant's,
-        or public. Twice is harmless.
+        `source` must be readable for `reader` (its own or public), by default the tenant of `destination`.
+        Idempotent.
 
         Raises:
             CheckpointNotFound: `source` was deleted.
@@ -109,7 +109,7 @@ class Checkpoints:
         return made
 
     async def stored_bytes(self, tenant: TenantId) -> tuple[int, int]:
-        """Count a tenant's checkpoints, and their bytes; one not stored yet counts, without bytes."""
+        """Return the number and bytes of a tenant's checkpoints. Unstored ones count, with 0 bytes."""
         script_keys = [
             weights_keys.checkpoint_sizes(tenant),
             weights_keys.unstored_checkpoints(tenant),
@@ -118,7 +118,7 @@ class Checkpoints:
         return count, size
 
     async def strike_expired(self, tenant: TenantId) -> None:
-        """Take what has expired off a tenant's lists; call it before reading them."""
+        """Remove expired checkpoints from a tenant's lists. Call it before reading them."""
         await self.stored_bytes(tenant)
 
     async def _change(
@@ -144,7 +144,7 @@ def _after(ttl_seconds: int | None) -> float | None:
 
 
 async def largest_checkpoint_bytes(connection: Connection, most: int) -> dict[TenantId, int]:
-    """Read what the checkpoints of tenants take, of those that have the most."""
+    """Return the checkpoint bytes of the `most` tenants with the largest checkpoints in total."""
     key = weights_keys.checkpoint_bytes()
     rows = await connection.zrange(key, 0, most - 1, desc=True, withscores=True)
     return {TenantId(name.decode()): int(size) for name, size in rows}

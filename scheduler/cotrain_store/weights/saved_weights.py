@@ -1,8 +1,7 @@
-"""What is known of saved weights, from the save to their last user: a worker's side of them.
+"""Records of saved weights, from the save to their last user, for workers.
 
-Plain synchronous and fenced by the worker's epoch, as execution is.
-
-Of all workers that could remove what nothing refers to from an object store, one does.
+All calls are synchronous and fenced by the worker's epoch, like `Execution`. A `SweepLease` selects the one worker
+that removes unreferenced objects from an object store.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _RENEW_S = 20.0
 
 
 class SweepLease:
-    """The right to sweep what `key` stands for. Two that hold it at once only look twice."""
+    """Lease to sweep the files of `key`. Two simultaneous holders do the same work twice, without harm."""
 
     def __init__(self, connection: SyncConnection, key: str, holder: str) -> None:
         self._redis = connection
@@ -48,7 +47,7 @@ class SweepLease:
         self._ask_at = -math.inf
 
     def is_mine(self, now: float) -> bool:
-        """Take it, keep it, or tell that another worker has it; `now` is of the monotonic clock, in s."""
+        """Acquire or renew the lease. Return False if another worker holds it. `now` is monotonic time in s."""
         if now >= self._ask_at:
             self._ask_at = now + _RENEW_S
             taken = self._redis.set(self._key, self._holder, nx=True, px=LEASE_MS)
@@ -58,18 +57,18 @@ class SweepLease:
         return self._is_mine
 
 
-#: Redis does nothing else while it looks at these: about 20 µs for each.
+#: Number of weights checked in one script, which blocks Redis for about 20 µs each.
 WEIGHTS_AT_ONCE = 250
-#: So often at most, of weights that something has ceased to refer to, in one sweep.
+#: Maximum number of scripts per sweep that check weights which lost a reference.
 LOOKS = 8
-#: What is in use for a while is looked at again after so long.
+#: Time in ms after which temporarily used weights are checked again.
 LOOK_AGAIN_MS = 3600 * 1000
 
 
 class SavedWeights:
-    """One worker's access to the weights of its pool.
+    """Access of one worker to the saved weights of its pool.
 
-    What writes raises Fenced when another process took this worker's place.
+    Methods that write raise Fenced if another process took over this worker id.
     """
 
     def __init__(
@@ -87,24 +86,24 @@ class SavedWeights:
         self._forget = sync_script(connection, "weights_forget")
 
     def weights(self, ref: WeightsRef) -> WeightsRecord | None:
-        """Read what is known of sampler weights; None once they are forgotten."""
+        """Return the record of weights, or None if they were deleted."""
         row = self._redis.hmget(weights_keys.weights(ref), WEIGHTS_FIELDS)
         return weights_record(row) if row[0] else None
 
     def unstored(self) -> list[WeightsRecord]:
-        """List the weights that this worker alone has; after a crash no worker has them: a replay of
-        the log makes them again.
+        """Return the weights that only this worker has in memory, oldest first. After a crash, a replay of
+        the log recreates them.
         """
         members = self._redis.smembers(weights_keys.unstored_weights(self._pool, self._worker))
         found = [self.weights(WeightsRef(member.decode())) for member in members]
         return sorted((w for w in found if w), key=lambda weights: weights.created_at)
 
     def stored(self, ref: WeightsRef, digest: str, size: int, optimizer_digest: str = "") -> bool:
-        """Note that all files of weights are durable, `size` bytes together.
+        """Mark weights as stored: all their files, `size` bytes in total, are durable.
 
-        What a named save held back appears with it: its checkpoint, its result, the end of its run if it
-        was the last one. False when there are no such weights: forgotten, lost, or their save was
-        refused because its name was in use. The first digest stays.
+        This publishes the checkpoint and the result of a named save. It also ends the run, if the save was
+        its last op. Return False if the weights do not exist: deleted, lost, or rejected because the name
+        was in use. The first digest is kept.
         """
         pool, now = self._pool, time.time()
         checkpoint, result = self._kept_back(ref, size)
@@ -130,9 +129,9 @@ class SavedWeights:
         return bool(answer == b"OK")
 
     def _kept_back(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
-        """Read what a named save holds back: its checkpoint and result, now that its size is known.
+        """Return the unpublished checkpoint and result of a named save, with its size filled in.
 
-        This worker alone changes them; a script that finds them deleted reads neither.
+        Only this worker changes them. A script that finds the weights deleted uses neither.
         """
         text, value = self._redis.hmget(weights_keys.weights(ref), ["checkpoint", "result"])
         if text is None:
@@ -144,9 +143,9 @@ class SavedWeights:
         return checkpoint, result.encode()
 
     def lost(self, ref: WeightsRef, message: str) -> None:
-        """Give up a named save that nothing can make again: it fails, category server.
+        """Fail a named save that cannot be recreated, with category server.
 
-        Its name is free again. Nothing happens to weights that are stored, and to those of a sampler.
+        Its name becomes available. Stored weights, and those of a sampler, are not affected.
         """
         pool = self._pool
         script_keys = [
@@ -164,10 +163,10 @@ class SavedWeights:
             raise Fenced
 
     def unused_weights(self) -> list[WeightsRecord]:
-        """List stored weights of this pool that no checkpoint, living sampler or load refers to.
+        """Return stored weights of this pool without a reference from a checkpoint, live sampler or load.
 
-        Checks weights that lost a reference since the last call, and a few of all, so that each has its
-        turn. The cost does not grow with their number.
+        It checks weights that lost a reference since the last call, and a rotating part of all weights. The
+        cost does not depend on their number.
         """
         self._cursor, some = self._redis.sscan(
             weights_keys.pool_weights(self._pool), self._cursor, count=WEIGHTS_AT_ONCE
@@ -186,10 +185,10 @@ class SavedWeights:
         return [weights_record(rows[key]) for key in sorted(rows)]
 
     def forget_weights(self, ref: WeightsRef) -> bool:
-        """Forget weights unless they are in use again; True when nothing else has their content.
+        """Delete the record of weights unless they are in use again. Return True if no others have their content.
 
-        Then their folder may go, but not at once: another worker may have found it and be about to
-        call `stored`.
+        Their folder may then be removed, but not immediately: another worker may have found it and be about
+        to call `stored`.
         """
         pool = self._pool
         script_keys = [
@@ -206,19 +205,19 @@ class SavedWeights:
         return bool(answer == b"LAST")
 
     def sweep_lease(self) -> SweepLease:
-        """Compete for the right to sweep this pool's files."""
+        """Return the lease to sweep this pool's files."""
         return SweepLease(self._redis, fleet_keys.pool_sweeper(self._pool), self._worker)
 
     def knows(self, digest: str) -> bool:
-        """Tell whether some weights have this content: a folder without is a leftover."""
+        """Return True if any weights have this content. A folder without weights is an orphan."""
         return bool(self._redis.exists(weights_keys.content(self._pool, digest)))
 
     def knows_optimizer(self, digest: str) -> bool:
-        """Tell whether some weights have this optimizer state: a file without is a leftover."""
+        """Return True if any weights have this optimizer state. A file without weights is an orphan."""
         return bool(self._redis.exists(weights_keys.optimizer_content(self._pool, digest)))
 
     def knows_external(self, folder: str) -> bool:
-        """Tell whether some weights have this folder (`external_folder`) of encrypted files."""
+        """Return True if any weights have this folder (`external_folder`) of encrypted files."""
         return bool(self._redis.sismember(weights_keys.external_folders(self._pool), folder))
 
     @cached_property

@@ -81,7 +81,7 @@ def unpack(archive: IO[bytes], limit_bytes: int) -> AdapterFiles:
             _take(member, found, others, limit_bytes)
     except _BROKEN as broken:
         raise Unreadable(
-            "The archive is truncated or damaged, or not a tar (of a zip, upload the unpacked folder)."
+            "The archive is truncated, damaged or not a tar. Unpack a zip and upload the folder."
         ) from broken
     if TENSORS not in found and any(map(_OTHER_WEIGHTS.fullmatch, others)):
         raise Invalid(

@@ -61,7 +61,7 @@ def first_matches(
     except subprocess.TimeoutExpired as slow:
         raise _too_slow(subject) from slow
     if done.returncode == _NO_PATTERN:
-        raise Invalid(f"{subject} holds what is no regular expression.")
+        raise Invalid(f"{subject} contains an invalid regular expression.")
     if done.returncode:
         raise _too_slow(subject)
     found: list[int | None] = json.loads(done.stdout)

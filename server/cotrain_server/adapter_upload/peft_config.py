@@ -57,7 +57,7 @@ _WITHOUT_EFFECT = {
 #: Other methods (PiSSA, OLoRA, LoftQ, CorDA …) also change the weights of the base model.
 _INITS_OF_THE_ADAPTER_ALONE = (None, True, False, "gaussian", "orthogonal", "eva")
 
-#: What PEFT writes along by its own decision (`save_embedding_layers`); the worker compares them with its own.
+#: Tensors that PEFT adds by its own decision (`save_embedding_layers`). The worker compares them with its own.
 _BASE_WEIGHT = re.compile(
     r"base_model\.model\.(lm_head|model\.embed_tokens)(\.base_layer)?\.weight", re.A
 )
@@ -65,13 +65,13 @@ _ALL_LINEAR = "all-linear"
 _MATRIX = re.compile(
     r"base_model\.model\.(?P<module>[\w.]{1,256})\.lora_(?P<letter>[AB])\.weight", re.A
 )
-#: What is no regular expression beyond its dots is looked up; all else is matched by a process of its own.
+#: Patterns with no regular-expression syntax except dots. They are looked up; a separate process matches the others.
 _MODULE_ENDING = re.compile(r"\^?\w+(?:\\?\.\w+)*", re.A)
 
 
 @dataclass(frozen=True)
 class _Pattern:
-    """What `rank_pattern` or `alpha_pattern` says of modules: the first key that fits counts."""
+    """Values of modules from `rank_pattern` or `alpha_pattern`. The first matching key applies."""
 
     key: str
     value_by_pattern: Mapping[str, Any]
@@ -102,7 +102,7 @@ class _Config:
     is_rslora: bool
     ties_weights: bool
     targets: frozenset[str] | str | None
-    """Names, a regular expression, or None: the tensors' names say it."""
+    """Names, a regular expression, or None if the tensor names determine the modules."""
 
     def check_targets(self, tensor_by_module: Mapping[str, str]) -> None:
         """Raise Invalid for a tensor of a module that PEFT would not adapt."""
@@ -233,7 +233,7 @@ def _read_modules(
             continue
         matrix = _matrix_of(tensor, tensor_by_target)
         if matrix in tensor_by_matrix:
-            raise Invalid(f"{named(tensor)} is there twice, under two names.")
+            raise Invalid(f"{named(tensor)} occurs twice, under two names.")
         tensor_by_matrix[matrix] = tensor
     names = list(dict.fromkeys(module for module, _ in tensor_by_matrix))
     if not names:
@@ -252,7 +252,7 @@ def _read_modules(
 
 
 def _matrix_of(tensor: str, tensor_by_target: dict[str, str]) -> tuple[str, str]:
-    """Return the module that a tensor is of, and its letter; note it as one that must be a target."""
+    """Return the module and the letter of a tensor, and record the module as a required target."""
     matched = _MATRIX.fullmatch(tensor)
     if not matched:
         raise Invalid(f"{named(tensor)} cannot be imported: {_advice(tensor)}")

@@ -69,7 +69,7 @@ def _entry(name: str, fields: Any) -> TensorEntry:
         raise Invalid(f"{name} has impossible data_offsets.")
     begin, end = offsets
     if end - begin != prod(shape) * BYTES_BY_DTYPE[dtype]:
-        raise Invalid(f"{name} has another number of bytes than its shape needs.")
+        raise Invalid(f"{name} has data_offsets that do not match its shape.")
     return TensorEntry(dtype, tuple(shape), begin, end)
 
 
@@ -92,4 +92,4 @@ def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:
             raise Invalid(f"{named(name)} overlaps another tensor, or leaves a gap before it.")
         position = entry.end
     if position != size:
-        raise Invalid("adapter_model.safetensors has another size than its header says.")
+        raise Invalid("The size of adapter_model.safetensors does not match its header.")

@@ -189,9 +189,9 @@ OPTION = "--api-key"
 
 
 def out_of_sight(keys: Sequence[str]) -> None:
-    """Start this command anew with `keys` in its environment, if it has some among its arguments.
+    """Restart this command with `keys` in its environment, if any are among its arguments.
 
-    Every user of the host can read those (`ps`) for as long as the process lives.
+    Every user of the host can read the arguments (`ps`) while the process runs.
     """
     arguments = without_option(sys.orig_argv[1:], OPTION)
     if len(arguments) == len(sys.orig_argv) - 1:

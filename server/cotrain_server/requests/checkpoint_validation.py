@@ -83,7 +83,7 @@ def check_recipients(recipients: Sequence[str]) -> None:
             kind.Recipient.from_str(recipient)
         except pyrage.RecipientError as wrong:
             raise Invalid(
-                f"age_encryption_recipients[{number}]: not an age X25519 recipient, nor an SSH "
+                f"age_encryption_recipients[{number}] is neither an age X25519 recipient nor an SSH "
                 "public key."
             ) from wrong
 

@@ -163,8 +163,8 @@ def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
         raise Unreadable(str(error)) from error
     if not message.model_id:
         raise Unreadable(
-            f"model_id: a request of more than {FEW_FIELDS} fields names its run before its first "
-            f"datum, within its first {HEAD_BYTES} bytes."
+            f"model_id must come before the first datum, within the first {HEAD_BYTES} bytes, in a request "
+            f"of more than {FEW_FIELDS} fields."
         )
     address = _address_in(message)
     return ParsedPass(address.model_id, address.seq_id, None, "", body, forward_only, is_read=False)
@@ -307,8 +307,8 @@ def _refuse_vast_shapes(message: PassMessage) -> None:
         for name, tensor in datum.loss_fn_inputs.items():
             if len(tensor.shape) > MAX_AXES:
                 raise Invalid(
-                    f"data[{number}].loss_fn_inputs.{name}: a shape of {len(tensor.shape)} axes; "
-                    f"there are at most {MAX_AXES}."
+                    f"data[{number}].loss_fn_inputs.{name} has {len(tensor.shape)} axes. "
+                    f"The limit is {MAX_AXES}."
                 )
             if tensor.HasField("sparse_csr"):
                 claimed += abs(prod(tensor.shape))

@@ -83,7 +83,7 @@ def _check_stop(stop: tuple[str, ...] | tuple[int, ...] | None, pool: PoolRecord
     if not stop:
         return
     if len(stop) > MAX_STOPS:
-        raise Invalid(f"stop has {len(stop)} entries; at most {MAX_STOPS} are taken.")
+        raise Invalid(f"stop has {len(stop)} entries; the limit is {MAX_STOPS}.")
     texts = [entry for entry in stop if isinstance(entry, str)]
     if not texts:
         _check_tokens("stop", [entry for entry in stop if isinstance(entry, int)], pool.vocab_size)
@@ -97,8 +97,8 @@ def _check_stop(stop: tuple[str, ...] | tuple[int, ...] | None, pool: PoolRecord
         raise Invalid(f"stop: each string must have 1 to {MAX_STOP_CHARACTERS} characters.")
     if sum(map(len, texts)) > MAX_ALL_STOP_CHARACTERS:
         raise Invalid(
-            f"stop: the strings have {sum(map(len, texts))} characters together; at most "
-            f"{MAX_ALL_STOP_CHARACTERS} are taken."
+            f"stop: the strings have {sum(map(len, texts))} characters together. The limit is "
+            f"{MAX_ALL_STOP_CHARACTERS}."
         )
 
 

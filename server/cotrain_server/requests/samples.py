@@ -41,7 +41,7 @@ def read_sample(content: bytes) -> AddressedSample:
         raise Invalid(sentence(error.errors(include_url=False, include_input=False))) from error
     if request.sampling_session_id is None or request.seq_id is None:
         raise Invalid(
-            "sampling_session_id and seq_id are needed: make a sampler with "
+            "sampling_session_id and seq_id are required. Create a sampler with "
             "create_sampling_session first."
         )
     _refuse_unsupported(request)

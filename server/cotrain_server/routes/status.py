@@ -39,7 +39,7 @@ async def healthz() -> HealthResponse:
 
 @router.get("/readyz", response_model=None, responses={503: {"description": "Not ready."}})
 async def readyz(services: ServicesDep) -> Response:
-    """Say whether requests sent now would be trained on, and if not, why; and which workers restore runs."""
+    """Report if the server can run new requests, with reasons if it cannot, and the workers that restore runs."""
     reasons = await reasons_not_ready(services)
     restoring = await restoring_notices(services)
     body = {"ready": not reasons, "reasons": reasons} | (

@@ -196,7 +196,7 @@ async def _await_op(services: Services, run: RunRecord, seq: int) -> None:
 async def _read_query(services: Services, tenant: Tenant, query: UploadQuery) -> _Wanted:
     save, pool = _save_request(query), await services.records.pool_of(query.base_model)
     if (query.session_id is None) != (query.model_seq_id is None):
-        raise Invalid("session_id and model_seq_id are given together, or neither is.")
+        raise Invalid("Send session_id and model_seq_id together, or neither.")
     session = None
     if query.session_id is not None:
         session = await services.records.session(tenant.id, query.session_id)

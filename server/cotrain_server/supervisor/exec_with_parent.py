@@ -1,9 +1,9 @@
-"""Start a command that cannot outlive its supervisor. Standard library only; run as a file.
+"""Wrapper that starts a command which cannot outlive its supervisor. Standard library only; run as a file.
 
 Usage: `python -I -S exec_with_parent.py SUPERVISOR_PID SIGNAL_NUMBER COMMAND…`
 
-The kernel sends the signal when the supervisor is gone, however it went (`kill -9` included). The
-setting survives `exec`, so that it also holds for a program we did not write: redis-server. A
+The kernel sends the signal when the supervisor has ended for any reason, including `kill -9`. The
+setting survives `exec`, so it also applies to a third-party program: redis-server. A
 `preexec_fn` would do the same inside the fork of a process with threads, where little is safe.
 """
 

@@ -95,7 +95,7 @@ class ChatTemplate:
             parts.append(part)
             size += len(part)
             if size > MAX_RENDERED_CHARACTERS or time.monotonic() > until:
-                raise Invalid("messages: the model's chat template makes too much of them.")
+                raise Invalid("messages: the output of the model's chat template is too long.")
         return "".join(parts)
 
 

@@ -168,7 +168,7 @@ class CompletionRequest(GenerationRequest):
         is_one = isinstance(given, str) or (given and isinstance(given[0], int))
         prompts: list[Any] = [given] if is_one else list(given)
         if not 1 <= len(prompts) <= MAX_PROMPTS:
-            raise Invalid(f"prompt: 1 to {MAX_PROMPTS} prompts are taken, not {len(prompts)}.")
+            raise Invalid(f"prompt must have 1 to {MAX_PROMPTS} entries, not {len(prompts)}.")
         return prompts
 
     def body(self, prompt: list[int]) -> SampleBody:

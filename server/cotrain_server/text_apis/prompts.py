@@ -182,8 +182,8 @@ def _check_length(field: str, characters: int, pool: PoolRecord) -> None:
     most = longest_text(pool)
     if characters > most:
         raise Invalid(
-            f"{field}: {characters} characters; {pool.base_model} samples from prompts of up to "
-            f"{pool.max_sequence_tokens} tokens, and of text no more than {most} characters are read."
+            f"{field} has {characters} characters. {pool.base_model} samples from prompts of up to "
+            f"{pool.max_sequence_tokens} tokens, for which at most {most} characters are accepted."
         )
 
 

@@ -75,7 +75,9 @@ class Tokenizer:
             # Unlike `encode`, this releases the interpreter lock.
             [cut] = self._vocabulary.encode_batch_fast([text], add_special_tokens=special)
         except TypeError as error:
-            raise Unreadable("The text is not valid Unicode: it holds half a character.") from error
+            raise Unreadable(
+                "The text is not valid Unicode: it contains half of a surrogate pair."
+            ) from error
         ids: list[int] = cut.ids
         return ids
 

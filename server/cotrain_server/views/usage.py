@@ -115,9 +115,9 @@ def _in_utc(time: datetime, name: str) -> datetime:
     try:
         in_utc = time.replace(tzinfo=time.tzinfo or UTC).astimezone(UTC)
     except OverflowError as out_of_range:
-        raise Invalid(f"{name} is no time that this server can count.") from out_of_range
+        raise Invalid(f"{name} is outside the range of times.") from out_of_range
     if in_utc != in_utc.replace(minute=0, second=0, microsecond=0):
-        raise Invalid(f"{name} must be aligned to a UTC hour, as 2026-07-13T00:00:00Z is.")
+        raise Invalid(f"{name} must be a full UTC hour, for example 2026-07-13T00:00:00Z.")
     return in_utc
 
 

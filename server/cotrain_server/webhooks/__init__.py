@@ -1,1 +1,1 @@
-"""Webhooks: what tenants are notified of, where, signed how, and how often it is tried; knows no run."""
+"""Webhooks: events, addresses, signatures and delivery attempts. Independent of runs."""

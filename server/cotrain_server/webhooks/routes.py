@@ -60,11 +60,11 @@ def check_url(url: str, *, may_be_plain: bool) -> None:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError:
-        raise Invalid("url: it is none.") from None
+        raise Invalid("url is not a valid URL.") from None
     schemes = ("https", "http") if may_be_plain else ("https",)
     if parts.scheme not in schemes:
-        raise Invalid(f"url: it must begin with {' or '.join(f'{each}://' for each in schemes)}.")
+        raise Invalid(f"url must start with {' or '.join(f'{each}://' for each in schemes)}.")
     if not host or not url.isascii() or any(c <= " " or c == "\x7f" for c in url):
-        raise Invalid("url: it must name a host, and hold visible ASCII characters alone.")
+        raise Invalid("url must have a host and only visible ASCII characters.")
     if parts.username is not None or parts.fragment:
-        raise Invalid("url: it must name no user, no password and no fragment.")
+        raise Invalid("url must not have a user, a password or a fragment.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
@@ -30,7 +30,7 @@ def answering(answer: bytes) -> Iterator[str]:
                     peer, _ = listener.accept()
                 except OSError:
                     return
-                with peer:
+                with peer, suppress(OSError):  # the client may have closed it already
                     peer.recv(65_536)
                     peer.sendall(answer)
                     peer.shutdown(socket.SHUT_WR)

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
@@ -23,19 +23,22 @@ ARGUMENTS: dict[str, type[Any]] = {
 }
 
 
-def test_all_keys_of_a_pool_share_its_hash_tag() -> None:
-    makers = {
-        maker
+def makers() -> list[tuple[Callable[..., str], list[str]]]:
+    """Return every key template, with the types of its arguments."""
+    return [
+        (getattr(file, name), re.findall(r"\w+", annotation.partition("]")[0])[1:])
         for file in KEY_FILES
-        for _, maker in inspect.getmembers(file, inspect.isfunction)
-        if "pool" in inspect.signature(maker).parameters and maker is not fleet_keys.hash_tag
-    }
-    assert len(makers) > 30
-    for maker in makers:
-        places = inspect.signature(maker).parameters
-        assert maker(*(PoolId("p") if name == "pool" else "x" for name in places)).startswith(
-            "cotrain:{p}:"
-        )
+        for name, annotation in file.__annotations__.items()
+        if annotation.startswith("Callable[[")
+    ]
+
+
+def test_all_keys_of_a_pool_share_its_hash_tag() -> None:
+    of_pool = [(maker, types) for maker, types in makers() if "PoolId" in types]
+    assert len(of_pool) > 30
+    for maker, types in of_pool:
+        key = maker(*("p" if name == "PoolId" else "x" for name in types))
+        assert key.startswith("cotrain:{p}:")
 
 
 def pattern(key: str) -> str:
@@ -46,21 +49,7 @@ def pattern(key: str) -> str:
 
 
 def made_here() -> set[str]:
-    makers = [
-        maker
-        for file in KEY_FILES
-        for _, maker in inspect.getmembers(file, inspect.isfunction)
-        if maker.__module__ == file.__name__
-    ]
-    keys = set()
-    for maker in makers:
-        signature = inspect.signature(maker, eval_str=False)
-        parts = signature.parameters.values()
-        if signature.return_annotation == "str" and all(
-            part.kind is part.POSITIONAL_OR_KEYWORD for part in parts
-        ):
-            keys.add(pattern(maker(*("*" for _ in parts))))
-    return keys
+    return {pattern(maker(*("*" for _ in types))) for maker, types in makers()}
 
 
 #: A string in Lua that is concatenated from literals and other parts, starting with a key or its

@@ -1,1 +1,1 @@
-"""Saved weights and their files, in PEFT's format; knows no step and no run in memory."""
+"""Saved weights and their files in PEFT's format, independent of steps and resident runs."""

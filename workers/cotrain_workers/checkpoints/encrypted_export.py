@@ -46,7 +46,7 @@ def write_external(
     """Encrypt the files of an adapter, durable when this returns; return their bytes. The owner is
     written last.
 
-    Twice is harmless: encrypted files stay. Raises OSError, for example on a full disk.
+    Idempotent: encrypted files stay. Raises OSError, for example on a full disk.
     """
     folder = external_folder(ref)
     if not blobs.touch(f"{folder}/{OWNER}"):

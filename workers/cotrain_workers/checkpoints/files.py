@@ -1,8 +1,8 @@
 """Files of saved adapters: written by a thread, read by the worker, deleted once unreferenced.
 
 A save has three groups of files: the adapter in PEFT's format, the optimizer state, and encrypted
-files. The first two are named after their content, so that writing one twice, or from two workers,
-is harmless. Workers of all pools share them; each pool removes the files of its own base model.
+files. The first two are named after their content, so that two workers may write the
+same one. Workers of all pools share them; each pool removes the files of its own base model.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class CheckpointFiles:
         return self.blobs.below("external")
 
     def write(self, ref: WeightsRef, saved: Saved, layout: Layout) -> WrittenFiles:
-        """Write all files of a save, durable when this returns; raises OSError. Twice is harmless."""
+        """Write all files of a save, durable on return. Idempotent. Raises OSError."""
         began = time.monotonic()
         adapter = write_folder(self.adapters, saved.weights, layout, self.base_model)
         size, optimizer_digest = adapter.size, ""

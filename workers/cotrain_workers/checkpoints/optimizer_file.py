@@ -1,7 +1,7 @@
-"""Saved optimizer states, named by what is in them: written whole or not at all, checked when read.
+"""Files of saved optimizer states, named by content. A write is atomic, and a read verifies the content.
 
-A key is `<digest[:2]>/<digest>.safetensors`; it lies apart from the adapter it belongs to, whose
-folder anyone may read.
+A key is `<digest[:2]>/<digest>.safetensors`. The file is separate from its adapter, because anyone
+may read the adapter's folder.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _MOMENTS = Moments("optimizer.half_written", "optimizer.before_rename", "optimiz
 
 
 class OptimizerUnreadable(Exception):
-    """A file of optimizer state is missing, torn, or holds something other than its name says."""
+    """The file of an optimizer state is missing, incomplete, or does not match its name."""
 
 
 @dataclass(frozen=True)
 class WrittenOptimizer:
-    """A durable optimizer state: the digest that names it, the bytes of its file."""
+    """Durable optimizer state: the digest that names it, and the bytes of its file."""
 
     digest: str
     size: int
 
 
 def key_of(digest: str) -> str:
-    """Return the key of the optimizer state of this digest, whether or not it has been written."""
+    """Return the key of an optimizer state, written or not."""
     return f"{digest[:2]}/{digest}{SUFFIX}"
 
 
 def write_optimizer(root: Blobs, optimizer: HostOptimizer, base_model: str) -> WrittenOptimizer:
-    """Write an optimizer state, durable under its final name when this returns, and young.
+    """Write an optimizer state. On return it is durable under its final name and has a new timestamp.
 
-    Twice is harmless, also from two processes at once: equal content has one name. A damaged one of
+    Idempotent, also for two processes at once, because equal content has one name. A damaged file of
     that name is replaced. Raises OSError.
     """
     digest = _digest(optimizer, base_model)
@@ -55,11 +55,11 @@ def write_optimizer(root: Blobs, optimizer: HostOptimizer, base_model: str) -> W
 
 
 def read_optimizer(root: Blobs, digest: str, layout_of: LayoutOf) -> HostOptimizer:
-    """Read an optimizer state back, equal to the bit.
+    """Return an optimizer state, bit-identical to the one written.
 
     Raises:
-        OptimizerUnreadable: the file is missing or torn, or is not what its name and its spec on this
-            base model stand for.
+        OptimizerUnreadable: the file is missing or incomplete, or does not match its name or its
+            spec on this base model.
         OSError: this process cannot read anything now.
     """
     optimizer = _read(root, digest)
@@ -71,7 +71,7 @@ def read_optimizer(root: Blobs, digest: str, layout_of: LayoutOf) -> HostOptimiz
 
 
 def base_model_of_state(root: Blobs, key: str) -> str | None:
-    """Read which base model a state is for; None where that cannot be read. Raises BlobsUnavailable."""
+    """Return the base model of a state, or None if it cannot be read. Raises BlobsUnavailable."""
     try:
         head = root.get(key, (0, 8))
         length = min(int.from_bytes(head, "little"), 1 << 20)

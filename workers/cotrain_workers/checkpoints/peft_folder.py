@@ -1,12 +1,12 @@
-"""Adapters as PEFT folders, named by what is in them: written whole or not at all, checked when read.
+"""PEFT folders of adapters, named by content. A write is atomic, and a read verifies the content.
 
-A folder is `<digest[:2]>/<digest>/` with `adapter_model.safetensors` (fp32, PEFT's names) and
-`adapter_config.json`: plain PEFT, vLLM and merge tools read it as it is. With them are their SHA256SUMS.
-The config is written last, and goes first: a folder that has one is whole.
+A folder `<digest[:2]>/<digest>/` holds `adapter_model.safetensors` (fp32, PEFT's names),
+`adapter_config.json` and SHA256SUMS. Plain PEFT, vLLM and merge tools can read it unchanged. The config is
+written last and deleted first, so a folder with a config is complete.
 
-The unembedding is `lm_head`, also where it is tied to the embeddings. There it cannot be merged: one
-matrix would change both, and the cookbook's tools refuse. Under the cookbook's own name for it they
-would merge all the same (logits of a tiny model off by 4), and their conversion for serving loses it.
+The unembedding is `lm_head`, even if it is tied to the embeddings. A tied one cannot be merged, because
+one matrix would change both, and the cookbook's tools refuse. Under the cookbook's own name for it, the
+tools would merge it all the same (logits of a tiny model off by 4). Their conversion for serving loses it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ LayoutOf = Callable[[AdapterSpec], Layout]
 FORMAT = "cotrain-adapter-1"
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-#: What a reader of the config multiplies and attaches by; the rest of it is for show.
+#: Keys of the config that change a reader's results; the others are informative.
 _DECISIVE = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
 
 
 class FolderUnreadable(Exception):
-    """An adapter's folder is missing, torn, or holds something other than its name says."""
+    """The folder of an adapter is missing, incomplete, or does not match its name."""
 
 
 class SumsUnusable(FolderUnreadable):
-    """An adapter's SHA256SUMS is missing, or names not all files; the text may be shown to the tenant."""
+    """The SHA256SUMS of an adapter is missing, incomplete or wrong. Its text may be shown to the tenant."""
 
 
 @dataclass(frozen=True)
 class WrittenFolder:
-    """A durable adapter: the digest that names it, where it lies, the bytes of its files."""
+    """Durable adapter: the digest that names it, its key, and the bytes of its files."""
 
     digest: str
     key: str
@@ -54,7 +54,7 @@ class WrittenFolder:
 
 
 def digest(spec: AdapterSpec, base_model: str, flat: torch.Tensor) -> str:
-    """Return the SHA-256 (hex) of an adapter: its spec, its base model's name, its arena's fp32 bytes."""
+    """Return the SHA-256 (hex) of an adapter's spec, its base model's name and its arena's fp32 bytes."""
     header = json.dumps([FORMAT, base_model, asdict(spec)], sort_keys=True)
     hasher = hashlib.sha256(header.encode() + b"\0")
     hasher.update(flat.numpy().astype("<f4", copy=False).data)
@@ -62,17 +62,17 @@ def digest(spec: AdapterSpec, base_model: str, flat: torch.Tensor) -> str:
 
 
 def key_of(digest: str) -> str:
-    """Return where the adapter of this digest lies, whether or not it has been written."""
+    """Return the key of an adapter, written or not."""
     return f"{digest[:2]}/{digest}"
 
 
 def write_folder(
     root: Blobs, weights: HostWeights, layout: Layout, base_model: str
 ) -> WrittenFolder:
-    """Write an adapter, durable under its name when this returns, and young. Raises OSError.
+    """Write an adapter. On return it is durable under its name and has a new timestamp. Raises OSError.
 
-    Twice is harmless, also from two processes at once: equal content has one name, and the one that comes
-    second finds it there. A damaged folder of that name is replaced.
+    Idempotent, also for two processes at once, because equal content has one name. A damaged folder of that
+    name is replaced.
     """
     name = digest(weights.spec, base_model, weights.flat)
     key, contents = key_of(name), _contents(weights, layout, base_model, name)
@@ -88,12 +88,14 @@ def write_folder(
 
 
 def read_folder(root: Blobs, name: str, layout_of: LayoutOf) -> HostWeights:
-    """Read an adapter back by its digest, equal to the bit; `layout_of` gives the arena of a spec on this base model.
+    """Return the adapter of a digest, bit-identical to the one written.
+
+    `layout_of` returns the arena layout of a spec on this base model.
 
     Raises:
-        FolderUnreadable: a file is missing or torn, or its tensors are not those that the folder's
-            name and its spec on this base model stand for.
-        SumsUnusable: its SHA256SUMS is missing, or names not all files.
+        FolderUnreadable: a file is missing or incomplete, or its tensors do not match the folder's
+            name or its spec on this base model.
+        SumsUnusable: SHA256SUMS is missing, incomplete or wrong.
         OSError: this process cannot read anything now.
     """
     try:
@@ -116,20 +118,20 @@ def read_folder(root: Blobs, name: str, layout_of: LayoutOf) -> HostWeights:
         raise FolderUnreadable(f"Adapter {name} has another {CONFIG} than was written.")
     if fault := fault_of(sums, (CONFIG, TENSORS)):
         raise SumsUnusable(f"{fault}. {REMEDY}")
-    # The tensors are checked by the name: hashing them again would double the time of a load.
+    # The folder's name already verifies the tensors. Hashing them again would double the time of a load.
     if sums and sums[CONFIG] != hashlib.sha256(config_content).hexdigest():
         raise SumsUnusable(f"{CONFIG} is not the one of {SUMS}. {REMEDY}")
     return HostWeights(spec, flat)
 
 
 def remove_folder(root: Blobs, digest: str) -> None:
-    """Delete an adapter; it is whole until it is none. Twice is harmless. Raises OSError."""
+    """Delete an adapter, its config first, so that no incomplete folder has one. Idempotent. Raises OSError."""
     for name in (CONFIG, SUMS, TENSORS):
         root.delete(f"{key_of(digest)}/{name}")
 
 
 def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[str, object]:
-    """Return the content of `adapter_config.json`; the stored matrices are not scaled by `alpha / r`."""
+    """Return the content of `adapter_config.json`. The stored matrices are not scaled by `alpha / r`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -158,7 +160,7 @@ def tensor_names(module: str) -> tuple[str, str]:
 
 def _contents(weights: HostWeights, layout: Layout, base_model: str, name: str) -> dict[str, bytes]:
     header = {
-        "format": "pt",  # transformers and vLLM look for it
+        "format": "pt",  # transformers and vLLM require it
         "cotrain": FORMAT,
         "spec": json.dumps(asdict(weights.spec)),
         "base_model": base_model,
@@ -175,10 +177,10 @@ def _contents(weights: HostWeights, layout: Layout, base_model: str, name: str) 
 
 
 def _sorted(content: bytes) -> bytes:
-    """Give a safetensors file with its metadata in order.
+    """Return a safetensors file with its metadata sorted.
 
-    Its writer gives them any order. Two processes that write one adapter at once leave one's tensors and
-    maybe the other's SHA256SUMS.
+    The library writes metadata in arbitrary order. If two processes write one adapter at once, the tensors of
+    one may stand next to the SHA256SUMS of the other, so both must write equal bytes.
     """
     start = 8 + int.from_bytes(content[:8], "little")
     fields = json.loads(content[8:start])
@@ -186,7 +188,7 @@ def _sorted(content: bytes) -> bytes:
     header = json.dumps(
         {"__metadata__": metadata, **fields}, separators=(",", ":"), ensure_ascii=False
     ).encode()
-    # As long as before, so that the tensors stay where they are aligned.
+    # The header keeps its length, so that the tensors stay aligned.
     return b"".join((content[:8], header.ljust(start - 8), content[start:]))
 
 
@@ -206,7 +208,7 @@ def _is_whole(root: Blobs, name: str, layout: Layout) -> bool:
 
 
 def _arena(tensors: Mapping[str, torch.Tensor], layout: Layout) -> torch.Tensor:
-    """Lay out tensors in an arena; raises ValueError unless they are exactly the layout's."""
+    """Return an arena filled with tensors. Raise ValueError unless they match the layout exactly."""
     flat = torch.zeros(layout.size)
     left = dict(tensors)
     for module, pair in layout.views(flat).items():

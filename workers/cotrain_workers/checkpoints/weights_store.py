@@ -185,9 +185,7 @@ class WeightsStore:
         return self.unstored_bytes + sum(map(_size, saves)) <= self._unstored_limit
 
     def put(self, record: WeightsRecord, saved: Saved, accepted_at: float | None = None) -> None:
-        """Add the weights of a committed save, with the acceptance time of a named one. Twice is
-        harmless.
-        """
+        """Add the weights of a committed save, with the acceptance time of a named one. Idempotent."""
         entry = self._unstored.setdefault(record.ref, _Unstored(record, None))
         entry.accepted_at = accepted_at or entry.accepted_at
         if entry.saved is None:
@@ -400,8 +398,7 @@ class SaveBackpressure:
         """True if another save may be planned. Any thread may read it."""
 
     def publish(self, saves: Iterable[Saved] = ()) -> None:
-        """Publish to the planner whether memory accepts further saves after these. Twice is
-        harmless.
+        """Publish to the planner if memory accepts further saves after these. Idempotent.
 
         Raises the heartbeat's errors; the next call publishes it then.
         """

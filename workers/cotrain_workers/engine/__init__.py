@@ -1,1 +1,1 @@
-"""Many adapters in one pass over a frozen model; torch, transformers, safetensors, numpy and nothing of ours outside."""
+"""Training and sampling of many adapters in one pass, with torch, transformers, safetensors and numpy only."""

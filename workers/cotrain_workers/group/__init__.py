@@ -1,1 +1,1 @@
-"""One worker of several processes, its members, which hold a base model together; knows no Redis and no files of runs."""
+"""Worker of several processes (members) that share a base model. Independent of Redis and of the files of runs."""

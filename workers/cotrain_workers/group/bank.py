@@ -1,6 +1,6 @@
-"""The adapters of a group, each on one member, as the worker sees them.
+"""Adapter bank of a group: each run's adapter is on one member.
 
-Decide which member of a group a run lives on. Pure.
+`lightest` selects the member of a new run. `GroupBank` implements `Adapters` over all members.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from cotrain_workers.group.messages import CopyOut, Drop, MemberFacts, Restore
 
 
 def lightest(loads: Sequence[int]) -> int:
-    """Return the member that has the least bytes of adapters, of equal ones the first.
+    """Return the member with the fewest bytes of adapters; the first one on a tie. Pure.
 
-    The same history gives the same member. No bit of the run depends on it: its forwards see the same weights
-    on each, and what is summed for it is summed there.
+    The same history selects the same member. No bit of a run's results depends on the choice: its forwards use
+    the same weights on each member, and all of its sums are computed on that member.
     """
     return min(range(len(loads)), key=lambda member: loads[member])
 
@@ -34,17 +34,17 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Arrived:
-    """A state that another member has sent."""
+    """State received from another member."""
 
     of_run: AdapterState
 
     def state(self) -> AdapterState:
-        """Return it."""
+        """Return the state."""
         return self.of_run
 
 
 class GroupBank:
-    """Implements `Adapters` over all members; for the first one."""
+    """Implementation of `Adapters` over all members, for use by the first member."""
 
     def __init__(self, own: Engine, followers: Followers) -> None:
         self._engine = own
@@ -55,18 +55,18 @@ class GroupBank:
         return run in self._own or self._follower_of(run) is not None
 
     def drop(self, run: str) -> None:
-        """Forget a run's adapter; twice is harmless."""
+        """Drop a run's adapter. Idempotent."""
         self._own.drop(run)
         follower = self._follower_of(run)
         if follower is not None:
             self._followers.ask(follower, Drop(run))
 
     def state(self, run: str) -> AdapterState:
-        """Copy a run's adapter to the host of the first member. Raises KeyError for an unknown run."""
+        """Return a run's adapter, copied to the host of the first member. Raises KeyError for an unknown run."""
         return self.copy_out(run).state()
 
     def copy_out(self, run: str) -> StateCopying:
-        """Begin to copy a run's adapter to the host; that of another member has arrived when this returns.
+        """Start to copy a run's adapter to the host. A copy from another member is complete on return.
 
         Raises KeyError for an unknown run.
         """
@@ -76,9 +76,9 @@ class GroupBank:
         return Arrived(self._followers.ask(follower, CopyOut(run)))
 
     def restore(self, run: str, state: AdapterState) -> None:
-        """Put a state in place of whatever this run held, on the member that has the least.
+        """Replace the state of a run, on the member with the fewest bytes of adapters.
 
-        Raises ValueError if the state was made for other modules than this base model has.
+        Raises ValueError if the state does not fit the modules of this base model.
         """
         layout = self.layout_of(state.spec)
         if state.weights.shape != (layout.size,):
@@ -91,32 +91,32 @@ class GroupBank:
             self._followers.ask(member, Restore(run, state))
 
     def prefetch(self, runs: Sequence[str]) -> None:
-        """Begin to bring in what the next cycle needs of this member; the others do when it begins."""
+        """Start to load this member's adapters of the next cycle. The other members load theirs in the cycle."""
         self._own.prefetch([run for run in runs if run in self._own])
 
     def over_budget(self) -> list[str]:
-        """Return the runs whose leaving frees the host memory that is too much, member by member."""
+        """Return the runs to evict so that each member keeps its host memory limit, member by member."""
         elsewhere = (run for facts in self._followers.facts for run in facts.over_budget)
         return [*self._own.over_budget(), *elsewhere]
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return where the matrices of such an adapter lie in its arenas."""
+        """Return the layout of an adapter's matrices in its arenas."""
         return self._own.layout_of(spec)
 
     @property
     def offloaded(self) -> int:
-        """How many adapters are on the host, nothing of theirs on a device. Any thread may look."""
+        """Number of adapters that are entirely on the host. Any thread may read it."""
         return self._own.offloaded + sum(facts.offloaded for facts in self._followers.facts)
 
     @property
     def device_limit_bytes(self) -> int | None:
-        """Return what adapters may take of all devices; None: no limit."""
+        """Maximum bytes of adapters on all devices; None: no limit."""
         limit = self._own.device_limit_bytes
         return None if limit is None else limit * (1 + len(self._followers.facts))
 
     @property
     def by_tier(self) -> dict[str, tuple[int, int]]:
-        """Count adapters and their bytes, by where they are. Any thread may ask."""
+        """Number and bytes of adapters per tier. Any thread may read it."""
         found = dict(self._own.by_tier)
         for facts in self._followers.facts:
             for tier, (count, size) in (facts.by_tier or {}).items():
@@ -126,13 +126,13 @@ class GroupBank:
 
     @property
     def members(self) -> list[MemberFacts]:
-        """Return what each member holds, as of its last answer."""
+        """State of each member, as of its last answer."""
         return [facts_of(self._engine), *self._followers.facts]
 
     def shares(self, ops: Sequence[Op]) -> list[list[Op]]:
-        """Divide the ops of a cycle among the members: each run's to the one that has its adapter.
+        """Return the ops of a cycle per member. The ops of a run go to the member with its adapter.
 
-        One that begins here goes where the least is, in the order of the ops.
+        New runs are assigned in the order of the ops, each to the member with the fewest bytes of adapters.
         """
         loads = self._loads()
         member_by_run: dict[str, int] = {}
@@ -149,7 +149,7 @@ class GroupBank:
         return shares
 
     def _size_of(self, op: Op) -> int:
-        """Guess the bytes of an adapter that an op makes; of a bad spec, none."""
+        """Return the estimated bytes of the adapter that an op creates; 0 for an invalid spec."""
         if isinstance(op, Create):
             spec = op.spec
         elif isinstance(op, Import):

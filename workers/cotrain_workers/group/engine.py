@@ -1,4 +1,4 @@
-"""The engine of a group, which the worker uses like any other: each run's ops go to the member that has it."""
+"""Engine of a group, with the interface of any other engine. Each run's ops go to the member with its adapter."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from cotrain_workers.group.messages import RunCycle
 
 
 class GroupEngine:
-    """Implements `Trainer` for the first member. Not thread-safe.
+    """Implementation of `Trainer` for the first member. Not thread-safe.
 
-    An exception of any member leaves the others in the middle of a pass: it ends the group, and with it the
-    process (GroupLost). The next group finds the step open, and how often it crashed.
+    An exception of any member leaves the others in the middle of a pass. It therefore ends the group and this
+    process (GroupLost). The next group finds the open step and its crash count.
     """
 
     def __init__(self, own: Engine, links: Links, lock_step: GroupLockStep) -> None:
@@ -43,7 +43,7 @@ class GroupEngine:
         allowances: Mapping[tuple[str, int], int] = MappingProxyType({}),
         is_over: Callable[[], bool] = lambda: False,
     ) -> Yielding[CycleOutput]:
-        """Run one cycle; as `Engine.cycle`, on all members at once. Raises GroupLost."""
+        """Run one cycle like `Engine.cycle`, on all members at once. Raises GroupLost."""
         own, *others = [
             RunCycle(
                 share, {op: n for op, n in allowances.items() if op[0] in {o.run for o in share}}
@@ -60,51 +60,51 @@ class GroupEngine:
     def watch_micro_batches(
         self, watch: Callable[[UpcomingBatch], AbstractContextManager[None]]
     ) -> None:
-        """Watch nothing: each member has micro-batches of its own, and one that ends ends the group."""
+        """Do nothing: each member has its own micro-batches, and the end of any member ends the group."""
 
     def spare_memory(self, tokens: int) -> None:
-        """Change nothing: all members run the same kinds of passes."""
+        """Do nothing: all members must run the same kinds of passes."""
 
     def check_device(self) -> None:
-        """Raise DeviceLost if the device, or the group, cannot compute any more."""
+        """Raise DeviceLost if the device or the group has failed."""
         if self.followers.lost:
             raise GroupLost(self.followers.lost)
         self._own.check_device()
 
     @property
     def facts(self) -> ModelFacts:
-        """What other processes may know."""
+        """Public facts about the base model and this engine."""
         return self._own.facts
 
     @property
     def processes(self) -> Sequence[ProcessUse]:
-        """Return what each member holds, the others as of their last answers. Any thread may ask."""
+        """Runs and memory of each member; of the others as of their last answers. Any thread may read it."""
         others = [ProcessUse(len(each.runs), each.memory_bytes) for each in self.followers.facts]
         return (*self._own.processes, *others)
 
     @property
     def targets(self) -> Sequence[Target]:
-        """Return the modules that adapters can be attached to."""
+        """Modules that adapters can be attached to."""
         return self._own.targets
 
     @property
     def halvings(self) -> int:
-        """Return 0: a micro-batch that does not fit into memory ends the group."""
+        """Number of halved micro-batches. It stays 0: a micro-batch that does not fit into memory ends the group."""
         return self._own.halvings
 
     @property
     def safe_tokens(self) -> int:
-        """Return how many tokens one pass of the base model has room for on each member."""
+        """Maximum tokens of one pass of the base model on each member."""
         return self._own.safe_tokens
 
     @property
     def device_memory(self) -> tuple[int, int]:
-        """Return the bytes in use on the first member's device, and all it has."""
+        """Bytes in use and total bytes of the first member's device."""
         return self._own.device_memory
 
 
 class GroupOpenPasses:
-    """Implements `Open` over all members."""
+    """Implementation of `Open` over all members."""
 
     def __init__(self, adapters: GroupBank) -> None:
         self._adapters = adapters
@@ -114,12 +114,12 @@ class GroupOpenPasses:
 
     @property
     def runs(self) -> frozenset[str]:
-        """Return the runs that have one."""
+        """Runs with an open pass."""
         return frozenset(run for facts in self._adapters.members for run, _ in facts.open_passes)
 
 
 def together(outputs: Sequence[CycleOutput]) -> CycleOutput:
-    """Sum up what the members did in one cycle; they ran side by side."""
+    """Return the combined output of one cycle; the members ran concurrently, so times are maxima."""
     return CycleOutput(
         outputs={at: each for output in outputs for at, each in output.outputs.items()},
         forwards=max(output.forwards for output in outputs),

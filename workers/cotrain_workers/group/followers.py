@@ -1,8 +1,8 @@
-"""The members that follow, as the first one sees them: it asks, waits, and remembers how they were.
+"""Orders from the first member of a group to the others, the followers.
 
-A member that follows: it does what the first one asks for, until that one ends.
-
-What a member holds, read off its engine.
+`Followers` is the first member's side. It sends orders, awaits the answers and keeps the state of each follower.
+The function `follow` is the loop of a follower, which executes orders until the first member ends. The function
+`facts_of` returns the state of a member.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ log = structlog.get_logger()
 
 
 class Followers:
-    """For the first member's main thread; `facts` and `lost` are for any."""
+    """Followers of a group. For the first member's main thread; any thread may read `facts` and `lost`."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
         self.lost: str | None = None
-        """Why this group cannot go on."""
-        # To drop what no member has is harmless, and answered like anything else.
+        """Reason why this group cannot continue."""
+        # The answer to any order contains the facts. To drop an unknown run is harmless.
         self._facts: dict[int, MemberFacts] = {}
         self.ask_all(dict.fromkeys(links.others, Drop("")))
 
     @property
     def facts(self) -> list[MemberFacts]:
-        """Return what each holds, as of its last answer."""
+        """State of each follower, as of its last answer."""
         return [self._facts[number] for number in self._links.others]
 
     def ask(self, member: int, order: Order) -> Any:
-        """Have a member do something, and return what came of it.
+        """Send an order to one member and return the result.
 
         Raises:
-            GroupLost: it is gone, or does not answer.
+            GroupLost: the member has ended or does not answer.
         """
         return self.ask_all({member: order})[member]
 
     def ask_all(self, orders: Mapping[int, Order]) -> dict[int, Any]:
-        """Ask several at once. Raises GroupLost."""
+        """Send orders to several members at once and return the results. Raises GroupLost."""
         self.send(orders)
         return self.collect()
 
     def send(self, orders: Mapping[int, Order]) -> None:
-        """Begin to ask; `collect` waits for the answers. Raises GroupLost."""
+        """Send orders without a wait; `collect` waits for the answers. Raises GroupLost."""
         self._refuse_if_lost()
         self._asked = tuple(orders)
         try:
@@ -71,7 +71,7 @@ class Followers:
             raise self.lose(error) from error
 
     def collect(self) -> dict[int, Any]:
-        """Wait for the answers. Raises GroupLost."""
+        """Wait for the answers and return the results. Raises GroupLost."""
         self._refuse_if_lost()
         results = {}
         try:
@@ -84,14 +84,14 @@ class Followers:
         return results
 
     def end(self) -> None:
-        """Let all members end, where they are still there."""
+        """Order all members to end; log a warning if the group is already lost."""
         try:
             self.send(dict.fromkeys(self._links.others, End()))
         except GroupLost as lost:
             log.warning("group_ended_without_its_members", reason=str(lost))
 
     def lose(self, error: BaseException) -> GroupLost:
-        """Say that the group cannot go on: from here on nothing is asked any more."""
+        """Return the error for a failed group. From now on every order raises it."""
         self.lost = self.lost or f"{type(error).__name__}: {error}"
         return GroupLost(self.lost)
 
@@ -101,7 +101,7 @@ class Followers:
 
 
 def facts_of(engine: Engine) -> MemberFacts:
-    """Look, between cycles."""
+    """Return the state of a member; valid between cycles."""
     adapters = engine.adapters
     return MemberFacts(
         runs=adapters.runs,
@@ -114,7 +114,7 @@ def facts_of(engine: Engine) -> MemberFacts:
 
 
 def follow(engine: Engine, links: Links, lock_step: GroupLockStep) -> None:
-    """Follow orders until the end. Whatever this raises, the group cannot go on."""
+    """Execute orders until `End`. After any exception the group cannot continue."""
     while not isinstance(order := links.await_order(), End):
         links.answer(Answer(_done(order, engine, lock_step), facts_of(engine)))
 

@@ -1,6 +1,7 @@
-"""Start the members of a group with torchrun, and end with them.
+"""Launcher of the members of a group with torchrun.
 
-torchrun's agent starts, watches and ends the processes; this says what their end means to a supervisor.
+torchrun's agent starts, watches and ends the processes. The launcher converts their exit codes to one for a
+supervisor.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ log = structlog.get_logger()
 
 HERE = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
-#: What members have to end in once one of them has died: what they hold is replayed.
+#: Time in s for the other members to end after one has crashed. Their state is replayed.
 LAST_S = 3
-#: Exit codes that say something to a supervisor; any other end is a crash.
+#: Exit codes with a meaning for a supervisor; any other end is a crash.
 _KNOWN_CODES = (2, EXIT_CODE)
 
 
 def launch(size: int, member: Callable[[], None]) -> int:
-    """Run `member` in `size` processes until all have returned; return an exit code.
+    """Run `member` in `size` processes until all have returned, and return an exit code.
 
-    They are forked, so that libraries are imported once: no device has been touched before. A stop is for
-    the first member, which ends the others; a member that dies takes all with it.
+    The processes are forked, so that libraries are imported once. Call it before any use of a device. A stop
+    signal is for the first member, which ends the others. The crash of a member ends all members.
     """
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _pass_on)
@@ -48,7 +49,7 @@ def launch(size: int, member: Callable[[], None]) -> int:
             rdzv_backend="c10d",
             rdzv_endpoint=f"{HERE}:0",
             local_addr=HERE,
-            max_restarts=0,  # a supervisor's to decide
+            max_restarts=0,  # a supervisor decides on restarts
             start_method="fork",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             signals_to_handle="SIGQUIT",

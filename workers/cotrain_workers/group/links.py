@@ -1,4 +1,4 @@
-"""What the members of a group say to each other, over gloo: orders and answers, and what they agree on."""
+"""Connections between the members of a group, over gloo: orders, answers and agreements."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from torch import distributed as dist
 from cotrain_workers.engine.device import DeviceLost
 from cotrain_workers.group.messages import Answer, Order
 
-#: A member waits for its next order for as long as no request comes. That the first one has died it learns at
-#: once, by the end of their connection; that it hangs, the first one's own waiting ends.
+#: Time for which a member waits for its next order. The pool may be idle that long. If the first member crashes,
+#: the closed connection ends the wait at once. If a member hangs, the first member's own timeout ends the group.
 NEVER = timedelta(days=3650)
 
 
 class GroupLost(DeviceLost):
-    """A member is gone, or does not answer: this process cannot compute any more."""
+    """Failure of a group: a member has ended or does not answer, and this process must restart."""
 
 
 def is_member() -> bool:
-    """Tell whether torchrun has started this process."""
+    """Return True if torchrun has started this process."""
     return "LOCAL_RANK" in os.environ
 
 
 class Links:
-    """The connections of one member; for its main thread."""
+    """Connections of one member, for its main thread."""
 
     def __init__(self, device: str, timeout_s: float) -> None:
-        """Meet the others; weights go over NCCL between GPUs, all else over gloo.
+        """Connect to the other members. Weights use NCCL between GPUs; everything else uses gloo.
 
-        Whatever takes longer than `timeout_s` between two members ends the group.
+        An exchange between two members that takes longer than `timeout_s` ends the group.
         """
-        if (
-            sys.platform == "linux"
-        ):  # all members are on this host, and what they say is not for others
+        # All members are on this host, and their messages must not leave it.
+        if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -48,7 +47,7 @@ class Links:
         dist.init_process_group(backend, timeout=timeout)
         self.number: int = dist.get_rank()
         self.size: int = dist.get_world_size()
-        # The first member gives up: one that hangs while it has nothing to do takes no order.
+        # The first member stops waiting: a hung idle member does not accept an order.
         to_order = timeout if self.number == 0 else NEVER
         self._orders = dist.new_group(backend="gloo", timeout=to_order)
         self._loads = dist.new_group(backend="gloo", timeout=NEVER)
@@ -58,15 +57,15 @@ class Links:
 
     @property
     def others(self) -> range:
-        """Return the numbers of those that follow the first member."""
+        """Numbers of the followers."""
         return range(1, self.size)
 
     def order(self, member: int, order: Order) -> None:
-        """Ask a member for something."""
+        """Send an order to a member."""
         dist.send_object_list([order], dst=member, group=self._orders)
 
     def await_order(self) -> Order:
-        """Wait for what the first member asks for."""
+        """Wait for the next order of the first member."""
         order: Order = self._received(0, self._orders)
         return order
 
@@ -75,29 +74,29 @@ class Links:
         dist.send_object_list([answer], dst=0, group=self._answers)
 
     def await_answer(self, member: int) -> Answer:
-        """Wait for what a member makes of its order."""
+        """Wait for a member's answer to its order."""
         answer: Answer = self._received(member, self._answers)
         return answer
 
     def agree(self, *wanted: int) -> list[int]:
-        """Return the greatest of each number that a member wants; every member asks, in the same order."""
+        """Return the maximum over all members of each number. Every member must call it, in the same order."""
         agreed = torch.tensor(wanted)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._answers)
         return agreed.tolist()
 
     def await_all(self) -> None:
-        """Wait for all members, however long that takes."""
+        """Wait for all members, without a timeout."""
         dist.barrier(group=self._loads)
 
     def end_others(self) -> None:
-        """Kill the other members, on this host like this one: none can go on, and one that hangs hears nothing."""
+        """Kill the other members, which are on this host. None can continue, and a hung one reads no order."""
         for pid in self._pids:
             if pid != os.getpid():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Part in good order."""
+        """Close the connections."""
         dist.destroy_process_group()
 
     def _received(self, member: int, group: Any) -> Any:

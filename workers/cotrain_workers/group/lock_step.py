@@ -1,7 +1,7 @@
-"""All members of a group run the same passes of the base model; one that has nothing to run goes along.
+"""Lock step of a group: all members run the same passes of the base model, idle ones with dummy tokens.
 
-Before each pass the members say what they want next; the greatest kind goes first (`engine/lock_step.py`), and
-those that want another, or nothing, run 16 zero tokens instead, whose results no run ever sees.
+Before each pass, every member requests a kind of pass, and the greatest kind runs (`engine/lock_step.py`). A
+member that requested another kind, or none, runs 16 zero tokens instead. No run uses their results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILLER_TOKENS = 16
 
 
 class GroupLockStep:
-    """Implements `LockStep` for one member."""
+    """Implementation of `LockStep` for one member."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -37,19 +37,19 @@ class GroupLockStep:
         self._filler: Filler | None = None
         self._deadline_passed: Callable[[], bool] = lambda: False
         self.is_over = False
-        """Whether the first member's time for this cycle is over, as of the last pass."""
+        """True if the first member's time for this cycle was over at the last pass."""
 
     @property
     def sharding(self) -> str:
-        """Name how the base model is held."""
+        """Description of the sharding of the base model."""
         return f"fsdp2/{self._links.size}"
 
     def fill_with(self, base: BaseModel) -> None:
-        """Go along with this base model from now on."""
+        """Use this base model for dummy passes from now on."""
         self._filler = Filler(base)
 
     def await_pass(self, wanted: Forward) -> Forward:
-        """Go along until it is the turn of this kind; return it, or a backward with recomputing."""
+        """Run dummy passes until this kind is agreed on. Return it, or RECOMPUTED for BACKWARD."""
         while True:
             agreed = self._agree(wanted)
             if agreed == wanted or (agreed.goes_back and wanted.goes_back):
@@ -64,9 +64,9 @@ class GroupLockStep:
         allowances: Mapping[tuple[str, int], int],
         is_over: Callable[[], bool] | None,
     ) -> Yielding[CycleOutput]:
-        """Run this member's part of a cycle, then go along until all have ended theirs.
+        """Run this member's part of a cycle, then dummy passes until all members have finished theirs.
 
-        `is_over` is the first member's; the others give None, and stop with it.
+        Only the first member passes `is_over`. The others pass None and stop with the first one.
         """
         with self._limited(is_over):
             output = yield from engine.cycle(ops, allowances, is_over or (lambda: self.is_over))
@@ -95,7 +95,7 @@ class GroupLockStep:
 
 
 class Filler:
-    """A pass of a base model for no run, with an adapter in each layer so that it goes back as far as any."""
+    """Dummy pass of a base model. An adapter in each layer makes its backward as deep as that of any run."""
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
@@ -105,7 +105,7 @@ class Filler:
         self._adapter = bank.create("filler", spec)
 
     def run(self, kind: Forward) -> None:
-        """Run it as a pass of this kind."""
+        """Run a dummy pass of this kind."""
         base, adapter = self._base, self._adapter
         row = token_row([[np.zeros(FILLER_TOKENS, np.int64)]], FILLER_TOKENS)
         grads = adapter.gradient.views if kind.goes_back else None

@@ -1,4 +1,4 @@
-"""What the first member of a group asks of the others, and what they answer; as plain data."""
+"""Messages between the first member of a group and its followers, as plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cotrain_workers.engine.ops import Op
 
 @dataclass(frozen=True)
 class RunCycle:
-    """Run these ops in lock-step with the others; answered with the cycle's output. May hold no op."""
+    """Order to run ops in lock step with the other members. The answer is the cycle's output. `ops` may be empty."""
 
     ops: Sequence[Op]
     allowances: Mapping[tuple[str, int], int]
@@ -20,7 +20,7 @@ class RunCycle:
 
 @dataclass(frozen=True)
 class Restore:
-    """Have a run's adapter in this state."""
+    """Order to set the state of a run's adapter."""
 
     run: str
     state: AdapterState
@@ -28,21 +28,21 @@ class Restore:
 
 @dataclass(frozen=True)
 class Drop:
-    """Forget a run's adapter."""
+    """Order to drop a run's adapter."""
 
     run: str
 
 
 @dataclass(frozen=True)
 class CopyOut:
-    """Give a run's state."""
+    """Order to return a run's state."""
 
     run: str
 
 
 @dataclass(frozen=True)
 class End:
-    """The group ends in good order; not answered."""
+    """Order to end, without an answer."""
 
 
 Order = RunCycle | Restore | Drop | CopyOut | End
@@ -50,28 +50,28 @@ Order = RunCycle | Restore | Drop | CopyOut | End
 
 @dataclass(frozen=True)
 class MemberFacts:
-    """What one member holds."""
+    """State of one member."""
 
     runs: frozenset[str] = frozenset()
     open_passes: frozenset[tuple[str, int]] = frozenset()
-    """By (run, seq)."""
+    """Ids of open passes, as (run, seq)."""
     by_tier: Mapping[str, tuple[int, int]] | None = None
-    """As `AdapterBank.by_tier`."""
+    """Same format as `AdapterBank.by_tier`."""
     offloaded: int = 0
     over_budget: Sequence[str] = ()
-    """As `AdapterBank.over_budget`."""
+    """Same format as `AdapterBank.over_budget`."""
     memory_bytes: int = 0
-    """Resident memory of its process."""
+    """Resident memory of the member's process in bytes."""
 
     @property
     def adapter_bytes(self) -> int:
-        """Count the bytes of its adapters, wherever they are."""
+        """Bytes of the member's adapters in all tiers."""
         return sum(size for _, size in (self.by_tier or {}).values())
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of an order, and how the member is after it."""
+    """Result of an order, and the state of the member after it."""
 
     result: Any
     facts: MemberFacts

@@ -1,7 +1,7 @@
-"""Load one member's part of a base model: of each matrix the rows that are its own, and nothing else of the files.
+"""Loader of one member's part of a base model. It reads only the member's own rows of each matrix.
 
-FSDP2 gathers a layer's rows from all members when it runs, and lets go of them. The unembedding stays whole:
-the head multiplies by it chunk by chunk.
+FSDP2 gathers the rows of a layer from all members when the layer runs, and frees them afterwards. The
+unembedding stays whole, because the head multiplies by it chunk by chunk.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from cotrain_workers.group.links import Links
 from cotrain_workers.group.lock_step import GroupLockStep
 
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
-#: Rows of two matrices that are compared at a time.
+#: Number of rows of two matrices that are compared at once.
 _ROWS = 4096
 
 
@@ -62,9 +62,9 @@ def load_sharded(
     links: Links,
     lock_step: GroupLockStep,
 ) -> BaseModel:
-    """Load this member's part of a hub id or a folder; returns when all members have theirs.
+    """Load this member's part of a hub id or a folder. Return when all members have loaded theirs.
 
-    Raises what `load_base_model` does, and NoModel where the weights are no safetensors.
+    Raises the errors of `load_base_model`, and NoModel if the weights are not in safetensors.
     """
     try:
         base = _load(model, device, dtype, links, lock_step, local_files_only=local_files_only)
@@ -112,7 +112,7 @@ def _load(
 
 
 def shard(network: Any, device: torch.device, size: int) -> None:
-    """Divide a model without weights (device `meta`) among `size` processes; what is ours is empty then."""
+    """Shard a model without weights (device `meta`) over `size` processes; leave the own part uninitialized."""
     head = network.lm_head.weight
     is_tied = network.model.embed_tokens.weight is head
     buffers = made_buffers(network, device)
@@ -132,9 +132,9 @@ def shard(network: Any, device: torch.device, size: int) -> None:
 
 
 def made_buffers(network: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Compute what no file holds: frequencies of rotations, the factor of Gemma's embedding.
+    """Return the buffers that no file holds: frequencies of rotations, the factor of Gemma's embedding.
 
-    By the rule that the library itself fills them with after it loaded weights; parameters have none yet.
+    The library's own function, which it calls after it loads weights, fills them. Parameters have no storage yet.
     """
     found: dict[str, torch.Tensor] = {}
     for path, module in network.named_modules():
@@ -149,7 +149,7 @@ def made_buffers(network: Any, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def weight_files(model: str, *, local_files_only: bool) -> dict[str, Path]:
-    """Return which file holds each tensor; raises NoModel."""
+    """Return the file of each tensor. Raises NoModel."""
     try:
         folder = (
             Path(model)
@@ -175,9 +175,9 @@ def weight_files(model: str, *, local_files_only: bool) -> dict[str, Path]:
 
 @torch.no_grad()
 def read_rows(network: nn.Module, files: Mapping[str, Path]) -> None:
-    """Fill each parameter with the rows that are this member's.
+    """Fill each parameter with this member's rows.
 
-    Raises NoModel for one that is not there or not finite, and for a tensor that is no parameter.
+    Raises NoModel if a parameter is missing or not finite, or if a tensor belongs to no parameter.
     """
     by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
     wanted = dict(network.named_parameters())
@@ -201,7 +201,7 @@ def read_rows(network: nn.Module, files: Mapping[str, Path]) -> None:
 
 
 def _is_ignored(name: str, network: Any) -> bool:
-    """Return if a tensor without a parameter changes no result; the library decides by the same rules."""
+    """Return True if a tensor without a parameter affects no result. The library uses the same rules."""
     patterns = {r"rotary_emb\.inv_freq", *(network._keys_to_ignore_on_load_unexpected or ())}
     is_tied_head = name == HEAD and network.lm_head.weight is network.model.embed_tokens.weight
     return is_tied_head or any(re.search(pattern, name) for pattern in patterns)
@@ -234,7 +234,7 @@ def _fill(parameter: torch.Tensor, stored: Any, name: str) -> None:
 
 
 def own_bytes(base: BaseModel) -> int:
-    """Count the bytes of the base model that this member holds, the unembedding included."""
+    """Return the bytes of this member's part of the base model, including the unembedding."""
     return sum(_local(each).nbytes for each in _weights(base))
 
 

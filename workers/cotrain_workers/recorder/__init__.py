@@ -1,1 +1,1 @@
-"""The flight recorder: cycles as files, and `cotrain replay`; knows no Redis."""
+"""Flight recorder: cycles as files, and `cotrain replay`. Independent of Redis."""

@@ -1,4 +1,4 @@
-"""`cotrain replay` and `cotrain recorder …`: run a recorded cycle again, list them, hand one out."""
+"""Commands `cotrain replay` and `cotrain recorder …`: replay, list and export recorded cycles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -14,19 +14,22 @@ from rich.table import Table
 
 from cotrain.commands.terminal import AsJson, examples, harmless, print_json, print_rich
 from cotrain_store.messages.ids import RunId
-from cotrain_workers.engine.engine import Engine
-from cotrain_workers.recorder.file import CycleFacts, RecordedCycle
-from cotrain_workers.recorder.replay import Compared
 
-# Where it is missing, `cotrain` says what to install. It is imported where a command needs it:
-# that takes seconds, and every `cotrain` loads this module.
+if TYPE_CHECKING:
+    # Every `cotrain` loads this module, and these import torch: 8 s.
+    from cotrain_workers.engine.engine import Engine
+    from cotrain_workers.recorder.file import CycleFacts, RecordedCycle
+    from cotrain_workers.recorder.replay import Compared
+
+# If torch is missing, `cotrain` prints the package to install. Commands import it themselves: the
+# import takes seconds, and every `cotrain` command loads this module.
 if find_spec("torch") is None:
     raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
 recorder = typer.Typer(help="List recorded cycles, and hand one out.", no_args_is_help=True)
 
-DEFAULT_DATA_DIR = Path.home() / ".cotrain"  # as `cotrain serve` has it
-#: Exit codes of `replay`, besides 0.
+DEFAULT_DATA_DIR = Path.home() / ".cotrain"  # the default of `cotrain serve`
+#: Exit codes of `replay` other than 0.
 DIVERGED, UNUSABLE = 1, 2
 
 Recording = Annotated[Path, typer.Argument(help="A file below <data>/recorder.", exists=True)]
@@ -153,7 +156,7 @@ def _with_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
 
 
 def _describe(cycle: RecordedCycle, engine: Engine) -> None:
-    """Say what is run again, and how it is compared."""
+    """Print a description of the cycle and of the comparison."""
     facts = cycle.facts
     recorded, worker, number, runs, ops = _listed(facts)
     print_rich(
@@ -188,7 +191,7 @@ def _listed(facts: CycleFacts) -> tuple[str, ...]:
 
 
 def _facts(facts: CycleFacts | None) -> dict[str, Any]:
-    """Name what is known of a cycle for JSON; of a damaged file that is nothing."""
+    """Return the facts of a cycle for JSON; all null for a damaged file."""
     return {
         "recorded_at": facts and _time(facts),
         "base_model": facts and facts.base_model,

@@ -1,18 +1,16 @@
-"""One cycle in one file: what it was made of, and what came out. The file is all that a replay needs.
+"""File of one recorded cycle: its inputs and its outcome. A replay needs the base model and this file only.
 
-It is a zip archive without compression, of JSON and safetensors, and nothing in it is code:
+The file is an uncompressed zip archive of JSON and safetensors, without executable content:
 
-    cycle.json                    the plan, the base model, the numerics
-    bodies/<n>                    the body of the plan's n-th op
-    before/<n>.safetensors        a run's state before the cycle (`snapshots.encode_snapshot`)
-    weights/<n>.safetensors       weights that a load or a reverse KL read
-    optimizers/<n>.safetensors    the optimizer state that a load read
-    outcome.json                  what came of every op, and every run's state after it …
-    outcome.safetensors           … and the numbers of the ops
+* `cycle.json`: the plan, the base model, the numerics
+* `bodies/<n>`: the body of the plan's n-th op
+* `before/<n>.safetensors`: a run's state before the cycle (`snapshot_file.encode_snapshot`)
+* `weights/<n>.safetensors`: weights that a load or a reverse KL read
+* `optimizers/<n>.safetensors`: the optimizer state that a load read
+* `outcome.json`: the outcome of every op, and every run's state after the cycle
+* `outcome.safetensors`: the numbers of the ops
 
-The outcome is added when the cycle is over; one that killed its process has none.
-
-What is recorded of one cycle: what it was made of, and what came out.
+The outcome is added at the end of the cycle. A cycle that killed its process has none.
 """
 
 from __future__ import annotations
@@ -45,21 +43,21 @@ from cotrain_workers.recovery.snapshot_file import decode_snapshot, encode_snaps
 
 @dataclass(frozen=True)
 class CycleFacts:
-    """Which cycle it was, and where it ran."""
+    """Identity of a cycle, and its worker's model and numerics."""
 
     recorded_at: float
     pool: str
     base_model: str
-    """As clients ask for it."""
+    """Name used by clients."""
     model: str
-    """As the worker loaded it: a hub id or a folder."""
+    """Hub id or folder that the worker loaded."""
     numerics: Numerics
     step: Step
 
 
 @dataclass(frozen=True)
 class ReadCheckpoints:
-    """What the ops of a cycle read of checkpoints, by the checkpoint's weights."""
+    """Checkpoints that the ops of a cycle read, keyed by the reference of their weights."""
 
     weights: Mapping[str, HostWeights] = field(default_factory=dict)
     optimizers: Mapping[str, HostOptimizer | None] = field(default_factory=dict)
@@ -67,7 +65,7 @@ class ReadCheckpoints:
 
 @dataclass(frozen=True)
 class Findings:
-    """What came out of a cycle: of every op that is over, and each run's state after it."""
+    """Outcome of a cycle: fingerprints of every finished op, and of each run's state after the cycle."""
 
     by_op: Mapping[OpId, Fingerprint]
     by_run: Mapping[RunId, Fingerprint]
@@ -75,20 +73,23 @@ class Findings:
 
 @dataclass(frozen=True)
 class RecordedCycle:
-    """All of a file."""
+    """Content of a file."""
 
     facts: CycleFacts
     bodies: Sequence[bytes]
-    """In the order of the plan's ops."""
+    """Bodies in the order of the plan's ops."""
     before: Mapping[RunId, AdapterState]
-    """Of the runs that the cycle did not make."""
+    """States before the cycle of all runs that the cycle did not create."""
     read: ReadCheckpoints
     found: Findings | None
-    """None: the process did not live to see it."""
+    """None if the process crashed during the cycle."""
 
 
 def only_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
-    """Leave out all other runs: a run's numbers do not depend on them (on a CPU, not to the last bit else)."""
+    """Return the part of a cycle that belongs to one run.
+
+    A run's results do not depend on other runs. On a CPU this holds for every bit; elsewhere the last bits may differ.
+    """
     step = cycle.facts.step
     kept = [(op, body) for op, body in zip(step.ops, cycle.bodies, strict=True) if op.run == run]
     refs = {ref for op, body in kept for ref, _ in checkpoints_of(op, body)}
@@ -113,7 +114,7 @@ def _only_history(found: Findings, run: RunId) -> Findings:
 
 
 def checkpoints_of(op: QueuedOp, body: bytes) -> list[tuple[WeightsRef, bool]]:
-    """Name the weights that an op reads, each with whether it reads their optimizer state, too."""
+    """Return the weights that an op reads, each with True if the op also reads their optimizer state."""
     if not body:
         return []
     if op.kind is OpKind.LOAD:
@@ -129,7 +130,7 @@ def checkpoints_of(op: QueuedOp, body: bytes) -> list[tuple[WeightsRef, bool]]:
 
 
 FORMAT = "cotrain-cycle-1"
-#: What Python's readers raise for bytes that are not what they should be. A RuntimeError is what is
+#: Exceptions of Python's readers for invalid bytes. A RuntimeError is raised for content that is
 #: encrypted, compressed in an unknown way, or nested too deep.
 _BROKEN = (
     OSError, EOFError, zipfile.BadZipFile, zlib.error, SafetensorError, ValueError, KeyError,
@@ -138,7 +139,7 @@ _BROKEN = (
 
 
 class RecordingUnreadable(Exception):
-    """The file is no recorded cycle, or a damaged one."""
+    """The file is not a recorded cycle, or is damaged."""
 
 
 def write_inputs(
@@ -148,9 +149,9 @@ def write_inputs(
     before: Iterable[tuple[RunId, AdapterState]],
     read: ReadCheckpoints,
 ) -> None:
-    """Write what a cycle is made of; `before` is taken one by one, since each may be large.
+    """Write the inputs of a cycle. States of `before` are read one by one, because each may be large.
 
-    The file appears whole, readable for its owner alone: it holds the tenants' data and weights.
+    The file appears atomically. Only its owner can read it, because it holds the tenants' data and weights.
     """
     unfinished = path.with_suffix(".tmp")
     unfinished.touch(mode=0o600)
@@ -171,7 +172,7 @@ def write_inputs(
 
 
 def add_findings(path: Path, found: Findings) -> None:
-    """Add what came out of a cycle. A process that dies in this leaves a damaged file."""
+    """Add the outcome of a cycle. A crash during the write leaves a damaged file."""
     with zipfile.ZipFile(path, "a") as archive:
         numbers = {
             f"{at}/{name}": values
@@ -183,7 +184,7 @@ def add_findings(path: Path, found: Findings) -> None:
 
 
 def write_cycle(path: Path, cycle: RecordedCycle) -> None:
-    """Write a cycle that was read, or a part of one."""
+    """Write a cycle that was read from a file, or a part of it."""
     write_inputs(path, cycle.facts, cycle.bodies, cycle.before.items(), cycle.read)
     if cycle.found:
         add_findings(path, cycle.found)
@@ -193,7 +194,7 @@ def read_cycle(path: Path) -> RecordedCycle:
     """Read a recorded cycle.
 
     Raises:
-        RecordingUnreadable: with what is wrong, as a sentence.
+        RecordingUnreadable: with the reason as a sentence.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -203,7 +204,7 @@ def read_cycle(path: Path) -> RecordedCycle:
 
 
 def read_facts(path: Path) -> CycleFacts:
-    """Read which cycle a file holds, without its tensors. Raises RecordingUnreadable."""
+    """Read the facts of a recorded cycle, without its tensors. Raises RecordingUnreadable."""
     try:
         with zipfile.ZipFile(path) as archive:
             return _parse_facts(_json(archive, "cycle.json"), path)

@@ -1,7 +1,7 @@
-"""The flight recorder: the last cycles of a worker, each whole in a file, to be run again elsewhere.
+"""Flight recorder: the last cycles of a worker, each complete in a file, for a replay elsewhere.
 
-What a cycle is made of is written before it runs, so that one which kills its process is there, too.
-A disk that is full costs recordings and nothing else. See docs/operate/recorder.md.
+The inputs of a cycle are written before it runs, so a cycle that kills its process is recorded, too.
+A full disk affects recordings only. See docs/operate/recorder.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUFFIX = ".zip"
 
 
 class Recorder:
-    """Records the cycles of one worker; keeps the last `kept` in `folder`, its own; 0 records nothing."""
+    """Recorder of one worker's cycles. It keeps the last `kept` cycles in its own `folder`; 0 records nothing."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Recorder:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def begin(self, step: Step, bodies: Mapping[tuple[str, int], bytes]) -> None:
-        """Write what a step is made of, just before it runs. Twice is harmless."""
+        """Write the inputs of a step just before it runs. Idempotent."""
         self._recording = None
         if not self._kept:
             return
-        # The epoch: what killed a predecessor is not overwritten by who runs it again.
+        # With the epoch, a re-run does not overwrite the recording of the cycle that killed a predecessor.
         path = self._folder / f"{step.cycle:012}-{self._epoch}{SUFFIX}"
         in_order = [bodies[op.run, op.seq] for op in step.ops]
         try:
@@ -76,7 +76,7 @@ class Recorder:
             self._recording = path
 
     def finish(self, step: Step, outputs: Mapping[tuple[str, int], Output]) -> None:
-        """Add what came of the step that began last; call it while the engine has nothing newer."""
+        """Add the outcome of the step that began last. Call it before the engine runs anything newer."""
         if self._recording is None:
             return
         found = Findings(
@@ -109,7 +109,7 @@ class Recorder:
                 yield run, self._engine.adapters.state(run)
 
     def _read_by(self, ops: Sequence[QueuedOp], bodies: Sequence[bytes]) -> ReadCheckpoints:
-        """Fetch the checkpoints that ops are going to read; those that are gone are gone for both."""
+        """Return the checkpoints that ops will read. Missing ones are left out; they are missing for the ops, too."""
         weights: dict[str, HostWeights] = {}
         optimizers: dict[str, HostOptimizer | None] = {}
         for op, body in zip(ops, bodies, strict=True):

@@ -1,4 +1,4 @@
-"""Run one recorded cycle again, and compare. Needs a base model and the file, and no server."""
+"""Replay of one recorded cycle, and comparison of the outcomes. It needs the base model and the file, but no server."""
 
 from __future__ import annotations
 
@@ -32,52 +32,52 @@ from cotrain_workers.recorder.file import CycleFacts, Findings, RecordedCycle
 
 Verdict = Literal["equal", "close", "DIVERGED", "left out", "new"]
 
-#: How far two numbers may lie apart that other numerics computed; as in a recovery (ADR 5).
+#: Tolerance between numbers that were computed with different numerics; the same as in a recovery (ADR 5).
 OTHER_NUMERICS = 1e-2
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One op, or with `seq` None one run's state after the cycle."""
+    """Comparison of one op. If `seq` is None, of one run's state after the cycle."""
 
     run: RunId
     seq: int | None
     what: str
     digest: str
-    """What came out now, as a cycle's record has it."""
+    """Digest of the new outcome, as in a cycle's record."""
     verdict: Verdict
     details: str
-    """In what it diverged, why it was left out, or what is new in a cycle without an outcome."""
+    """Differences, the reason for leaving it out, or the outcome if the cycle had none."""
 
 
 @dataclass(frozen=True)
 class RecordedCheckpoints:
-    """The checkpoints that a recorded cycle read."""
+    """Checkpoints that a recorded cycle read."""
 
     cycle: RecordedCycle
     layout: Callable[[AdapterSpec], Layout]
 
     def host(self, ref: WeightsRef) -> HostWeights:
-        """Give weights; raises WeightsMissing where they were gone then."""
+        """Return weights. Raises WeightsMissing if they were missing in the recorded cycle."""
         if ref not in self.cycle.read.weights:
             raise WeightsMissing(ref)
         return self.cycle.read.weights[ref]
 
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
-        """Give the optimizer state that was saved with weights, if any; raises WeightsMissing."""
+        """Return the optimizer state that was saved with weights, or None. Raises WeightsMissing."""
         if ref not in self.cycle.read.optimizers:
             raise WeightsMissing(ref)
         return self.cycle.read.optimizers[ref]
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return where the matrices of such an adapter lie in its arena."""
+        """Return the layout of an adapter's matrices in its arena."""
         return self.layout(spec)
 
 
 def engine_for(facts: CycleFacts, base_model: str | None, device: str | None) -> Engine:
-    """Load the base model as the recording worker did, as far as this machine can.
+    """Return an engine with the base model, loaded as by the recording worker if this machine can.
 
-    Raises OSError if there is no such model, UnsupportedModel if it is none that can be trained.
+    Raises OSError if there is no such model, and UnsupportedModel if it cannot be trained.
     """
     numerics = facts.numerics
     can_cuda = torch.cuda.is_available()
@@ -96,29 +96,29 @@ def engine_for(facts: CycleFacts, base_model: str | None, device: str | None) ->
 
 
 def tolerance_of(then: Numerics, now: Numerics) -> float:
-    """Return how far numbers may lie apart: nothing on a CPU with the numerics that were recorded.
+    """Return the tolerance between numbers: 0 on a CPU with the recorded numerics.
 
-    On CUDA the same plan gives the same bits, but how a cycle was run (halved for want of memory, op by
-    op after a crash) is not part of the plan.
+    On CUDA the same plan gives the same bits. However, the plan does not record the way a cycle was run: in
+    halved micro-batches after memory ran out, or op by op after a crash.
     """
     return 0.0 if then == now and now.device == "cpu" else OTHER_NUMERICS
 
 
 def restore_before(engine: Engine, cycle: RecordedCycle) -> None:
-    """Give the engine, which holds none of them, the runs of a cycle as they were before it.
+    """Load the runs of a cycle into an engine without them, in their states before the cycle.
 
-    Raises ValueError if they are of another base model.
+    Raises ValueError if they belong to another base model.
     """
     for run, state in cycle.before.items():
         engine.adapters.restore(run, state)
 
 
 def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False) -> Findings:
-    """Run a recorded cycle from where `restore_before` left the engine.
+    """Run a recorded cycle after `restore_before`, and return the outcome.
 
-    What failed by an accident (a crash, a full disk) is left out, but with `everything`. A pass that took
-    several cycles runs whole in the one it ended in, from the state that all of them began with; in the
-    others it changed nothing. Raises whatever a broken engine raises.
+    Ops that failed by accident (a crash, a full disk) are left out unless `everything` is set. A pass that took
+    several cycles runs whole in its last one, from the state before the first one. In the other cycles it
+    changed nothing. Exceptions of the engine are not caught.
     """
     checkpoints = RecordedCheckpoints(cycle, engine.adapters.layout_of)
     outputs: dict[tuple[str, int], Output] = {}
@@ -144,19 +144,19 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
 
 
 def was_not_over(cycle: RecordedCycle, op: QueuedOp) -> bool:
-    """Tell whether an op went on in a later cycle, or began there."""
+    """Return True if an op did not finish in the cycle: it continued or began in a later one."""
     return cycle.found is not None and (op.run, op.seq) not in cycle.found.by_op
 
 
 def has_not_run(cycle: RecordedCycle, op: QueuedOp) -> bool:
-    """Tell whether an op failed by an accident, and so did nothing to its run."""
+    """Return True if an op failed by accident, and therefore did not change its run."""
     return cycle.found is not None and cycle.found.by_op[op.run, op.seq].is_accident
 
 
 def compared(cycle: RecordedCycle, again: Findings, tolerance: float) -> Iterator[Compared]:
-    """Compare what came out of a cycle then and now: every op, then every run's state.
+    """Compare the recorded and the new outcome of a cycle: every op, then every run's state.
 
-    To the bit where `tolerance` is 0. A cycle without an outcome has nothing to compare with.
+    If `tolerance` is 0, bits are compared. A cycle without a recorded outcome has nothing to compare with.
     """
     then = cycle.found or Findings({}, {})
     for op in cycle.facts.step.ops:

@@ -1,7 +1,8 @@
-"""Passes larger than any before: the kernel may kill the process over one that needs more memory than there is.
+"""Protection against passes that exceed the memory: the kernel may kill the process during one.
 
-Such a micro-batch is noted in the store while it runs. The next process finds the note. It commits the requests of
-others first. Then it runs the dangerous request apart, with less memory. A request that killed twice fails.
+A micro-batch larger than any before is recorded in the store while it runs. After a kill, the next process reads
+the record. It commits the other requests first. Then it runs the dangerous request alone, with less memory. A
+request that killed twice fails.
 """
 
 from __future__ import annotations
@@ -27,58 +28,58 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Kill:
-    """A micro-batch during which processes ended."""
+    """Record of a micro-batch during which processes ended."""
 
     request: str
     """The request with most of its tokens."""
     tokens: int
     worker: str
-    """The worker whose processes ended."""
+    """Worker whose processes ended."""
     count: int
-    """The number of those processes."""
+    """Number of processes that ended."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The ops of a step that run now. The others go back to their queues."""
+    """Ops of a step that run now. The others return to their queues."""
 
     ops: Sequence[Op]
     failures: Mapping[tuple[str, int], Failure] = field(default_factory=dict)
     spares: int = 0
-    """Tokens of the smallest micro-batch that killed; 0: none did."""
+    """Tokens of the smallest micro-batch that killed a process; 0 if none did."""
     is_apart: bool = False
-    """True: the only op is the dangerous request."""
+    """True if the only op is the dangerous request."""
 
 
 class LargePasses:
-    """The notes of one worker about large micro-batches, and the kills that its predecessors left."""
+    """Records of one worker about large micro-batches, and the kills that its predecessors left."""
 
     def __init__(self, engine: Trainer, counts: CrashCounts, worker: WorkerId) -> None:
         self._counts = counts
         self._worker = worker
         self._kills = kills_of(counts.by_part())
-        for kill in self._kills:  # of another worker it may be one that lives
+        for kill in self._kills:
+            # A record of another worker may belong to a process that still runs.
             if kill.worker == worker:
-                engine.spare_memory(
-                    kill.tokens
-                )  # also where it ended in a replay, which comes before any step
+                # Now, because the process may have ended in a replay, which precedes any step.
+                engine.spare_memory(kill.tokens)
         self._deferred: set[str] = set()
         self._apart = ""
-        """The dangerous request, while it runs apart."""
+        """Dangerous request, while it runs alone; else empty."""
         self._largest = dict.fromkeys((False, True), (LEAST_TOKENS, LEAST_TOKENS))
-        """With and without gradient: the largest micro-batch and the longest datum that have run, in tokens."""
+        """Largest micro-batch and longest datum that have run, in tokens, keyed by "needs a gradient"."""
         engine.watch_micro_batches(self._watched)
 
     def read(self) -> None:
-        """Read the notes again: the step of another worker may have arrived with its kills."""
+        """Read the records again: a step of another worker may have arrived with its kills."""
         self._kills = kills_of(self._counts.by_part())
 
     def concern(self, requests: Collection[str]) -> bool:
-        """Return whether a process ended over one of these requests."""
+        """Return True if a process ended during one of these requests."""
         return any(kill.request in requests for kill in self._kills)
 
     def part_of(self, ops: Sequence[Op]) -> Part:
-        """Return the ops of a step that run now: all of them, if no process ended over one."""
+        """Return the ops of a step that run now: all of them, if no process ended during one."""
         self._apart = ""
         requests = [_request(op) for op in ops]
         kills = [kill for kill in self._kills if kill.request in requests]
@@ -95,7 +96,7 @@ class LargePasses:
         return part
 
     def are_over(self, requests: Collection[str]) -> None:
-        """Forget the kills of requests that have a result."""
+        """Drop the kills of requests that have a result."""
         self._kills = [kill for kill in self._kills if kill.request not in requests]
 
     @contextmanager
@@ -104,24 +105,23 @@ class LargePasses:
         run, seq = batch.largest
         request = request_id(RunId(run), seq)
         fits = batch.tokens <= tokens and batch.longest <= longest
-        if fits and request != self._apart:  # of that one, all are noted
+        if fits and request != self._apart:  # every micro-batch of that request is recorded
             yield
             return
         part = f"{request}@{batch.tokens}/{self._worker}"
-        with suppress(
-            *CONNECTION_LOST
-        ):  # it runs all the same, and is found by bisection where it kills
+        # Without a record it runs all the same; if it kills, bisection finds it.
+        with suppress(*CONNECTION_LOST):
             self._counts.risk(part)
         failpoint("worker.before_large_pass", request)
         try:
             yield
-        finally:  # also where memory ran out and said so: this process lives
-            with suppress(*CONNECTION_LOST):  # the commit strikes it off
+        finally:  # also after an out-of-memory error, which this process survives
+            with suppress(*CONNECTION_LOST):  # then the commit removes the record
                 self._take_back(part)
         self._largest[batch.needs_grad] = max(tokens, batch.tokens), max(longest, batch.longest)
 
     def _take_back(self, part: str) -> None:
-        """Take back the note of this process. Those of its predecessors stay until the request is over."""
+        """Remove the record of this process. Those of its predecessors stay until the request is resolved."""
         if any(part == f"{kill.request}@{kill.tokens}/{kill.worker}" for kill in self._kills):
             self._counts.take_back(part)
         else:
@@ -129,7 +129,7 @@ class LargePasses:
 
 
 def kills_of(counts: Mapping[str, int]) -> list[Kill]:
-    """Return the micro-batches among the crash counts. Pure."""
+    """Return the kills among the crash counts. Pure."""
     return [
         Kill(request, int(tokens), worker, count)
         for part, count in counts.items()
@@ -142,10 +142,11 @@ def kills_of(counts: Mapping[str, int]) -> list[Kill]:
 def careful_part(
     ops: Sequence[Op], kills: Sequence[Kill], deferred: Collection[str], limit_bytes: int
 ) -> Part:
-    """Return the part of a step that runs now, the ops of each run in its order. Pure.
+    """Return the part of a step that runs now, the ops of each run in order. Pure.
 
-    A request that killed twice fails, or is cut into smaller slices. Ops before every dangerous request run first.
-    A request in `deferred` has waited for them once: it runs now, alone.
+    A request that killed twice is cut into smaller slices. It fails if its longest datum is at least as long as
+    the smallest micro-batch that killed. Ops before every dangerous request run first. A request in `deferred`
+    has waited for them once, so it runs now, alone.
     """
     spares = min(kill.tokens for kill in kills)
     failures: dict[tuple[str, int], Failure] = {}
@@ -160,7 +161,7 @@ def careful_part(
             op = replace(op, slice_tokens=tokens // 2)
         left.append(op)
     dangerous = {kill.request for kill in kills}
-    behind: dict[str, Op] = {}  # by run, its first dangerous op
+    behind: dict[str, Op] = {}  # first dangerous op of each run
     for op in left:
         if _request(op) in dangerous:
             behind.setdefault(op.run, op)
@@ -172,13 +173,13 @@ def careful_part(
 
 
 def longest_of(op: Op) -> int:
-    """Return the tokens of the longest datum of an op."""
+    """Return the tokens of the longest datum of an op; 0 if it has no data."""
     datums = op.datums if isinstance(op, Pass | ReverseKl) else ()
     return max((len(datum.tokens) for datum in datums), default=0)
 
 
 def too_large(tokens: int, limit_bytes: int) -> Failure:
-    """Return the answer to a pass with a datum that killed two processes, the second time alone."""
+    """Return the failure of a pass with a datum that killed two processes, the second time alone."""
     return Failure(
         f"Request needs more memory than the worker has: its process was killed twice while it ran a datum of "
         f"{tokens:,} tokens, within a memory limit of {limit_bytes / 1e9:.1f} GB. Send shorter datums, or ask the "

@@ -98,7 +98,7 @@ class ResidentRuns:
     def ensure(self, run: RunId) -> Yielding[Restored | None]:
         """Load a run into the engine, restored if necessary. Return None if it was in memory.
 
-        Yields after each micro-batch of the replay. A copy of what was replayed is due then (`copy_due`).
+        Yields after each micro-batch of the replay. A copy of a replayed run is due afterwards (`copy_due`).
 
         Raises:
             ReplayDiverged, SpoolCorrupt: the run cannot continue.
@@ -111,26 +111,28 @@ class ResidentRuns:
         position = restored.position
         backlog = ReplayBacklog(position.done, ops=restored.replayed, used_at=time.monotonic())
         backlog.entries = position.done - position.snap
-        # If this process ends soon, its successor does not replay this again. A state with other last bits
-        # waits for the commit that marks it.
+        # Copy it out, so that a successor does not replay it again. A state with other last bits waits for
+        # the commit that marks it.
         backlog.is_due = restored.replayed > 0 and restored.is_exact
         if has_other_numerics(self._engine, position):
             backlog.is_due = True  # a log mixes no numerics
         if not restored.from_newest:
-            # And for want of a good copy.
+            # The newest copy is damaged, so another one is due.
             backlog.ops, backlog.is_due = max(1, backlog.ops), True
         self._backlogs[run] = backlog
         return restored
 
     def to_replay(self, run: RunId) -> int | None:
-        """Return the ops between a run's newest copy and its last commit; None if there is nothing to restore."""
+        """Return the number of ops between a run's newest copy and its last commit; None if there is
+        nothing to restore.
+        """
         position = None if run in self._backlogs else self._execution.logs.position(run)
         if position is None or (position.done == position.snap and not position.snapshot_file):
             return None
         return position.done - position.snap
 
     def copy_due(self) -> None:
-        """Register written copies, and begin the due ones. No run in memory may be ahead of its log."""
+        """Register written copies and start due ones. No run in memory may be ahead of its log."""
         self._register_finished()
         free = {run: each for run, each in self._backlogs.items() if run not in self._writing}
         for run in self._policy.runs_due(free, time.monotonic()):
@@ -143,7 +145,8 @@ class ResidentRuns:
         The run is not in memory then: `ensure` restores it.
         """
         self.forget_state(run)
-        self._writing.pop(run, None)  # of the lost state, and late: the log holds an unstored save
+        # A copy of the lost state, not registered because the log holds an unstored save.
+        self._writing.pop(run, None)
         return roll_back(self._engine, self._execution, self._weights, self._snapshots, run)
 
     def done(self, run: RunId) -> int:
@@ -188,7 +191,7 @@ class ResidentRuns:
                 self.forget_state(run)
                 log.info("run_evicted", run=run)
         for name in self._engine.adapters.over_budget():
-            # An open pass would start anew, cycle after cycle.
+            # A pass that loses its run here would start anew in every cycle.
             if name not in self._engine.open_passes.runs:
                 self._evict(RunId(name))
         for run in self._execution.runs_to_drop():
@@ -282,7 +285,7 @@ class ResidentRuns:
         for run, (seq, writing) in list(self._writing.items()):
             unstored = self._weights.first_unstored(run)
             if not writing.done() or (unstored is not None and unstored <= seq):
-                continue  # the log makes the weights of a save again until they are on disk
+                continue  # until a save is on disk, only a replay of the log can recreate it
             try:
                 snapshot, copy_s = writing.result()
             except OSError as failed:

@@ -1,4 +1,4 @@
-"""The progress of a restore: counted by the worker's loop, read by its heartbeat."""
+"""Progress of a restore: counted by the worker's loop, read by its heartbeat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cotrain_store.messages.ids import RunId
 
 
 class RestoreProgress:
-    """The runs that are restored now, and the ops of their logs. Any thread may read it."""
+    """Runs being restored, and the ops of their logs. Any thread may read it."""
 
     def __init__(self) -> None:
         self._ops: dict[RunId, int] = {}
@@ -16,27 +16,27 @@ class RestoreProgress:
         self._runs_done = 0
 
     def begin(self, ops_by_run: Mapping[RunId, int]) -> None:
-        """Expect these runs, each with the number of ops behind its newest copy."""
+        """Start the progress of these runs, each with the number of ops after its newest copy."""
         self._ops, self._done, self._runs_done = dict(ops_by_run), {}, 0
 
     def expect(self, run: RunId, ops: int) -> None:
-        """Correct the ops of one run: an older copy has more behind it."""
+        """Correct the number of ops of one run: more ops follow an older copy."""
         if run in self._ops:
             self._ops = self._ops | {run: ops}
 
     def reach(self, run: RunId, ops: int) -> None:
-        """Note the number of ops of a run that are done."""
+        """Record the number of finished ops of a run."""
         if run in self._ops:
             self._done = self._done | {run: min(ops, self._ops[run])}
 
     def finish(self, run: RunId) -> None:
-        """Note that a run is restored, or cannot be."""
+        """Count a run as finished, whether it was restored or not."""
         if run in self._ops:
             self.reach(run, self._ops[run])
             self._runs_done += 1
 
     def end(self) -> None:
-        """Note that the restore is over."""
+        """Clear the progress after the restore."""
         self._ops, self._done, self._runs_done = {}, {}, 0
 
     @property

@@ -30,7 +30,7 @@ def roll_back(
     """Replace the state of a run as of `done` by its newest readable checkpoint; return False if
     there is none.
 
-    Calling it twice is harmless: the second caller finds a readable snapshot.
+    Idempotent: a repeated call finds a readable snapshot.
 
     Raises:
         OSError: the snapshot cannot be written now.

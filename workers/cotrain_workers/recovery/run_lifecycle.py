@@ -66,7 +66,7 @@ class StepRuns:
 
 
 class RestoreStopped(Exception):
-    """The end of a restore because this process is to end. Nothing has crashed."""
+    """End of a restore because this process is stopping. Nothing has crashed."""
 
 
 class RunLifecycle:
@@ -101,7 +101,7 @@ class RunLifecycle:
                         pass
                     case Ready(last, exactly):
                         done[run], is_exact = last, is_exact and exactly
-        # A commit is atomic, so a re-run step holds nothing committed; should it ever, then not twice.
+        # A commit is atomic, so no op of a re-run step is committed. The check guards against running one twice.
         ops = tuple(op for op in step.ops if op.seq > done.get(op.run, -1))
         return rolled_back or StepRuns(ops, stopped, is_exact)
 
@@ -135,7 +135,9 @@ class RunLifecycle:
         return Failure(RUN_STOPPED.json()["error"], "server")
 
     def _forget_unless(self, run: RunId, done: int) -> None:
-        """Forget the state of a run in memory, unless it is that after seq `done`: another worker may have changed it."""
+        """Drop a run from memory unless its state is that after seq `done`: another worker may have
+        changed it.
+        """
         if self._residents.done(run) != done:
             self._residents.forget_state(run)
 
@@ -150,7 +152,7 @@ class RunLifecycle:
             self.progress.end()
 
     def _ensure(self, run: RunId, tenant: TenantId) -> Yielding[Ready | RolledBack | Stopped]:
-        """Have a run in memory."""
+        """Load one run into memory; roll it back or stop it if it cannot be restored."""
         try:
             restored = yield from self._residents.ensure(run)
         except ReplayDiverged as diverged:
@@ -165,7 +167,7 @@ class RunLifecycle:
         finally:
             self.progress.finish(run)
         if restored is not None:
-            yield  # its copy is due
+            yield  # a copy of the restored run may be due
         return Ready(self._residents.done(run), self._note_restored(run, restored))
 
     def _note_restored(self, run: RunId, restored: Restored | None) -> bool:

@@ -102,7 +102,7 @@ def decode_snapshot(content: bytes) -> tuple[Mapping[str, str], AdapterState]:
 
 
 def remove_snapshots(root: Blobs, run: str, keep: frozenset[str] = frozenset()) -> None:
-    """Delete a run's files except those in `keep`. Twice is harmless. Raises OSError."""
+    """Delete a run's files except those in `keep`. Idempotent. Raises OSError."""
     for blob in root.list(run_folder(run)):
         if blob.key not in keep:
             root.delete(blob.key)
@@ -161,21 +161,21 @@ def run_folder(run: str) -> str:
 LOG_ENTRIES = 4_096
 #: A copy saves at least this many times the seconds that it takes to write.
 LEAST_GAIN = 4.0
-#: Copies begin at this part of the bound: training goes on while they are written, and is replayed, too.
+#: Fraction of the bound at which copies begin. Training continues during the write, and is replayed, too.
 BEGIN_AT = 0.75
 
 
 @dataclass(frozen=True)
 class ReplayCost:
-    """The shortest times of a replay, which runs the ops of one run alone; in s.
+    """Minimum times of a replay, which runs the ops of one run alone, in s.
 
-    A pass reads the whole base model. Passes of many runs share that time in a cycle. Alone, each pays all of it.
+    A pass reads the whole base model. In a cycle, passes of many runs share that time. Alone, each takes all of it.
     """
 
     pass_s: float = 0.0
-    """The shortest pass alone."""
+    """Minimum time of a pass alone in s."""
     step_s: float = 0.0
-    """The shortest optimizer step alone."""
+    """Minimum time of an optimizer step alone in s."""
 
     def alone_s(self, compute_s: float, part: float, *, is_pass: bool) -> float:
         """Return the time alone of an op that took `compute_s`, the `part` (0 to 1) of its cycle's time."""
@@ -195,11 +195,11 @@ class ReplayBacklog:
     ops: int = 0
     bytes: int = 0
     compute_s: float = 0.0
-    """Time of these ops in cycles with other runs."""
+    """Time of these ops in s, in cycles with other runs."""
     replay_s: float = 0.0
-    """Time of a replay of them, alone."""
+    """Time of their replay in s, alone."""
     is_due: bool = False
-    """True: a copy is to be taken at once, whatever a replay takes."""
+    """True if a copy must be taken at once, independent of the replay time."""
     used_at: float = 0.0
     entries: int = 0
     """Log entries since the last copy, including those without an effect on the state."""

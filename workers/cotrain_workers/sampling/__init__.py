@@ -1,1 +1,1 @@
-"""A sample request from its claim to its result, by the own decoder or by vLLM; knows no training."""
+"""Sample requests from claim to result, with the own decoder or vLLM. Independent of training."""

@@ -1,1 +1,1 @@
-"""The process: takes steps, runs and commits them, sends heartbeats; knows no tensors and no files."""
+"""Worker process: fetches, runs and commits steps, and sends heartbeats. Independent of tensors and files."""

@@ -53,6 +53,7 @@ from cotrain_workers.worker.step_runner import StepRunner
 
 log = structlog.get_logger()
 
+#: Wait in s between polls when there is no work.
 IDLE_S = 1.0
 #: Wait in s while a remote decoder is busy.
 SOON_S = 0.02
@@ -98,7 +99,7 @@ class WorkerLoop:
         self._grace_s = settings.stop_grace_s
         self._drain_until = math.inf
         self._restores_until = -math.inf
-        """The time after which a process that is to end restores no further run."""
+        """Monotonic time in s at which a stopping process ends a restore in progress."""
         self._stopping = threading.Event()
         self._device_time = DeviceTime()
         self._time_sharing = TimeSharing(
@@ -157,11 +158,11 @@ class WorkerLoop:
 
     def _drain(self) -> None:
         self._handover.leaves = True
-        self._heartbeat.send()  # from here on nothing is planned for it
+        self._heartbeat.send()  # the scheduler stops planning for this worker
         self._restores_until = self._drain_until
         try:
             for step in self._execution.open_steps() if self._handover.could_end else ():
-                self.execute(step)  # planned until then: else its runs could not leave
+                self.execute(step)  # runs of an open step could not be handed over
         except RestoreStopped as stopped:
             log.info("restore_stopped", progress=str(stopped))
         self._sampler.drain()
@@ -209,8 +210,8 @@ class WorkerLoop:
         """Execute and commit one step. It may be an open step of a crashed predecessor."""
         times, began, traces = CycleTimes(self._device_time), time.monotonic(), tracer()
         self._time_sharing.training_begins()
-        # Nothing runs at the yield points of a step that a dead predecessor left open: a request of
-        # either kind could be blamed for the deaths that one of the other caused.
+        # At the yield points of a step that crashed a process, run nothing. Otherwise a training
+        # request could be blamed for the crash of a sample request, or the reverse.
         has_crashed = self._runner.is_risky(step)
         at_yield = _nothing if has_crashed else self._at_yield_point
         runs = self._restored(self._runs.restore(step), at_yield)
@@ -258,7 +259,7 @@ class WorkerLoop:
             trace_cycle(traces, step, ran, commit, times, self._runner.crashes(step).count)
 
     def _restored(self, work: Yielding[T], at_yield: Callable[[], None]) -> T:
-        """Restore runs; raise RestoreStopped if this process is to end: its successor continues."""
+        """Restore runs. Raise RestoreStopped if this process must end; its successor continues."""
 
         def at_micro_batch() -> None:
             if self._stopping.is_set() and time.monotonic() > self._restores_until:

@@ -1,7 +1,7 @@
-"""Execution of a step's ops on the engine, with an output for every op; only failing ops fail.
+"""Execution of a step's ops on the engine. Only failing ops fail.
 
-There are three ways, from the fastest to the safest. All ops run in one cycle; after an exception,
-each run executes alone. A step during which processes crashed runs in ever smaller groups
+There are three ways, from the fastest to the safest. All ops run in one cycle. After an exception,
+each run executes alone. A step that crashed at least MAX_CRASHES times runs in ever smaller groups
 (bisection).
 """
 
@@ -95,7 +95,7 @@ class StepRunner:
         self._crashes: CrashHistory | None = None
 
     def crashes(self, step: Step) -> CrashHistory:
-        """Look up how often a step crashed."""
+        """Return the crash history of a step."""
         if self._crashes is None or self._crashes.cycle != step.cycle:
             count = self._execution.crashes(step)
             self._crashes = CrashHistory(step.cycle, count, self._execution, self._runs)
@@ -104,7 +104,9 @@ class StepRunner:
         return self._crashes
 
     def is_risky(self, step: Step) -> bool:
-        """Return whether a process ended over a step or over a request of it: the step then runs without other work."""
+        """Return True if a process ended during the step or one of its requests. The step then runs
+        without other work.
+        """
         requests = [op.request_id for op in step.ops]
         return self.crashes(step).count > 0 or self._large_passes.concern(requests)
 
@@ -135,14 +137,16 @@ class StepRunner:
     ) -> Yielding[StepRun]:
         """Execute a step's ops. Yields where the engine does, while the step runs as a whole.
 
-        If a process ended over a large pass of it, only some of them run: the others have no output.
-        Passes with an allowance may stay open, and stop where the step's time `is_over`. In a step that
-        crashed every pass ends: one that crashes far behind its beginning would crash each time in
-        another step, and bisection counts the crashes of one. So it does where a run was not restored to
-        the bit: the commit of its next op has to say so.
+        If a process ended during a large pass of the step, only some ops run. The others have no
+        output. Passes with an allowance may stay open. They pause when the step's time `is_over`.
+
+        In a step that crashed, every pass runs to its end. A pass that crashes late would otherwise
+        crash in a different step each time, and bisection counts the crashes of one step. Every pass
+        also runs to its end if a run's restored bits may differ, because the commit of its next op
+        must record that.
 
         Raises:
-            DeviceLost: this process cannot compute any more.
+            DeviceLost: the device has failed, and the process must restart.
         """
         self._execution.begin(step)
         outputs: dict[tuple[str, int], Output] = {}
@@ -164,7 +168,8 @@ class StepRunner:
         if part.spares:
             self._engine.spare_memory(part.spares)
         if part.is_apart:
-            self._runs.await_writes()  # they take memory, and a crash in them is no fault of the request
+            # Writes take memory, and a crash during one must not be attributed to the request.
+            self._runs.await_writes()
         ran = yield from self._run(step, runnable, outputs, bodies, runs, is_over)
         self._large_passes.are_over([request_id(RunId(run), seq) for run, seq in ran.outputs])
         return ran
@@ -178,7 +183,7 @@ class StepRunner:
         runs: StepRuns,
         is_over: Callable[[], bool],
     ) -> Yielding[StepRun]:
-        """Run ops as a whole, or in parts where they crashed; `outputs` are of those that do not run."""
+        """Run ops as a whole, or in parts if the step crashed. `outputs` belong to ops that do not run."""
         if self.crashes(step).is_deadly and runnable:
             log.error("step_crash_loop", cycle=step.cycle)
             answers = self._in_groups(runnable, step)

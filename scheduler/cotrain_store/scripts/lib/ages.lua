@@ -1,5 +1,5 @@
--- ages: which keys end, and when. Time is that of a clock of the store's own (`tick`), since Redis' goes
--- with the host's time of day. It began at one, and counts in ms.
+-- ages: expiry of keys by the store's own clock (`tick`), because Redis' clock follows the host's time of day.
+-- It started at the time of day, and counts ms.
 -- needs: weights_release
 local function clock_ms()
   local now_ms = redis.call('GET', 'cotrain:clock')
@@ -14,18 +14,18 @@ local function clock_in(ms)
   return string.format('%.0f', clock_ms() + ms)
 end
 
--- Let a key end after so long, whatever was set before.
+-- Set the expiry of a key, replacing any earlier one.
 local function end_after(key, ttl_ms)
   redis.call('ZADD', 'cotrain:ends', clock_in(ttl_ms), key)
 end
 
--- Let a key end earlier that is to end. A full Redis stops no script that has removed something.
+-- Shorten the expiry of a key that has one. The ZREM makes a full Redis reject no write of the script.
 local function end_sooner(key, ttl_ms)
   redis.call('ZREM', 'cotrain:ends', '')
   redis.call('ZADD', 'cotrain:ends', 'XX', 'LT', clock_in(ttl_ms), key)
 end
 
--- Count a result that lies in a file of the spool: `k`, `r` and `t` begin those (`ResultKind`).
+-- Count a result in a file of the spool. Such a result begins with `k`, `r` or `t` (`ResultKind`).
 local function count_file(result, by)
   local segment = string.match(result, '^[krt]spool:([^:]+):')
   if segment and redis.call('HINCRBY', 'cotrain:spool:results', segment, by) <= 0 then
@@ -47,7 +47,7 @@ local function end_now(key)
   end
 end
 
--- Let a request resolve; false where it had. The first result stays.
+-- Store the result of a request. Returns false if it already has one; the first result is kept.
 local function put_result(request, result, ttl_ms)
   local key = 'cotrain:result:' .. request
   if not redis.call('SET', key, result, 'NX') then

@@ -1,5 +1,5 @@
--- changed: the runs whose queue is not as it was, each under the number of its last change. Written by the
--- transaction that changes it: a message to the scheduler may be lost, this cannot.
+-- changed: runs with a changed queue, each with the number of its last change. The transaction that changes a queue
+-- writes it, because a message to the scheduler may be lost.
 local function note_change(prefix, run)
   redis.call('ZADD', prefix .. 'changed', redis.call('INCR', prefix .. 'changes'), run)
 end

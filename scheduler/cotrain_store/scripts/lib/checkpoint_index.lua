@@ -1,7 +1,7 @@
--- checkpoint_index: a checkpoint is in all lists of its tenant or in none. One that expired is struck off
--- them when they are next read.
+-- checkpoint_index: lists of a tenant's checkpoints. A checkpoint is in all lists or in none. Expired ones are removed
+-- when the lists are next read.
 -- needs: weights_release, ages
-local SOON_S = 60 -- the clocks of the hosts that set a time and that read it may be this far apart
+local SOON_S = 60 -- maximum difference of the clocks of two hosts
 
 local function count_checkpoint(tenant, member, size)
   local sizes = 'cotrain:tenant:' .. tenant .. ':checkpoint_sizes'
@@ -31,7 +31,7 @@ local function strike_expired(tenant)
   end
 end
 
--- Write a record (its JSON, and that decoded) and list it; the name may have been another's.
+-- Write and list a record, passed as JSON and decoded. The name may have referred to other weights.
 local function write_checkpoint(text, record)
   local name, tenant = record.kind .. '/' .. record.name, record.tenant
   local member = record.run .. '/' .. name
@@ -53,6 +53,6 @@ local function write_checkpoint(text, record)
     redis.call('ZADD', expiring, record.expires_at, member)
     local at_ms = string.format('%.0f', record.expires_at * 1000)
     redis.call('PEXPIREAT', 'cotrain:checkpoint:' .. member, at_ms)
-    release_weights(record.weights) -- from now on they are looked at until it has expired
+    release_weights(record.weights) -- from now on they are checked until it has expired
   end
 end

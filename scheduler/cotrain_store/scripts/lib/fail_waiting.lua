@@ -1,4 +1,4 @@
--- fail_waiting: fail the ops first..last of a run that takes none any more; they leave its log.
+-- fail_waiting: fail the ops first..last of an ended run, and remove them from its log.
 -- needs: ages
 -- The requests are added to `resolved`.
 local function fail_waiting(prefix, run, tenant, first, last, failure, ttl_ms, resolved)

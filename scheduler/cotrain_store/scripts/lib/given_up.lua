@@ -1,8 +1,8 @@
--- given_up: ops behind a gap that expired stay in the log, and wait for nothing.
--- They leave their tenant's queue, and come back to it when the gap closes or the run ends.
+-- given_up: counts of the failed ops after an expired gap. They stay in the log, but are not counted in their tenant's
+-- queue until the gap closes or the run ends.
 local GIVEN_UP = { 'given_up_ops', 'given_up_bytes', 'given_up_since' }
 
--- Count ops as those that are given up now, whatever was before.
+-- Set the counts of given-up ops, replacing the earlier ones.
 local function give_up_ops(log, queue, ops, bytes, since)
   local before = redis.call('HMGET', log, unpack(GIVEN_UP))
   if ops == 0 and not before[1] then

@@ -1,9 +1,9 @@
--- history: what a run's optimizer steps and evaluations found, a point each, written with the commit of their ops.
+-- history: one point for each optimizer step and evaluation of a run, written with the commit of their ops.
 -- Of n points a list keeps those numbered 1, 1 + s, 1 + 2s, … and n, for the smallest power of two `s` that
--- keeps 1,024 or fewer. So what is kept depends on n alone, and each point kept is as it was.
+-- keeps at most 1,024. The kept points therefore depend on n alone, and a kept point never changes.
 -- Numbers are packed (`messages/history.py`): as text, Lua would write 14 digits of them.
 local POINT, STATE, POINTS = '<I4I4I8dddddI8I8I4', '<ddddddddddd', 1024
-local MAX_STRUCK_OFF = 100 -- histories that one commit may end
+local MAX_STRUCK_OFF = 100 -- maximum number of histories deleted by one commit
 
 local function stride_of(number)
   local stride = 1
@@ -14,10 +14,10 @@ local function stride_of(number)
 end
 
 local function number_of(point)
-  return (struct.unpack('<I4', point)) -- and not where it ends
+  return (struct.unpack('<I4', point)) -- drops the end position, the second result
 end
 
--- Keep the points of a stride; returns how many more there are now: fewer.
+-- Keep only the points of a stride. Returns the change of the number of points, which is negative or 0.
 local function thin(list, stride)
   local points, kept = redis.call('LRANGE', list, 0, -1), {}
   for _, point in ipairs(points) do
@@ -32,7 +32,7 @@ local function thin(list, stride)
   return #kept - #points
 end
 
--- Write the point of this number, or write it anew; returns how many more there are now.
+-- Write or replace the point of this number. Returns the change of the number of points.
 local function write_point(list, number, point)
   local more, stride = 0, stride_of(number)
   if stride > stride_of(number - 1) then
@@ -55,8 +55,8 @@ local function no_passes()
   return { loss = 0, weight = 0, tokens = 0, passes = 0 }
 end
 
--- How many points there were, tokens of passes with a gradient, and what has run since the last optimizer
--- step: passes with a gradient, and forwards.
+-- Unpack the number of points, the tokens of passes with a gradient, and the sums since the last optimizer step: of
+-- passes with a gradient, and of forwards.
 local function parse_history(packed)
   if not packed then
     return { steps = 0, evaluations = 0, run_tokens = 0, trained = no_passes(), evaluated = no_passes() }
@@ -90,7 +90,7 @@ local function pack_point(number, history, seq, time_s, sum, entry)
     entry.norm or 0, entry.rate or 0, sum.tokens, history.run_tokens, sum.passes)
 end
 
--- Note what an op found that is done; returns how many more points there are now.
+-- Record the metrics of a finished op. Returns the change of the number of points.
 local function note_found(history, run, seq, entry, tokens, time_s)
   local steps, evaluations = points_of(run)
   if entry.norm then
@@ -111,7 +111,7 @@ local function note_found(history, run, seq, entry, tokens, time_s)
   return write_point(evaluations, history.evaluations, point)
 end
 
--- Count a tenant's points. Over its quota, the histories go that were added to longest ago.
+-- Count a tenant's points. Above its quota, the least recently extended histories are deleted.
 local function count_points(tenant, run, more, time_s, quota)
   local counts, histories = 'cotrain:tenant:' .. tenant .. ':history', 'cotrain:tenant:' .. tenant .. ':histories'
   redis.call('ZADD', histories, time_s, run)
@@ -133,7 +133,7 @@ local function count_points(tenant, run, more, time_s, quota)
   end
 end
 
--- Forget what came after an op, where a history stood as `packed` says; without it, later points count on.
+-- Delete the points after an op, and reset the history to `packed`. Without `packed`, its counters continue.
 local function cut_history(tenant, run, seq, packed)
   local key, more = 'cotrain:run:' .. run .. ':history', 0
   local history = parse_history(packed or redis.call('GET', key))

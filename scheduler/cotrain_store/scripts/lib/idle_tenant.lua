@@ -1,5 +1,5 @@
--- idle_tenant: a tenant for which nothing waits or runs in a pool is struck off that pool's list, and its
--- counters, which are 0 then, are no more kept: what reads the list costs what is active.
+-- idle_tenant: remove a tenant without pending or running work from its pool's list, and delete its counters, which
+-- are 0 then. The cost of reading the list therefore depends on active tenants only.
 local function delete_zeros(key)
   for _, value in ipairs(redis.call('HVALS', key)) do
     if tonumber(value) ~= 0 then

@@ -1,4 +1,4 @@
--- minute_add: add to what happened in a pool in a minute.
+-- minute_add: add to the counts of a pool's minute.
 local function add_minute(minute, counts, ttl_s)
   for name, value in pairs(counts) do
     redis.call('HINCRBYFLOAT', minute, name, value)

@@ -1,7 +1,7 @@
--- queue_row: what may run next of a run: its ops contiguous in seq, from the first that is not planned on.
--- None of a run that is not ready.
+-- queue_row: return the runnable ops of a run: those with contiguous seqs from the first unplanned one on. A run that
+-- is not ready has none.
 
--- What ran of a run's next op is in the memory of one process: a later one of that worker id begins anew.
+-- Executed tokens of a run's next op. They are in the memory of one process; a later process starts the op anew.
 local function done_tokens(begun, next_seq, epoch_key)
   local seq, tokens, epoch = string.match(begun, '^(%d+):(%d+):(%d+)$')
   return seq == next_seq and redis.call('GET', epoch_key) == epoch and tokens

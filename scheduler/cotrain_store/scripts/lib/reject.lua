@@ -1,7 +1,7 @@
 -- reject: fail an op that is accepted and not committed. It keeps its seq.
 -- needs: ages
--- `log` names the keys: ops, bodies, refs, queue. `failure` holds: result, ttl_ms, and the body and
--- envelope that the op has from now on. The request is added to `resolved`.
+-- `log` has the keys: ops, bodies, refs, queue. `failure` has the result, its ttl_ms, and the new body and envelope
+-- of the op. The request is added to `resolved`.
 local function reject(log, run, seq, failure, resolved)
   local envelope = redis.call('HGET', log.ops, seq)
   local kind, tokens, size, ref = string.match(envelope or '', '^([^|]*)|(%d+)|(%d+)|[^|]*|(.*)$')

@@ -1,8 +1,8 @@
--- run_bytes: what the runs of tenants hold at rest, each from the request that makes it until no file of it is
--- left. A run's log says what it counts for (`weight`), and which part of that is not on disk yet (`unwritten`):
--- room for that is claimed, so that no other run is made in it.
+-- run_bytes: bytes of idle runs per tenant. A run counts from the request that creates it until its last file is
+-- deleted. Its log holds its size (`weight`) and the part that is not on disk yet (`unwritten`). Disk space for the
+-- latter is reserved, so that no other run can be created in it.
 local HELD, CLAIMED = 'cotrain:tenants:run_bytes', 'cotrain:run_bytes:unwritten'
-local LEAVES = 3 -- one tenant's copies may weigh so many times what then is left of the disk for all
+local LEAVES = 3 -- maximum ratio of one tenant's copies to the free disk space after them
 
 local function held_by(tenant)
   return tonumber(redis.call('ZSCORE', HELD, tenant) or 0)
@@ -36,7 +36,7 @@ local function release_run(log)
   end
 end
 
--- Why a run that weighs so much cannot be made; nothing where it can.
+-- Return the reason why a run of this size cannot be created, or nil.
 local function refuse_run(tenant, weighs)
   local held = held_by(tenant)
   if held + weighs.bytes > weighs.quota then

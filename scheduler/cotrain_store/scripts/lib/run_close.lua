@@ -1,7 +1,7 @@
--- run_close: end a run, by its tenant (closed) or because it cannot go on (failed). Ops not yet planned
--- fail at once; planned ones still commit, or fail when they come back. Twice is harmless.
+-- run_close: end a run, by its tenant (closed) or because it cannot continue (failed). Unplanned ops fail at once.
+-- Planned ops still commit, or fail when they return to the queue. Idempotent.
 -- needs: ages, given_up, idle_tenant, fail_waiting, run_bytes, changed, webhook_event
--- Returns the requests that were resolved; nothing for a run without a log.
+-- Returns the resolved requests, or nil for a run without a log.
 local function close_run(prefix, run, tenant, state, failure, ttl_ms)
   local log, ops = prefix .. 'log:' .. run, prefix .. 'ops:' .. run
   local row = redis.call('HMGET', log, 'state', 'next', 'last', 'worker')
@@ -12,7 +12,7 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
   if row[1] == 'live' or row[1] == 'failed' and state == 'closed' then
     local queue = prefix .. 'queue:' .. tenant
     redis.call('HSET', log, 'state', state)
-    if row[1] == 'live' then -- one that failed, and is closed, counts as failed
+    if row[1] == 'live' then -- a failed run that is closed still counts as failed
       redis.call('HINCRBY', prefix .. 'counters', 'runs_' .. state, 1)
     end
     redis.call('HDEL', log, 'begun')
@@ -30,12 +30,12 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
     strike_if_idle(prefix, tenant)
     local worker = row[4]
     if worker and redis.call('SISMEMBER', prefix .. 'workers', worker) == 0 then
-      worker = redis.call('SMEMBERS', prefix .. 'workers')[1] -- its own was struck off
+      worker = redis.call('SMEMBERS', prefix .. 'workers')[1] -- its own was removed
     end
     if worker and state == 'closed' then
       redis.call('SADD', prefix .. 'drops:' .. worker, run)
       redis.call('PUBLISH', prefix .. 'notify:' .. worker, run)
-    elseif state == 'closed' then -- never planned: no worker forgets it; repeats are known as long as results
+    elseif state == 'closed' then -- never planned: no worker calls `forget`; repeats are detected while results live
       end_after(prefix .. 'digests:' .. run, ttl_ms)
       end_after(prefix .. 'riders:' .. run, ttl_ms)
       release_run(log)

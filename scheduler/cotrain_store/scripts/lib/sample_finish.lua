@@ -1,9 +1,10 @@
--- sample_finish: what every end of a sample request does, once.
+-- sample_finish: end a sample request, once.
 -- needs: ages, idle_tenant
--- Returns its tenant, or false where it had ended. Its result appears, its end is published to its client,
--- and all it held is free: queue, claim, quota, body.
--- What is left of the request (who asked what) outlives its result, for repeats and late polls.
--- `lives` holds, in ms: what the record outlives the result by, how long its end is published.
+-- Stores its result, publishes its completion to its client, and releases its place in the queue, its claim, quota and
+-- body. Returns its tenant, or false if it had already ended.
+-- A short record of the request (tenant and digest) outlives its result, for repeats and late polls.
+--
+-- `lives` holds, in ms, the extra lifetime of that record, and the time for which the completion is published.
 local function finish(refs, lives, request, result, ttl_ms, failed, size)
   local sample = 'cotrain:sample:' .. request
   local row = redis.call('HMGET', sample, 'state', 'tenant', 'sampler', 'clone', 'digest',
@@ -39,8 +40,8 @@ local function finish(refs, lives, request, result, ttl_ms, failed, size)
   end_after(sample, ttl_ms + lives.record)
 
   if clone ~= '' then
-    -- Numbers that grow, also from one life of the set to the next: the time, or one more than the
-    -- last. A seq has 64 bits, too many for a number of Lua's: it stays text.
+    -- The number is the time, or one more than the last number. It therefore increases even after the set expired.
+    -- A seq has 64 bits, too many for a Lua number, so it stays text.
     local ended = 'cotrain:completions:' .. sampler .. ':' .. clone
     local now = clock_ms()
     local last = redis.call('ZREVRANGE', ended, 0, 0, 'WITHSCORES')[2]

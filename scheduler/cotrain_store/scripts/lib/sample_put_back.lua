@@ -1,6 +1,6 @@
--- sample_put_back: put back at the front, in order, what a worker runs, or ran when it crashed: with one
--- crash more of each, or none. What its client cancelled ends here: `cancel` holds its result, ttl_ms and
--- size. Requests that ended are added to `resolved`; the others counted.
+-- sample_put_back: return a worker's running requests to the front of their queues, in order, each with `crashes` more
+-- crashes. Cancelled requests end here; `cancel` has their result, ttl_ms and size. Ended requests are added to
+-- `resolved`. Returns the number of the others.
 -- needs: sample_finish
 local function put_back(prefix, worker, crashes, refs, lives, cancel, resolved)
   local claimed, cancelled = prefix .. 'claimed:' .. worker, prefix .. 'cancelled:' .. worker
@@ -20,7 +20,7 @@ local function put_back(prefix, worker, crashes, refs, lives, cancel, resolved)
     redis.call('HSET', sample, 'state', 'waiting')
     redis.call('HINCRBY', sample, 'starts', crashes)
     if crashes == 0 then
-      redis.call('HDEL', sample, 'deaths') -- it was counted in advance, and no process crashed
+      redis.call('HDEL', sample, 'deaths') -- counted in advance, but no process crashed
     end
     redis.call('HINCRBY', load, 'running', -1)
     if redis.call('HINCRBY', load, 'waiting', 1) == 1 then

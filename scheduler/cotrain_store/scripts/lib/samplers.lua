@@ -1,6 +1,5 @@
--- samplers: a tenant's samplers, each listed from the save that asks for it on until it ends, and what the
--- weights of saves without a name weigh, which nothing but their samplers keeps. Sizes are listed one by
--- one, so that no count can drift.
+-- samplers: list of a tenant's samplers, each from its save until it ends, and bytes of the weights of saves without a
+-- name, which only their samplers keep. Sizes are listed individually, so that the total cannot drift.
 -- needs: ages
 local function sampler_keys(tenant)
   return 'cotrain:tenant:' .. tenant .. ':samplers', 'cotrain:tenant:' .. tenant .. ':sampler_bytes'
@@ -36,7 +35,7 @@ local function note_sampler_bytes(tenant, id, size)
   end
 end
 
--- End what rested longest until all that is left weighs less than `most`; false where it does not.
+-- End the longest idle samplers until the others have less than `most` bytes. Returns false if that is impossible.
 local function make_sampler_room(tenant, most, idle_ms, rest_ms)
   local listed, sizes = sampler_keys(tenant)
   local function has_room()

@@ -1,7 +1,7 @@
--- save_end: what every end of a named save does, once: its client gets its result, it is unstored no more,
--- and a run that it was the last of ends.
+-- save_end: end a named save, once: publish its result, remove it from the unstored saves, and end its run if it was
+-- the run's last op.
 -- needs: run_close
--- `notify` is where results are published; `closing` what other requests of that run resolve to.
+-- `notify` is the channel of results; `closing` is the result of the run's other requests.
 local function end_save(weights, ref, record, prefix, result, ttl_ms, notify, closing)
   local resolved = { ref }
   put_result(ref, result, ttl_ms)

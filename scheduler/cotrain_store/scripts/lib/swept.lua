@@ -1,5 +1,5 @@
--- swept: which segments of the spool take no references any more, since they are removed. A writer numbers
--- its segments, so that the highest of those removed stands for all before it.
+-- swept: removed segments of the spool, which accept no references any longer. A writer numbers its segments, so the
+-- highest removed number covers all earlier ones.
 local function writer_of(segment)
   local writer, number = string.match(segment, '^(.+)%-(%d+)$')
   writer = writer or segment
@@ -11,7 +11,7 @@ local function is_swept(segment)
   return number <= tonumber(redis.call('GET', key) or -1)
 end
 
--- Of a result that lies in a file (`count_file`).
+-- Return true if the file of a result (`count_file`) was swept.
 local function is_result_swept(result)
   local segment = string.match(result, '^[krt]spool:([^:]+):')
   return segment and is_swept(segment)

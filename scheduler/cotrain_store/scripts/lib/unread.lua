@@ -1,5 +1,5 @@
--- unread: the results of a tenant that lie here and were never sent, and their bytes. Each is listed from
--- its commit on until it is sent or expires, so that no count can drift.
+-- unread: stored and never sent results of a tenant, and their bytes. Each is listed from its commit until it is sent
+-- or expires, so that the total cannot drift.
 -- needs: ages
 local function note_unread(tenant, request, size, ttl_ms)
   local sizes = 'cotrain:tenant:' .. tenant .. ':unread'
@@ -28,7 +28,7 @@ end
 local function unread_bytes(tenant)
   local listed = 'cotrain:tenant:' .. tenant .. ':unread_until'
   for _, request in ipairs(redis.call('ZRANGEBYSCORE', listed, '-inf', clock_ms(), 'LIMIT', 0, 1000)) do
-    note_read(tenant, request) -- it has expired
+    note_read(tenant, request) -- expired
   end
   return tonumber(redis.call('HGET', 'cotrain:tenant:' .. tenant .. ':unread', 'bytes') or 0)
 end

@@ -1,6 +1,6 @@
--- webhook_event: what a tenant's webhook shall be notified of, written by the transaction that makes it true.
+-- webhook_event: queue an event for a tenant's webhook, in the transaction that causes it.
 -- needs: ages
-local MAX_WAITING = 1000 -- events of a tenant; more are counted, and not sent
+local MAX_WAITING = 1000 -- maximum pending events of a tenant; further ones are only counted
 
 local function note_event(tenant, kind, data)
   local hook = 'cotrain:tenant:' .. tenant .. ':webhook'

@@ -1,5 +1,5 @@
--- weights_in_use: whether a checkpoint ('c'), a living sampler ('s') or a load in some run's log ('l')
--- refers to weights. Users that ended (expired, a name that moved on, a log that was cut) are struck off.
+-- weights_in_use: return true if a checkpoint ('c'), a live sampler ('s') or a load in a run's log ('l') refers to
+-- weights. Ended users (expired, a name with other weights, a cut log) are removed.
 local function is_user(ref, kind, name)
   if kind == 's' then
     return redis.call('EXISTS', 'cotrain:sampler:' .. name) == 1

@@ -1,4 +1,4 @@
--- weights_release: something has ceased to refer to weights: who sweeps their pool looks at them next.
+-- weights_release: record that weights lost a reference. The sweep of their pool checks them next.
 local function release_weights(ref)
   local record = redis.call('HGET', 'cotrain:weights:' .. ref, 'record')
   if record then

@@ -1,1 +1,1 @@
-"""The endpoints of the operator, for the admin key alone: tenants, keys, runs, workers, audit."""
+"""Endpoints of the operator, for the admin key only: tenants, keys, runs, workers, audit."""

@@ -86,7 +86,7 @@ async def change(request: Request, services: ServicesDep) -> Response:
     names = (tenant, found.run, found.kind, found.name)
     do = fields.get("do", "")
     if do not in _EVENTS:
-        raise Invalid(f"do: one of {', '.join(_EVENTS)}.")
+        raise Invalid(f"do must be one of {', '.join(_EVENTS)}.")
     ttl_s = _ttl_s(fields.get("days", "")) if do == "ttl" else None
     async with _noted(services, visitor, _EVENTS[do], found):
         if do == "delete":
@@ -145,7 +145,7 @@ def _ttl_s(days: str) -> int | None:
     if not days.strip():
         return None
     if not days.strip().isdecimal() or len(days) > 6:
-        raise Invalid("days: a whole number from 1, or nothing for never.")
+        raise Invalid("days must be a whole number of at least 1, or empty for never.")
     ttl_s = int(days) * DAY_S
     check_ttl(ttl_s)
     return ttl_s
@@ -153,7 +153,7 @@ def _ttl_s(days: str) -> int | None:
 
 def _offset(text: str) -> int:
     if not text.isdecimal() or len(text) > 9:
-        raise Invalid("offset: a whole number from 0.")
+        raise Invalid("offset must be a whole number of at least 0.")
     return int(text)
 
 

@@ -64,7 +64,7 @@ def chosen_count(wanted: str) -> int:
     if not wanted:
         return CHOICES[1]
     if not wanted.isdecimal() or int(wanted) not in CHOICES:
-        raise Invalid(f"last: one of {', '.join(map(str, CHOICES))}.")
+        raise Invalid(f"last must be one of {', '.join(map(str, CHOICES))}.")
     return int(wanted)
 
 

@@ -172,7 +172,7 @@ def whole_number(fields: Mapping[str, str], name: str, least: int, most: int) ->
     """Return a field's value. Raises Invalid with its name and limits."""
     text = fields.get(name, "").strip()
     if not text.isdecimal() or len(text) > 12 or not least <= int(text) <= most:
-        raise Invalid(f"{name}: a whole number from {least} to {most}.")
+        raise Invalid(f"{name} must be a whole number from {least} to {most}.")
     return int(text)
 
 
@@ -189,7 +189,7 @@ def _temperature(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 2:
-        raise Invalid("temperature: a number from 0 to 2.")
+        raise Invalid("temperature must be a number from 0 to 2.")
     return value
 
 

@@ -89,7 +89,7 @@ async def read_compared(look: PageRequest) -> dict[str, Any]:
     """Return the curves of several runs."""
     wanted = list(dict.fromkeys(look.query.getlist("run")))
     if len(wanted) > MAX_COMPARED:
-        raise Invalid(f"run: {MAX_COMPARED} runs at most; {len(wanted)} were asked for.")
+        raise Invalid(f"run may occur at most {MAX_COMPARED} times, not {len(wanted)}.")
     runs = [await _run_of(look.services, look.visitor, name) for name in wanted]
     histories = {run.id: await read_history(look.services.connection, run.id) for run in runs}
     return {

@@ -83,7 +83,7 @@ async def read_audit(look: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND, or Invalid for an address outside the links."""
     before, asked_for = look.query.get("before"), look.query.get("tenant", "")
     if before is not None and not _ID.fullmatch(before):
-        raise Invalid("before: the id of an event, as the link to earlier ones has it.")
+        raise Invalid("before must be the id of an event.")
     tenant = await find_tenant(look.services, asked_for) if asked_for else None
     found = await look.services.audit.page(tenant, before, EVENTS_SHOWN)
     return {

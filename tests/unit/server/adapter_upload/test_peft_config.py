@@ -120,7 +120,7 @@ REFUSED_CONFIGS = {
         config(target_modules=r"((.+)+)+!"),
         "target_modules: its regular",
     ),
-    "no pattern": (config(rank_pattern={"q_proj(": 4}), "rank_pattern holds what is no regular"),
+    "no pattern": (config(rank_pattern={"q_proj(": 4}), "rank_pattern contains an invalid regular"),
     "many patterns": (
         config(rank_pattern={f"q{i}|k": 4 for i in range(1001)}),
         "more than 1000 regular",

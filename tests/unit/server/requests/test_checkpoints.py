@@ -146,7 +146,7 @@ def test_any_other_name_is_accepted(name: str) -> None:
         (
             "external_weights",
             {"path": "a", "age_encryption_recipients": [RECIPIENT, "age1x"]},
-            "age_encryption_recipients[1]: not an age X25519 recipient, nor an SSH public key.",
+            "age_encryption_recipients[1] is neither an age X25519 recipient nor an SSH public key.",
         ),
         (
             "external_weights",

@@ -107,10 +107,10 @@ def test_invalid_targets_are_refused(tensor: dict[str, Any], message: str) -> No
         ),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not supported here."),
         ({"record_stability_info": True}, "record_stability_info is not supported here: "),
-        ({"seq_id": None}, "sampling_session_id and seq_id are needed"),
+        ({"seq_id": None}, "sampling_session_id and seq_id are required"),
         (
             {"sampling_session_id": None, "base_model": "tiny/model"},
-            "sampling_session_id and seq_id are needed",
+            "sampling_session_id and seq_id are required",
         ),
         ({"num_samples": 0}, "num_samples: "),
         ({"num_samples": 1.5}, "num_samples: "),

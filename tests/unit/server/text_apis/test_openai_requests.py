@@ -76,7 +76,7 @@ def test_a_prompt_may_have_any_of_five_forms(prompt: Any, prompts: list[Any]) ->
 
 @pytest.mark.parametrize("prompt", [[], ["x"] * 257])
 def test_no_prompt_and_too_many_prompts_are_refused(prompt: list[str]) -> None:
-    with pytest.raises(Invalid, match="prompt: 1 to 256"):
+    with pytest.raises(Invalid, match="prompt must have 1 to 256"):
         _ = completion(prompt=prompt).prompts
 
 

@@ -73,18 +73,16 @@ def test_a_text_of_ten_million_characters_is_never_tokenized(
 ) -> None:
     """Measured: it took 34 s and 2 GB."""
     vast = "x" * 10_000_000
-    sentence = (
-        "10000000 characters; tiny/model .* up to 64 tokens, .* no more than 65536 characters"
-    )
-    with pytest.raises(Invalid, match=rf"^prompt: {sentence}"):
+    sentence = "has 10000000 characters. tiny/model .* up to 64 tokens, .* at most 65536 characters"
+    with pytest.raises(Invalid, match=rf"^prompt {sentence}"):
         bodies(target, "short", vast)
-    with pytest.raises(Invalid, match=rf"^messages: {sentence}"):
+    with pytest.raises(Invalid, match=rf"^messages {sentence}"):
         chat(target, vast)
     assert cut == []
 
 
 def test_the_length_of_messages_is_limited_in_total(target: Target, cut: list[int]) -> None:
-    with pytest.raises(Invalid, match=r"^messages: 70000 characters"):
+    with pytest.raises(Invalid, match=r"^messages has 70000 characters"):
         chat(target, *["x" * 7_000] * 10)
     assert cut == []
 
@@ -94,7 +92,7 @@ def test_the_output_of_a_template_is_limited_too(
 ) -> None:
     monkeypatch.setattr(prompts, "ALWAYS_READ", 20)
     monkeypatch.setattr(prompts, "CHARACTERS_PER_TOKEN", 0)
-    with pytest.raises(Invalid, match=r"^messages: "):
+    with pytest.raises(Invalid, match=r"^messages "):
         chat(target, *["Hi"] * 10)
     assert cut == []
 

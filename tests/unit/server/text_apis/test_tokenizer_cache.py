@@ -247,7 +247,7 @@ def test_a_final_token_has_no_text() -> None:
 
 
 def test_a_lone_surrogate_is_refused() -> None:
-    with pytest.raises(Unreadable, match="half a character"):
+    with pytest.raises(Unreadable, match="half of a surrogate pair"):
         tokenizer.encode(json.loads('"\\ud83d"'), special=False)
 
 

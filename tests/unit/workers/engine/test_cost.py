@@ -1,7 +1,7 @@
 """Launches, transfers and memory of the engine for Qwen3-8B, on a CUDA device without a GPU.
 
 The budgets are slightly above the present values, so that a change with a higher cost fails here.
-Goals are in docs/about/performance.md.
+Goals are in docs/develop/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Adapters as arenas, on the device or off it: made, loaded, mixed, offloaded."""
+"""Adapters as arenas on the device or the host: creation, load, combination, offload."""

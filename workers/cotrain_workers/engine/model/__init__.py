@@ -1,1 +1,1 @@
-"""The frozen base model: how it is loaded, attends, and which kernels it has; knows no adapter."""
+"""Frozen base model: load, attention and kernels. Independent of adapters."""

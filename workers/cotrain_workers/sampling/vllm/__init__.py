@@ -1,1 +1,1 @@
-"""A vLLM server as the sampler: its protocol, and whether its answers are right; knows no Redis."""
+"""Sampler on a vLLM server: its protocol, and a check of its answers. Independent of Redis."""

@@ -1,9 +1,10 @@
-"""The adapters on a vLLM server: each under a name of its own, the longest unused unloaded for the next.
+"""Adapters on a vLLM server, and copies of adapters on this host.
 
-A name is the digest of what the folder holds, so that a name never means other weights: vLLM's
-prefix cache knows adapters by name, and an overwritten one would be served stale keys and values.
+The class `VllmAdapters` loads adapters on the server and unloads the least recently used ones. The name of an
+adapter is the digest of its folder's content, so a name never refers to other weights. An overwritten adapter
+would get stale keys and values, because vLLM's prefix cache identifies adapters by name.
 
-Copies of adapters that lie in an object store, as folders of this host: a vLLM server reads files.
+The class `AdapterCopies` copies adapters from an object store to folders of this host, because a vLLM server reads files.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ log = structlog.get_logger()
 
 
 class AdapterCopies:
-    """At most `limit_bytes` of them in `folder`, the longest unused removed for the next. Any thread may ask."""
+    """Copies of adapters in `folder`, at most `limit_bytes`. The least recently used are removed. Thread-safe."""
 
     def __init__(
         self, adapters: Blobs, folder: Path, limit_bytes: int, base_model: str, layout_of: LayoutOf
     ) -> None:
-        """Begin with an empty folder, which is this process's own: what was copied before is copied again."""
+        """Empty the folder, which belongs to this process. Earlier copies are made again on demand."""
         self._adapters = adapters
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._base_model = base_model
         self._layout_of = layout_of
-        self._bytes: OrderedDict[str, int] = OrderedDict()  # by digest, the longest unused first
+        self._bytes: OrderedDict[str, int] = OrderedDict()  # by digest, least recently used first
         self._copying = threading.Lock()
         shutil.rmtree(folder, ignore_errors=True)
         make_folder(folder)
 
     def fetch(self, digest: str, loaded: Collection[str] = ()) -> None:
-        """Have the adapter of a digest in the folder, where `write_folder` puts it; blocks while it is copied.
+        """Copy an adapter to the folder, in the layout of `write_folder`, unless it is there. Blocks.
 
-        Those that are `loaded` on the server stay, even above the limit: it may have to read them again.
+        Adapters `loaded` on the server are kept, even above the limit, because the server may read them again.
 
         Raises:
-            FolderUnreadable: there is none, or it is damaged.
+            FolderUnreadable: the adapter is missing or damaged.
             OSError: it cannot be copied now.
         """
         with self._copying:
@@ -79,27 +80,27 @@ class AdapterCopies:
 
 @dataclass
 class _Loaded:
-    """An adapter on the server, and how many sequences are being generated with it."""
+    """Adapter on the server, and the number of sequences that use it now."""
 
     users: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class VllmAdapters:
-    """Loads adapters when they are asked for, and keeps at most `most`; for one event loop."""
+    """Adapters on the server, loaded on demand, at most `most`. For one event loop."""
 
     def __init__(self, server: VllmServer, most: int, copies: AdapterCopies | None = None) -> None:
         self._server = server
         self._copies = copies
         self._most = most
-        self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # the longest unused first
+        self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # least recently used first
         self._loading = asyncio.Lock()
 
     @asynccontextmanager
     async def loaded(self, path: Path) -> AsyncIterator[str]:
-        """Have the adapter of a folder loaded for as long as this lasts; gives the name to ask for.
+        """Keep the adapter of a folder loaded inside the context. Yields its model name for requests.
 
-        Raises what `VllmServer.load` and `copy` raise.
+        Raises the errors of `VllmServer.load` and `copy`.
         """
         name = path.name
         while name not in self._loaded:
@@ -121,29 +122,29 @@ class VllmAdapters:
                 adapter.idle.set()
 
     async def copy(self, name: str) -> None:
-        """Have the files of an adapter where the server reads them. Twice is harmless.
+        """Copy the files of an adapter to the folder that the server reads. Idempotent.
 
-        Raises what `AdapterCopies.fetch` raises.
+        Raises the errors of `AdapterCopies.fetch`.
         """
         if self._copies:
             await asyncio.to_thread(self._copies.fetch, name, frozenset(self._loaded))
 
     def forget(self, name: str | None = None) -> None:
-        """Note that the server does not have an adapter any more, or none of them."""
+        """Mark an adapter as unloaded; with None, all adapters."""
         for each in [name] if name else list(self._loaded):
             self._loaded.pop(each, None)
 
     async def drop(self, name: str) -> None:
-        """Unload an adapter once no sequence uses it. Twice is harmless."""
+        """Unload an adapter once no sequence uses it. Idempotent."""
         adapter = self._loaded.pop(name, None)
         if adapter:
             await self._unload(name, adapter)
 
     async def _evict(self) -> None:
-        """Unload the longest unused while there are too many.
+        """Unload the least recently used adapters until one more fits.
 
-        If all are in use, the one whose last user came first takes no new ones until it is loaded
-        again, in order: so no request waits longer than those take that are being generated.
+        If all are in use, the least recently requested one accepts no new sequences until it is loaded
+        again. A request therefore waits at most until that adapter's current sequences are done.
         """
         while len(self._loaded) >= self._most:
             idle = (name for name, adapter in self._loaded.items() if not adapter.users)
@@ -158,5 +159,5 @@ class VllmAdapters:
     async def _unload(self, name: str, adapter: _Loaded) -> None:
         if adapter.users:
             await adapter.idle.wait()
-        with contextlib.suppress(VllmUnavailable):  # then it is unloaded for good
+        with contextlib.suppress(VllmUnavailable):  # a restarted server has no adapters
             await self._server.unload(name)

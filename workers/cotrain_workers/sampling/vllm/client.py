@@ -1,4 +1,4 @@
-"""The HTTP API of a vLLM server: one method per route, and what each way to fail means."""
+"""Client for the HTTP API of a vLLM server: one method per route, and one exception per kind of failure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import httpx
 
 from cotrain_workers.sampling.vllm.protocol import Completion, parse_completion
 
-# A generation answers when it ends, however long it takes; a server that has disconnected is noticed by the
-# keep-alive of the connection within a minute, and one that hangs after this.
+# The response to a generation arrives at its end, however long it takes. Keep-alive of the connection detects
+# a disconnected server within a minute. This timeout detects a hung one.
 TIMEOUT = httpx.Timeout(connect=10.0, write=60.0, read=3600.0, pool=None)
 KEEP_ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -28,25 +28,25 @@ _MESSAGE_CHARACTERS = 500
 
 @cache
 def trusted() -> ssl.SSLContext:
-    """Return whom to trust: who signs is read from disk once in a process, not for each client."""
+    """Return the TLS context. Its CA certificates are read from disk once in a process, not per client."""
     return httpx.create_ssl_context()
 
 
 class VllmError(Exception):
-    """A vLLM server did not do what it was asked."""
+    """A request to a vLLM server failed."""
 
 
 class VllmUnavailable(VllmError):
-    """No server answers, or none that can serve; the same request may succeed later."""
+    """The server does not answer or cannot serve now. The same request may succeed later."""
 
     def __init__(self, reason: str, *, is_reached: bool) -> None:
-        """`is_reached`: it got the request before it failed, so the request may be the cause."""
+        """Store the reason. `is_reached`: the server had received the request, which may be the cause."""
         super().__init__(reason)
         self.is_reached = is_reached
 
 
 class VllmRefused(VllmError):
-    """It answers that this request is wrong, in its own words."""
+    """The server rejects the request as invalid; the message is the server's."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -54,19 +54,19 @@ class VllmRefused(VllmError):
 
 
 class AdapterUnknown(VllmError):
-    """It has no model of that name: it was restarted, or another client unloaded the adapter."""
+    """The server has no model of this name: it was restarted, or another client unloaded the adapter."""
 
 
 class AdapterRefused(VllmError):
-    """It cannot load an adapter. The words may hold paths: for the log, never for a tenant."""
+    """The server cannot load an adapter. The message may contain paths, so it is for the log, never for a tenant."""
 
 
 class VllmServer:
-    """A client of one vLLM server; for one event loop."""
+    """Client of one vLLM server. For one event loop."""
 
     def __init__(self, url: str, api_key: str) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # The number of connections is bounded by who calls.
+        # The callers limit the number of connections.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -82,7 +82,7 @@ class VllmServer:
         await self._http.aclose()
 
     async def version(self) -> str:
-        """Return its version; raises VllmRefused where it has none to tell."""
+        """Return the server's version. Raises VllmRefused if the server does not report one."""
         return str((await self._json("GET", "/version"))["version"])
 
     async def models(self) -> list[dict[str, Any]]:
@@ -93,9 +93,9 @@ class VllmServer:
         """Generate one sequence. Cancelling this aborts it on the server.
 
         Raises:
-            VllmUnavailable: or it gave up on the sequence.
-            VllmRefused: the request is wrong.
-            AdapterUnknown: its model is not loaded.
+            VllmUnavailable: the server is unavailable, or it aborted the sequence.
+            VllmRefused: the request is invalid.
+            AdapterUnknown: the model of the request is not loaded.
         """
         response = await self._send("POST", "/v1/completions", body)
         if response.status_code == httpx.codes.NOT_FOUND:
@@ -107,28 +107,28 @@ class VllmServer:
         return completion
 
     async def load(self, name: str, path: Path) -> None:
-        """Load the PEFT folder at `path`, as the server sees it. Twice is harmless.
+        """Load the PEFT folder at `path`, a path of the server's file system. Idempotent.
 
         Raises:
-            VllmUnavailable: it may be loaded or not.
-            AdapterRefused: it cannot load it, or LoRA or its run-time updating is off.
+            VllmUnavailable: the adapter may be loaded or not.
+            AdapterRefused: the server cannot load it, or LoRA or its run-time updating is off.
         """
         body = {"lora_name": name, "lora_path": str(path)}
         response = await self._send("POST", "/v1/load_lora_adapter", body)
         if response.is_success or any(card["id"] == name for card in await self.models()):
             return
-        # What the engine cannot load is answered 500 by some versions, as is that the engine is dead.
+        # Some versions respond 500 both if the engine cannot load the adapter and if the engine has crashed.
         _raise_for(await self._send("GET", "/health"))
         raise AdapterRefused(_message(response))
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter that no request uses. Twice is harmless."""
+        """Unload an adapter that no request uses. Idempotent."""
         response = await self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         if response.is_server_error:
             _raise_for(response)
 
     async def can_load(self) -> bool:
-        """Tell whether the route to load adapters is there: an empty request is refused, not unknown."""
+        """Return True if the route to load adapters exists. An empty request is then rejected, not 404 or 405."""
         body = {"lora_name": "", "lora_path": ""}
         response = await self._send("POST", "/v1/load_lora_adapter", body)
         return response.status_code not in (
@@ -154,17 +154,17 @@ class VllmServer:
 
 
 def _raise_for(response: httpx.Response) -> None:
-    """Raise VllmUnavailable for what may pass, VllmRefused for what will not."""
+    """Raise VllmUnavailable for a transient error, VllmRefused for a permanent one."""
     status = response.status_code
     if status in (408, 429) or response.is_server_error:
-        # The other ones come from a proxy before a server that is unavailable or starts.
+        # Statuses other than 500 come from a proxy in front of an unavailable or starting server.
         raise VllmUnavailable(f"answered {status}: {_message(response)}", is_reached=status == 500)
     if not response.is_success:
         raise VllmRefused(status, _message(response))
 
 
 def _message(response: httpx.Response) -> str:
-    """Return what it says is wrong: `{"error": {"message": ...}}`, as older versions without `error`."""
+    """Return the server's error message: `{"error": {"message": ...}}`; in older versions without `error`."""
     try:
         answer = response.json()
     except ValueError:

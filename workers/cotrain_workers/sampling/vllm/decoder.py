@@ -1,7 +1,7 @@
-"""A decoder that is a vLLM server elsewhere: requests go out over HTTP, results are collected step by step.
+"""Decoder on a remote vLLM server: requests are sent over HTTP, and each step collects results.
 
-Everything that waits for the network runs in one thread with an event loop; the worker's thread puts
-requests in and takes results out, and never waits.
+One thread with an event loop does everything that waits for the network. The worker's thread only adds
+requests and collects results, and never waits.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from cotrain_workers.sampling.vllm.client import VllmServer
 from cotrain_workers.sampling.vllm.protocol import refusal
 from cotrain_workers.sampling.vllm.requests import BROKEN, WEIGHTS_DELETED, VllmSampler
 
-# Where an adapter's PEFT folder is, None while it is not written yet; raises WeightsMissing.
+# Returns the PEFT folder of an adapter, or None while it is not written. Raises WeightsMissing.
 FolderOf = Callable[[str], Path | None]
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 
-#: Adapters on the server at once: no more than `--max-cpu-loras` of vLLM.
+#: Maximum number of adapters on the server at once. It must not exceed `--max-cpu-loras` of vLLM.
 MAX_ADAPTERS = 32
-#: Sequences that the server is asked for at once; vLLM itself runs 256 by default and queues the rest.
+#: Maximum number of concurrent sequences on the server. vLLM itself runs 256 by default and queues the rest.
 MAX_SEQUENCES = 256
 
 
@@ -49,7 +49,7 @@ class _Job:
 
 
 class VllmDecoder:
-    """Implements `Decoder` with a vLLM server; used from one thread, like every decoder."""
+    """Implementation of `Decoder` on a vLLM server. For one thread, like every decoder."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class VllmDecoder:
         max_sequences: int = MAX_SEQUENCES,
         copies: AdapterCopies | None = None,
     ) -> None:
-        """Return at once; whether the server can be used is found out, and logged, in the background.
+        """Start without a wait. A background check logs if the server can be used.
 
-        The server must see `shared`, and the folders that `folder` names, under the same paths. `copies` fill them
-        where adapters lie in an object store.
+        `shared` and the folders that `folder` returns must have the same paths on the server. `copies` fills them
+        if adapters are in an object store.
         """
         self._vocab_size = vocab_size
         self._folder = folder
@@ -95,36 +95,38 @@ class VllmDecoder:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """True if any request is unfinished."""
         return bool(self._jobs)
 
     @property
     def waiting(self) -> Counter[str]:
-        """How many requests of each tenant the server has nothing of yet; all new ones while it is unavailable."""
+        """Number of requests per tenant that the server has not received any sequence of. While the server is
+        unavailable, these are all new requests.
+        """
         jobs = self._jobs.values()
         return Counter(job.request.tenant for job in jobs if not job.begun.is_set())
 
     @property
     def kv_cache_ratio(self) -> None:
-        """The server's own metrics have it."""
+        """None: the server reports it in its own metrics."""
 
     def refuse(self, request: SampleRequest) -> str | None:
-        """Return why this request can never run, or None."""
+        """Return the reason why this request can never run, or None."""
         return refusal(request, self._vocab_size, self._sampler.facts)
 
     def add(self, request: SampleRequest) -> None:
-        """Send a request on its way, as soon as the folder of its weights is written."""
+        """Send a request as soon as the folder of its weights is written."""
         job = self._jobs[request.id] = _Job(request)
         self._begin(job)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request; closing its connections makes the server abort it."""
+        """Drop a request. Its closed connections make the server abort it."""
         job = self._jobs.pop(request_id, None)
         if job and job.answer:
             job.answer.cancel()
 
     def step(self) -> Progress:
-        """Collect what was answered since the last step; what waits for a folder is sent on its way."""
+        """Collect the answers since the last step, and send requests whose folder has been written."""
         for job in [job for job in self._jobs.values() if job.answer is None]:
             self._begin(job)
         finished = []
@@ -147,13 +149,13 @@ class VllmDecoder:
         )
 
     def drop_weights(self, key: str) -> None:
-        """Have an adapter unloaded once unused, unless other weights have the same content."""
+        """Unload an adapter once it is unused, unless other weights have the same content."""
         name = self._adapter_by_key.pop(key, None)
         if name and name not in self._adapter_by_key.values():
             self._run(self._sampler.adapters.drop(name))
 
     def close(self) -> None:
-        """Abort everything and end the thread, as happens to a decoder that is let go. Twice is harmless."""
+        """Abort all requests and end the thread, as for a decoder that is garbage-collected. Idempotent."""
         self._end()
 
     def _begin(self, job: _Job) -> None:
@@ -193,7 +195,7 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, server: Vllm
 
 async def _abort_all(server: VllmServer) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    await asyncio.sleep(0)  # one of httpx that is cancelled before it began has Python warn of it
+    await asyncio.sleep(0)  # Python warns of a task of httpx that is cancelled before it starts
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -201,7 +203,7 @@ async def _abort_all(server: VllmServer) -> None:
 
 
 def _outcome(job: _Job) -> SampleOutput | Failure:
-    """Return what came of a request; whatever went wrong in the other thread, it alone fails of it."""
+    """Return the outcome of a request. After an unexpected error in the other thread, only this request fails."""
     assert job.answer is not None
     error = job.answer.exception()
     if error:

@@ -1,7 +1,7 @@
-"""Sample requests as bodies of vLLM's `/v1/completions`, and its answers as sample outputs.
+"""Conversion of sample requests to bodies of vLLM's `/v1/completions`, and of its responses to sample outputs.
 
-Every sequence is a request of its own with a seed of its own: vLLM's `n` would give sequence `i` the seed
-`seed + i`, which is sequence `i - 1` of a request seeded one higher.
+Every sequence is a separate request with its own seed. With vLLM's `n`, sequence `i` would have the seed
+`seed + i`. It would then equal sequence `i - 1` of a request whose seed is one higher.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from cotrain_workers.engine.decoding.requests import (
 
 Row = Mapping[int, float]  # log-prob by token, at one position
 
-# What `return_tokens_as_token_ids` puts before each id: text would not name a token without doubt.
+# Prefix of each id with `return_tokens_as_token_ids`. Text would not identify a token unambiguously.
 _TOKEN = "token_id:"  # noqa: S105 - not a secret
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What the start-up check found out about a vLLM server."""
+    """Facts about a vLLM server, found by the start-up check."""
 
     version: str
     model: str  # the name that the base model is served under
@@ -40,14 +40,14 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer of `/v1/completions`: its only choice, and the prompt tokens it found in the cache."""
+    """Response of `/v1/completions`: its only choice, and the number of cached prompt tokens."""
 
     choice: Mapping[str, Any]
     cached_prompt_tokens: int
 
 
 def refusal(request: SampleRequest, vocab_size: int, facts: ServerFacts | None) -> str | None:
-    """Return why vLLM can never run this request, or None; without facts, as far as is known."""
+    """Return the reason why vLLM can never run this request, or None. Without facts, only some limits are checked."""
     length = len(request.prompt)
     if facts and length >= facts.context_tokens:
         return (
@@ -69,10 +69,10 @@ def refusal(request: SampleRequest, vocab_size: int, facts: ServerFacts | None) 
 def completion_body(
     request: SampleRequest, sequence: int, model: str, context_tokens: int
 ) -> dict[str, Any]:
-    """Return the body that asks for one sequence; the first also scores the prompt.
+    """Return the body of the request for one sequence. The first sequence also scores the prompt.
 
-    Nothing is left to a default: vLLM fills what is missing from the model's `generation_config.json`,
-    and a missing `max_tokens` is 16. It generates one token even where none is wanted.
+    Every parameter is set. A missing one would be filled from the model's `generation_config.json`,
+    and a missing `max_tokens` would be 16. Even for `max_tokens` 0, one token is requested.
     """
     left = context_tokens - len(request.prompt)
     body = {
@@ -88,12 +88,12 @@ def completion_body(
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "seed": sequence_seed(request.seed, sequence),
-        # The end-of-sequence tokens are among `stop_tokens` when they stop.
+        # End-of-sequence tokens that should stop are in `stop_tokens`.
         "ignore_eos": True,
         "stop_token_ids": sorted(request.stop_tokens),
         "stop": list(request.stop_strings),
         "include_stop_str_in_output": True,
-        # Stop strings are looked for in the whole text.
+        # Stop strings are searched in the whole text.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "logprobs": request.topk_sample_logprobs,
@@ -101,22 +101,22 @@ def completion_body(
         "stream": False,
     }
     if request.tenant:
-        body["cache_salt"] = request.tenant  # else a hit tells one tenant what another has sent
+        body["cache_salt"] = request.tenant  # a shared hit would reveal another tenant's prompt
     if sequence == 0 and _scores_prompt(request):
         body["prompt_logprobs"] = request.topk_prompt_logprobs
     return body
 
 
 def sequence_seed(seed: int, sequence: int) -> int:
-    """Mix a request's seed with the number of a sequence into 63 bits."""
+    """Return the 63-bit seed of a sequence, derived from the request's seed and the sequence's number."""
     digest = hashlib.sha256(f"{seed}:{sequence}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def sample_output(request: SampleRequest, completions: Sequence[Completion]) -> SampleOutput:
-    """Put the answers to a request's sequences together, in order.
+    """Return the output of a request, combined from the responses to its sequences in order.
 
-    Raises KeyError, TypeError or ValueError if they are not what vLLM answers.
+    Raises KeyError, TypeError or ValueError if a response does not have vLLM's format.
     """
     scores: list[Row] = []
     if _scores_prompt(request):
@@ -162,7 +162,7 @@ def _token_id(token: str) -> int:
 
 
 def _prompt_rows(request: SampleRequest, answered: Sequence[Mapping[str, Any] | None]) -> list[Row]:
-    """Return the log-probs at each prompt position; none at the first."""
+    """Return the log-probs at each prompt position; an empty row at the first."""
     length = len(request.prompt)
     if len(answered) != length:
         raise ValueError(f"vLLM scored {len(answered)} tokens of a prompt of {length}")
@@ -174,7 +174,7 @@ def _prompt_rows(request: SampleRequest, answered: Sequence[Mapping[str, Any] | 
 
 
 def _last_rows(request: SampleRequest, rows: Sequence[Row]) -> Sequence[Row]:
-    """Empty the rows before the last N; the targets are asked for everywhere all the same."""
+    """Return the rows with those before the last N emptied. Target log-probs still use all rows."""
     last_n = request.prompt_logprobs_last_n
     hidden = 0 if last_n is None else max(0, len(rows) - last_n)
     return [{}] * hidden + list(rows[hidden:])
@@ -186,7 +186,7 @@ def _own_logprobs(request: SampleRequest, rows: Sequence[Row]) -> np.ndarray:
 
 
 def _top_k(rows: Sequence[Row], k: int) -> TopK:
-    """Return the `k` best of each row; vLLM adds the token itself to a row, whatever its rank."""
+    """Return the `k` best of each row. vLLM adds the actual token to a row at any rank."""
     token_ids = np.zeros((len(rows), k), np.int32)
     logprobs = np.full((len(rows), k), NOT_COMPUTED_LOGPROB, np.float32)
     for at, row in enumerate(rows):
@@ -197,7 +197,7 @@ def _top_k(rows: Sequence[Row], k: int) -> TopK:
 
 
 def _target_logprobs(request: SampleRequest, rows: Sequence[Row]) -> np.ndarray | None:
-    """Return `[P - 1, K]`; `refusal` let only the prompt's own tokens pass."""
+    """Return target log-probs `[P - 1, K]`. `refusal` admits only the prompt's own tokens as targets."""
     targets = request.target_prompt_logprobs
     if targets is None:
         return None
@@ -206,7 +206,7 @@ def _target_logprobs(request: SampleRequest, rows: Sequence[Row]) -> np.ndarray 
 
 
 def parse_completion(content: bytes) -> Completion:
-    """Read an answer of `/v1/completions`; raises KeyError, TypeError or ValueError if it is none."""
+    """Parse a response of `/v1/completions`. Raises KeyError, TypeError or ValueError if it is malformed."""
     answer = json.loads(content)
     (choice,) = answer["choices"]
     details = answer["usage"].get("prompt_tokens_details") or {}

@@ -1,9 +1,11 @@
-"""Sample requests answered by a vLLM server: retried while it is unavailable, failed alone when it refuses them.
+"""Execution of sample requests on a vLLM server.
 
-Who may send a sequence to the server next: the tenant that has the fewest there.
+`VllmSampler` retries a request while the server is unavailable. If the server rejects a request, only that
+request fails.
 
-What has been sent is the server's, and is not taken back. So of all places a part is kept for tenants that
-have none: one that has many waits before it fills the server, and a newcomer goes in at once.
+`TenantEntry` admits sequences to the server: the tenant with the fewest in flight goes first. A sequence in
+flight is never withdrawn. A part of all slots is therefore reserved for tenants without a sequence in flight.
+A tenant with many waits before it fills the server, and a newcomer is admitted at once.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from cotrain_workers.sampling.vllm.protocol import (
 )
 from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, check_server
 
-#: Of all places, the part that only tenants without a sequence at the server may take.
+#: Divisor of the number of slots; the quotient is reserved for tenants without a sequence in flight.
 KEPT_SHARE = 16
 
 
 class TenantEntry:
-    """Places for `count` sequences, given to tenants by turns; for one event loop."""
+    """Slots for `count` sequences, assigned fairly to tenants. For one event loop."""
 
     def __init__(self, count: int) -> None:
         self._free = count
@@ -54,7 +56,7 @@ class TenantEntry:
 
     @asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
-        """Hold a place for one sequence of a tenant; its own sequences enter in order."""
+        """Hold a slot for one sequence of a tenant. Sequences of one tenant enter in order."""
         admitted = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(admitted)
         self._let_in()
@@ -72,12 +74,12 @@ class TenantEntry:
             admitted = self._waiting[tenant].popleft()
             if not self._waiting[tenant]:
                 del self._waiting[tenant]
-            if admitted.done():  # it was cancelled
+            if admitted.done():  # cancelled
                 continue
             self._free -= 1
             self._inside[tenant] += 1
             admitted.set_result(None)
-        self._inside += Counter()  # forgets those that have none
+        self._inside += Counter()  # drops tenants with a count of 0
 
     def _next(self) -> str | None:
         tenant = min(self._waiting, key=self._inside.__getitem__, default=None)
@@ -88,9 +90,9 @@ class TenantEntry:
 
 log = structlog.get_logger()
 
-#: The first pause before another try, and the longest; each is twice the one before.
+#: First and longest pause in s before another try; each is twice the previous one.
 PAUSE_S = (0.1, 5.0)
-#: A sequence over which the server failed so often, having begun it, is why it fails.
+#: Number of failures of the server after it received a sequence, at which that sequence is regarded as the cause.
 TRIES = 8
 
 WEIGHTS_DELETED = Failure("The sampler's weights are gone. Save them again.", "server")
@@ -104,7 +106,7 @@ UNEMBEDDING = Failure(
 
 
 class _Failed(Exception):
-    """A request fails, and no other."""
+    """Failure of one request only."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -112,7 +114,7 @@ class _Failed(Exception):
 
 
 class VllmSampler:
-    """Turns requests into sequences on one server; for one event loop."""
+    """Sampler on one server, which splits requests into sequences. For one event loop."""
 
     def __init__(
         self,
@@ -126,9 +128,8 @@ class VllmSampler:
         max_sequences: int,
         copies: AdapterCopies | None = None,
     ) -> None:
-        self.facts: ServerFacts | None = (
-            None  # None while the server is unavailable or not as it must be
-        )
+        # None while the server is unavailable or fails the start-up check.
+        self.facts: ServerFacts | None = None
         self.adapters = VllmAdapters(server, max_adapters, copies)
         self._server = server
         self._base_model = base_model
@@ -141,7 +142,7 @@ class VllmSampler:
     async def answer(
         self, request: SampleRequest, folder: Path | None, begun: Event
     ) -> SampleOutput | Failure:
-        """Answer a request with the adapter in `folder`; set `begun` once the server has some of it."""
+        """Return the outcome of a request with the adapter in `folder`. Set `begun` before its first sequence is sent."""
         try:
             await self._refuse(request, folder)
             sequences = [
@@ -157,7 +158,7 @@ class VllmSampler:
             return failed.failure
 
     async def ready(self) -> ServerFacts:
-        """Wait until the server passes the start-up check; while it does not, say why in the log."""
+        """Wait until the server passes the start-up check. Log each new reason for a failure."""
         async with self._checking:
             pause_s, last = PAUSE_S[0], ""
             while self.facts is None:
@@ -198,7 +199,9 @@ class VllmSampler:
     async def _sequence(
         self, request: SampleRequest, number: int, folder: Path | None, begun: Event
     ) -> Completion:
-        """Generate one sequence, however often the server is unavailable before it ends."""
+        """Generate one sequence. Retry without limit while the server is unreachable, but at most TRIES times
+        after the server received the sequence.
+        """
         async with self._entry.of(request.tenant):
             tries = 0
             while tries < TRIES:
@@ -236,7 +239,10 @@ class VllmSampler:
         except FolderUnreadable as unreadable:
             raise _Failed(_unreadable(unreadable)) from unreadable
         except VllmRefused as refused:
-            if refused.status in (401, 403):  # the key is wrong by now, and no request's fault
+            if refused.status in (
+                401,
+                403,
+            ):  # the API key has become wrong, which no request caused
                 raise VllmUnavailable(str(refused), is_reached=False) from refused
             raise _Failed(Failure(f"The sampler refused this: {refused}", "user")) from refused
 

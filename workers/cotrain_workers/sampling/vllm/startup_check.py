@@ -1,7 +1,7 @@
-"""The start-up check of a vLLM server: is everything there that sampling needs, and if not, what to change.
+"""Start-up check of a vLLM server. A failure names the setting to change.
 
-It looks at what comes out rather than at settings: log-probs at two temperatures, and two small
-adapters that must be loaded from the shared folder and change what the model says.
+The check reads outputs rather than settings. It compares log-probs at two temperatures. It loads two small
+adapters from the shared folder, which must change the model's output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cotrain_workers.sampling.vllm.protocol import ServerFacts
 
 log = structlog.get_logger()
 
-#: Far above what bf16 kernels differ by from one call to the next, far below what the probes change.
+#: Threshold for log-probs: far above the differences of bf16 kernels between calls, far below the probes' effect.
 NOISE = 0.05
 _PROMPT = list(range(1, 17))
 _BODY = AdapterSpec(rank=8, seed=0, train_mlp=False, train_unembed=False)
@@ -39,19 +39,19 @@ _UNEMBEDDING = AdapterSpec(rank=8, seed=0, train_attn=False, train_mlp=False)
 
 
 class VllmUnusable(VllmError):
-    """A vLLM server answers, but not as sampling needs it; the message is for the operator."""
+    """A vLLM server answers, but is not suitable for sampling. The message is for the operator."""
 
 
 async def check_server(
     server: VllmServer, base_model: str, targets: Sequence[Target], shared: Path
 ) -> ServerFacts:
-    """Find out whether a server can sample for this base model.
+    """Return the facts of a server that can sample for this base model.
 
-    `shared` is a folder that both sides see under this path; two probe adapters are written there.
+    `shared` is a folder with the same path on both sides. Two probe adapters are written there.
 
     Raises:
-        VllmUnavailable: it does not answer, or not yet.
-        VllmUnusable: it was started otherwise than docs/operate/vllm.md says.
+        VllmUnavailable: the server does not answer, or not yet.
+        VllmUnusable: the server was not started as docs/operate/vllm.md describes.
     """
     try:
         card = base_card(base_model, await server.models())
@@ -72,7 +72,7 @@ async def check_server(
 
 
 def base_card(base_model: str, cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Find the card of the base model; raises VllmUnusable if the server has another one."""
+    """Return the card of the base model. Raises VllmUnusable if the server has another one."""
     bases = [card for card in cards if not card.get("parent")]
     for card in bases:
         if base_model in (card["id"], card.get("root")):
@@ -85,8 +85,8 @@ def base_card(base_model: str, cards: Sequence[dict[str, Any]]) -> dict[str, Any
 
 
 async def _check_logprobs(server: VllmServer, model: str) -> None:
-    """See that log-probs are the raw model's: the same at any temperature, and of probabilities."""
-    # The hottest that vLLM takes, and one that sharpens as much.
+    """Check that log-probs are those of the raw model: equal at any temperature, and with a sum of at most 1."""
+    # The highest temperature that vLLM accepts, and one that sharpens as much.
     cold, hot = [await _top_logprobs(server, model, temperature) for temperature in (0.5, 2.0)]
     if np.abs(cold - hot).max() > NOISE or np.exp(cold).sum() > 1 + NOISE:
         raise VllmUnusable(
@@ -122,10 +122,10 @@ async def _check_adapters(
 async def _adapts_unembedding(
     server: VllmServer, model: str, base_model: str, targets: Sequence[Target], shared: Path
 ) -> bool:
-    """Tell whether LoRA on `lm_head` works: vLLM has it for some models only.
+    """Return True if LoRA on `lm_head` works. vLLM supports it for some models only.
 
-    Others refuse such an adapter, and where the head is tied to the embeddings it may be loaded and
-    silently left out, which would show in its results alone.
+    Other models reject such an adapter. If the head is tied to the embeddings, vLLM may load the adapter and
+    silently ignore that part, which only its results show.
     """
     try:
         adapts = await _has_effect(server, model, base_model, _UNEMBEDDING, targets, shared)
@@ -143,7 +143,7 @@ async def _has_effect(
     targets: Sequence[Target],
     shared: Path,
 ) -> bool:
-    """Load a probe adapter and tell whether it changes the prompt's log-probs."""
+    """Load a probe adapter and return True if it changes the prompt's log-probs."""
     layout = plan_layout(spec, targets)
     folder = write_folder(Folder(shared), probe_weights(spec, targets), layout, base_model)
     await server.load(folder.digest, shared / folder.key)
@@ -155,7 +155,7 @@ async def _has_effect(
 
 
 def probe_weights(spec: AdapterSpec, targets: Sequence[Target]) -> HostWeights:
-    """Return an adapter whose effect cannot be overlooked."""
+    """Return an adapter with a large effect."""
     layout = plan_layout(spec, targets)
     flat = initial_weights(spec, layout)
     generator = torch.Generator().manual_seed(spec.seed)

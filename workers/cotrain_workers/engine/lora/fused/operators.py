@@ -1,8 +1,8 @@
-"""The kernels as torch ops, with what they return where tensors have no values: `torch.ops.cotrain`.
+"""Kernels as torch ops in `torch.ops.cotrain`, with their fake implementations for tensors without values.
 
-Gradients and weights of adapters are reached by the addresses in `entries`, which no schema shows: what calls
-these ops keeps those tensors, and runs under no compiler. An operand that a kernel has three of, and a call
-fewer, is its first once more.
+The kernels access gradients and weights of adapters through the addresses in `entries`, which no schema shows. The
+caller must therefore keep those tensors alive, and must not run under a compiler. If a call has fewer than a
+kernel's three operands, the first one is repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cotrain_workers.engine.lora.fused import tile_sizes
 from cotrain_workers.engine.lora.fused.tile_sizes import RANK, ROWS, expand_tiles, narrow_tiles
 
 BAND = 8  # tiles of rows that run together
-TOKENS = 64  # that one product of a weight gradient takes
+TOKENS = 64  # of one product of a weight gradient
 SILU, GELU = 1, 2  # gates; GELU by tanh
 
 _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
@@ -52,7 +52,7 @@ def shrink(
     entries: torch.Tensor,
     columns: int,
 ) -> torch.Tensor:
-    """Return `[T, columns]`, the LoRA columns of modules next to each other, of which one `x` may be all's."""
+    """Return `[T, columns]`, the LoRA columns of modules next to each other. The modules may share one `x`."""
     low = _new_low(xs, modules, side, tiles, entries, columns)
     joint = len(xs) < modules
     widths = [x.shape[1] for x in xs]
