@@ -1,26 +1,23 @@
 """Upload bodies, received into a file because they are too large for memory.
 
-`file_in_form` finds the file in a received form (`multipart/form-data`) without copying it.
+`file_in_form` reduces a received form (`multipart/form-data`) to its file, in place.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
-import mmap
 import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from email.message import Message
-from email.parser import BytesHeaderParser
 from pathlib import Path
 from typing import IO
 
 import structlog
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
-from typing_extensions import Buffer, override
 
 from cotrain_server.errors import BodyTooLarge, Unreadable
 from cotrain_store.errors import Reason, Refused
@@ -107,82 +104,86 @@ def _too_large(limit_bytes: int) -> BodyTooLarge:
 #: Forms with an upload have only a few parts.
 MAX_PARTS = 16
 MAX_HEADER_BYTES = 16 * 1024
-#: Size of one search. `mmap.find` holds the interpreter lock, so other threads wait for it.
-_SEARCHED_BYTES = 1024**2
+_READ_BYTES = 1024**2
 
 
 def file_in_form(body: IO[bytes], content_type: str, name: str) -> IO[bytes]:
-    """Return the content of the part with this name, readable while `body` is open. Searches the
-    whole body.
+    """Return `body`, reduced in place to the content of its first part with this name.
 
     Raises:
         UNSUPPORTED_MEDIA_TYPE: the content type is not a form.
         Unreadable: the form is incomplete, or has no such part.
     """
-    header = Message()
-    header["content-type"] = content_type
-    boundary = header.get_boundary()
-    if header.get_content_type() != "multipart/form-data" or not boundary:
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, "Send multipart/form-data with a boundary.")
+    part = _PartOfForm(body, name)
     try:
-        with mmap.mmap(body.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            begin, end = _span_of(content, f"--{boundary}".encode("ascii", "replace"), name)
-    except ValueError as empty:  # no file of no bytes can be mapped
-        raise Unreadable("The form is empty.") from empty
-    return io.BufferedReader(_Slice(body, begin, end))
+        parser = MultipartParser(
+            options[b"boundary"],
+            {
+                "on_part_begin": part.begin,
+                "on_header_field": part.add_header,
+                "on_header_value": part.add_value,
+                "on_header_end": part.end_header,
+                "on_part_data": part.add_content,
+                "on_part_end": part.end,
+            },
+            max_header_size=MAX_HEADER_BYTES,
+        )
+        read = 0
+        while not part.is_whole:
+            body.seek(read)
+            if not (chunk := body.read(_READ_BYTES)):
+                raise Unreadable("The form is empty." if not read else part.missing())
+            read += len(chunk)
+            parser.write(chunk)
+    except FormParserError as wrong:
+        if not part.is_whole:
+            raise Unreadable(part.missing()) from wrong
+    body.truncate(part.size)
+    body.seek(0)
+    return body
 
 
-def _span_of(content: mmap.mmap, delimiter: bytes, name: str) -> tuple[int, int]:
-    """Return the start and end of a part's content."""
-    at = _find(content, delimiter, 0)
-    for _ in range(MAX_PARTS):
-        begin = content.find(b"\r\n\r\n", at, at + MAX_HEADER_BYTES) + 4
-        end = _find(content, b"\r\n" + delimiter, begin - 2)
-        if at < 0 or begin < 4 or end < 0:
-            break
-        headers = BytesHeaderParser().parsebytes(content[at + len(delimiter) + 2 : begin])
-        if headers.get_param("name", header="content-disposition") == name:
-            return begin, max(begin, end)
-        at = end + 2
-    raise Unreadable(f"The form has no whole part named {name!r} among its first {MAX_PARTS}.")
+class _PartOfForm:
+    """Callbacks of a form parser that move the content of one part to the start of the form's file.
 
+    The write position never passes the read position, since each chunk is read before it is parsed.
+    """
 
-def _find(content: mmap.mmap, wanted: bytes, start: int) -> int:
-    """Return the position of `wanted`, or -1 if it does not occur."""
-    for at in range(max(start, 0), len(content), _SEARCHED_BYTES):
-        found = content.find(wanted, at, at + _SEARCHED_BYTES + len(wanted) - 1)
-        if found >= 0:
-            return found
-    return -1
+    def __init__(self, file: IO[bytes], name: str) -> None:
+        self._file, self._name = file, name
+        self._parts, self._is_wanted = 0, False
+        self._header, self._value = b"", b""
+        self.size, self.is_whole = 0, False
 
+    def missing(self) -> str:
+        """Return the error message of a form without the part."""
+        return f"The form has no whole part named {self._name!r} among its first {MAX_PARTS}."
 
-class _Slice(io.RawIOBase):
-    """A slice of an open file, as a file."""
+    def begin(self) -> None:
+        self._parts += 1
+        if self._parts > MAX_PARTS and not self.is_whole:
+            raise Unreadable(self.missing())
 
-    def __init__(self, file: IO[bytes], begin: int, end: int) -> None:
-        self._file, self._begin, self._size, self._at = file, begin, end - begin, 0
+    def add_header(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
 
-    @override
-    def readable(self) -> bool:
-        return True
+    def add_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
 
-    @override
-    def seekable(self) -> bool:
-        return True
+    def end_header(self) -> None:
+        if self._header.lower() == b"content-disposition" and not self.is_whole:
+            _, options = parse_options_header(self._value)
+            self._is_wanted = options.get(b"name") == self._name.encode()
+        self._header = self._value = b""
 
-    @override
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        if start + offset < 0:
-            raise ValueError("before the beginning")
-        self._at = start + offset
-        return self._at
+    def add_content(self, data: bytes, start: int, end: int) -> None:
+        if self._is_wanted:
+            self._file.seek(self.size)
+            self.size += self._file.write(memoryview(data)[start:end])
 
-    @override
-    def readinto(self, buffer: Buffer, /) -> int:
-        target = memoryview(buffer).cast("B")
-        self._file.seek(self._begin + self._at)
-        chunk = self._file.read(max(0, min(len(target), self._size - self._at)))
-        target[: len(chunk)] = chunk
-        self._at += len(chunk)
-        return len(chunk)
+    def end(self) -> None:
+        self.is_whole |= self._is_wanted
+        self._is_wanted = False

@@ -97,6 +97,12 @@ def test_a_form_without_a_file_or_cut_short_is_refused(form: bytes) -> None:
         file_in_form(file, TYPE, "file")
 
 
+@pytest.mark.parametrize("rest", [OTHER * 40 + TAIL, HEAD + b"y" + TAIL, b"\r\n--wrong"])
+def test_the_first_whole_file_is_returned_whatever_follows_it(rest: bytes) -> None:
+    with stored(HEAD + b"x" + TAIL[:-4] + b"\r\n" + rest) as form:
+        assert file_in_form(form, TYPE, "file").read() == b"x"
+
+
 @pytest.mark.parametrize("content_type", ["", "application/json", "multipart/form-data"])
 def test_a_body_that_is_not_a_form_is_refused(content_type: str) -> None:
     with stored(HEAD + TAIL) as file, refused(Reason.UNSUPPORTED_MEDIA_TYPE):
