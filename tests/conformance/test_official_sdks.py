@@ -152,7 +152,7 @@ def test_a_viewers_key_reads_and_is_told_that_it_may_not_train(server: Server, s
     facts = run_scenarios(sdk, server.address, server.base_model, names, TINKER_API_KEY=key)
     assert facts["only_reads"]["total"] >= 0
     assert facts["only_reads"]["refused"]["error"] == "PermissionDeniedError"
-    assert "it may only read" in facts["only_reads"]["refused"]["message"]
+    assert "can only read" in facts["only_reads"]["refused"]["message"]
 
 
 def test_a_lost_answer_changes_no_bit(report: Report) -> None:

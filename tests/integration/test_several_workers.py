@@ -118,7 +118,7 @@ def move(serving: Serving, run: str, worker: str) -> bool:
     try:
         asked(serving, f"/api/v1/admin/tenants/{tenant}/runs/{run}/move", {"worker": worker})
     except urllib.error.HTTPError as refused:
-        if f"is at worker {worker}" not in refused.read().decode():
+        if f"is already on worker {worker}" not in refused.read().decode():
             raise
         return False
     return True
