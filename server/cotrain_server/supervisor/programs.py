@@ -37,7 +37,7 @@ SCHEDULER_PORT, WORKERS_PORT = 1, 2
 #: computes.
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 #: Spin time of a worker's threads before they release their core. The default is so high that one
-#: thread kept from its core by another process blocks all of them (docs/develop/benchmarks.md#what-was-tried).
+#: thread kept from its core by another process blocks all of them (docs/develop/benchmarks.md#rejected-attempts).
 GIVES_WAY = {"GOMP_SPINCOUNT": "10000"}
 
 
