@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BACKLOG = Path(__file__).parents[1] / "data" / "style_backlog.txt"
-"""Files that still break a rule. The list only shrinks."""
 CODE = ("client", "scheduler", "server", "workers", "bench", "examples", "docs", "tests")
 MAX_WORDS = 30
 
@@ -129,11 +127,6 @@ def files() -> list[Path]:
     )
 
 
-def backlog() -> set[str]:
-    """Return the files that are still to be rewritten."""
-    return set(BACKLOG.read_text(encoding="utf-8").split())
-
-
 def test_a_clause_a_word_of_the_dialect_and_a_long_sentence_are_found(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text(
@@ -147,18 +140,10 @@ def test_a_clause_a_word_of_the_dialect_and_a_long_sentence_are_found(tmp_path: 
 
 
 @pytest.mark.parametrize("folder", [*CODE, "."])
-def test_every_file_outside_the_backlog_keeps_the_rules(folder: str) -> None:
-    open_files = backlog()
+def test_every_file_keeps_the_rules(folder: str) -> None:
     found = []
     for path in files():
         own = path.relative_to(ROOT)
-        if (own.parts[0] if len(own.parts) > 1 else ".") == folder and str(own) not in open_files:
+        if (own.parts[0] if len(own.parts) > 1 else ".") == folder:
             found += faults(path)
     assert found == []
-
-
-def test_every_file_of_the_backlog_still_breaks_a_rule() -> None:
-    done = [
-        name for name in sorted(backlog()) if not (ROOT / name).exists() or not faults(ROOT / name)
-    ]
-    assert done == [], f"remove these from {BACKLOG.name}"
