@@ -207,9 +207,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ways", type=lambda s: s.split(","), default=list(WAYS), metavar="WAYS",
                         help=f"some of: {', '.join(WAYS)}")  # fmt: skip
     parser.add_argument("--turns", type=float, default=10.0, help="fair turns of each tenant")
-    parser.add_argument(
-        "--max-s", type=float, default=600.0, help="real time of one trial at most"
-    )
+    parser.add_argument("--max-s", type=float, default=600.0, help="real time of one trial at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--label", default="", help="of the file's name, as `before-`")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
