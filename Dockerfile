@@ -17,20 +17,20 @@ ARG REDIS_IMAGE=valkey/valkey:8.1
 # ── Redis ────────────────────────────────────────────────────────────────────────────────────────
 FROM ${REDIS_IMAGE} AS redis
 COPY docker/redis /etc/cotrain
-# Owned by the user, so that fresh volumes mounted there are writable. Not /data, which the image below
-# declares a volume: some builders forget what is done to it.
+# Owned by the user, so that fresh volumes mounted there are writable. Not /data: the base image declares it
+# a volume, and some builders discard changes to a volume.
 RUN mkdir -p /redis /secret && chown 10001:10001 /redis /secret && chmod 0700 /redis /secret
 WORKDIR /redis
 USER 10001:10001
 ENTRYPOINT ["/bin/sh", "/etc/cotrain/start.sh"]
 CMD []
 
-# ── what both are built with ─────────────────────────────────────────────────────────────────────
+# ── build environment of both ─────────────────────────────────────────────────────────────────────
 FROM ${PYTHON_IMAGE} AS build
-# A mirror of PyPI, where there is one.
+# Optional mirror of PyPI.
 ARG PIP_INDEX_URL
 ARG PINS=pins/hashes.txt
-# What is set holds for the stages below too; an ARG has to be named in each of them again.
+# ENV is inherited by the stages below; each of them must repeat an ARG.
 ENV PATH=/opt/cotrain/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PINS=$PINS
 WORKDIR /src
 COPY constraints.txt ./
@@ -45,7 +45,7 @@ RUN python pins/requirements_of.py server objects otel >server.txt \
 FROM build AS wheel
 ARG PIP_INDEX_URL
 COPY . ./
-# What builds it is checked too, which pip does only of what is there already.
+# The build backend is checked by hash, too. pip does so only for packages that are installed beforehand.
 RUN echo hatchling >build.txt \
  && pip install --quiet --constraint $PINS --requirement build.txt \
  && pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /dist .

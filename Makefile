@@ -22,16 +22,16 @@ help: ## Show this list
 
 install: $(INSTALLED) ## Make .venv with everything in it
 
-# Every file is checked against pins/hashes.txt but torch's, whose build is the index's choice. pip checks
-# hashes of a list, not of a project's folder: hence the list, then the project alone. What is imported is
-# compiled then: most of what is installed never is.
+# Every package is checked against pins/hashes.txt, except torch, whose build the index chooses. pip checks hashes
+# of a list only, not of a project folder, so the list is installed first, then the project. Modules are compiled
+# at their first import, because most are never imported.
 $(INSTALLED): pyproject.toml constraints.txt pins/hashes.txt
 	@echo "Making $(VENV), some two minutes: 1/4 an empty one, and pip …"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --requirement pins/pip.txt
 	@echo "Making $(VENV): 2/4 torch, the largest, of some 200 MB …"
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-deps torch
-	@echo "Making $(VENV): 3/4 all else that cotrain needs …"
+	@echo "Making $(VENV): 3/4 all other dependencies …"
 	$(BIN)/python pins/requirements_of.py all objects otel >$(VENV)/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --constraint pins/hashes.txt --requirement $(VENV)/requirements.txt --group dev $(if $(CHROMIUM),--group browser)
 	@echo "Making $(VENV): 4/4 cotrain …"

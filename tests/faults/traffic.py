@@ -30,7 +30,7 @@ VOCAB = 128
 LONG = 1100
 #: Datums, and tokens in each, whose log-probs are too large for Redis as well.
 LARGE = (12, 400)
-#: Nobody has the secret key of this recipient.
+#: A recipient whose secret key was discarded.
 RECIPIENT = "age164q2x3vl64uamwjgl97z2hn8ryqe9l8agdcwzaztf4uwk5vljv4qftk6j7"
 
 

@@ -85,7 +85,7 @@ def _load(
     *,
     local_files_only: bool,
 ) -> BaseModel:
-    report(f"reading what base model {model} is")
+    report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
     network = make_skeleton(config, dtype)

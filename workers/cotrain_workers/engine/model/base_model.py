@@ -122,7 +122,7 @@ def load_base_model(
 def _load(
     model: str, device: torch.device, dtype: torch.dtype, *, local_files_only: bool
 ) -> BaseModel:
-    report(f"reading what base model {model} is")
+    report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
     needed_bytes = make_skeleton(config).num_parameters() * dtype.itemsize
