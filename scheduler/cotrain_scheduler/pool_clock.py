@@ -159,9 +159,11 @@ class PoolClock:
         self._gather_s = gather_s
         self._quantum_tokens = quantum_tokens
         self._queue = PoolQueue(MAX_OPS_PER_RUN)
-        self._seen: int | None = None
-        """Number of the last change in the queue; None means that the queue must be reloaded."""
-        self._is_forgotten = False
+        self._seen = 0
+        """Number of the last change in the queue."""
+        self._cycle = 0
+        """Number of the pool's last cycle."""
+        self._is_forgotten = True
         """Reload the whole queue at the next tick. Not cleared by a reload already in progress."""
         self._slots: dict[WorkerId, int] = {}
         """Registered workers, each with the epoch of its last process."""
@@ -183,7 +185,7 @@ class PoolClock:
 
     @property
     def waiting_tokens(self) -> dict[WorkerId, int]:
-        """Tokens waiting for each worker, as of the last time a worker was idle."""
+        """Tokens waiting for each worker, as of the last tick."""
         return {worker: self._queue.waiting_tokens(worker) for worker in sorted(self._slots)}
 
     def _forget_times(self, now: float) -> None:
@@ -240,91 +242,101 @@ class PoolClock:
         self._free = (
             None  # unknown during a tick, so that runs becoming ready during it wake it again
         )
-        slots = await self._dispatch.worker_slots(self.pool)
-        await self._reassign(slots, now)
-        await self._deregister(slots)
-        workers = [
-            slot.heartbeat
+        slots = await self._read()
+        if await self._release(slots, now):
+            slots = await self._read()
+        serving = [
+            (slot.heartbeat, slot.open_steps)
             for slot in slots
             if slot.heartbeat and not slot.heartbeat.is_handing_over
         ]
-        free = [worker for worker in workers if await self._is_free(worker, now)]
+        workers = [worker for worker, _ in serving]
+        free = [worker for worker, open_steps in serving if not open_steps]
+        for worker in free:
+            self._end_cycle(self._clocks[worker.id], now)
         if free:
-            await self._follow({slot.worker: slot.epoch for slot in slots})
             self._queue.assign(workers, now)
             self._moving = await self._rebalancing.moving_runs(workers, self._queue, now)
         is_idle = 0 < len(free) == len(workers) and not self._queue
         again = now + (IDLE_SWEEP_S if is_idle else SWEEP_S)
         for worker in free:
-            if not self._waiting(worker):
+            waiting = exclude_paused(
+                self._queue.waiting(worker.id), self.policy.pauses, self._moving
+            )
+            if not waiting:
                 continue
             start = self._start(worker, now)
             if start > now:
                 again = min(again, start)
-            elif not await self._plan(worker, now):
+            elif not await self._plan(worker, waiting, now):
                 again = min(again, now + REPLAN_S)
         self._free = frozenset(w.id for w in workers if self._clocks[w.id].planned_at is None)
         return again
 
-    async def _follow(self, slots: dict[WorkerId, int]) -> None:
-        """Update the queue in memory with the changes, or reload it."""
-        if self._is_forgotten or slots.keys() - self._slots.keys():
-            self._seen = None  # a new worker may have had runs before
-        self._is_forgotten = False
-        for worker, epoch in self._slots.items():
-            if worker not in slots:
-                self._queue.deregister(worker)
-            elif slots[worker] != epoch:
-                self._queue.reset(worker)
-        self._slots = slots
-        if self._seen is None:
-            seen = await self._dispatch.last_change(self.pool)
-            self._queue.clear()
-            self._queue.put(await self._dispatch.ready(self.pool))
-            self._seen = seen
-            log.info("queue_read", pool=self.pool, runs=len(self._queue))
-        elif self._queue.unread:
+    async def _read(self) -> Sequence[WorkerSlot]:
+        """Update the queue in memory with all changes, or reload it. Return the workers.
+
+        The workers are read before the queues, as a new worker may already have runs.
+        """
+        if self._queue.unread:
             unread = sorted(self._queue.unread)
             self._queue.put(await self._dispatch.queues(self.pool, unread))
-        are_all, ready = False, 0
-        while not are_all:
-            changes = await self._dispatch.changes(self.pool, self._seen)
-            self._queue.put(changes.queues)
-            is_back = changes.number < self._seen
-            self._seen, are_all, ready = changes.number, changes.are_all, changes.ready
-            if is_back:
-                break
-        if len(self._queue) != ready:
-            # A process of another version does not record its changes, or Redis has lost data.
-            log.warning("queue_differs", pool=self.pool, known=len(self._queue), ready=ready)
-            self._seen = None
+        since = None if self._is_forgotten else self._seen
+        view = await self._dispatch.view(self.pool, since)
+        slots = view.slots
+        if self._follow(slots) or view.number < self._seen or self._is_forgotten:
+            self._is_forgotten = False
+            self._queue.clear()
+            self._queue.put(await self._dispatch.ready(self.pool))
+            log.info("queue_read", pool=self.pool, runs=len(self._queue))
+            view = await self._dispatch.view(self.pool, view.number)
+        self._queue.put(view.queues)
+        while not view.is_complete:
+            view = await self._dispatch.view(self.pool, view.number)
+            self._queue.put(view.queues)
+        self._seen, self._cycle = view.number, view.cycle
+        if len(self._queue) != view.ready:
+            # A process of another version does not record its changes.
+            log.warning("queue_differs", pool=self.pool, known=len(self._queue), ready=view.ready)
+            self._is_forgotten = True
+        return slots
 
-    async def _reassign(self, slots: Sequence[WorkerSlot], now: float) -> None:
-        """Reassign the runs of workers that have been dead for a long time to live ones."""
+    def _follow(self, slots: Sequence[WorkerSlot]) -> bool:
+        """Update the workers; return True if one is new, because it may have had runs before."""
+        before, self._slots = self._slots, {slot.worker: slot.epoch for slot in slots}
+        for worker, epoch in before.items():
+            if worker not in self._slots:
+                self._queue.deregister(worker)
+            elif self._slots[worker] != epoch:
+                self._queue.reset(worker)
+        return bool(self._slots.keys() - before.keys())
+
+    async def _release(self, slots: Sequence[WorkerSlot], now: float) -> bool:
+        """Release the runs of drained workers, and of those dead for a long time, to other workers.
+
+        Return True if a worker was removed.
+        """
         self._empty_since = fleet.absences(slots, self._empty_since, now)
-        after_s = self._settings.reassign_after_s
+        after_s, is_changed = self._settings.reassign_after_s, False
         for dead, successor in fleet.reassignments(slots, self._empty_since, now, after_s):
             failpoint("reassign.before", dead.worker)
             if await self._dispatch.reassign(self.pool, dead, successor):
+                is_changed = True
                 failpoint("reassign.after", dead.worker)
                 log.warning(
                     "worker_reassigned", pool=self.pool, worker=dead.worker, successor=successor
                 )
-
-    async def _deregister(self, slots: Sequence[WorkerSlot]) -> None:
-        """Release the runs of drained workers to others."""
         for slot, successor in fleet.drained(slots):
             if await self._dispatch.deregister(self.pool, slot, successor):
+                is_changed = True
                 log.info("worker_drained", pool=self.pool, worker=slot.worker)
+        return is_changed
 
-    async def _is_free(self, worker: WorkerHeartbeat, now: float) -> bool:
-        if await self._dispatch.open_steps(self.pool, worker.id):
-            return False
-        clock = self._clocks[worker.id]
+    def _end_cycle(self, clock: _WorkerClock, now: float) -> None:
+        """Record the end of an idle worker's last cycle, once."""
         if clock.planned_at is not None:
             clock.last = replace(clock.last, duration_s=now - clock.planned_at, ended_at=now)
             clock.planned_at = None
-        return True
 
     def _start(self, worker: WorkerHeartbeat, now: float) -> float:
         if self._settings.clock_mode is ClockMode.METRONOME:
@@ -349,7 +361,7 @@ class PoolClock:
         clock.returns.note(delays_s, limit_s)
         clock.missed = replace(clock.last, runs=frozenset(absent))
 
-    async def _plan(self, worker: WorkerHeartbeat, now: float) -> bool:
+    async def _plan(self, worker: WorkerHeartbeat, waiting: Waiting, now: float) -> bool:
         """Write one worker's step. Return False if the log has changed since it was read; it is read again."""
         clock, began = self._clocks[worker.id], time.time()
         limit_s = cycle_start.cycle_limit_s(
@@ -360,12 +372,12 @@ class PoolClock:
         policy = self.policy  # may change while this plan is written
         fair_queue = clock.fair_queue.copy(is_current=policy == clock.policy)
         chosen = planner.select(
-            self._waiting(worker), fair_queue, tokens, self._quantum_tokens,
+            waiting, fair_queue, tokens, self._quantum_tokens,
             accepts_saves=worker.accepts_saves, weights=policy.weights,
         )  # fmt: skip
         if not chosen.ops:
             return True  # only saves are waiting, which the worker does not accept now
-        cycle = await self._dispatch.last_cycle(self.pool) + 1
+        cycle = self._cycle + 1
         runs = frozenset(op.run for op in chosen.ops)
         tenants = {run: self._queue[run].tenant for run in runs}
         span = begin_plan(chosen.ops, began)
@@ -373,11 +385,12 @@ class PoolClock:
         step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances, limit_s, trace)
         failpoint("scheduler.before_plan", (op.request_id for op in chosen.ops))
         try:
-            seen = 0 if self._is_forgotten else self._seen or 0
+            seen = 0 if self._is_forgotten else self._seen
             await self._dispatch.plan(self.pool, step, seen)
         except PlanOutdated:
             self._queue.unread |= runs
             return False
+        self._cycle = cycle
         failpoint("scheduler.after_plan", (op.request_id for op in chosen.ops))
         self._count(chosen.ops, now)
         if span:
@@ -392,9 +405,6 @@ class PoolClock:
             tokens=chosen.tokens, **({"trace_id": trace_id(trace)} if trace else {}),
         )  # fmt: skip
         return True
-
-    def _waiting(self, worker: WorkerHeartbeat) -> Waiting:
-        return exclude_paused(self._queue.waiting(worker.id), self.policy.pauses, self._moving)
 
     def _count(self, ops: Sequence[QueuedOp], now: float) -> None:
         """Record the waiting times until now; a pass that continues is counted only once."""

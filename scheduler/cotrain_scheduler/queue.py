@@ -96,10 +96,12 @@ class PoolQueue:
             self._add(replace(queue, worker=None, done_tokens=0), None)
 
     def reset(self, worker: WorkerId) -> None:
-        """Mark runs with open passes as unread: a new process of that worker id has no part of them."""
-        self.unread |= {
-            run for run, queue in self._runs.items() if queue.worker == worker and queue.done_tokens
-        }
+        """Start open passes anew: a new process of that worker id has no part of them."""
+        self.put([
+            replace(queue, done_tokens=0)
+            for queue in self._runs.values()
+            if queue.worker == worker and queue.done_tokens
+        ])  # fmt: skip
 
     def waiting(self, worker: WorkerId) -> Waiting:
         """Return the runnable runs of a worker, for the planner."""

@@ -15,7 +15,7 @@ from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.gaps import client_seq, given_up
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId, decode, encode
-from cotrain_store.messages.ops import QueueChanges, QueuedOp, RunQueue, Step, Wake
+from cotrain_store.messages.ops import PoolView, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.messages.results import Result
 from cotrain_store.monitoring.fleet import PoolStatus, pool_status
 from cotrain_store.oplog.intake import rejection
@@ -50,7 +50,7 @@ class Dispatch:
         self._name = name
         self._epoch = ""
         self._ready = async_script(connection, "ready")
-        self._changes = async_script(connection, "changes")
+        self._view = async_script(connection, "view")
         self._plan = async_script(connection, "plan")
         self._lease = async_script(connection, "lease")
         self._reassign = async_script(connection, "reassign")
@@ -145,21 +145,6 @@ class Dispatch:
         if await self._scaling(script_keys, {"epoch": self._epoch}, encode(scaling)) == b"FENCED":
             raise Fenced
 
-    async def worker_slots(self, pool: PoolId) -> list[WorkerSlot]:
-        """Return the worker ids of a pool, including those without a current process."""
-        ids = sorted(
-            WorkerId(n.decode()) for n in await self._redis.smembers(fleet_keys.workers(pool))
-        )
-        pipeline = self._redis.pipeline(transaction=False)
-        for worker in ids:
-            pipeline.get(fleet_keys.worker_epoch(pool, worker))
-            pipeline.get(fleet_keys.worker(pool, worker))
-        rows = await pipeline.execute()
-        return [
-            WorkerSlot(worker, int(epoch or 0), _heartbeat(row) if row else None)
-            for worker, epoch, row in zip(ids, rows[::2], rows[1::2], strict=True)
-        ]
-
     async def reassign(self, pool: PoolId, dead: WorkerSlot, successor: WorkerId) -> bool:
         """Transfer the work of a dead worker to another one. Its runs may go anywhere, except those
         in a step.
@@ -218,10 +203,6 @@ class Dispatch:
         """
         return await self.moves.request_move(pool, run, to, self._epoch)
 
-    async def open_steps(self, pool: PoolId, worker: WorkerId) -> int:
-        """Return the number of a worker's steps that are planned and not yet committed."""
-        return int(await self._redis.hlen(fleet_keys.open_steps(pool, worker)))
-
     async def ready(self, pool: PoolId) -> list[RunQueue]:
         """Return all runnable runs, longest waiting first. The read is not atomic."""
         found = await self._redis.zrange(run_keys.ready(pool), 0, -1)
@@ -238,25 +219,24 @@ class Dispatch:
             queues += [_run_queue(row) for row in await self._ready([], args)]
         return queues
 
-    async def changes(self, pool: PoolId, since: int) -> QueueChanges:
-        """Return the changes since a number, or the oldest part of them. A repeated call returns
-        the same or more.
+    async def view(self, pool: PoolId, since: int | None = None) -> PoolView:
+        """Return the state of a pool, with the changes since a number, or the oldest part of them.
+
+        Without a number it contains no changes. A repeated call returns the same changes or more.
         """
-        script_keys = [run_keys.changed(pool), run_keys.change_counter(pool), run_keys.ready(pool)]
+        script_keys = [
+            run_keys.changed(pool), run_keys.change_counter(pool), run_keys.ready(pool),
+            fleet_keys.cycle_counter(pool), fleet_keys.workers(pool),
+        ]  # fmt: skip
         args = {
-            "prefix": fleet_keys.prefix(pool), "since": since,
+            "prefix": fleet_keys.prefix(pool), "since": "+inf" if since is None else str(since),
             "max_runs": RUNS_AT_ONCE, "max_ops_per_run": MAX_OPS_PER_RUN,
         }  # fmt: skip
-        number, are_all, ready, rows = await self._changes(script_keys, args)
-        return QueueChanges(int(number), [_run_queue(row) for row in rows], ready, bool(are_all))
-
-    async def last_change(self, pool: PoolId) -> int:
-        """Return the number of the last change, from which later changes can be requested."""
-        return int(await self._redis.get(run_keys.change_counter(pool)) or 0)
-
-    async def last_cycle(self, pool: PoolId) -> int:
-        """Return the number of the pool's last cycle; 0 before the first."""
-        return int(await self._redis.get(fleet_keys.cycle_counter(pool)) or 0)
+        number, is_complete, ready, cycle, slots, rows = await self._view(script_keys, args)
+        return PoolView(
+            int(number), [_run_queue(row) for row in rows], bool(is_complete), ready, int(cycle),
+            [_worker_slot(row) for row in sorted(slots)],
+        )  # fmt: skip
 
     async def plan(self, pool: PoolId, step: Step, seen: int = 0) -> None:
         """Write a step and wake the worker. Once written, the step stays fixed through any crash.
@@ -331,8 +311,10 @@ class Dispatch:
                 )
 
 
-def _heartbeat(row: bytes) -> WorkerHeartbeat:
-    return decode(WorkerHeartbeat, json.loads(row))
+def _worker_slot(row: tuple[bytes, bytes, bytes, int]) -> WorkerSlot:
+    worker, epoch, published, open_steps = row
+    heartbeat = decode(WorkerHeartbeat, json.loads(published)) if published else None
+    return WorkerSlot(WorkerId(worker.decode()), int(epoch), heartbeat, open_steps)
 
 
 def _run_ids(names: Sequence[bytes]) -> list[RunId]:
