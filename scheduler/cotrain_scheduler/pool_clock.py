@@ -6,15 +6,14 @@ transaction. It is read completely at the start, and whenever changes may have b
 The file also contains:
 
 * the span of a plan, which is the root of its cycle's trace if any op is traced;
-* `HostTime`, which detects that the host's clock was set;
-* `exclude_paused`, a pure filter of paused and moving runs.
+* `HostTime`, which detects that the host's clock was set.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -22,12 +21,11 @@ import structlog
 from cotrain_scheduler import cycle_start, planner
 from cotrain_scheduler import placement as fleet
 from cotrain_scheduler.fair_queue import FairQueue
-from cotrain_scheduler.queue import PoolQueue
+from cotrain_scheduler.queue import PoolQueue, Waiting, exclude_paused
 from cotrain_scheduler.rebalancing import Rebalancing
-from cotrain_scheduler.waiting import ByTenant, Waiting
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.fleet import Pauses, PlanPolicy, WorkerHeartbeat, WorkerSlot
+from cotrain_store.messages.fleet import PlanPolicy, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.ops import QueuedOp, Step, Wake
 from cotrain_store.monitoring import metrics
@@ -75,37 +73,6 @@ class HostTime:
         jumped_s, self._offset_s = offset_s - self._offset_s, offset_s
         self.now = steady + offset_s
         return jumped_s if abs(jumped_s) > _JUMP_S else 0.0
-
-
-def exclude_paused(
-    waiting: Waiting, pauses: Pauses, moving: Collection[RunId] = frozenset()
-) -> Waiting:
-    """Return the queue without paused tenants, paused runs and moving runs; without any, it is free."""
-    if not pauses.tenants and not pauses.runs and not moving:
-        return waiting
-    left = Waiting()
-    left.changed = waiting.changed
-    left.passes, left.free, left.saves = (
-        _exclude_paused(group, pauses, moving)
-        for group in (waiting.passes, waiting.free, waiting.saves)
-    )
-    return left
-
-
-def _exclude_paused(group: ByTenant, pauses: Pauses, moving: Collection[RunId]) -> ByTenant:
-    owners = {pause.tenant for pause in pauses.runs.values()}
-    left: ByTenant = {}
-    for tenant, runs in group.items():
-        if tenant in pauses.tenants:
-            continue
-        kept = runs
-        if tenant in owners:
-            kept = {run: queue for run, queue in runs.items() if run not in pauses.runs}
-        if moving:
-            kept = {run: queue for run, queue in kept.items() if run not in moving}
-        if kept:
-            left[tenant] = kept
-    return left
 
 
 log = structlog.get_logger()

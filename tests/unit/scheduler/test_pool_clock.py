@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 
 from cotrain_scheduler import pool_clock as host_time_module
-from cotrain_scheduler.pool_clock import IDLE_SWEEP_S, LOOK_S, SWEEP_S, exclude_paused
-from cotrain_scheduler.waiting import Waiting
+from cotrain_scheduler.pool_clock import IDLE_SWEEP_S, LOOK_S, SWEEP_S
+from cotrain_scheduler.queue import Waiting, exclude_paused
 from cotrain_store.messages.fleet import Pause, Pauses, PlanPolicy
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, PoolView, QueuedOp, RunQueue
