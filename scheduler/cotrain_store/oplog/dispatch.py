@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from cotrain_store.errors import Fenced, PlanOutdated
@@ -21,7 +21,7 @@ from cotrain_store.monitoring.fleet import PoolStatus, pool_status
 from cotrain_store.oplog.intake import rejection
 from cotrain_store.oplog.moves import Moves
 from cotrain_store.redis_client.connection import Connection, clock_ms
-from cotrain_store.redis_client.scripts import async_script
+from cotrain_store.redis_client.scripts import AsyncScript, async_script
 from cotrain_store.sampling.endings import CANCEL, TTL_MS
 from cotrain_store.tenants.policies import read_pauses, read_weights
 
@@ -89,12 +89,10 @@ class Dispatch:
         """
         now = time.monotonic()
         passed_s = min(now - (now if self._counted_at is None else self._counted_at), MAX_STEP_S)
-        script_keys = [fleet_keys.scheduler_epoch(), result_keys.clock(), result_keys.ends()]
+        script_keys = [result_keys.clock(), result_keys.ends()]
         for passed_ms in (int(passed_s * 1000), *([0] * (_CALLS_AT_ONCE - 1))):
-            args = {"epoch": self._epoch, "passed_ms": passed_ms, "most": ENDS_AT_ONCE}
-            ended = await self._tick(script_keys, args)
-            if ended == b"FENCED":
-                raise Fenced
+            args = {"passed_ms": passed_ms, "most": ENDS_AT_ONCE}
+            ended = await self._write(self._tick, script_keys, args)
             self._counted_at = now
             if ended < ENDS_AT_ONCE:
                 return
@@ -141,9 +139,7 @@ class Dispatch:
         Raises:
             Fenced: a newer scheduler leads.
         """
-        script_keys = [fleet_keys.scheduler_epoch(), fleet_keys.scaling(pool)]
-        if await self._scaling(script_keys, {"epoch": self._epoch}, encode(scaling)) == b"FENCED":
-            raise Fenced
+        await self._write(self._scaling, [fleet_keys.scaling(pool)], {}, encode(scaling))
 
     async def reassign(self, pool: PoolId, dead: WorkerSlot, successor: WorkerId) -> bool:
         """Transfer the work of a dead worker to another one. Its runs may go anywhere, except those
@@ -156,20 +152,17 @@ class Dispatch:
             Fenced: a newer scheduler leads.
         """
         script_keys = [
-            fleet_keys.scheduler_epoch(), fleet_keys.workers(pool),
-            fleet_keys.worker_epoch(pool, dead.worker), fleet_keys.worker(pool, dead.worker),
-            fleet_keys.worker(pool, successor), result_keys.spool_segment_refs(),
-            result_keys.notify_results(), fleet_keys.counters(pool),
+            fleet_keys.workers(pool), fleet_keys.worker_epoch(pool, dead.worker),
+            fleet_keys.worker(pool, dead.worker), fleet_keys.worker(pool, successor),
+            result_keys.spool_segment_refs(), result_keys.notify_results(),
+            fleet_keys.counters(pool),
         ]  # fmt: skip
         args = {
-            "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "dead": dead.worker,
+            "prefix": fleet_keys.prefix(pool), "dead": dead.worker,
             "seen_epoch": str(dead.epoch), "successor": successor,
             "any_worker": run_keys.ANY_WORKER, "cancel": CANCEL, "lives": TTL_MS,
         }  # fmt: skip
-        answer = await self._reassign(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
+        return bool(await self._write(self._reassign, script_keys, args) == b"OK")
 
     async def deregister(self, pool: PoolId, drained: WorkerSlot, successor: WorkerId) -> bool:
         """Remove a drained worker from its pool's list, so that its runs can go anywhere.
@@ -180,19 +173,15 @@ class Dispatch:
             Fenced: a newer scheduler leads.
         """
         script_keys = [
-            fleet_keys.scheduler_epoch(), fleet_keys.workers(pool),
-            fleet_keys.worker_epoch(pool, drained.worker), fleet_keys.draining(pool),
-            fleet_keys.worker(pool, successor),
+            fleet_keys.workers(pool), fleet_keys.worker_epoch(pool, drained.worker),
+            fleet_keys.draining(pool), fleet_keys.worker(pool, successor),
         ]  # fmt: skip
         args = {
-            "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "worker": drained.worker,
+            "prefix": fleet_keys.prefix(pool), "worker": drained.worker,
             "seen_epoch": str(drained.epoch), "successor": successor,
             "any_worker": run_keys.ANY_WORKER,
         }  # fmt: skip
-        answer = await self._deregister(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
+        return bool(await self._write(self._deregister, script_keys, args) == b"OK")
 
     async def ask_move(self, pool: PoolId, run: RunId, to: WorkerId) -> bool:
         """Request the move of a run. Return False if it is impossible or the run was moved
@@ -206,7 +195,8 @@ class Dispatch:
     async def ready(self, pool: PoolId) -> list[RunQueue]:
         """Return all runnable runs, longest waiting first. The read is not atomic."""
         found = await self._redis.zrange(run_keys.ready(pool), 0, -1)
-        return [queue for queue in await self.queues(pool, _run_ids(found)) if queue.ops]
+        runs = [RunId(name.decode()) for name in found]
+        return [queue for queue in await self.queues(pool, runs) if queue.ops]
 
     async def queues(self, pool: PoolId, runs: Sequence[RunId]) -> list[RunQueue]:
         """Return the queues of these runs; a run that cannot continue has no ops."""
@@ -248,19 +238,16 @@ class Dispatch:
             PlanOutdated: the queue changed since it was read; nothing was written.
         """
         script_keys = [
-            fleet_keys.scheduler_epoch(), fleet_keys.cycle_counter(pool),
-            fleet_keys.open_steps(pool, step.worker), run_keys.ready(pool), run_keys.gaps(pool),
+            fleet_keys.cycle_counter(pool), fleet_keys.open_steps(pool, step.worker),
+            run_keys.ready(pool), run_keys.gaps(pool),
             fleet_keys.notify_worker(pool, step.worker), run_keys.changed(pool),
         ]  # fmt: skip
         args = {
-            "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "worker": step.worker,
+            "prefix": fleet_keys.prefix(pool), "worker": step.worker,
             "cycle": step.cycle, "max_open": MAX_OPEN_STEPS, "runs": _runs_of(step.ops),
             "planned_ms": int(step.planned_at * 1000), "seen": seen,
         }  # fmt: skip
-        answer = await self._plan(script_keys, args, encode(step))
-        if answer == b"FENCED":
-            raise Fenced
-        if answer == b"OUTDATED":
+        if await self._write(self._plan, script_keys, args, encode(step)) == b"OUTDATED":
             raise PlanOutdated
 
     async def old_gaps(self, pool: PoolId, older_than_s: float) -> list[tuple[RunId, TenantId]]:
@@ -287,17 +274,25 @@ class Dispatch:
         missing = int(await self._redis.hget(run_keys.log(pool, run), "next") or 0)
         message = given_up(await client_seq(self._redis, pool, run, missing))
         script_keys = [
-            fleet_keys.scheduler_epoch(), run_keys.gaps(pool), run_keys.log(pool, run),
-            run_keys.ops(pool, run), run_keys.bodies(pool, run), result_keys.spool_segment_refs(),
+            run_keys.gaps(pool), run_keys.log(pool, run), run_keys.ops(pool, run),
+            run_keys.bodies(pool, run), result_keys.spool_segment_refs(),
             run_keys.queue(pool, tenant), result_keys.notify_results(),
         ]  # fmt: skip
         args = {
-            "epoch": self._epoch, "run": run, "missing": missing,
-            "tenant": tenant, "prefix": fleet_keys.prefix(pool),
+            "run": run, "missing": missing, "tenant": tenant, "prefix": fleet_keys.prefix(pool),
             "failure": rejection(run, Result.failed(message, "server")),
         }  # fmt: skip
-        if await self._expire_gap(script_keys, args) == b"FENCED":
+        await self._write(self._expire_gap, script_keys, args)
+
+    async def _write(
+        self, script: AsyncScript, keys: Sequence[str], args: Mapping[str, Any], *stored: str
+    ) -> Any:
+        """Run a script that only the leader may run, with its epoch. Raises Fenced."""
+        keys, args = [fleet_keys.scheduler_epoch(), *keys], {"epoch": self._epoch, **args}
+        answer = await script(keys, args, *stored)
+        if answer == b"FENCED":
             raise Fenced
+        return answer
 
     async def wakes(self) -> AsyncIterator[Wake | None]:
         """Yield the wake-ups of the scheduler, and None once it listens. Earlier wake-ups are
@@ -315,10 +310,6 @@ def _worker_slot(row: tuple[bytes, bytes, bytes, int]) -> WorkerSlot:
     worker, epoch, published, open_steps = row
     heartbeat = decode(WorkerHeartbeat, json.loads(published)) if published else None
     return WorkerSlot(WorkerId(worker.decode()), int(epoch), heartbeat, open_steps)
-
-
-def _run_ids(names: Sequence[bytes]) -> list[RunId]:
-    return [RunId(name.decode()) for name in names]
 
 
 def _run_queue(row: Sequence[bytes]) -> RunQueue:

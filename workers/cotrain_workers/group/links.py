@@ -23,11 +23,6 @@ class GroupLost(DeviceLost):
     """Failure of a group: a member has ended or does not answer, and this process must restart."""
 
 
-def is_member() -> bool:
-    """Return True if torchrun has started this process."""
-    return "LOCAL_RANK" in os.environ
-
-
 class Links:
     """Connections of one member, for its main thread."""
 
