@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from cotrain_store.errors import Fenced, PlanOutdated
+from cotrain_store.errors import PlanOutdated
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.gaps import client_seq, given_up
@@ -289,10 +289,7 @@ class Dispatch:
     ) -> Any:
         """Run a script that only the leader may run, with its epoch. Raises Fenced."""
         keys, args = [fleet_keys.scheduler_epoch(), *keys], {"epoch": self._epoch, **args}
-        answer = await script(keys, args, *stored)
-        if answer == b"FENCED":
-            raise Fenced
-        return answer
+        return await script(keys, args, *stored)
 
     async def wakes(self) -> AsyncIterator[Wake | None]:
         """Yield the wake-ups of the scheduler, and None once it listens. Earlier wake-ups are

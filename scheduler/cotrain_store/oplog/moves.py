@@ -18,7 +18,7 @@ import json
 import time
 from dataclasses import dataclass
 
-from cotrain_store.errors import Fenced, Reason, Refused, RunClosed
+from cotrain_store.errors import Reason, Refused, RunClosed
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.redis_client.connection import Connection, SyncConnection
@@ -79,8 +79,6 @@ class Moves:
             Fenced: a newer scheduler leads.
         """
         answer = await self._answer(pool, run, to, scheduler_epoch, QUIET_S)
-        if answer == b"FENCED":
-            raise Fenced
         return answer == b"OK"
 
     async def deregister(self, pool: PoolId, run: RunId) -> None:
@@ -137,10 +135,7 @@ class OwnMoves:
             "worker": self._worker, "to": move.to, "in_memory": in_memory,
             "now_ms": int(time.time() * 1000),
         }  # fmt: skip
-        answer = self._move(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
+        return bool(self._move(script_keys, args) == b"OK")
 
 
 def _parsed(rows: dict[bytes, bytes]) -> list[Move]:
@@ -213,10 +208,7 @@ class OwnDrain:
             "epoch": str(epoch), "seen_epoch": str(epoch), "leaves": True, "prefix": fleet_keys.prefix(pool),
             "worker": self._worker, "successor": successor, "any_worker": run_keys.ANY_WORKER,
         }  # fmt: skip
-        answer = self._deregister(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
+        return bool(self._deregister(script_keys, args) == b"OK")
 
     def _successor(self) -> WorkerId | None:
         pool = self._pool
