@@ -257,10 +257,11 @@ class PoolClock:
             self._queue.put(await self._dispatch.ready(self.pool))
             log.info("queue_read", pool=self.pool, runs=len(self._queue))
             view = await self._dispatch.view(self.pool, view.number)
-        self._queue.put(view.queues)
-        while not view.is_complete:
-            view = await self._dispatch.view(self.pool, view.number)
+        while True:
             self._queue.put(view.queues)
+            if view.is_complete:
+                break
+            view = await self._dispatch.view(self.pool, view.number)
         self._seen, self._cycle = view.number, view.cycle
         if len(self._queue) != view.ready:
             # A process of another version does not record its changes.

@@ -30,7 +30,7 @@ from cotrain_server.requests.checkpoint_validation import (
 )
 from cotrain_server.requests.submission import quota_reached
 from cotrain_server.services import Services
-from cotrain_store.errors import MalformedPath, Reason, Refused, RunNotFound
+from cotrain_store.errors import MalformedPath, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, run_id
 from cotrain_store.messages.runs import RunRecord, RunState, Tenant
 from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
@@ -174,10 +174,7 @@ async def _destination(
     if (wanted.session_id is None) != (wanted.model_seq_id is None):
         raise Invalid("session_id and model_seq_id are needed together.")
     if wanted.session_id is not None:
-        session = await services.records.session(tenant, wanted.session_id)
-        if session.finished_at is not None:
-            raise Refused(Reason.SESSION_FINISHED)
-        return session.id
+        return (await services.records.open_session(tenant, wanted.session_id)).id
     if wanted.destination_project_id is None:
         raise Invalid("destination_project_id, or session_id with model_seq_id, is needed.")
     made_of = f"{tenant}\0{key or secrets.token_hex(16)}"

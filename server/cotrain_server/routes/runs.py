@@ -24,7 +24,6 @@ from cotrain_server.requests.checkpoint_validation import check_metadata
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.services import Services
 from cotrain_server.text_apis.tokenizer_cache import published_tokenizer
-from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import RunId, run_id
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 
@@ -42,9 +41,7 @@ async def create_model(
     An invalid request is refused at once, because it has no position in an order. Idempotent: the
     run's id is derived from the session and the client's own number.
     """
-    session = await services.records.session(tenant.id, request.session_id)
-    if session.finished_at is not None:
-        raise Refused(Reason.SESSION_FINISHED)
+    session = await services.records.open_session(tenant.id, request.session_id)
     check_metadata(request.user_metadata)
     pool = await services.records.pool_of(request.base_model)
     check_rank(request.lora_config.rank, min(pool.max_rank, services.settings.max_rank))

@@ -32,7 +32,7 @@ from cotrain_server.requests.checkpoint_validation import check_loadable
 from cotrain_server.requests.sample_validation import check_sample, check_sampleable
 from cotrain_server.requests.samples import read_sample
 from cotrain_server.services import Services
-from cotrain_store.errors import BaseModelNotServed, Reason, Refused
+from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, sampler_id
 from cotrain_store.messages.samples import SamplerRecord
 
@@ -50,9 +50,7 @@ async def create_sampling_session(
 
     Idempotent: the sampler's id is derived from the session and the client's own number.
     """
-    session = await services.records.session(tenant.id, request.session_id)
-    if session.finished_at is not None:
-        raise Refused(Reason.SESSION_FINISHED)
+    session = await services.records.open_session(tenant.id, request.session_id)
     base_model, weights = await _source(request, services, tenant.id)
     pool = await services.records.pool_of(base_model)
     check_sampleable(pool)

@@ -30,7 +30,7 @@ from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.submission import quota_reached
 from cotrain_server.services import Services
 from cotrain_store.bodies.import_body import PeftAdapter, encode_import
-from cotrain_store.errors import Reason, Refused, RunClosed, SeqConflict, StoreUnavailable
+from cotrain_store.errors import RunClosed, SeqConflict, StoreUnavailable
 from cotrain_store.messages.ids import encode, request_id, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import ResultKind
@@ -199,9 +199,7 @@ async def _read_query(services: Services, tenant: Tenant, query: UploadQuery) ->
         raise Invalid("Send session_id and model_seq_id together, or neither.")
     session = None
     if query.session_id is not None:
-        session = await services.records.session(tenant.id, query.session_id)
-        if session.finished_at is not None:
-            raise Refused(Reason.SESSION_FINISHED)
+        session = await services.records.open_session(tenant.id, query.session_id)
     return _Wanted(
         tenant, pool, session, query.model_seq_id or 0, query.name, encode(save).encode()
     )
