@@ -67,7 +67,7 @@ class TenantRoute(APIRoute):
             tenant = await authenticate(request, services)
             limit_bytes = self.body_limit(request, services.settings)
             with (
-                services.tenant_connections.of(tenant.id),
+                services.tenant_requests.of(tenant.id, 1),
                 services.body_memory.of(tenant.id) as take,
             ):
                 reader = BodyReader(services.parser, tenant.id, limit_bytes, self.json_limits, take)

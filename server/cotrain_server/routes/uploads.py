@@ -122,7 +122,7 @@ async def upload_checkpoint(
     wanted = await _read_query(services, tenant, query)
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
-    with services.uploads.slot(tenant.id):
+    with services.uploads.of(tenant.id, 1):
         run = await _import(request, services, wanted)
     return UploadResponse(
         request_id=request_id(run.id, 1),
@@ -145,10 +145,10 @@ async def upload_form(
         raise Invalid(full)
     settings = services.settings
     folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
-    with services.uploads.slot(tenant.id):
+    with services.uploads.of(tenant.id, 1):
         async with (
             received(request, folder, limit, settings.disk_reserve_bytes) as body,
-            services.uploads.unpacking,
+            services.unpacking,
         ):
             form = request.headers.get("content-type", "")
             archive = await asyncio.to_thread(file_in_form, body, form, "file")
@@ -227,7 +227,7 @@ async def _import(request: Request, services: Services, wanted: _Wanted) -> RunR
     folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
     async with (
         received(request, folder, limit, settings.disk_reserve_bytes) as archive,
-        services.uploads.unpacking,
+        services.unpacking,
     ):
         adapter = await asyncio.to_thread(_read_archive, archive, limit)
         return await _queue(services, wanted, adapter)
