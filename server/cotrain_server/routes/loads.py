@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,12 +22,12 @@ from cotrain_server.requests.checkpoint_validation import (
 from cotrain_server.requests.checkpoints import load_body, load_op, read_as
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.passes import Op, canonical_json, digest_of, json_object, read_fields
-from cotrain_server.requests.submission import submit
+from cotrain_server.requests.submission import new_run, submit
 from cotrain_server.services import Services
 from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunRecord, SessionRecord, Tenant
+from cotrain_store.messages.runs import SessionRecord, Tenant
 
 router = APIRouter(
     prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]
@@ -107,16 +106,7 @@ async def _start(
     check_optimizer(weights, optimizer=wanted.optimizer)
     pool = await services.records.pool_of(weights.base_model)
     check_rank(weights.lora.rank, pool.max_rank)
-    run = RunRecord(
-        id=run_id(session.id, wanted.model_seq_id),
-        tenant=session.tenant,
-        session=session.id,
-        pool=pool.id,
-        base_model=pool.base_model,
-        lora=weights.lora,
-        created_at=time.time(),
-        user_metadata=wanted.user_metadata or {},
-    )
+    run = new_run(session, wanted.model_seq_id, pool, weights.lora, wanted.user_metadata)
     body = load_body(wanted.path, weights, optimizer=wanted.optimizer, creates=weights.lora)
     return await services.intake.create_run(
         run, kind=OpKind.LOAD, body=body, digest=digest, uses=(weights.ref,)

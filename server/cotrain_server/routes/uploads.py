@@ -27,11 +27,11 @@ from cotrain_server.http.tenant_routes import Handler, ServicesDep, TenantDep, a
 from cotrain_server.http.upload_body import file_in_form, received
 from cotrain_server.requests.checkpoint_validation import check_metadata, check_name, check_ttl
 from cotrain_server.requests.pass_validation import check_rank
-from cotrain_server.requests.submission import quota_reached
+from cotrain_server.requests.submission import new_run, quota_reached
 from cotrain_server.services import Services
 from cotrain_store.bodies.import_body import PeftAdapter, encode_import
 from cotrain_store.errors import RunClosed, SeqConflict, StoreUnavailable
-from cotrain_store.messages.ids import encode, request_id, run_id
+from cotrain_store.messages.ids import encode, request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, SessionRecord, Tenant
@@ -255,16 +255,7 @@ async def _new_run(services: Services, wanted: _Wanted, lora: LoraSpec, digest: 
     session = wanted.session or await services.records.create_session(
         wanted.owner.id, sdk_version="upload", key_id=wanted.owner.key_id
     )
-    return RunRecord(
-        id=run_id(session.id, wanted.model_seq_id),
-        tenant=wanted.owner.id,
-        session=session.id,
-        pool=wanted.pool.id,
-        base_model=wanted.pool.base_model,
-        lora=lora,
-        created_at=time.time(),
-        user_metadata={"upload_sha256": digest},
-    )
+    return new_run(session, wanted.model_seq_id, wanted.pool, lora, {"upload_sha256": digest})
 
 
 def _read_archive(archive: IO[bytes], limit_bytes: int) -> PeftAdapter:
