@@ -130,6 +130,14 @@ def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
+def queues(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
+    """Return the options of a route that queues a request with a body of one of these models."""
+    return {
+        "response_model_exclude_none": True,
+        "openapi_extra": body_of(*models, binary=binary),
+    }
+
+
 def _whole(schema: dict[str, Any]) -> dict[str, Any]:
     """Inline the definitions that a schema refers to, because its references do not resolve within
     the OpenAPI document.

@@ -10,7 +10,7 @@ from cotrain.wire.checkpoints import CreateFromWeightsRequest, LoadWeightsReques
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain_server.errors import Invalid
 from cotrain_server.http.request_body import json_body
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key, body_of
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key, queues
 from cotrain_server.requests.checkpoint_validation import (
     WRONG_PATH,
     Source,
@@ -34,11 +34,7 @@ router = APIRouter(
 )
 
 
-@router.post(
-    "/load_weights",
-    response_model_exclude_none=True,
-    openapi_extra=body_of(LoadWeightsRequest, CreateFromWeightsRequest),
-)
+@router.post("/load_weights", **queues(LoadWeightsRequest, CreateFromWeightsRequest))
 async def load_weights(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:

@@ -15,7 +15,7 @@ from cotrain_server.http.tenant_routes import (
     TenantDep,
     TenantRoute,
     api_key,
-    body_of,
+    queues,
 )
 from cotrain_server.requests.checkpoint_validation import WRONG_PATH, find_loadable
 from cotrain_server.requests.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
@@ -39,11 +39,7 @@ passes = APIRouter(route_class=DataRoute)
 checkpoints = APIRouter(route_class=TenantRoute)
 
 
-@passes.post(
-    "/forward_backward_reverse_kl",
-    response_model_exclude_none=True,
-    openapi_extra=body_of(ReverseKlRequest),
-)
+@passes.post("/forward_backward_reverse_kl", **queues(ReverseKlRequest))
 async def forward_backward_reverse_kl(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:

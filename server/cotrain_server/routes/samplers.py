@@ -26,7 +26,7 @@ from cotrain_server.http.tenant_routes import (
     TenantDep,
     TenantRoute,
     api_key,
-    body_of,
+    queues,
 )
 from cotrain_server.requests.checkpoint_validation import check_loadable
 from cotrain_server.requests.sample_validation import check_sample, check_sampleable
@@ -99,9 +99,7 @@ sampling_router = APIRouter(
 )
 
 
-@sampling_router.post(
-    "/asample", response_model_exclude_none=True, openapi_extra=body_of(SampleRequest)
-)
+@sampling_router.post("/asample", **queues(SampleRequest))
 async def asample(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue a sample request.
 
