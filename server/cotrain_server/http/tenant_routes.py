@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, ClassVar
 
-from fastapi import Depends, Query, Request, Response, Security
+from fastapi import APIRouter, Depends, Query, Request, Response, Security
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader
 from pydantic import BaseModel
@@ -116,6 +116,18 @@ class OperatorRoute(APIRoute):
                 return await handle(CheckedRequest(request, body))
 
         return guarded
+
+
+def tenant_router(
+    tag: str, prefix: str = "/api/v1", kind: type[APIRoute] = TenantRoute
+) -> APIRouter:
+    """Return a router of requests with a tenant's API key. The pages of the API show it by its tag."""
+    return APIRouter(prefix=prefix, tags=[tag], route_class=kind, dependencies=[api_key])
+
+
+def operator_router(prefix: str) -> APIRouter:
+    """Return a router of requests with an operator's key."""
+    return tenant_router("admin", prefix, OperatorRoute)
 
 
 def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import secrets
 import time
 from typing import Annotated, get_args
 
-from fastapi import APIRouter, Header, HTTPException, Request
+from fastapi import Header, HTTPException, Request
 
 from cotrain.wire.checkpoints import (
     CheckpointTtlRequest,
@@ -19,7 +19,7 @@ from cotrain.wire.checkpoints import (
     CopyWeightsResponse,
 )
 from cotrain_server.errors import Invalid
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import (
     CHECKPOINT,
     Source,
@@ -36,9 +36,7 @@ from cotrain_store.messages.runs import RunRecord, RunState, Tenant
 from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
 from cotrain_store.tenants.audit_log import AuditEvent
 
-router = APIRouter(
-    prefix="/api/v1", tags=["checkpoints"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("checkpoints")
 
 KINDS = get_args(CheckpointKind)
 

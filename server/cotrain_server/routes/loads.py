@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.wire.checkpoints import CreateFromWeightsRequest, LoadWeightsRequest
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain_server.errors import Invalid
 from cotrain_server.http.request_body import json_body
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key, queues
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queues, tenant_router
 from cotrain_server.requests.checkpoint_validation import (
     WRONG_PATH,
     Source,
@@ -29,9 +29,7 @@ from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import SessionRecord, Tenant
 
-router = APIRouter(
-    prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("weights")
 
 
 @router.post("/load_weights", **queues(LoadWeightsRequest, CreateFromWeightsRequest))

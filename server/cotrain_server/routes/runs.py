@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.wire.runs import (
     CreateModelRequest,
@@ -18,7 +18,7 @@ from cotrain.wire.runs import (
 )
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import is_local
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_metadata
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.submission import new_run
@@ -29,7 +29,7 @@ from cotrain_store.messages.runs import LoraSpec, PoolRecord
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
-router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=TenantRoute, dependencies=[api_key])
+router = tenant_router("runs")
 
 
 @router.post("/create_model", response_model_exclude_none=True)

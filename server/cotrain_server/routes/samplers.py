@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sampling import (
@@ -24,9 +24,8 @@ from cotrain_server.http.tenant_routes import (
     DataRoute,
     ServicesDep,
     TenantDep,
-    TenantRoute,
-    api_key,
     queues,
+    tenant_router,
 )
 from cotrain_server.requests.checkpoint_validation import check_loadable
 from cotrain_server.requests.sample_validation import check_sample, check_sampleable
@@ -36,9 +35,7 @@ from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, sampler_id
 from cotrain_store.messages.samples import SamplerRecord
 
-router = APIRouter(
-    prefix="/api/v1", tags=["sampling"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("sampling")
 
 
 @router.post("/create_sampling_session")
@@ -94,9 +91,7 @@ async def _source(
     raise Invalid("One of base_model and model_path is needed.")
 
 
-sampling_router = APIRouter(
-    prefix="/api/v1", tags=["sampling"], route_class=DataRoute, dependencies=[api_key]
-)
+sampling_router = tenant_router("sampling", kind=DataRoute)
 
 
 @sampling_router.post("/asample", **queues(SampleRequest))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.runs import (
@@ -19,7 +19,13 @@ from cotrain.wire.runs import (
 )
 from cotrain_server.errors import BodyTooLarge
 from cotrain_server.http.request_body import body_weight, is_json, is_protobuf, json_body
-from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, api_key, queues
+from cotrain_server.http.tenant_routes import (
+    DataRoute,
+    ServicesDep,
+    TenantDep,
+    queues,
+    tenant_router,
+)
 from cotrain_server.requests.passes import (
     Op,
     ParsedPass,
@@ -34,9 +40,7 @@ from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed, Reason, Refused
 from cotrain_store.messages.runs import PoolRecord, Tenant
 
-router = APIRouter(
-    prefix="/api/v1", tags=["training"], route_class=DataRoute, dependencies=[api_key]
-)
+router = tenant_router("training", kind=DataRoute)
 
 
 @router.post("/forward_backward", **queues(ForwardBackwardRequest, binary=True))

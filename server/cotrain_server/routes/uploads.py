@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import IO, Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from fastapi.routing import APIRoute
 from typing_extensions import override
 
@@ -23,7 +23,7 @@ from cotrain_server.adapter_upload.peft_config import CONFIG, read_adapter
 from cotrain_server.adapter_upload.strict_json import read_object
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import authenticate
-from cotrain_server.http.tenant_routes import Handler, ServicesDep, TenantDep, api_key
+from cotrain_server.http.tenant_routes import Handler, ServicesDep, TenantDep, tenant_router
 from cotrain_server.http.upload_body import file_in_form, received
 from cotrain_server.requests.checkpoint_validation import check_metadata, check_name, check_ttl
 from cotrain_server.requests.pass_validation import check_rank
@@ -103,9 +103,7 @@ class UploadRoute(APIRoute):
         return guarded
 
 
-router = APIRouter(
-    prefix="/api/v1", tags=["uploads"], route_class=UploadRoute, dependencies=[api_key]
-)
+router = tenant_router("uploads", kind=UploadRoute)
 
 
 @router.post("/training_runs/upload", response_model_exclude_none=True, openapi_extra=ARCHIVE)

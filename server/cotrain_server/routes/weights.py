@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.wire.checkpoints import (
     SaveWeightsExternalRequest,
@@ -13,7 +13,7 @@ from cotrain.wire.checkpoints import (
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest
 from cotrain_server.http.request_body import json_body
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key, queues
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queues, tenant_router
 from cotrain_server.requests.checkpoint_validation import find_source
 from cotrain_server.requests.checkpoints import save_op
 from cotrain_server.requests.passes import read_fields
@@ -22,9 +22,7 @@ from cotrain_server.services import Services
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.messages.saves import CheckpointKind
 
-router = APIRouter(
-    prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("weights")
 
 
 @router.post("/save_weights", **queues(SaveWeightsRequest))
