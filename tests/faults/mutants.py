@@ -179,7 +179,7 @@ MUTANTS = {
         [
             Edit(
                 f"{STORE}/oplog/intake.py",
-                "        try:\n            answer: list[Any] = await self._submit(",
+                "        answer: list[Any] = await self._submit(",
                 "        if asked.seq and asked.op.envelope:\n"
                 "            import asyncio\n\n"
                 "            async def later() -> None:\n"
@@ -187,7 +187,7 @@ MUTANTS = {
                 "                await self._submit(submission_keys(run), asked, inline, inline_save)\n\n"
                 "            asyncio.get_running_loop().create_task(later())\n"
                 "            return [b'NEW', asked.seq]\n"
-                "        try:\n            answer: list[Any] = await self._submit(",
+                "        answer: list[Any] = await self._submit(",
             )
         ],
         "killed before a request is logged",
