@@ -27,7 +27,7 @@ from cotrain_store.errors import PlanOutdated
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.fleet import PlanPolicy, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
-from cotrain_store.messages.ops import QueuedOp, Step, Wake
+from cotrain_store.messages.ops import PoolView, QueuedOp, Step, Wake
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import log_requests
 from cotrain_store.monitoring.traceparent import trace_id
@@ -209,12 +209,12 @@ class PoolClock:
         self._free = (
             None  # unknown during a tick, so that runs becoming ready during it wake it again
         )
-        slots = await self._read()
-        if await self._release(slots, now):
-            slots = await self._read()
+        view = await self._read()
+        if await self._release(view.slots, now):
+            view = await self._read()
         serving = [
             (slot.heartbeat, slot.open_steps)
-            for slot in slots
+            for slot in view.slots
             if slot.heartbeat and not slot.heartbeat.is_handing_over
         ]
         workers = [worker for worker, _ in serving]
@@ -223,7 +223,9 @@ class PoolClock:
             self._end_cycle(self._clocks[worker.id], now)
         if free:
             self._queue.assign(workers, now)
-            self._moving = await self._rebalancing.moving_runs(workers, self._queue, now)
+            self._moving = await self._rebalancing.moving_runs(
+                view.moves, workers, self._queue, now
+            )
         is_idle = 0 < len(free) == len(workers) and not self._queue
         again = now + (IDLE_SWEEP_S if is_idle else SWEEP_S)
         for worker in free:
@@ -240,8 +242,8 @@ class PoolClock:
         self._free = frozenset(w.id for w in workers if self._clocks[w.id].planned_at is None)
         return again
 
-    async def _read(self) -> Sequence[WorkerSlot]:
-        """Update the queue in memory with all changes, or reload it. Return the workers.
+    async def _read(self) -> PoolView:
+        """Return the state of the pool, with the queue in memory updated or reloaded.
 
         The workers are read before the queues, as a new worker may already have runs.
         """
@@ -267,7 +269,7 @@ class PoolClock:
             # A process of another version does not record its changes.
             log.warning("queue_differs", pool=self.pool, known=len(self._queue), ready=view.ready)
             self._is_forgotten = True
-        return slots
+        return replace(view, slots=slots)
 
     def _follow(self, slots: Sequence[WorkerSlot]) -> bool:
         """Update the workers; return True if one is new, because it may have had runs before."""

@@ -13,10 +13,10 @@ import structlog
 
 from cotrain_scheduler.placement import MEMORY_S
 from cotrain_scheduler.queue import PoolQueue
-from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.fleet import Move, WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.oplog.dispatch import Dispatch
-from cotrain_store.oplog.moves import QUIET_S, Move
+from cotrain_store.oplog.moves import QUIET_S
 
 log = structlog.get_logger()
 
@@ -124,7 +124,11 @@ class Rebalancing:
         self._looked_at = 0.0
 
     async def moving_runs(
-        self, workers: Sequence[WorkerHeartbeat], queue: PoolQueue, now: float
+        self,
+        wanted: Sequence[Move],
+        workers: Sequence[WorkerHeartbeat],
+        queue: PoolQueue,
+        now: float,
     ) -> frozenset[RunId]:
         """Return the runs that are being moved, including new moves; nothing is planned for them.
 
@@ -134,7 +138,6 @@ class Rebalancing:
         if len(workers) < 2:  # no move is possible
             self._since.clear()
             return frozenset()
-        wanted = await self._dispatch.moves.wanted(self._pool)
         self._since = {move.run: self._since.get(move.run, now) for move in wanted}
         moving = {move.run for move in wanted if await self._is_under_way(move, workers, now)}
         if not wanted and not 0 <= now - self._looked_at < LOOK_S:

@@ -16,7 +16,6 @@ from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, PoolView, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.monitoring.fleet import PoolStatus
-from cotrain_store.oplog.moves import Move
 from cotrain_store.settings.scheduler import SchedulerSettings
 
 POOL, WORKER = PoolId("pool"), WorkerId("w0")
@@ -103,13 +102,6 @@ class InMemory:
         self.reassigned.append((dead.worker, successor))
         return True
 
-    @property
-    def moves(self) -> InMemory:
-        return self
-
-    async def wanted(self, _: PoolId) -> list[Move]:
-        return []
-
     async def status(self, _: PoolId) -> PoolStatus:
         ready_runs = sum(map(bool, self.queued.values()))
         return PoolStatus(
@@ -144,7 +136,7 @@ class InMemory:
         number = self.number if is_complete else self.changed[found[-1]]
         ready = sum(bool(ops) for ops in self.queued.values())
         queues = [self.queue(run) for run in found]
-        return PoolView(number, queues, is_complete, ready, len(self.steps), self.slots)
+        return PoolView(number, queues, is_complete, ready, len(self.steps), self.slots, [])
 
     async def plan(self, _: PoolId, step: Step, __: int = 0) -> None:
         if self.outdated or any(op not in self.queued[op.run] for op in step.ops):

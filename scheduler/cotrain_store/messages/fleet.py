@@ -104,6 +104,15 @@ class WorkerSlot:
     """Number of steps that are planned for it and not yet committed."""
 
 
+@dataclass(frozen=True)
+class Move:
+    """Requested move of a run from its owner to another worker."""
+
+    run: RunId
+    owner: WorkerId
+    to: WorkerId
+
+
 def restoring_text(progress: Mapping[str, int] | None) -> str:
     """Return `WorkerHeartbeat.restoring` in words: `3 of 12 runs, 41 of 200 ops`; "" where nothing is restored."""
     if not progress:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from cotrain_store.messages.fleet import WorkerSlot
+from cotrain_store.messages.fleet import Move, WorkerSlot
 from cotrain_store.messages.ids import (
     PoolId,
     RequestId,
@@ -213,6 +213,8 @@ class PoolView:
     """Number of the last cycle; 0 before the first."""
     slots: Sequence[WorkerSlot]
     """Worker ids of the pool, including those without a current process."""
+    moves: Sequence[Move]
+    """Moves that are requested and not done yet."""
 
 
 @dataclass(frozen=True)

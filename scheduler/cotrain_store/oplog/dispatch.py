@@ -19,7 +19,7 @@ from cotrain_store.messages.ops import PoolView, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.messages.results import Result
 from cotrain_store.monitoring.fleet import PoolStatus, pool_status
 from cotrain_store.oplog.intake import rejection
-from cotrain_store.oplog.moves import Moves
+from cotrain_store.oplog.moves import Moves, parse_moves
 from cotrain_store.redis_client.connection import Connection, clock_ms
 from cotrain_store.redis_client.scripts import AsyncScript, async_script
 from cotrain_store.sampling.endings import CANCEL, TTL_MS
@@ -216,16 +216,17 @@ class Dispatch:
         """
         script_keys = [
             run_keys.changed(pool), run_keys.change_counter(pool), run_keys.ready(pool),
-            fleet_keys.cycle_counter(pool), fleet_keys.workers(pool),
+            fleet_keys.cycle_counter(pool), fleet_keys.workers(pool), fleet_keys.moves(pool),
         ]  # fmt: skip
         args = {
             "prefix": fleet_keys.prefix(pool), "since": "+inf" if since is None else str(since),
             "max_runs": RUNS_AT_ONCE, "max_ops_per_run": MAX_OPS_PER_RUN,
         }  # fmt: skip
-        number, is_complete, ready, cycle, slots, rows = await self._view(script_keys, args)
+        number, is_complete, ready, cycle, slots, moves, rows = await self._view(script_keys, args)
         return PoolView(
             int(number), [_run_queue(row) for row in rows], bool(is_complete), ready, int(cycle),
             [_worker_slot(row) for row in sorted(slots)],
+            parse_moves(zip(moves[::2], moves[1::2], strict=True)),
         )  # fmt: skip
 
     async def plan(self, pool: PoolId, step: Step, seen: int = 0) -> None:

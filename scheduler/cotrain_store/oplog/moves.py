@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from cotrain_store.errors import Reason, Refused, RunClosed
 from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.fleet import Move
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.redis_client.connection import Connection, SyncConnection
 from cotrain_store.redis_client.scripts import async_script, sync_script
@@ -28,25 +29,12 @@ from cotrain_store.redis_client.scripts import async_script, sync_script
 QUIET_S = 600.0
 
 
-@dataclass(frozen=True)
-class Move:
-    """Requested move of a run from its owner to another worker."""
-
-    run: RunId
-    owner: WorkerId
-    to: WorkerId
-
-
 class Moves:
     """Requests for moves, made by the operator or the scheduler."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
         self._ask = async_script(connection, "move_ask")
-
-    async def wanted(self, pool: PoolId) -> list[Move]:
-        """Return the moves that are not done yet."""
-        return _parsed(await self._redis.hgetall(fleet_keys.moves(pool)))
 
     async def ask(self, pool: PoolId, run: RunId, to: WorkerId) -> None:
         """Request the move of a run for the operator. Idempotent.
@@ -111,7 +99,7 @@ class OwnMoves:
 
     def wanted(self) -> list[Move]:
         """Return the moves that this worker must carry out."""
-        moves = _parsed(self._redis.hgetall(fleet_keys.moves(self._pool)))
+        moves = parse_moves(self._redis.hgetall(fleet_keys.moves(self._pool)).items())
         return [move for move in moves if move.owner == self._worker]
 
     def hand_over(self, move: Move, epoch: int, *, in_memory: bool) -> bool:
@@ -138,9 +126,10 @@ class OwnMoves:
         return bool(self._move(script_keys, args) == b"OK")
 
 
-def _parsed(rows: dict[bytes, bytes]) -> list[Move]:
+def parse_moves(rows: Iterable[tuple[bytes, bytes]]) -> list[Move]:
+    """Return the moves in the fields of a pool's hash."""
     moves = []
-    for run, value in rows.items():
+    for run, value in rows:
         owner, _, to = value.decode().partition(">")
         moves.append(Move(RunId(run.decode()), WorkerId(owner), WorkerId(to)))
     return moves

@@ -1,8 +1,9 @@
 -- view: return all that one tick of the scheduler reads, from one moment. Read-only.
 -- needs: queue_row
 -- Returns the next change number, a flag for completeness, the number of ready runs, the number of the last cycle, the
--- workers (id, epoch, heartbeat, open steps), and the queues that changed since `args.since`, in the order of the changes.
-local changed, counter, ready, cycle, workers = unpack(KEYS)
+-- workers (id, epoch, heartbeat, open steps), the requested moves, and the queues that changed since `args.since`, in the
+-- order of the changes.
+local changed, counter, ready, cycle, workers, moves = unpack(KEYS)
 local args, slots, rows = cjson.decode(ARGV[1]), {}, {}
 local prefix = args.prefix
 
@@ -18,5 +19,6 @@ end
 local is_all = #rows < args.max_runs
 local reached = is_all and redis.call('GET', counter) or found[#found] or '0'
 return {
-  reached, is_all and 1 or 0, redis.call('ZCARD', ready), redis.call('GET', cycle) or '0', slots, rows,
+  reached, is_all and 1 or 0, redis.call('ZCARD', ready), redis.call('GET', cycle) or '0', slots,
+  redis.call('HGETALL', moves), rows,
 }
