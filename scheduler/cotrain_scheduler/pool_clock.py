@@ -247,11 +247,8 @@ class PoolClock:
 
         The workers are read before the queues, as a new worker may already have runs.
         """
-        if self._queue.unread:
-            unread = sorted(self._queue.unread)
-            self._queue.put(await self._dispatch.queues(self.pool, unread))
         since = None if self._is_forgotten else self._seen
-        view = await self._dispatch.view(self.pool, since)
+        view = await self._dispatch.view(self.pool, since, sorted(self._queue.unread))
         slots = view.slots
         if self._follow(slots) or view.number < self._seen or self._is_forgotten:
             self._is_forgotten = False
@@ -261,9 +258,9 @@ class PoolClock:
             view = await self._dispatch.view(self.pool, view.number)
         while True:
             self._queue.put(view.queues)
-            if view.is_complete:
+            if view.is_complete and not self._queue.unread:
                 break
-            view = await self._dispatch.view(self.pool, view.number)
+            view = await self._dispatch.view(self.pool, view.number, sorted(self._queue.unread))
         self._seen, self._cycle = view.number, view.cycle
         if len(self._queue) != view.ready:
             # A process of another version does not record its changes.

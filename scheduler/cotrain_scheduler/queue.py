@@ -189,11 +189,13 @@ class PoolQueue:
 
     def reset(self, worker: WorkerId) -> None:
         """Start open passes anew: a new process of that worker id has no part of them."""
+        unread = self.unread.copy()
         self.put([
             replace(queue, done_tokens=0)
             for queue in self._runs.values()
             if queue.worker == worker and queue.done_tokens
         ])  # fmt: skip
+        self.unread = unread  # nothing was read here
 
     def waiting(self, worker: WorkerId) -> Waiting:
         """Return the runnable runs of a worker, for the planner."""

@@ -124,18 +124,17 @@ class InMemory:
         self.read_all.append(len(self.steps))
         return [self.queue(RunId(run)) for run, ops in list(self.queued.items()) if ops]
 
-    async def queues(self, _: PoolId, runs: Sequence[RunId]) -> list[RunQueue]:
-        self.read_runs += runs
-        return [self.queue(run) for run in runs]
-
-    async def view(self, _: PoolId, since: int | None = None) -> PoolView:
+    async def view(
+        self, _: PoolId, since: int | None = None, runs: Sequence[RunId] = ()
+    ) -> PoolView:
         """Return two changes at a time, so that a clock must call again for all of them."""
         changed = [] if since is None else self.changed.items()
         found = [run for run, number in changed if number > (since or 0)][:2]
         is_complete = len(found) < 2
         number = self.number if is_complete else self.changed[found[-1]]
         ready = sum(bool(ops) for ops in self.queued.values())
-        queues = [self.queue(run) for run in found]
+        self.read_runs += runs
+        queues = [self.queue(run) for run in (*runs, *found)]
         return PoolView(number, queues, is_complete, ready, len(self.steps), self.slots, [])
 
     async def plan(self, _: PoolId, step: Step, __: int = 0) -> None:

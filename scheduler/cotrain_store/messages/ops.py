@@ -204,7 +204,7 @@ class PoolView:
     number: int
     """Number for the next read. It is lower than the requested number if Redis has lost data."""
     queues: Sequence[RunQueue]
-    """Changed queues; empty if the run has no runnable op."""
+    """Requested and changed queues; empty if the run has no runnable op."""
     is_complete: bool
     """False if there are further changes after `number`."""
     ready: int

@@ -49,7 +49,6 @@ class Dispatch:
         self._redis = connection
         self._name = name
         self._epoch = ""
-        self._ready = async_script(connection, "ready")
         self._view = async_script(connection, "view")
         self._plan = async_script(connection, "plan")
         self._lease = async_script(connection, "lease")
@@ -195,24 +194,18 @@ class Dispatch:
     async def ready(self, pool: PoolId) -> list[RunQueue]:
         """Return all runnable runs, longest waiting first. The read is not atomic."""
         found = await self._redis.zrange(run_keys.ready(pool), 0, -1)
-        runs = [RunId(name.decode()) for name in found]
-        return [queue for queue in await self.queues(pool, runs) if queue.ops]
-
-    async def queues(self, pool: PoolId, runs: Sequence[RunId]) -> list[RunQueue]:
-        """Return the queues of these runs; a run that cannot continue has no ops."""
-        queues: list[RunQueue] = []
+        runs, queues = [RunId(name.decode()) for name in found], list[RunQueue]()
         for first in range(0, len(runs), RUNS_AT_ONCE):
-            args = {
-                "prefix": fleet_keys.prefix(pool), "max_ops_per_run": MAX_OPS_PER_RUN,
-                "runs": runs[first : first + RUNS_AT_ONCE],
-            }  # fmt: skip
-            queues += [_run_queue(row) for row in await self._ready([], args)]
-        return queues
+            queues += (await self.view(pool, runs=runs[first : first + RUNS_AT_ONCE])).queues
+        return [queue for queue in queues if queue.ops]
 
-    async def view(self, pool: PoolId, since: int | None = None) -> PoolView:
+    async def view(
+        self, pool: PoolId, since: int | None = None, runs: Sequence[RunId] = ()
+    ) -> PoolView:
         """Return the state of a pool, with the changes since a number, or the oldest part of them.
 
         Without a number it contains no changes. A repeated call returns the same changes or more.
+        It also contains the queues of `runs`, at most RUNS_AT_ONCE of them.
         """
         script_keys = [
             run_keys.changed(pool), run_keys.change_counter(pool), run_keys.ready(pool),
@@ -220,6 +213,7 @@ class Dispatch:
         ]  # fmt: skip
         args = {
             "prefix": fleet_keys.prefix(pool), "since": "+inf" if since is None else str(since),
+            "runs": list(runs[:RUNS_AT_ONCE]),
             "max_runs": RUNS_AT_ONCE, "max_ops_per_run": MAX_OPS_PER_RUN,
         }  # fmt: skip
         number, is_complete, ready, cycle, slots, moves, rows = await self._view(script_keys, args)

@@ -106,10 +106,10 @@ async def test_a_slow_pool_does_not_delay_another(
     async def two_pools() -> list[PoolId]:
         return [PoolId("slow"), POOL]
 
-    async def view(pool: PoolId, since: int | None) -> PoolView:
+    async def view(pool: PoolId, *read: Any) -> PoolView:
         if pool != POOL:
             await never.wait()
-        return await InMemory.view(store, pool, since)
+        return await InMemory.view(store, pool, *read)
 
     monkeypatch.setattr(store, "pools", two_pools)
     monkeypatch.setattr(store, "view", view)

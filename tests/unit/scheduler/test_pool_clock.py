@@ -6,6 +6,7 @@ A change of the host's time of day while a scheduler runs does not affect its cl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -252,9 +253,9 @@ async def test_a_request_during_a_tick_wakes_the_next_one(
     clock = pool_on(store)
     woken = []
 
-    async def a_moment_later(pool: PoolId, since: int | None) -> PoolView:
+    async def a_moment_later(pool: PoolId, *read: Any) -> PoolView:
         woken.append(clock.is_woken_by(wake("w0")))
-        return await InMemory.view(store, pool, since)
+        return await InMemory.view(store, pool, *read)
 
     monkeypatch.setattr(store, "view", a_moment_later)
     store.submit("a")
@@ -292,9 +293,9 @@ async def test_a_queue_cleared_during_a_read_is_read_again(store: InMemory) -> N
     clock = pool_on(store)
     read = store.view
 
-    async def forget_and_read(pool: PoolId, since: int | None) -> PoolView:
+    async def forget_and_read(pool: PoolId, *asked: Any) -> PoolView:
         clock.forget_queue()
-        return await read(pool, since)
+        return await read(pool, *asked)
 
     store.view = forget_and_read  # type: ignore[method-assign, assignment]
     await clock.tick(NOW)
