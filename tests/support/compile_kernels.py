@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from cotrain_workers.engine.decoding import page_kernel
+from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU, TOKENS
 from cotrain_workers.engine.lora.fused.tile_sizes import (
     RANK,
@@ -40,14 +40,14 @@ TYPES = {
     **{"targets": "*i64", "first": "i32", "count": "i32", "cap": "fp32", "eps": "fp32"},
     **dict.fromkeys(["partial", "sums", "sinks"], "*fp32"),
     **{"lengths": "*i32", "pages": "*i32", "scale": "fp32"},
-    **dict.fromkeys(["row_stride", "head_stride", "page_count", "places", "window"], "i32"),
+    **dict.fromkeys(["row_stride", "head_stride", "page_count", "capacity", "window"], "i32"),
 }
 #: Query heads, key-value heads and head size: Qwen3-8B, Gemma 2 2B, Phi-3 and a small model.
 HEADS = ((32, 8, 128), (8, 4, 256), (32, 32, 96), (28, 4, 64))
 #: Arguments that need not be multiples of 16.
 ODD = (
     *("stride", "tile_count", "block_count", "eps", "heads", "first", "count", "cap", "scale"),
-    *("spans", "lengths", "pages", "page_count", "places", "window"),
+    *("spans", "lengths", "pages", "page_count", "capacity", "window"),
 )
 
 
@@ -79,7 +79,7 @@ def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Til
     values = Tiles(fused_layers.GATE_BLOCK, depth=1, warps=fused_layers.GATE_WARPS, stages=1)
     yield "gated", {"GELU": modules == 1, "BLOCK": fused_layers.GATE_BLOCK}, values
     columns = Tiles(COLUMNS, depth=1, warps=kernel_softmax.WARPS, stages=1)
-    for name, size in (("norms", COLUMNS), ("pick", 4), ("back", COLUMNS)):
+    for name, size in (("norms", COLUMNS), ("pick", 4), ("backward", COLUMNS)):
         yield f"softmax_{name}", {"CAPPED": modules == 1, "BLOCK": size}, columns
 
 
@@ -120,7 +120,7 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from cotrain_workers.engine.decoding import page_programs
+    from cotrain_workers.engine.decoding.page_attention import programs as page_programs
     from cotrain_workers.engine.lora.fused import programs
     from cotrain_workers.engine.model import layer_programs, softmax_programs
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.decoding import page_kernel
+from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 
 CPU = torch.device("cpu")
 PAGE = 64
@@ -69,7 +69,7 @@ def problem(
     """Return arguments of the kernel for pages that lie at random; memory of no sequence is NaN."""
     g = torch.Generator().manual_seed(seed)
     counts = [-(-len(each.k) // PAGE) for each in given]
-    places = torch.randperm(sum(counts) + spare, generator=g).split([*counts, spare])
+    found = torch.randperm(sum(counts) + spare, generator=g).split([*counts, spare])
     q, k = torch.cat([each.q for each in given]), given[0].k
     memory = torch.full((2, sum(counts) + spare, PAGE, *k.shape[1:]), torch.nan, dtype=k.dtype)
     table = torch.full((len(given), max(counts) + spare), 2**30, dtype=torch.int32)
@@ -77,7 +77,7 @@ def problem(
     if step > 1:
         step = page_kernel.queries_per_block(q.shape[1] // k.shape[1], k.dtype.itemsize)
     blocks, row = [], 0
-    for at, (each, pages) in enumerate(zip(given, places, strict=False)):
+    for at, (each, pages) in enumerate(zip(given, found, strict=False)):
         table[at, : len(pages)] = pages
         for own, x in zip(memory, (each.k, each.v), strict=True):
             for page, part in zip(pages.tolist(), x.split(PAGE), strict=True):

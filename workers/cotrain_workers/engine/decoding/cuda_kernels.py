@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from cotrain_workers.engine.decoding import page_kernel
 from cotrain_workers.engine.decoding.kv_cache import KvCache
+from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 from cotrain_workers.engine.decoding.paged_attention import Span, positions
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
 from cotrain_workers.engine.device import to_device

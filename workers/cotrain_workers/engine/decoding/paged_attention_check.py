@@ -9,7 +9,7 @@ import torch
 
 from cotrain_workers.engine.decoding.cuda_kernels import KernelAttention, kernel_tables
 from cotrain_workers.engine.decoding.kv_cache import KvCache
-from cotrain_workers.engine.decoding.page_kernel import SPLIT
+from cotrain_workers.engine.decoding.page_attention.kernel import SPLIT
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span
 from cotrain_workers.engine.decoding.step import Attention
 from cotrain_workers.engine.device import check_device

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding import page_kernel
+from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 from cotrain_workers.engine.decoding.paged_attention_check import kernel_is_right
 from cotrain_workers.engine.model.base_model import KvShape
 from tests.support.lora_problem import needs_kernels
@@ -24,7 +24,7 @@ from tests.support.page_problem import (
 
 pytestmark = [
     needs_kernels,
-    # The interpreter computes with NumPy, which warns of what a GPU computes silently.
+    # NumPy computes here, and warns of NaN. A GPU does not.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
 

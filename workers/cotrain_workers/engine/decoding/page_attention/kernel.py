@@ -1,6 +1,6 @@
 """Attention over the pages of a KV cache as the torch op `cotrain::attend_pages`, and its tile sizes.
 
-The kernels are in `page_programs.py`. Sizes follow from the model and the pages alone, never from measured times, so
+The kernels are in `programs.py`. Sizes follow from the model and the pages alone, never from measured times, so
 that two workers have the same bits.
 """
 
@@ -26,9 +26,10 @@ ALL_KEYS = 2**30  # a window without a limit
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
-#: q and out [T, heads, d], keys and values [pages, page tokens, key-value heads, d], `pages` int32 [sequences, columns],
-#: sinks [heads]. Blocks of queries: `spans` int32 [b, 3] has first row, number of queries and row of `pages`; `lengths`
-#: int32 [b] the keys that the first query sees, itself included. `longest` bounds `lengths`. Cap 0: no cap.
+# q and out [T, heads, d]; keys and values [pages, page tokens, key-value heads, d]; sinks [heads]
+# spans int32 [b, 3]: first row of a block, number of queries, row of `pages`
+# lengths int32 [b]: keys that the first query sees, itself included; at most `longest`
+# pages int32 [sequences, columns]; cap 0: no cap
 _SCHEMA = (
     "attend_pages(Tensor q, Tensor keys, Tensor values, Tensor(a!) out, Tensor? sinks, Tensor spans, Tensor lengths, "
     "Tensor pages, int queries, int longest, int? window, float scale, float cap) -> ()"
@@ -96,7 +97,7 @@ def attend_pages(
 
     Blocks of one query are generated tokens, whose keys are cut into parts. No part depends on the others' number.
     """
-    from cotrain_workers.engine.decoding import page_programs
+    from cotrain_workers.engine.decoding.page_attention import programs as page_programs
 
     heads, width = q.shape[1:]
     page, kv_heads = keys.shape[1:3]
@@ -105,23 +106,23 @@ def attend_pages(
     assert values.is_contiguous()
     group = heads // kv_heads
     size = sizes(group, width, page, q.element_size(), is_prompt=queries > 1)
-    blocks, places = len(spans), min(size.most, -(-longest // size.split))
-    across = min(places, max(1, PROGRAMS // (blocks * kv_heads)))
+    blocks, capacity = len(spans), min(size.most, -(-longest // size.split))
+    across = min(capacity, max(1, PROGRAMS // (blocks * kv_heads)))
     # Also for a single part: another type of an unused argument would be another variant of the kernel.
-    room = (blocks, heads, places) if size.most > 1 else (0,)
-    partial, sums = (out.new_empty(*room, each, dtype=torch.float32) for each in (width, 2))
+    parts = (blocks, heads, capacity) if size.most > 1 else (0,)
+    partial, sums = (out.new_empty(*parts, each, dtype=torch.float32) for each in (width, 2))
     fixed: dict[str, Any] = {"N": size.keys, "BLOCK": size.columns, "SPLIT": size.split}
     fixed |= {"MOST": size.most, "SINKS": sinks is not None, "WIDTH": width}
     seen = window or ALL_KEYS
     given = out, partial, sums, out if sinks is None else sinks, spans, lengths
     page_programs.attend[(blocks, kv_heads, across)](
-        q, keys, values, *given, pages, q.stride(0), q.stride(1), pages.stride(0), places, seen,
+        q, keys, values, *given, pages, q.stride(0), q.stride(1), pages.stride(0), capacity, seen,
         scale, cap, HEADS=kv_heads, GROUP=group, PAGE=page, M=size.rows, CAPPED=cap > 0,
         WIDE=page_programs.INTERPRETED, **fixed, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    if places > 1:
+    if capacity > 1:
         page_programs.combine[(blocks, heads)](
-            *given, places, seen, HEADS=heads, **fixed, num_warps=WARPS
+            *given, capacity, seen, HEADS=heads, **fixed, num_warps=WARPS
         )
 
 

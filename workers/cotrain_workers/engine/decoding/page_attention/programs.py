@@ -27,7 +27,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # finite, because all keys of a block may be masked
 
 #: A variant for a number or an address that is a multiple of 16 might have other bits.
-UNSPECIALISED = ["spans", "lengths", "pages", "page_count", "places", "window"]
+UNSPECIALISED = ["spans", "lengths", "pages", "page_count", "capacity", "window"]
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def normalised(total, top, mass, sink):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def attend(
     q, keys, values, out, partial, sums, sinks, spans, lengths, pages,
-    row_stride, head_stride, page_count, places, window, scale, cap,
+    row_stride, head_stride, page_count, capacity, window, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
@@ -86,10 +86,10 @@ def attend(
             total = tl.zeros((M, BLOCK), tl.float32)
             page = tl.load(table + first // PAGE)
             for at in range(first, min(first + step, stop), N):
-                place = page.to(tl.int64) * PAGE + at % PAGE
+                position = page.to(tl.int64) * PAGE + at % PAGE
                 # Read one block ahead: an address that waits for its page would leave no load under way.
                 page = tl.load(table + min(at + N, stop - 1) // PAGE)
-                start = tl.multiple_of((place * HEADS + head) * WIDTH, 16)
+                start = tl.multiple_of((position * HEADS + head) * WIDTH, 16)
                 key = at + across
                 known = (key < stop)[:, None] & inside[None, :]
                 k = tl.load(keys + start + cells, mask=known, other=0.0)
@@ -112,7 +112,7 @@ def attend(
                 found = normalised(total, top, mass, sink)
                 tl.store(out + cell, found.to(out.dtype.element_ty), mask=live)
             elif MOST > 1:
-                own = (block.to(tl.int64) * (HEADS * GROUP) + of_head) * places + part
+                own = (block.to(tl.int64) * (HEADS * GROUP) + of_head) * capacity + part
                 tl.store(partial + own[:, None] * WIDTH + columns[None, :], total, mask=live)
                 tl.store(sums + 2 * own, top, mask=query < count)
                 tl.store(sums + 2 * own + 1, mass, mask=query < count)
@@ -120,7 +120,7 @@ def attend(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def combine(
-    out, partial, sums, sinks, spans, lengths, places, window,
+    out, partial, sums, sinks, spans, lengths, capacity, window,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     SPLIT: tl.constexpr, MOST: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +131,7 @@ def combine(
         number, columns = tl.arange(0, MOST), tl.arange(0, BLOCK)
         inside = columns < WIDTH
         there = number < parts
-        own = (block.to(tl.int64) * HEADS + head) * places + number
+        own = (block.to(tl.int64) * HEADS + head) * capacity + number
         tops = tl.load(sums + 2 * own, mask=there, other=LOWEST)
         masses = tl.load(sums + 2 * own + 1, mask=there, other=0.0)
         totals = tl.load(
