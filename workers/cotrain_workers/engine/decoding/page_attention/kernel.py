@@ -26,10 +26,10 @@ ALL_KEYS = 2**30  # a window without a limit
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
-# q and out are [T, heads, d]. Keys and values are [pages, page tokens, key-value heads, d]. Sinks are [heads].
-# `spans` int32 [b, 3] has the first row of a block, its number of queries and its row of `pages`.
-# `lengths` int32 [b] has the keys that its first query sees, itself included. They are `longest` at most.
-# `pages` is int32 [sequences, columns]. A cap of 0 is no cap.
+# Queries and `out` are [T, heads, d]. Keys and values are [pages, page tokens, key-value heads, d].
+# Sinks are [heads]. Spans, int32 [b, 3], have the first row of a block, its number of queries and its row of `pages`.
+# Lengths, int32 [b], have the keys that its first query sees, itself included. They are `longest` at most.
+# Pages are int32 [sequences, columns]. A cap of 0 is no cap.
 _SCHEMA = (
     "attend_pages(Tensor q, Tensor keys, Tensor values, Tensor(a!) out, Tensor? sinks, Tensor spans, Tensor lengths, "
     "Tensor pages, int queries, int longest, int? window, float scale, float cap) -> ()"
