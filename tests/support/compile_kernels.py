@@ -3,16 +3,21 @@ resources.
 
     python -m tests.support.compile_kernels 90     # the capability
 
-Triton's compiler needs no device. Each line is JSON: kernel, modules, bytes of shared memory.
+Triton's compiler needs no device. Each line is JSON: kernel, modules (or the shape of an attention), bytes of
+shared memory; for attention also its registers and the bytes that a thread spills.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU
 from cotrain_workers.engine.lora.fused.tile_sizes import (
     RANK,
@@ -36,9 +41,28 @@ TYPES = {
     **dict.fromkeys(["tile_count", "block_count", "width", "heads", "half"], "i32"),
     **dict.fromkeys(["logits", "norms", "logprobs", "slopes"], "*fp32"),
     **{"targets": "*i64", "first": "i32", "count": "i32", "cap": "fp32", "eps": "fp32"},
+    **dict.fromkeys(["partial", "sums", "sinks"], "*fp32"),
+    **{"lengths": "*i32", "pages": "*i32", "scale": "fp32"},
+    **dict.fromkeys(["row_stride", "head_stride", "page_count", "capacity", "window"], "i32"),
 }
+#: Query heads, key-value heads and head size: Qwen3-8B, Gemma 2 2B, Phi-3 and a small model.
+HEADS = ((32, 8, 128), (8, 4, 256), (32, 32, 96), (28, 4, 64))
 #: Arguments that need not be multiples of 16.
-ODD = ("height", "stride", "tile_count", "block_count", "eps", "heads", "first", "count", "cap")
+ODD = (
+    *(
+        "height",
+        "stride",
+        "tile_count",
+        "block_count",
+        "eps",
+        "heads",
+        "first",
+        "count",
+        "cap",
+        "scale",
+    ),
+    *("spans", "lengths", "pages", "page_count", "capacity", "window"),
+)
 
 
 def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
@@ -76,15 +100,48 @@ def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[
         yield f"softmax_{name}", {"CAPPED": modules == 1, "BLOCK": size}, columns
 
 
+def attentions(dtype: str) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
+    """Yield the kernels over pages, with their compile-time constants."""
+    for heads, kv_heads, width in HEADS:
+        group, item = heads // kv_heads, 4 if dtype == "fp32" else 2
+        for is_prompt in (False, True):
+            size = page_kernel.sizes(group, width, 256, item, is_prompt=is_prompt)
+            fixed = {"N": size.keys, "BLOCK": size.columns, "SPLIT": size.split, "MOST": size.most}
+            fixed |= {"SINKS": True, "WIDTH": width}
+            own = {"HEADS": kv_heads, "GROUP": group, "PAGE": 256, "M": size.rows, "WIDE": False}
+            tiles = Tiles(size.keys, depth=1, warps=page_kernel.WARPS, stages=page_kernel.STAGES)
+            yield "attend", {**fixed, **own, "CAPPED": True}, tiles
+            if not is_prompt:
+                yield "combine", {**fixed, "HEADS": heads}, tiles
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Return the registers of a compiled kernel and the bytes that a thread spills, as ptxas reports them."""
+    from triton import knobs
+
+    ptx = kernel.asm["ptx"]
+    (arch,) = re.findall(r"\.target (\w+)", ptx)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        told = subprocess.run(
+            [knobs.nvidia.ptxas.path, "-v", f"-arch={arch}", file.name, "-o", "/dev/null"],
+            check=True, capture_output=True, text=True,
+        ).stderr  # fmt: skip
+    found = {"registers": r"(\d+) registers", "spilled": r"(\d+) bytes spill stores"}
+    return {name: int(re.findall(pattern, told)[0]) for name, pattern in found.items()}
+
+
 def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arch: int) -> Any:
     """Compile one kernel for pointers and widths that are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
 
+    from cotrain_workers.engine.decoding.page_attention import programs as page_programs
     from cotrain_workers.engine.lora.fused import programs
     from cotrain_workers.engine.model import layer_programs, softmax_programs
 
-    modules = (programs, layer_programs, softmax_programs)
+    modules = (programs, layer_programs, softmax_programs, page_programs)
     kernel = next(getattr(each, name) for each in modules if hasattr(each, name))
     names = list(kernel.arg_names)
     signature = {
@@ -107,6 +164,12 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
 
 if __name__ == "__main__":
     arch = int(sys.argv[1])
+    for dtype in ("bf16", "fp32"):
+        for kernel, given, sizes in attentions(dtype):
+            found = compiled(kernel, dtype, given, sizes, arch)
+            shape = f"{dtype} {given['WIDTH']} {given.get('M', '')}"
+            row = {"kernel": kernel, "modules": shape, "shared": found.metadata.shared}
+            print(json.dumps(row | resources(found)))
     for count in (1, 3):
         for kernel, given, sizes in variants(count, 2, tma=arch >= 90):
             found = compiled(kernel, "bf16", given, sizes, arch)
