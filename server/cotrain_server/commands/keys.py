@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from cotrain.commands.terminal import AsJson, examples, minute, print_json, print_result, table
+from cotrain.commands.terminal import AsJson, examples, minute, print_result, table
 from cotrain_server.commands.options import DEFAULT_DATA_DIR, DataDir, ServersRedisUrl, fail
 from cotrain_server.settings import split_words
 from cotrain_server.supervisor.data_folder import UnsafeFolder, found_socket
@@ -94,8 +94,7 @@ def revoke(
                 fail(f"There is no key {key_id}.")
         except KeyInSettings as error:
             fail(str(error))
-        if as_json:
-            print_json({"id": key_id, "revoked": True})
+        print_result({"id": key_id, "revoked": True}, as_json=as_json)
 
     _with_tenants(remove, data_dir, redis_url)
 

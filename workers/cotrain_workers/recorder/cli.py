@@ -153,8 +153,7 @@ def export(
     except (RecordingUnreadable, OSError, ValueError) as unusable:
         typer.echo(harmless(str(unusable)), err=True)
         raise typer.Exit(UNUSABLE) from unusable
-    if as_json:
-        print_json({"file": output, **_sized(output), **_facts(cycle.facts)})
+    print_result({"file": output, **_sized(output), **_facts(cycle.facts)}, as_json=as_json)
 
 
 def _with_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:

@@ -22,7 +22,6 @@ from cotrain.commands.terminal import (
     AsJson,
     examples,
     minute,
-    print_json,
     print_result,
     table,
 )
@@ -78,8 +77,7 @@ def revoke(
 ) -> None:
     """Revoke a key; every process rejects it within five seconds."""
     ask(context, "DELETE", "tenants", tenant, "keys", key_id)
-    if as_json:
-        print_json({"id": key_id, "revoked": True})
+    print_result({"id": key_id, "revoked": True}, as_json=as_json)
 
 
 def _date(at: float | None) -> str | None:
@@ -133,8 +131,7 @@ def close(context: typer.Context, tenant: TenantId, run: RunId, as_json: AsJson 
 
 
 def _done(run: str, what: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"run": run, "done": what})
+    print_result({"run": run, "done": what}, as_json=as_json)
 
 
 workers_app = typer.Typer(help="List workers, drain one, and take it back.", no_args_is_help=True)
@@ -164,8 +161,7 @@ def _worker(worker: WorkerShown) -> Sequence[object]:
 def drain(context: typer.Context, pool: PoolId, worker: WorkerId, as_json: AsJson = False) -> None:
     """Move a worker's runs to others of its pool. It gets no new runs until `undrain`, even after a restart."""
     ask(context, "POST", "pools", pool, "workers", worker, "drain")
-    if as_json:
-        print_json({"worker": worker, "drain": True})
+    print_result({"worker": worker, "drain": True}, as_json=as_json)
 
 
 @workers_app.command(epilog=examples("cotrain admin workers undrain p-4f1a w0"))
@@ -174,8 +170,7 @@ def undrain(
 ) -> None:
     """Allow a drained worker to receive runs again."""
     ask(context, "POST", "pools", pool, "workers", worker, "undrain")
-    if as_json:
-        print_json({"worker": worker, "drain": False})
+    print_result({"worker": worker, "drain": False}, as_json=as_json)
 
 
 app = typer.Typer(
