@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU, TOKENS
+from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SHRINK_ROWS, SILU, TOKENS
 from cotrain_workers.engine.lora.fused.tile_sizes import (
     RANK,
     ROWS,
@@ -29,35 +29,35 @@ WIDTH = 4096
 TYPES = {
     **dict.fromkeys(["tiles", "owners", "members", "spans"], "*i32"),
     **{"entries": "*i64", "scales": "*fp32"},
-    **dict.fromkeys(["stride", "inputs", "columns", "width0", "width1", "width2"], "i32"),
+    **dict.fromkeys(["stride", "height", "inputs", "columns", "width0", "width1", "width2"], "i32"),
     **dict.fromkeys(["tile_count", "block_count", "width", "heads", "half"], "i32"),
     **dict.fromkeys(["logits", "norms", "logprobs", "slopes"], "*fp32"),
     **{"targets": "*i64", "first": "i32", "count": "i32", "cap": "fp32", "eps": "fp32"},
 }
 #: Arguments that need not be multiples of 16.
-ODD = ("stride", "tile_count", "block_count", "eps", "heads", "first", "count", "cap")
+ODD = ("height", "stride", "tile_count", "block_count", "eps", "heads", "first", "count", "cap")
 
 
-def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
+def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
     """Yield each kernel by name, with its compile-time constants."""
-    wide, one = expand_tiles(WIDTH, item), narrow_tiles(1, WIDTH, item)
+    one = narrow_tiles(1, WIDTH, item)
     common: dict[str, Any] = {"MODULES": modules, "WIDE": False}
-    tile = {**common, "BM": ROWS, "BN": wide.columns, "BK": wide.depth, "BR": RANK, "BAND": BAND}
-    plain = {**tile, "GATE": 0, "PLUS": modules == 1}
-    yield "expand", {**plain, "BIASED": True}, wide
-    yield "expand_back", {**tile, "GATE": 0}, wide
-    for act in (SILU, GELU):
-        if modules == 1:
-            yield "expand_back", {**tile, "GATE": act}, wide
-        else:
-            pair = {**plain, "MODULES": 2, "GATE": act, "BIASED": False}
-            yield "expand", pair, wide
+    for gate in (0, SILU, GELU):
+        wide = expand_tiles(WIDTH, item, tma=tma, gated=gate != 0)
+        tile = {**common, "BM": ROWS, "BN": wide.columns, "BK": wide.depth, "BR": RANK}
+        tile |= {"BAND": BAND, "GATE": gate, "TMA": tma}
+        if gate == 0 or modules == 1:
+            yield "expand_back", tile, wide
+        if gate == 0 or modules > 1:
+            pair = {"MODULES": 2} if gate else {}
+            yield "expand", {**tile, **pair, "PLUS": modules == 1, "BIASED": gate == 0}, wide
     for joint, own in ((False, one), (True, narrow_tiles(modules, WIDTH, item))):
         narrow = {**common, "JOINT": joint, "SIDE": int(not joint), "BC": own.columns}
-        yield "shrink", {**narrow, "BM": ROWS, "BK": own.depth}, own
+        rows = {"PARTS": ROWS // SHRINK_ROWS, "BM": SHRINK_ROWS}
+        yield "shrink", {**narrow, **rows, "BK": own.depth}, own
         yield "add_gradient", {**narrow, "BT": TOKENS, "BK": own.depth}, own
     one_row = Tiles(WIDTH, depth=1, warps=WARPS, stages=1)
-    for way in ("", "_back"):
+    for way in ("", "_backward"):
         plus = {"PLUS": modules == 1} if way else {}
         yield f"norm{way}", {"ONE": modules == 1, **plus, "BLOCK": WIDTH}, one_row
         for normed in (True, False):
@@ -66,7 +66,7 @@ def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Til
     values = Tiles(fused_layers.GATE_BLOCK, depth=1, warps=fused_layers.GATE_WARPS, stages=1)
     yield "gated", {"GELU": modules == 1, "BLOCK": fused_layers.GATE_BLOCK}, values
     columns = Tiles(COLUMNS, depth=1, warps=kernel_softmax.WARPS, stages=1)
-    for name, size in (("norms", COLUMNS), ("pick", 4), ("back", COLUMNS)):
+    for name, size in (("norms", COLUMNS), ("pick", 4), ("backward", COLUMNS)):
         yield f"softmax_{name}", {"CAPPED": modules == 1, "BLOCK": size}, columns
 
 
@@ -100,8 +100,17 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
 
 
 if __name__ == "__main__":
+    arch = int(sys.argv[1])
     for count in (1, 3):
-        for kernel, given, sizes in variants(count, 2):
-            found = compiled(kernel, "bf16", given, sizes, int(sys.argv[1]))
-            row = {"kernel": kernel, "modules": count, "shared": found.metadata.shared}
+        for kernel, given, sizes in variants(count, 2, tma=arch >= 90):
+            found = compiled(kernel, "bf16", given, sizes, arch)
+            ptx = found.asm["ptx"]
+            row = {
+                "kernel": kernel,
+                "modules": count,
+                "gate": given.get("GATE", 0),
+                "shared": found.metadata.shared,
+                "narrow_loads": ptx.count("ld.global.b16"),
+                "wide_copies": ptx.count("cp.async.c") + ptx.count("cp.async.bulk.tensor"),
+            }
             print(json.dumps(row))

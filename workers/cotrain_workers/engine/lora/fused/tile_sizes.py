@@ -26,12 +26,18 @@ class Tiles(NamedTuple):
 _WIDE = 1024
 
 
-def expand_tiles(width: int, item: int) -> Tiles:
+def expand_tiles(width: int, item: int, *, tma: bool = False, gated: bool = False) -> Tiles:
     """Return the tiles of products with the base model's weights; the widest result has `width` columns.
 
-    Values have `item` bytes. Three stages of a tile fit into the shared memory of an A100 (163 KB) in each type.
+    Values have `item` bytes. `gated` products hold a second tile of values, in registers or in shared memory.
+    Measured on an H200 with the products of an 8B model (docs/adr/0034).
     """
-    return Tiles(128, 128 // item, 8, 3) if width >= _WIDE else Tiles(64, 256 // item, 4, 2)
+    if width < _WIDE:
+        return Tiles(64, 256 // item, 4, 2)
+    if tma:
+        return Tiles(128, 64, 8, 3) if gated else Tiles(256, 64, 8, 4)
+    # Three stages fit into the shared memory of an A100 (163 KB) in each type.
+    return Tiles(128, 128 // item, 8, 3)
 
 
 def narrow_tiles(modules: int, width: int, item: int) -> Tiles:
