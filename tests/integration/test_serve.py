@@ -1,6 +1,6 @@
 """`cotrain serve` as an operator meets it: keys, deaths of every process, an orderly and a hard end.
 
-Here, if nowhere else, servers are started by the interpreter, as an operator's are (`by_interpreter`).
+One of the servers is started by the interpreter, as an operator's is (`by_interpreter`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def train(run: TrainingClient) -> float:
 def test_a_new_server_makes_a_key_survives_every_death_and_ends_in_order(
     tmp_path: Path, base_model: str
 ) -> None:
-    with Serving(tmp_path, [base_model], [], by_interpreter=True) as serving:
+    with Serving(tmp_path, [base_model], []) as serving:
         key = re.findall(r"API key, shown only now: (\S+)", serving.log)[0]
         assert find_in_files(tmp_path, key.partition("_")[2]) == []
         with ServiceClient(base_url=serving.address, api_key=key) as service:
