@@ -27,7 +27,7 @@ from cotrain_store.disk.append_only_file import last_file
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
-from tests.warm.popen import run
+from tests.warm.popen import Popen, run
 from tests.warm.sources import COMMAND
 
 PATIENCE_S = 300
@@ -342,7 +342,7 @@ def run_cotrain(*arguments: str, **settings: str) -> subprocess.CompletedProcess
 def ask_in_a_terminal(word: str, *options: str) -> int:
     """Make a key where a person can be asked, and answer; the exit status."""
     ours, theirs = os.openpty()
-    with subprocess.Popen(
+    with Popen(
         [COMMAND, "keys", "create", "laptop", *options],
         stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as command:  # fmt: skip
