@@ -232,7 +232,7 @@ def test_a_changed_byte_is_detected(tmp_path: Path, at: int) -> None:
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     """Change the tensors of a folder without its metadata."""
     tensors: dict[str, torch.Tensor] = load_file(path / TENSORS)
-    metadata = peft_folder._metadata((path / TENSORS).read_bytes())
+    metadata = peft_folder.metadata_of((path / TENSORS).read_bytes())
     change(tensors)
     save_file(tensors, path / TENSORS, metadata)
 
