@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import structlog
+from opentelemetry.context import Context
+from opentelemetry.trace import Span
 
 from cotrain_scheduler import cycle_start, planner
 from cotrain_scheduler import placement as fleet
@@ -30,8 +32,13 @@ from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.ops import PoolView, QueuedOp, Step, Wake
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import log_requests
-from cotrain_store.monitoring.traceparent import trace_id
-from cotrain_store.monitoring.tracing import Span, tracer
+from cotrain_store.monitoring.tracing import (
+    named,
+    nanoseconds,
+    trace_id,
+    traceparent_of,
+    tracer,
+)
 from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN, Dispatch
 from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 
@@ -41,15 +48,17 @@ def begin_plan(ops: Sequence[QueuedOp], began: float) -> Span | None:
     traces = tracer()
     if traces is None or not any(op.trace for op in ops):
         return None
-    return traces.begin("plan", began=began)
+    return traces.start_span("plan", Context(), start_time=nanoseconds(began))
 
 
 def end_plan(span: Span, pool: PoolId, step: Step) -> None:
     """Report the plan of a committed step."""
-    span.end(
+    facts = named(
         pool=pool, worker=step.worker, cycle=step.cycle, runs=len(step.tenant_by_run),
         ops=len(step.ops), tokens=sum(op.tokens for op in step.ops),
     )  # fmt: skip
+    span.set_attributes(facts)
+    span.end()
 
 
 #: A larger difference between two readings means that the clock was set, or that the host slept.
@@ -348,7 +357,7 @@ class PoolClock:
         runs = frozenset(op.run for op in chosen.ops)
         tenants = {run: self._queue[run].tenant for run in runs}
         span = begin_plan(chosen.ops, began)
-        trace = span.traceparent if span else ""
+        trace = traceparent_of(span) if span else ""
         step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances, limit_s, trace)
         failpoint("scheduler.before_plan", (op.request_id for op in chosen.ops))
         try:

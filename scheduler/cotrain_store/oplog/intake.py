@@ -35,7 +35,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, pool_record
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.tracing import CURRENT
+from cotrain_store.monitoring.tracing import current_traceparent
 from cotrain_store.oplog.submission import (
     MAX_SEQ_GAP,
     Submission,
@@ -303,7 +303,7 @@ async def _stored(
 ) -> SubmittedOp:
     """Store a body in Redis or in the spool, and return the op for the log."""
     ref = await store(body)
-    op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now, CURRENT.get())
+    op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now, current_traceparent())
     return SubmittedOp(
         digest=digest or hashlib.sha256(body).hexdigest(),
         size=len(body),

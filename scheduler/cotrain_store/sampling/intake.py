@@ -20,7 +20,7 @@ from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, w
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef, sample_id
 from cotrain_store.messages.samples import CLONE_SIZE, OWN_SEQS, SamplerRecord, parse_sample
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.tracing import CURRENT
+from cotrain_store.monitoring.tracing import current_traceparent
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.sampling.endings import CANCEL, TTL_MS
@@ -169,7 +169,7 @@ class SampleIntake:
             segment=SpoolRef.parse(ref).segment if ref and ref != "inline" else None,
             accepted_at=repr(time.time()), prefix=fleet_keys.prefix(pool),
             idle_ms=run_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
-            limits=replace(limits, unread_bytes=unread_bytes), trace=CURRENT.get() or None,
+            limits=replace(limits, unread_bytes=unread_bytes), trace=current_traceparent() or None,
         )  # fmt: skip
         answer: bytes = await self._submit(script_keys, asked, content if ref == "inline" else b"")
         return answer
