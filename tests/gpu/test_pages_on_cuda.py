@@ -37,8 +37,16 @@ def case(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("width", HEADS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        *((torch.bfloat16, width) for width in HEADS),
+        (torch.float16, 128),
+        (torch.float32, 128),
+        (torch.float32, 16),
+    ],
+    ids=str,
+)
 def test_tokens_and_prompts(dtype: torch.dtype, width: int, rule: Rule) -> None:
     own = replace(rule, sinks=sinks(HEADS[width][0]) if rule.cap else None)
 

@@ -18,13 +18,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
-from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SHRINK_ROWS, SILU, TOKENS
+from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU
 from cotrain_workers.engine.lora.fused.tile_sizes import (
     RANK,
     ROWS,
+    SHRINK_ROWS,
+    TOKENS,
     Tiles,
     expand_tiles,
-    narrow_tiles,
+    gradient_tiles,
+    shrink_tiles,
 )
 from cotrain_workers.engine.model import fused_layers, kernel_softmax
 from cotrain_workers.engine.model.kept_norm import WARPS
@@ -64,7 +67,6 @@ ODD = (
 
 def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
     """Yield each kernel by name, with its compile-time constants."""
-    one = narrow_tiles(1, WIDTH, item)
     common: dict[str, Any] = {"MODULES": modules, "WIDE": False}
     for gate in (0, SILU, GELU):
         wide = expand_tiles(WIDTH, item, tma=tma, gated=gate != 0)
@@ -75,11 +77,15 @@ def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[
         if gate == 0 or modules > 1:
             pair = {"MODULES": 2} if gate else {}
             yield "expand", {**tile, **pair, "PLUS": modules == 1, "BIASED": gate == 0}, wide
-    for joint, own in ((False, one), (True, narrow_tiles(modules, WIDTH, item))):
-        narrow = {**common, "JOINT": joint, "SIDE": int(not joint), "BC": own.columns}
+    for joint in (False, True):
+        side_by_side = modules if joint else 1
+        low, gradient = (
+            tiles(side_by_side, WIDTH, item) for tiles in (shrink_tiles, gradient_tiles)
+        )
+        narrow = {**common, "JOINT": joint, "SIDE": int(not joint), "BC": low.columns}
         rows = {"PARTS": ROWS // SHRINK_ROWS, "BM": SHRINK_ROWS}
-        yield "shrink", {**narrow, **rows, "BK": own.depth}, own
-        yield "add_gradient", {**narrow, "BT": TOKENS, "BK": own.depth}, own
+        yield "shrink", {**narrow, **rows, "BK": low.depth}, low
+        yield "add_gradient", {**narrow, "BT": TOKENS, "BK": gradient.depth}, gradient
     one_row = Tiles(WIDTH, depth=1, warps=WARPS, stages=1)
     for way in ("", "_backward"):
         plus = {"PLUS": modules == 1} if way else {}

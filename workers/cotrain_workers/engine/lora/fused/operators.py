@@ -15,11 +15,17 @@ from typing import Any
 import torch
 
 from cotrain_workers.engine.lora.fused import tile_sizes
-from cotrain_workers.engine.lora.fused.tile_sizes import RANK, ROWS, expand_tiles, narrow_tiles
+from cotrain_workers.engine.lora.fused.tile_sizes import (
+    RANK,
+    ROWS,
+    SHRINK_ROWS,
+    TOKENS,
+    expand_tiles,
+    gradient_tiles,
+    shrink_tiles,
+)
 
 BAND = 8  # tiles of rows that run together
-SHRINK_ROWS = 64  # rows of one program of `shrink`
-TOKENS = 64  # of one product of a weight gradient
 SILU, GELU = 1, 2  # gates; GELU by tanh
 
 _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
@@ -58,7 +64,7 @@ def shrink(
     low = _new_low(xs, modules, side, tiles, entries, columns)
     joint = len(xs) < modules
     widths = [x.shape[1] for x in xs]
-    size = narrow_tiles(modules if joint else 1, max(widths), xs[0].element_size())
+    size = shrink_tiles(modules if joint else 1, max(widths), xs[0].element_size())
     # A module has `columns / modules` of them at most; of what an adapter of a lower rank has not, nothing runs.
     each = columns if joint else -(-columns // modules)
     grid = (len(tiles) * ROWS // SHRINK_ROWS, -(-each // size.columns), 1 if joint else modules)
@@ -87,7 +93,8 @@ def expand(
     """
     ys = _new_outputs(x, weights, biases, residual, gate)
     widths = [len(weight) for weight in weights]
-    tma = copies_by_tma([x, *weights])
+    if tma := copies_by_tma([x, *weights]):
+        _programs().give_memory(x.device)
     size = expand_tiles(max(widths), x.element_size(), tma=tma, gated=gate != 0)
     count = sum(-(-width // size.columns) for width in (widths[:1] if gate else widths))
     _programs().expand[(programs_of(len(tiles) * count, x.device),)](
@@ -114,7 +121,8 @@ def expand_back(
     """Return the gradient of the `x` that modules read, `[T, inputs]`; with a gate, those of the two `gated`."""
     gxs = _new_gradients(gys, weights, gated)
     inputs = weights[0].shape[1]
-    tma = copies_by_tma([*gys, *weights])
+    if tma := copies_by_tma([*gys, *weights]):
+        _programs().give_memory(low.device)
     size = expand_tiles(inputs, gxs[0].element_size(), tma=tma, gated=gate != 0)
     count = -(-inputs // size.columns)
     gate_and_up = gated or [low, low]
@@ -142,7 +150,7 @@ def add_gradient(
     """Add `scale * low^T x` of every segment to the gradient of its adapter, which `entries` name."""
     joint = len(xs) < modules
     widths = [x.shape[1] for x in xs]
-    size = narrow_tiles(modules if joint else 1, max(widths), xs[0].element_size())
+    size = gradient_tiles(modules if joint else 1, max(widths), xs[0].element_size())
     each = low.shape[1] if joint else -(-low.shape[1] // modules)
     blocks = -(-each // size.columns)
     grid = (len(owners) - 1, -(-max(widths) // size.depth), blocks * (1 if joint else modules))
@@ -170,15 +178,7 @@ def copies_by_tma(operands: Sequence[torch.Tensor]) -> bool:
 @cache
 def _has_tma(device: torch.device) -> bool:
     """Return True on Hopper and on Blackwell's data centre GPUs, which also have the shared memory for its tiles."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        return False
-    import triton
-
-    # Descriptors that a kernel writes need memory, which Triton takes from the caller's allocator.
-    triton.set_allocator(
-        lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device)
-    )
-    return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def programs_of(tiles: int, device: torch.device) -> int:

@@ -27,6 +27,7 @@ width are never loaded, so that no zero is multiplied with a neighbour's NaN.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -35,6 +36,16 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 HEAD = tl.constexpr(4)
 #: Arguments that vary by micro-batch. Triton would compile another variant for 1 and for multiples of 16.
 COUNTS = ("tile_count", "block_count")
+
+
+def give_memory(device: torch.device) -> None:
+    """Let Triton take memory for the descriptors that a kernel writes.
+
+    Its allocator belongs to a thread, and backward runs in a thread of its own.
+    """
+    triton.set_allocator(
+        lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device)
+    )
 
 
 @triton.jit
@@ -242,41 +253,24 @@ def expand(
             if GATE:
                 other += tl.load(bias1 + outs, mask=inside, other=0.0).to(tl.float32)[None, :]
         kind: tl.constexpr = low.dtype.element_ty
-        places = rows[:, None] * width + outs[None, :]
+        out = rows[:, None] * width + outs[None, :]
         mask = live[:, None] & inside[None, :]
         if PLUS:
-            total += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
-        tl.store(pick(module, y0, y1, y2) + places, total.to(kind), mask=mask)
+            total += tl.load(residual + out, mask=mask, other=0.0).to(tl.float32)
+        tl.store(pick(module, y0, y1, y2) + out, total.to(kind), mask=mask)
         if GATE:
-            tl.store(y1 + places, other.to(kind), mask=mask)
+            tl.store(y1 + out, other.to(kind), mask=mask)
             # Rounded like in the base model: backward recomputes the same value from the stored outputs.
             value, _ = activated(total.to(kind).to(tl.float32), GATE == 2)
             value = value.to(kind).to(tl.float32) * other.to(kind).to(tl.float32)
-            tl.store(y2 + places, value.to(kind), mask=mask)
+            tl.store(y2 + out, value.to(kind), mask=mask)
 
 
 @triton.jit
-def plus_back(
-    total, grad, weight, grads, wide, first, rows, live, start, outs, inside, width, inputs,
-    TMA: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Return `total + gy W` of one module; `grads` and `wide` are descriptors of `grad` and `weight`."""
+def plus_copied(total, grads, wide, first, start, width, WIDE: tl.constexpr, BK: tl.constexpr):
+    """Return `total + gy W` of one module, whose tiles are copied by descriptors."""
     for at in range(0, width, BK):
-        if TMA:
-            left = grads.load([first, at])
-            right = wide.load([at, start])
-        else:
-            depth = (at + tl.arange(0, BK)).to(tl.int64)
-            known = depth < width
-            left = tl.load(
-                grad + rows[:, None] * width + depth[None, :],
-                mask=live[:, None] & known[None, :], other=0.0,
-            )  # fmt: skip
-            right = tl.load(
-                weight + depth[:, None] * inputs + outs[None, :],
-                mask=known[:, None] & inside[None, :], other=0.0,
-            )  # fmt: skip
-        total = plus_product(total, left, right, WIDE)
+        total = plus_product(total, grads.load([first, at]), wide.load([at, start]), WIDE)
     return total
 
 
@@ -308,24 +302,33 @@ def expand_back(
         inside = outs < inputs
         entry, scale = entries + segment.to(tl.int64) * stride, tl.load(scales + segment)
         total = tl.zeros((BM, BN), tl.float32)
-        for module in tl.static_range(MODULES):
+        for module in range(MODULES):
             total = plus_low_rank(
                 total, low, entry, rows, live, outs, inputs, columns, module, 0, WIDE, BR
             )
-        total = plus_back(
-            scale * total, g0, w0, grads0, wide0, first, rows, live, start, outs, inside, width0, inputs,
-            TMA, WIDE, BK,
-        )  # fmt: skip
-        if MODULES > 1:
-            total = plus_back(
-                total, g1, w1, grads1, wide1, first, rows, live, start, outs, inside, width1, inputs,
-                TMA, WIDE, BK,
-            )  # fmt: skip
-        if MODULES > 2:
-            total = plus_back(
-                total, g2, w2, grads2, wide2, first, rows, live, start, outs, inside, width2, inputs,
-                TMA, WIDE, BK,
-            )  # fmt: skip
+        total = scale * total
+        if TMA:  # a descriptor cannot be picked by number
+            total = plus_copied(total, grads0, wide0, first, start, width0, WIDE, BK)
+            if MODULES > 1:
+                total = plus_copied(total, grads1, wide1, first, start, width1, WIDE, BK)
+            if MODULES > 2:
+                total = plus_copied(total, grads2, wide2, first, start, width2, WIDE, BK)
+        else:
+            for module in range(MODULES):
+                grad, weight = pick(module, g0, g1, g2), pick(module, w0, w1, w2)
+                width = pick(module, width0, width1, width2)
+                for at in range(0, width, BK):
+                    depth = (at + tl.arange(0, BK)).to(tl.int64)
+                    known = depth < width
+                    left = tl.load(
+                        grad + rows[:, None] * width + depth[None, :],
+                        mask=live[:, None] & known[None, :], other=0.0,
+                    )  # fmt: skip
+                    right = tl.load(
+                        weight + depth[:, None] * inputs + outs[None, :],
+                        mask=known[:, None] & inside[None, :], other=0.0,
+                    )  # fmt: skip
+                    total = plus_product(total, left, right, WIDE)
         kind: tl.constexpr = gx.dtype.element_ty
         cells = rows[:, None] * inputs + outs[None, :]
         mask = live[:, None] & inside[None, :]
