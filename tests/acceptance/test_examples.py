@@ -137,8 +137,8 @@ def test_fine_tuning_lowers_the_held_out_loss(run: Run) -> None:
 
 
 def test_reinforcement_raises_the_reward(run: Run) -> None:
-    *_, first, last = (row["reward"] for row in run("rl.py", "--steps=16"))
-    assert last > first + 0.05
+    *_, first, last = (row["reward"] for row in run("rl.py", "--steps=10"))
+    assert last > 2 * first
 
 
 def test_preferences_are_learned_for_held_out_pairs(run: Run) -> None:

@@ -29,9 +29,9 @@ from tests.conformance.scenarios import (
 
 PROMPT = [7, 8, 9, 10, 11]
 MAX_TOKENS = 8
-CROWD = 24
+CROWD = 12
 GROUP = 4
-RL_STEPS = 3
+RL_STEPS = 2
 
 
 def prompt(tokens: list[int] | None = None) -> types.ModelInput:

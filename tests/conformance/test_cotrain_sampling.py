@@ -67,7 +67,7 @@ def datum(sequence: SampledSequence, advantage: float) -> Datum:
     )
 
 
-def reinforce(service: ServiceClient, base_model: str, seed: int, steps: int = 3) -> list[Told]:
+def reinforce(service: ServiceClient, base_model: str, seed: int, steps: int = 2) -> list[Told]:
     """Run a pipelined loop that rewards odd tokens. Return its samples."""
     run = service.create_lora_training_client(base_model, rank=2 + seed, seed=seed)
     sampler, log = run.save_weights_and_get_sampling_client(), []

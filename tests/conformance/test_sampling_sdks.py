@@ -10,7 +10,7 @@ from tests.conformance.running import SAMPLING, SDKS, Facts, SamplingReport, Ser
 from tests.support.lossy_proxy import LossyProxy
 
 # Constants of the scenarios, which run under another SDK and are not imported here.
-PROMPT, MAX_TOKENS, CROWD, RL_STEPS = [7, 8, 9, 10, 11], 8, 24, 3
+PROMPT, MAX_TOKENS, CROWD, RL_STEPS = [7, 8, 9, 10, 11], 8, 12, 2
 EXACT = 1e-5
 """Tolerance of sampled log-probs against trained ones of the same tokens and weights, in fp32."""
 

@@ -14,7 +14,7 @@ from tests.faults.trial import trial
 
 in_one_loop = pytest.mark.asyncio(loop_scope="session")
 
-PROGRAMS = programs(1)
+PROGRAMS = programs(1, runs=3, parts=2)
 #: If background work of the worker crashes nine times, bisection would blame a concurrent sample.
 #: It blames no request, since a worker runs requests that may crash without concurrent writes.
 UNSAMPLED = without_samples(PROGRAMS)

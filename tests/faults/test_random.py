@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.conftest import Calm
 from tests.faults.orders import Nursery
-from tests.faults.traffic import programs
+from tests.faults.test_directed import PROGRAMS
 from tests.faults.trial import random_kills, trial
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 async def test_deaths_at_random_moments_change_nothing(
     seed: int, nursery: Nursery, folder: Path, calm: Calm
 ) -> None:
-    asked = programs(1)
+    asked = PROGRAMS
     outcome = await trial(
         nursery,
         folder,

@@ -24,7 +24,7 @@ PinnedBuffer = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
 KEY = "tml-restored_key-of-sixteen-letters"
 PATIENCE_S = 300
 #: Datums of a body that is too long for Redis (16 KB) and lies in the spool.
-MANY = 16
+MANY = 8
 
 ADAM = AdamParams(learning_rate=1e-2)
 

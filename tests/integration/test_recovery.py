@@ -14,6 +14,7 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.recovery.snapshot_file import Snapshot, write_snapshot
 from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.bodies import pass_body, sequences
 from tests.support.deaths import Failpoint, dying_worker
@@ -29,7 +30,7 @@ from tests.support.program import (
 )
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, snapshots, worker
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 FAILPOINTS = [
     Failpoint("open_steps", 2),
@@ -107,6 +108,27 @@ async def test_a_drained_worker_leaves_nothing_to_replay(
     with worker(url, tmp_path, engine) as loop:
         assert replayed(loop, run) == 0
     assert engine.adapters.state(run).digest() == digest
+
+
+async def test_a_drain_copies_a_run_that_changed_while_its_last_copy_was_written(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    redis: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = await server.create("a", "a", LORA)
+    with worker(empty_redis.url, tmp_path, engine, tuning=snapshots(ops=1)) as loop:
+
+        def slow(*args: Any) -> Snapshot:
+            assert loop._stopping.wait(PATIENCE_S)
+            return write_snapshot(*args)
+
+        monkeypatch.setattr("cotrain_workers.recovery.resident_runs.write_snapshot", slow)
+        for first, last in ((1, 4), (5, 5)):
+            await results(server, run, await submit(server, run, first, last))
+    assert redis.hget(run_keys.log(POOL, run.id), "snap") == b"5"
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "another run's"])

@@ -1,6 +1,6 @@
 """`cotrain serve` as an operator meets it: keys, deaths of every process, an orderly and a hard end.
 
-Here, if nowhere else, servers are started by the interpreter, as an operator's are (`by_interpreter`).
+One of the servers is started by the interpreter, as an operator's is (`by_interpreter`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cotrain_store.disk.append_only_file import last_file
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
-from tests.warm.popen import run
+from tests.warm.popen import Popen, run
 from tests.warm.sources import COMMAND
 
 PATIENCE_S = 300
@@ -73,7 +73,7 @@ def train(run: TrainingClient) -> float:
 def test_a_new_server_makes_a_key_survives_every_death_and_ends_in_order(
     tmp_path: Path, base_model: str
 ) -> None:
-    with Serving(tmp_path, [base_model], [], by_interpreter=True) as serving:
+    with Serving(tmp_path, [base_model], []) as serving:
         key = re.findall(r"API key, shown only now: (\S+)", serving.log)[0]
         assert find_in_files(tmp_path, key.partition("_")[2]) == []
         with ServiceClient(base_url=serving.address, api_key=key) as service:
@@ -342,7 +342,7 @@ def run_cotrain(*arguments: str, **settings: str) -> subprocess.CompletedProcess
 def ask_in_a_terminal(word: str, *options: str) -> int:
     """Make a key where a person can be asked, and answer; the exit status."""
     ours, theirs = os.openpty()
-    with subprocess.Popen(
+    with Popen(
         [COMMAND, "keys", "create", "laptop", *options],
         stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as command:  # fmt: skip

@@ -225,6 +225,9 @@ class ResidentRuns:
     def drain(self, deadline_s: float) -> None:
         """Copy out every changed run, so that the next start has nothing to replay."""
         until = time.monotonic() + deadline_s
+        # A run can have changed since a copy in progress was taken, and has one copy at a time.
+        self.await_writes(until)
+        self._register_finished()
         for run, backlog in sorted(self._backlogs.items(), key=lambda item: -item[1].replay_s):
             if backlog.ops:
                 while self._is_busy and time.monotonic() < until:

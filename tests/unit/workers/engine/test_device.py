@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+import cotrain_workers
 from cotrain_workers.engine import device
 from cotrain_workers.engine.device import DeviceLost, check_device, to_device, unordered_writes
+from tests.warm.popen import run
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -41,26 +43,14 @@ def test_a_cpu_is_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     check_device(torch.device("cpu"))
 
 
-IN_A_FRESH_PROCESS = """
-import os
-os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-import cotrain_workers.engine.device
-print(os.environ["CUBLAS_WORKSPACE_CONFIG"])
-"""
-
-
-def test_products_on_cuda_may_precede_an_engine() -> None:
+def test_products_on_cuda_may_precede_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch checks this once, at the first product, and would refuse all later ones."""
-    path = os.pathsep.join(each for each in sys.path if each)
-    ran = subprocess.run(
-        [sys.executable, "-c", IN_A_FRESH_PROCESS],
-        env={**os.environ, "PYTHONPATH": path},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
 
-    assert ran.stdout.strip() == ":4096:8"
+    assert cotrain_workers.__file__
+    runpy.run_path(cotrain_workers.__file__)  # as an import does
+
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_unordered_writes_are_allowed_only_in_their_block() -> None:
@@ -121,9 +111,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def page_faults(mode: str) -> int:
     command = [sys.executable, "-c", CHURN, mode]
-    done = subprocess.run(
-        command, cwd=SOURCE_ROOT, capture_output=True, text=True, check=True, timeout=300
-    )
+    done = run(command, cwd=SOURCE_ROOT)
+    assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from cotrain_workers.engine.numerics import cpu_hardware, processor_of
+from tests.warm.popen import run
 
 ONE = """processor	: 0
 vendor_id	: GenuineIntel
@@ -72,12 +72,11 @@ def test_variables_that_override_the_libraries_are_part_of_the_name(
 def test_a_row_of_a_product_has_the_same_bits_among_32_and_more(
     monkeypatch: pytest.MonkeyPatch, instructions: str
 ) -> None:
-    """Run in a process of its own, because MKL reads its settings once. Every guarantee of equal
-    bits depends on this.
+    """Run in a process of its own, because MKL reads its settings at the first product. Every
+    guarantee of equal bits depends on this.
     """
     monkeypatch.delenv("MKL_CBWR", raising=False)
     if instructions:
         monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", instructions)
-    program = [sys.executable, "-c", ROWS]
-    ran = subprocess.run(program, capture_output=True, text=True, check=False)
+    ran = run([sys.executable, "-c", ROWS])
     assert ran.returncode == 0, ran.stderr

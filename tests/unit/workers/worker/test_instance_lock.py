@@ -15,6 +15,7 @@ from cotrain_workers.worker.heartbeat import (
     claim_free_worker_id,
     lock_worker_id,
 )
+from tests.warm.popen import Popen
 
 
 def heartbeat_of(host: str, seen_at: float = 0.0) -> WorkerHeartbeat:
@@ -26,11 +27,10 @@ def test_a_worker_id_belongs_to_one_process_until_that_ends(tmp_path: Path) -> N
         "import sys, pathlib; from cotrain_workers.worker.heartbeat import lock_worker_id;"
         "lock_worker_id(pathlib.Path(sys.argv[1]), 'pool', 'w0'); print('taken', flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(
+    with Popen(
         [sys.executable, "-c", script, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == b"taken\n"

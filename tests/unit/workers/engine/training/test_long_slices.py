@@ -98,9 +98,10 @@ def others(cycle: int) -> list[Op]:
     return [op for tenant in MIX[:4] for op in tenant.ops(cycle)]
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("needs_grad", [True, False])
-@pytest.mark.parametrize("adapter_bytes", [None, 1])
+@pytest.mark.parametrize(
+    ("recompute", "needs_grad", "adapter_bytes"),  # every pair of two settings
+    [("never", True, 1), ("always", True, None), ("never", False, None), ("always", False, 1)],
+)
 def test_a_datum_suspended_after_every_layer_has_the_same_bits(
     new_engine: NewEngine,
     monkeypatch: pytest.MonkeyPatch,
