@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def test_graphs_are_used_and_agree_with_the_plain_steps(
     monkeypatch.setattr(model_runner, "groups_take", lambda *args: False)
     plain = output(engine.decoder(weights.__getitem__, kv_tokens=8192, text=None), mine)
 
-    assert report == "2 in use", report
+    # One for each number of rows that occurs, and no reason against any.
+    assert re.fullmatch(r"[1-9] in use", report), report
     gaps = [
         np.abs(one.logprobs - other.logprobs)[: same_prefix(one.tokens, other.tokens)]
         for one, other in zip(with_graphs.sequences, plain.sequences, strict=True)
@@ -110,7 +112,8 @@ def test_many_requests_finish_in_little_memory(tmp_path: Path) -> None:
         ],
     )
 
-    assert all(isinstance(result, SampleOutput) for result in found.values())
+    assert len(found) == 100
+    assert [each for each in found.values() if not isinstance(each, SampleOutput)] == []
 
 
 def case(
