@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.load.http import Client, new_run, pass_body, trained
-from bench.load.local_server import LocalServer, cpu_s, local_server, percentile
+from bench.load.local_server import LocalServer, local_server
 from bench.load.null_worker import POOL, TOKENS_PER_OP
+from bench.support.processes import cpu_s
+from bench.support.timing import percentile
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId, run_id
 from cotrain_store.messages.ops import OpKind

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.load.http import Client, pass_body, persist
-from bench.load.local_server import ADMIN_KEY, PATIENCE_S, LocalServer, local_server, percentile
+from bench.load.local_server import ADMIN_KEY, LocalServer, local_server
 from bench.load.null_worker import POOL, TOKENS_PER_OP
+from bench.support.processes import PATIENCE_S
+from bench.support.timing import percentile
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.messages.ids import RequestId, SessionId, run_id
 from cotrain_store.messages.ops import OpKind

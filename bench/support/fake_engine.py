@@ -51,9 +51,9 @@ class FakeEngine:
             device="cuda:0",
             dtype=BF16,
             micro_batch_tokens=max(self._settings.tenants * self._settings.length, 256),
-            recompute=self._settings.recompute,
+            recompute="always" if self._settings.recompute else "never",
             lora_backend=self._settings.backend,
-            fusion=self._settings.fused,
+            fusion=not self._settings.plain,
             adapter_bytes=60_000_000_000,
         )
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import platform
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.support.model import VOCAB
-from bench.support.tethered import tethered
+from bench.support.processes import COTRAIN, running
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TensorData, TrainingClient
 
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -37,25 +34,18 @@ class Load:
 @contextmanager
 def serving(model: Path, data_dir: Path, keys: list[str], threads: int) -> Iterator[str]:
     """Run `cotrain serve` on a free port; yield its URL."""
-    cotrain = Path(sys.executable).with_name("cotrain")
-    command = [str(cotrain), "serve", "--base-model", f"bench={model}",
+    command = [str(COTRAIN), "serve", "--base-model", f"bench={model}",
                "--port", "0", "--data-dir", str(data_dir), "--torch-threads", str(threads)]  # fmt: skip
     environment = {
         **os.environ, "COTRAIN_API_KEYS": ",".join(keys), "COTRAIN_ADMIN_KEY": OPERATOR["X-API-Key"],
     }  # fmt: skip
-    process = subprocess.Popen(
-        tethered(command), stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout
-    try:
+    with running(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout
         for line in process.stdout:
             if "cotrain ready at " in line:
                 yield line.split("cotrain ready at ")[1].split()[0]
                 return
         raise RuntimeError("cotrain serve ended before it was ready")
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
 
 
 def tenant(
@@ -97,11 +87,3 @@ def drive(loads: list[Load], steps: int) -> float:
     began = time.perf_counter()
     asyncio.run(everyone())
     return (time.perf_counter() - began) / steps
-
-
-def host(threads: int) -> dict[str, Any]:
-    """Return facts about the machine that server and clients share, for a report."""
-    packages = ("torch", "transformers", "peft", "redis", "fastapi", "uvicorn")
-    return {"cpus": os.cpu_count(), "threads": threads, "platform": platform.platform(),
-            "load": os.getloadavg(), "python": platform.python_version(),
-            **{name: version(name) for name in packages}}  # fmt: skip
