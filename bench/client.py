@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -35,6 +34,7 @@ import httpx
 from bench.load.http import pass_body
 from bench.load.local_server import local_server
 from bench.load.null_worker import POOL
+from bench.load.waiting import until_held
 from bench.support.options import Options
 from bench.support.report import Report, table
 from bench.support.timing import alternate, measure, median_ratio
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         server.start_worker()
         server.start_api(list(KEYS.values()))
         url = "http://{}:{}".format(*server.address)
-        wait_for(url)
+        asyncio.run(until_held(server, 0))  # the API is up
         ways = {
             name: stack.enter_context(way(url, KEYS[name], args.tokens))
             for name, way in {"httpx": plain, "cotrain": ours, "tinker": official}.items()
@@ -202,16 +202,3 @@ def keep_flying(count: int, depth: int, ask: Callable[[], Any]) -> None:
         flying.append(ask())
     for future in flying:
         future.result()
-
-
-def wait_for(url: str) -> None:
-    """Wait until the server responds."""
-    deadline = time.monotonic() + 60.0
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/healthz", timeout=1.0).is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise RuntimeError("the server did not come up")

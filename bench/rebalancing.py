@@ -34,7 +34,7 @@ from bench.support.model import build
 from bench.support.options import Options
 from bench.support.processes import COTRAIN, a_redis, running
 from bench.support.report import Report
-from bench.support.serving import ADAM, Load, serving, tenant
+from bench.support.serving import Load, serving, tenant, train
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import RunId, WorkerId
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace, report: Report) -> bool:
         for number in range(0, args.runs, max(1, args.runs // max(1, args.alone)))[: args.alone]:
             load = tenant(args, address, keys[number], stack, args.batch, seed=number)
             steps, digest = together[number]
-            _, alone = asyncio.run(train(load, lambda done, most=steps: done < most))  # type: ignore[misc]
+            _, alone = asyncio.run(digested(load, lambda done, most=steps: done < most))  # type: ignore[misc]
             same[number] = alone == digest
             print(f"run {number}: {steps} steps, together {digest}, alone {alone}", flush=True)
             load.run.unload()
@@ -127,7 +127,7 @@ async def phase(
 ) -> tuple[float, list[tuple[int, str]]]:  # fmt: skip
     """Train all runs and let the second worker join; return its start time, and steps and digest of each run."""
     over = False
-    trained = asyncio.gather(*(train(load, lambda _: not over) for load in loads))
+    trained = asyncio.gather(*(digested(load, lambda _: not over) for load in loads))
     started_at = 0.0
     while (now := time.monotonic() - watch.began) < args.seconds:
         if not started_at and now >= args.joins_after:
@@ -143,25 +143,16 @@ async def phase(
     return started_at, await trained
 
 
-async def train(load: Load, goes_on: Callable[[int], bool]) -> tuple[int, str]:
-    """Train with two steps in flight; return the number of steps, and a digest of all results."""
-    digest, flying, steps = hashlib.sha256(), list[Any](), 0
+async def digested(load: Load, goes_on: Callable[[int], bool]) -> tuple[int, str]:
+    """Train; return the number of steps, and a digest of all results."""
+    digest = hashlib.sha256()
 
-    async def take() -> None:
-        passed, stepped = await flying.pop(0), await flying.pop(0)
+    def add(passed: Any, stepped: Any) -> None:
         outputs = [{k: v.data for k, v in sorted(row.items())} for row in passed.loss_fn_outputs]
         norm = (stepped.metrics or {}).get("grad_norm")
         digest.update(json.dumps([outputs, norm]).encode())
 
-    while goes_on(steps):
-        flying.append(await load.run.forward_backward_async(load.data, "cross_entropy"))
-        flying.append(await load.run.optim_step_async(ADAM))
-        steps += 1
-        if len(flying) > 2:
-            await take()
-    while flying:
-        await take()
-    return steps, digest.hexdigest()[:16]
+    return await train(load, goes_on, add), digest.hexdigest()[:16]
 
 
 def summary(

@@ -23,7 +23,6 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -31,7 +30,7 @@ import numpy as np
 from bench.support.model import VOCAB, build
 from bench.support.options import Options
 from bench.support.report import Report
-from bench.support.serving import ADAM, OPERATOR, Load, drive, serving, tenant
+from bench.support.serving import OPERATOR, Load, drive, serving, tenant, train
 from bench.support.timing import percentile
 from cotrain import ModelInput, SamplingClient, SamplingParams
 
@@ -93,19 +92,15 @@ class Training:
         self._thread.join()
 
     def _train(self) -> None:
-        """Keep two steps in flight; count those that finish inside the block."""
-        flying: list[Any] = []
+        """Count the steps that finish inside the block."""
         began, ended, steps = time.perf_counter(), 0.0, 0
-        while not self._leaving.is_set():
-            passed = self._load.run.forward_backward(self._load.data, "cross_entropy")
-            flying.append((passed, self._load.run.optim_step(ADAM)))
-            if len(flying) == 2:
-                for future in flying.pop(0):
-                    future.result()
-                steps, ended = steps + 1, time.perf_counter()
-        for pair in flying:
-            for future in pair:
-                future.result()
+
+        def count(*_: object) -> None:
+            nonlocal ended, steps
+            if not self._leaving.is_set():
+                ended, steps = time.perf_counter(), steps + 1
+
+        asyncio.run(train(self._load, lambda _: not self._leaving.is_set(), count))
         self.tokens_per_s = steps * self._tokens / (ended - began) if steps else 0.0
 
 

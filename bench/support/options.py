@@ -55,7 +55,7 @@ def described(default: Any, text: str | None) -> dict[str, Any]:
         case Choice(values, is_required):
             return {"choices": tuple(values), "required": is_required, "help": text}
         case Some(values):
-            listed = f"some of {', '.join(values)}"
+            listed = f"some of {', '.join(values)} (default: all)"
             return {"type": some_of(values), "default": list(values), "help": listed}
         case False:
             return {"action": "store_true", "help": text}
@@ -67,7 +67,7 @@ def described(default: Any, text: str | None) -> dict[str, Any]:
             return {"type": default, "help": text}
         case _:
             kind, shown = type(default), default
-    return {"type": kind, "default": default, "help": f"{text}; {shown}" if text else f"{shown}"}
+    return {"type": kind, "default": default, "help": f"{text or ''} (default: {shown})".lstrip()}
 
 
 def some_of(values: Sequence[str]) -> Callable[[str], list[str]]:

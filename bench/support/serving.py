@@ -7,7 +7,7 @@ import asyncio
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,22 +67,32 @@ def datum(row: list[int]) -> Datum:
     return Datum(model_input=ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)
 
 
-def drive(loads: list[Load], steps: int) -> float:
-    """Train all tenants concurrently with two steps in flight each; return seconds per step."""
+async def train(
+    load: Load,
+    goes_on: Callable[[int], bool],
+    done: Callable[[Any, Any], None] = lambda passed, stepped: None,
+) -> int:
+    """Train with two steps in flight as long as `goes_on(steps)`; return the number of steps.
 
-    async def one(load: Load) -> None:
-        flying: list[Any] = []
-        for _ in range(steps):
-            flying.append(await load.run.forward_backward_async(load.data, "cross_entropy"))
-            flying.append(await load.run.optim_step_async(ADAM))
-            if len(flying) > 2:
-                await flying.pop(0)
-                await flying.pop(0)
-        for future in flying:
-            await future
+    The results of each step are passed to `done` in order.
+    """
+    flying, steps = list[Any](), 0
+    while goes_on(steps):
+        flying.append(await load.run.forward_backward_async(load.data, "cross_entropy"))
+        flying.append(await load.run.optim_step_async(ADAM))
+        steps += 1
+        if len(flying) > 2:
+            done(await flying.pop(0), await flying.pop(0))
+    while flying:
+        done(await flying.pop(0), await flying.pop(0))
+    return steps
+
+
+def drive(loads: list[Load], steps: int) -> float:
+    """Train all tenants concurrently; return seconds per step."""
 
     async def everyone() -> None:
-        await asyncio.gather(*(one(load) for load in loads))
+        await asyncio.gather(*(train(load, lambda done: done < steps) for load in loads))
 
     began = time.perf_counter()
     asyncio.run(everyone())
