@@ -103,8 +103,8 @@ def find_backend(
 ) -> LoraBackend:
     """Return the backend for a base model. `weight` is one of its weights, `linears` its modules by name.
 
-    "auto" is `seg` on a CPU for every micro-batch. On CUDA it is `fused` if its kernels are correct and, where torch
-    has a kernel for `grouped`, not slower than that on a layer of this model (if `times` is set). Otherwise it is `grouped` or `seg` by
+    "auto" is `seg` on a CPU for every micro-batch. On CUDA it is `fused` if its kernels are correct, and with `times`
+    also if `grouped` is not clearly faster on a layer of this model. Otherwise it is `grouped` or `seg` by
     micro-batch, else `seg`; the log contains the reason. Raises BackendUnfit, KernelsBroken.
     """
     if choice == "seg" or (choice == "auto" and not weight.is_cuda):
