@@ -31,14 +31,8 @@ import torch
 from bench.support.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device
 from bench.support.model import SHAPES, Shape
 from cotrain_workers.engine.decoding import model_runner
-from cotrain_workers.engine.decoding.cuda_kernels import (
-    CONTRACTS,
-    Grouped,
-    GroupedLora,
-    KernelAttention,
-    KernelTables,
-    key_offsets,
-)
+from cotrain_workers.engine.decoding.cuda_graphs import graph_tables
+from cotrain_workers.engine.decoding.cuda_kernels import Grouped, GroupedLora, KernelAttention
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.slot_pool import Pool, slot_layout
 from cotrain_workers.engine.decoding.step import MixedStep
@@ -182,17 +176,10 @@ def decode(shape: Shape, layers: int, settings: argparse.Namespace) -> FakeEngin
         cache = KvCache(base.kv, rows * pages, PAGE, DEVICE, BF16)
         layout = slot_layout(base.targets, settings.rank)
         pool = Pool(layout, zeros(settings.adapters + 2, layout.size, dtype=BF16))
-        tables = KernelTables(
-            kv_slots=zeros(rows),
-            offsets=torch.arange(rows + 1, dtype=torch.int32, device=DEVICE),
-            key_offsets=key_offsets(rows, pages * PAGE, DEVICE),
-            lengths=zeros(rows, dtype=torch.int32),
-            blocks=zeros(rows, pages, dtype=torch.int32),
-            max_queries=1,
-            max_keys=pages * PAGE,
-        )
+        lengths, table = (zeros(*each, dtype=torch.int32) for each in ((rows,), (rows, pages)))
+        tables = graph_tables(zeros(rows), lengths, table, cache)
         lora = GroupedLora([Grouped(0, rows, pool, zeros(len(pool.flat), dtype=torch.int32))])
-        route = MixedStep(KernelAttention(cache, tables, CONTRACTS[0]), lora)
+        route = MixedStep(KernelAttention(cache, tables), lora)
         fake.log.launches.clear()
         with torch.no_grad(), fake.log:
             model_runner.run_model(base, zeros(1, rows), zeros(1, rows), route)

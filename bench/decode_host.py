@@ -163,7 +163,7 @@ def decoder_of(
     decoder.scheduler._sizes = replace(decoder.scheduler._sizes, shared=SHARED_STEP_TOKENS["cuda"])
     runner._run_model = partial(run_model)
     max_pages = args.context // PAGE
-    runner.graphs = DecodeGraphs(run_model, cache, max_pages, cuda_kernels.CONTRACTS[0], record)
+    runner.graphs = DecodeGraphs(run_model, cache, max_pages, record)
     real = next_tokens.NextTokens.read
 
     def read(own: next_tokens.NextTokens) -> Any:

@@ -66,9 +66,9 @@ class Bench:
         """Dtype of the base model."""
         return torch.float32 if self.args.device == "cpu" else torch.bfloat16
 
-    def until(self, part: str) -> float:
-        """Return the time at which a part should stop."""
-        return self.began + SHARE[part] * self.preset.limit_s
+    def until(self, part: str, parts: int = 1) -> float:
+        """Return the time at which a part that starts now, one of `parts` like it, should stop."""
+        return time.monotonic() + SHARE[part] * self.preset.limit_s / parts
 
     def engine(self, model: Path, backend: str, tokens: int | None = None) -> Engine:
         """Return an engine with the settings of the command line.
@@ -118,7 +118,7 @@ class Bench:
                             load,
                             device,
                             rounds=self.args.rounds,
-                            until=self.until("tenants"),
+                            until=self.until("tenants", len(together) * len(self.preset.loads)),
                         ),
                     )
             engine = engines[backends[0]]

@@ -51,7 +51,9 @@ def phase_of(op: Op) -> str:
         return "embed"
     if "attention" in op.name or "varlen" in op.name or "flash" in op.name:
         return "attention"
-    if "grouped_mm" in op.name:
+    if op.name.startswith("cotrain::lora_expand"):
+        return "base GEMM"  # LoRA is fused with it
+    if "grouped_mm" in op.name or op.name.startswith("cotrain::lora_"):
         return "LoRA"
     if op.name in GEMMS:
         matrices = [shape for shape in op.shapes if len(shape) >= 2]

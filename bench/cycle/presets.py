@@ -69,6 +69,19 @@ PRESETS = {
         limit_s=500.0,
         mixed_tokens=2048,
     ),
+    "h100": Preset(
+        sizes=("8b",),
+        loads=(Load(32, 512, (1, 4, 16)), Load(16, 2048, (1, 16))),
+        by_hand=Load(32, 512, (16,)),
+        targets=(
+            Target("tokens_per_s", 16, 2048, 12_473.0),  # NeMo on one H100, LoRA of 8B
+            Target("over_loop", 16, 512, 2.5),
+            Target("many_over_one", 16, 512, 1.05),
+        ),
+        rounds=3,
+        limit_s=500.0,
+        mixed_tokens=2048,
+    ),
     "smoke": Preset(
         sizes=("tiny",),
         loads=(Load(4, 40, (1, 4)),),

@@ -19,7 +19,6 @@ from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.service import ServiceClient
 from cotrain.clients.training import TrainingClient, TrainOutput
 from cotrain.errors import *  # noqa: F403  # its `__all__`, and no name twice
-from cotrain.exceptions import APIResponseValidationError, RequestFailedError, TinkerError
 from cotrain.requests.futures import Future, Submitted
 from cotrain.transport.retries import RetryPolicy
 from cotrain.types import (
@@ -56,7 +55,6 @@ APIFuture = Future
 
 __all__ = [
     "APIFuture",
-    "APIResponseValidationError",
     "AdamOptimizerConfig",
     "AdamParams",
     "AdminClient",
@@ -75,7 +73,6 @@ __all__ = [
     "OptimStepRequest",
     "OptimStepResponse",
     "ParsedCheckpointTinkerPath",
-    "RequestFailedError",
     "RestClient",
     "RetryPolicy",
     "SampleRequest",
@@ -88,7 +85,6 @@ __all__ = [
     "Submitted",
     "TensorData",
     "TensorDtype",
-    "TinkerError",
     "TrainOutput",
     "TrainingClient",
     "TrainingRun",

@@ -19,7 +19,7 @@ from cotrain.commands import checkpoints, runs, webhooks
 from cotrain.commands.admin.app import app as admin
 from cotrain.commands.runs import models
 from cotrain.commands.sample import sample_text
-from cotrain.commands.terminal import AsJson, examples, print_json
+from cotrain.commands.terminal import AsJson, examples, print_result
 from cotrain.commands.top import EXAMPLES as TOP_EXAMPLES
 from cotrain.commands.top import top
 from cotrain.commands.transfer import download, upload
@@ -68,10 +68,7 @@ def command_line(commands: Iterable[EntryPoint]) -> typer.Typer:
 
 def version(as_json: AsJson = False) -> None:
     """Print the version."""
-    if as_json:
-        print_json({"version": __version__})
-    else:
-        typer.echo(f"cotrain {__version__}")
+    print_result({"version": __version__}, f"cotrain {__version__}", as_json=as_json)
 
 
 def _version_alone(is_asked: bool) -> None:

@@ -24,6 +24,10 @@
       * UnprocessableEntityError: 422
       * RateLimitError: 429, after every retry
       * InternalServerError: 5xx, after every retry
+
+Programs for the hosted services catch all failures of their service as `TinkerError`, `BiosAPIError` or
+`MintAPIError`. Here these are names of `CotrainError`. So such a clause catches rejections, broken connections
+and requests that failed after they were accepted.
 """
 
 from __future__ import annotations
@@ -33,11 +37,13 @@ from typing import Any, Literal
 __all__ = [
     "APIConnectionError",
     "APIError",
+    "APIResponseValidationError",
     "APIStatusError",
     "APITimeoutError",
     "AuthenticationError",
     "BadRequestError",
     "BillingError",
+    "BiosAPIError",
     "CheckpointNotFound",
     "ClientClosed",
     "ConflictError",
@@ -45,11 +51,14 @@ __all__ = [
     "ForeignAnswer",
     "InternalServerError",
     "MalformedMessage",
+    "MintAPIError",
     "NotFoundError",
     "PermissionDeniedError",
     "RateLimitError",
     "RequestFailed",
+    "RequestFailedError",
     "SettingsMissing",
+    "TinkerError",
     "TokenizerMissing",
     "TorchMissing",
     "UnprocessableEntityError",
@@ -185,6 +194,13 @@ class RateLimitError(APIStatusError):
 class InternalServerError(APIStatusError):
     """The server failed."""
 
+
+TinkerError = CotrainError
+BiosAPIError = CotrainError
+MintAPIError = CotrainError
+# The official SDK's names for a request that was accepted and then failed, and for a response that cannot be parsed.
+RequestFailedError = RequestFailed
+APIResponseValidationError = MalformedMessage
 
 _ERROR_BY_STATUS: dict[int, type[APIStatusError]] = {
     400: BadRequestError,

@@ -1,293 +1,136 @@
-"""Public types of the wire for `cotrain.types.Datum`: cotrain's names and the hosted SDK's.
+"""Public types of the wire, as in `cotrain.types.Datum`: cotrain's names and the hosted SDK's.
 
-Training inputs are described in `wire/datums.py` and `wire/tensors.py`, other types in the modules imported
-below.
+Each module of `wire/` lists its public names in `__all__`. This module adds the hosted SDK's names for the same
+classes, where the names differ.
 """
 
-from cotrain.compat.type_names import (
-    ActiveSessionStatusQuery,
-    AdamOptimizerConfig,
-    BillingEventInfo,
-    BillingUsageEvent,
-    BillingUsageSession,
-    CancelledSessionStatusQuery,
-    CheckpointBillingEvent,
-    ClientFinishedSessionStatusQuery,
-    ClientSessionFinished,
-    ClientSessionFinishReason,
-    ClientSessionFinishReasonType,
-    CurrentCheckpointStorageUsageItem,
-    CurrentCheckpointStorageUsageResponse,
-    FailedSessionStatusQuery,
-    FutureRetrieveResponse,
-    FuturesRetrieveRequest,
-    FuturesRetrieveResponse,
-    LossFnInputs,
-    LossFnOutput,
-    LossFnType,
-    ModelID,
-    OptimParams,
-    RequestErrorCategory,
-    RequestID,
-    SamplingClientKind,
-    SamplingPrefillBillingEvent,
-    SamplingSampleBillingEvent,
-    SamplingSessionFuturesTarget,
-    SaveWeightsExternalResponseInternal,
-    SaveWeightsForSamplerResponseInternal,
-    SessionFailedReason,
-    SessionFailedTrainingRunReason,
-    SessionStatusQuery,
-    StopReason,
-    TensorDtype,
-    TrainingBillingEvent,
-)
-from cotrain.wire.checkpoints import (
-    CopyWeightsRequest,
-    CopyWeightsResponse,
-    ExternalWeightsUrlsResponse,
-    LoadWeightsRequest,
-    LoadWeightsResponse,
-    ParsedCheckpointTinkerPath,
-    SaveWeightsExternalRequest,
-    SaveWeightsExternalResponse,
-    SaveWeightsRequest,
-    SaveWeightsResponse,
-    WeightsInfoResponse,
-    WhoamiResponse,
-)
-from cotrain.wire.datums import (
-    Datum,
-    DmelChunk,
-    EncodedTextChunk,
-    ImageAssetPointerChunk,
-    ImageChunk,
-    ModelInput,
-    ModelInputChunk,
-)
-from cotrain.wire.model import (
-    SeqId,
-    SequencedRequest,
-)
-from cotrain.wire.rest import (
-    AccessibleSearchOwner,
-    Checkpoint,
-    CheckpointsListResponse,
-    CheckpointType,
-    Cursor,
-    GetSessionResponse,
-    HistoryPoint,
-    ListSessionsResponse,
-    OwnSearchOwner,
-    SearchOwner,
-    SessionActive,
-    SessionFailed,
-    SessionSearchCursor,
-    SessionSearchRequest,
-    SessionSearchResponse,
-    SessionStatus,
-    SessionSummary,
-    TrainingRun,
-    TrainingRunHistory,
-    TrainingRunsResponse,
-    UserSearchOwner,
-)
-from cotrain.wire.runs import (
-    AdamParams,
-    CreateModelRequest,
-    CreateModelResponse,
-    ForwardBackwardInput,
-    ForwardBackwardOutput,
-    ForwardBackwardRequest,
-    ForwardRequest,
-    FutureRetrieveRequest,
-    GetInfoRequest,
-    GetInfoResponse,
-    InterpolateResponse,
-    LoraConfig,
-    ModelData,
-    OptimizerConfig,
-    OptimStepRequest,
-    OptimStepResponse,
-    RequestFailedResponse,
-    ReverseKlDatum,
-    ReverseKlResponse,
-    TryAgainResponse,
-    UnloadModelRequest,
-    UnloadModelResponse,
-    UntypedAPIFuture,
-)
-from cotrain.wire.sampling import (
-    CancelFutureRequest,
-    CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse,
-    FutureCompletion,
-    GetSamplerResponse,
-    RetrieveFuturesRequest,
-    RetrieveFuturesResponse,
-    SampledSequence,
-    SampleRequest,
-    SampleResponse,
-    SamplingParams,
-    SamplingSessionTarget,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsForSamplerResponse,
-)
-from cotrain.wire.sessions import (
-    AuthTokenResponse,
-    ClientConfigRequest,
-    ClientConfigResponse,
-    ClientDynamicConfigResponse,
-    CreateSessionRequest,
-    CreateSessionResponse,
-    FinishSessionRequest,
-    GetServerCapabilitiesResponse,
-    HealthResponse,
-    SessionHeartbeatRequest,
-    SessionHeartbeatResponse,
-    SupportedModel,
-    TelemetryResponse,
-)
-from cotrain.wire.tensors import (
-    TensorData,
-)
-from cotrain.wire.usage import (
-    AuditLogEntry,
-    AuditLogResponse,
-    BillingUsageResponse,
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from cotrain.wire import checkpoints, datums, model, rest, runs, sampling, sessions, tensors, usage
+from cotrain.wire.checkpoints import *  # noqa: F403  # its `__all__`, as with all below
+from cotrain.wire.datums import *  # noqa: F403
+from cotrain.wire.model import *  # noqa: F403
+from cotrain.wire.rest import *  # noqa: F403
+from cotrain.wire.runs import *  # noqa: F403
+from cotrain.wire.sampling import *  # noqa: F403
+from cotrain.wire.sessions import *  # noqa: F403
+from cotrain.wire.tensors import *  # noqa: F403
+from cotrain.wire.usage import *  # noqa: F403
+
+# ---- Training and sampling -----------------------------------------------------------------------
+
+ModelID = str
+RequestID = str
+TensorDtype = tensors.DType
+LossFnInputs = dict[str, tensors.TensorData]
+LossFnOutput = dict[str, tensors.TensorData]
+LossFnType = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+OptimParams = runs.AdamParams
+AdamOptimizerConfig = runs.OptimizerConfig
+SamplingClientKind = Literal["snapshot", "inflight"]
+StopReason = Literal["length", "stop"]
+SaveWeightsForSamplerResponseInternal = sampling.SaveWeightsForSamplerResponse
+SaveWeightsExternalResponseInternal = checkpoints.SaveWeightsExternalResponse
+
+
+class RequestErrorCategory(StrEnum):
+    """Cause of a failure; equal to `RequestFailed.category`, which is plain text."""
+
+    Unknown = "unknown"
+    Server = "server"
+    User = "user"
+
+
+# ---- Futures -------------------------------------------------------------------------------------
+
+FuturesRetrieveRequest = sampling.RetrieveFuturesRequest
+FuturesRetrieveResponse = sampling.RetrieveFuturesResponse
+SamplingSessionFuturesTarget = sampling.SamplingSessionTarget
+FutureRetrieveResponse = (
+    runs.TryAgainResponse
+    | runs.ForwardBackwardOutput
+    | runs.OptimStepResponse
+    | checkpoints.SaveWeightsResponse
+    | checkpoints.LoadWeightsResponse
+    | sampling.SaveWeightsForSamplerResponse
+    | checkpoints.SaveWeightsExternalResponse
+    | runs.CreateModelResponse
+    | runs.UnloadModelResponse
+    | runs.RequestFailedResponse
 )
 
+# ---- Sessions ------------------------------------------------------------------------------------
+
+ActiveSessionStatusQuery = rest.ActiveStatusQuery
+CancelledSessionStatusQuery = rest.CancelledStatusQuery
+ClientFinishedSessionStatusQuery = rest.ClientFinishedStatusQuery
+FailedSessionStatusQuery = rest.FailedStatusQuery
+SessionStatusQuery = rest.StatusQuery
+ClientSessionFinished = rest.SessionFinished
+ClientSessionFinishReason = rest.FinishReason
+ClientSessionFinishReasonType = rest.FinishReasonType
+SessionFailedReason = rest.FailedRunReason
+SessionFailedTrainingRunReason = rest.FailedRunReason
+
+# ---- Usage ---------------------------------------------------------------------------------------
+
+BillingEventInfo = usage.UsageInfo
+BillingUsageEvent = usage.UsageEvent
+BillingUsageSession = usage.UsageSession
+CheckpointBillingEvent = usage.CheckpointUsage
+CurrentCheckpointStorageUsageItem = usage.StorageItem
+CurrentCheckpointStorageUsageResponse = usage.StorageResponse
+SamplingPrefillBillingEvent = usage.PrefillUsage
+SamplingSampleBillingEvent = usage.SampleUsage
+TrainingBillingEvent = usage.TrainingUsage
+
 __all__ = [
-    "AccessibleSearchOwner",
     "ActiveSessionStatusQuery",
     "AdamOptimizerConfig",
-    "AdamParams",
-    "AuditLogEntry",
-    "AuditLogResponse",
-    "AuthTokenResponse",
     "BillingEventInfo",
     "BillingUsageEvent",
-    "BillingUsageResponse",
     "BillingUsageSession",
-    "CancelFutureRequest",
     "CancelledSessionStatusQuery",
-    "Checkpoint",
     "CheckpointBillingEvent",
-    "CheckpointType",
-    "CheckpointsListResponse",
-    "ClientConfigRequest",
-    "ClientConfigResponse",
-    "ClientDynamicConfigResponse",
     "ClientFinishedSessionStatusQuery",
     "ClientSessionFinishReason",
     "ClientSessionFinishReasonType",
     "ClientSessionFinished",
-    "CopyWeightsRequest",
-    "CopyWeightsResponse",
-    "CreateModelRequest",
-    "CreateModelResponse",
-    "CreateSamplingSessionRequest",
-    "CreateSamplingSessionResponse",
-    "CreateSessionRequest",
-    "CreateSessionResponse",
     "CurrentCheckpointStorageUsageItem",
     "CurrentCheckpointStorageUsageResponse",
-    "Cursor",
-    "Datum",
-    "DmelChunk",
-    "EncodedTextChunk",
-    "ExternalWeightsUrlsResponse",
     "FailedSessionStatusQuery",
-    "FinishSessionRequest",
-    "ForwardBackwardInput",
-    "ForwardBackwardOutput",
-    "ForwardBackwardRequest",
-    "ForwardRequest",
-    "FutureCompletion",
-    "FutureRetrieveRequest",
     "FutureRetrieveResponse",
     "FuturesRetrieveRequest",
     "FuturesRetrieveResponse",
-    "GetInfoRequest",
-    "GetInfoResponse",
-    "GetSamplerResponse",
-    "GetServerCapabilitiesResponse",
-    "GetSessionResponse",
-    "HealthResponse",
-    "HistoryPoint",
-    "ImageAssetPointerChunk",
-    "ImageChunk",
-    "InterpolateResponse",
-    "ListSessionsResponse",
-    "LoadWeightsRequest",
-    "LoadWeightsResponse",
-    "LoraConfig",
     "LossFnInputs",
     "LossFnOutput",
     "LossFnType",
-    "ModelData",
     "ModelID",
-    "ModelInput",
-    "ModelInputChunk",
     "OptimParams",
-    "OptimStepRequest",
-    "OptimStepResponse",
-    "OptimizerConfig",
-    "OwnSearchOwner",
-    "ParsedCheckpointTinkerPath",
     "RequestErrorCategory",
-    "RequestFailedResponse",
     "RequestID",
-    "RetrieveFuturesRequest",
-    "RetrieveFuturesResponse",
-    "ReverseKlDatum",
-    "ReverseKlResponse",
-    "SampleRequest",
-    "SampleResponse",
-    "SampledSequence",
     "SamplingClientKind",
-    "SamplingParams",
     "SamplingPrefillBillingEvent",
     "SamplingSampleBillingEvent",
     "SamplingSessionFuturesTarget",
-    "SamplingSessionTarget",
-    "SaveWeightsExternalRequest",
-    "SaveWeightsExternalResponse",
     "SaveWeightsExternalResponseInternal",
-    "SaveWeightsForSamplerRequest",
-    "SaveWeightsForSamplerResponse",
     "SaveWeightsForSamplerResponseInternal",
-    "SaveWeightsRequest",
-    "SaveWeightsResponse",
-    "SearchOwner",
-    "SeqId",
-    "SequencedRequest",
-    "SessionActive",
-    "SessionFailed",
     "SessionFailedReason",
     "SessionFailedTrainingRunReason",
-    "SessionHeartbeatRequest",
-    "SessionHeartbeatResponse",
-    "SessionSearchCursor",
-    "SessionSearchRequest",
-    "SessionSearchResponse",
-    "SessionStatus",
     "SessionStatusQuery",
-    "SessionSummary",
     "StopReason",
-    "SupportedModel",
-    "TelemetryResponse",
-    "TensorData",
     "TensorDtype",
     "TrainingBillingEvent",
-    "TrainingRun",
-    "TrainingRunHistory",
-    "TrainingRunsResponse",
-    "TryAgainResponse",
-    "UnloadModelRequest",
-    "UnloadModelResponse",
-    "UntypedAPIFuture",
-    "UserSearchOwner",
-    "WeightsInfoResponse",
-    "WhoamiResponse",
 ]
+__all__ += checkpoints.__all__
+__all__ += datums.__all__
+__all__ += model.__all__
+__all__ += rest.__all__
+__all__ += runs.__all__
+__all__ += sampling.__all__
+__all__ += sessions.__all__
+__all__ += tensors.__all__
+__all__ += usage.__all__

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
 
-from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import RunId, WorkerId
 
@@ -22,6 +21,8 @@ from cotrain_store.messages.ids import RunId, WorkerId
 MEMORY_S = 60.0
 #: Maximum factor between a worker's throughput and the median of its kind of device.
 FACTOR = 2.0
+#: Recent tokens of the first run; later ones count as an average run.
+FIRST_TOKENS = 2_048.0
 #: A run with fewer recent tokens is idle, and dropped.
 AT_REST_TOKENS = 1.0
 
@@ -117,7 +118,7 @@ class RecentTokens:
 
     def _usual(self, now: float) -> float:
         if not self._of_run:
-            return float(QUANTUM_TOKENS)
+            return FIRST_TOKENS
         total = sum(fading.at(now) for fading in self._of_worker.values())
         return max(AT_REST_TOKENS, total / len(self._of_run))
 

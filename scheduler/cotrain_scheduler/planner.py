@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cotrain_scheduler.fair_queue import FairQueue, PlannedPart
-from cotrain_scheduler.waiting import Waiting
+from cotrain_scheduler.queue import Waiting
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue

@@ -6,34 +6,39 @@ transaction. It is read completely at the start, and whenever changes may have b
 The file also contains:
 
 * the span of a plan, which is the root of its cycle's trace if any op is traced;
-* `HostTime`, which detects that the host's clock was set;
-* `exclude_paused`, a pure filter of paused and moving runs.
+* `HostTime`, which detects that the host's clock was set.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import structlog
+from opentelemetry.context import Context
+from opentelemetry.trace import Span
 
 from cotrain_scheduler import cycle_start, planner
 from cotrain_scheduler import placement as fleet
 from cotrain_scheduler.fair_queue import FairQueue
-from cotrain_scheduler.queue import PoolQueue
+from cotrain_scheduler.queue import PoolQueue, Waiting, exclude_paused
 from cotrain_scheduler.rebalancing import Rebalancing
-from cotrain_scheduler.waiting import ByTenant, Waiting
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.fleet import Pauses, PlanPolicy, WorkerHeartbeat, WorkerSlot
+from cotrain_store.messages.fleet import PlanPolicy, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
-from cotrain_store.messages.ops import QueuedOp, Step, Wake
+from cotrain_store.messages.ops import PoolView, QueuedOp, Step, Wake
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import log_requests
-from cotrain_store.monitoring.traceparent import trace_id
-from cotrain_store.monitoring.tracing import Span, tracer
+from cotrain_store.monitoring.tracing import (
+    named,
+    nanoseconds,
+    trace_id,
+    traceparent_of,
+    tracer,
+)
 from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN, Dispatch
 from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 
@@ -43,15 +48,17 @@ def begin_plan(ops: Sequence[QueuedOp], began: float) -> Span | None:
     traces = tracer()
     if traces is None or not any(op.trace for op in ops):
         return None
-    return traces.begin("plan", began=began)
+    return traces.start_span("plan", Context(), start_time=nanoseconds(began))
 
 
 def end_plan(span: Span, pool: PoolId, step: Step) -> None:
     """Report the plan of a committed step."""
-    span.end(
+    facts = named(
         pool=pool, worker=step.worker, cycle=step.cycle, runs=len(step.tenant_by_run),
         ops=len(step.ops), tokens=sum(op.tokens for op in step.ops),
     )  # fmt: skip
+    span.set_attributes(facts)
+    span.end()
 
 
 #: A larger difference between two readings means that the clock was set, or that the host slept.
@@ -75,37 +82,6 @@ class HostTime:
         jumped_s, self._offset_s = offset_s - self._offset_s, offset_s
         self.now = steady + offset_s
         return jumped_s if abs(jumped_s) > _JUMP_S else 0.0
-
-
-def exclude_paused(
-    waiting: Waiting, pauses: Pauses, moving: Collection[RunId] = frozenset()
-) -> Waiting:
-    """Return the queue without paused tenants, paused runs and moving runs; without any, it is free."""
-    if not pauses.tenants and not pauses.runs and not moving:
-        return waiting
-    left = Waiting()
-    left.changed = waiting.changed
-    left.passes, left.free, left.saves = (
-        _exclude_paused(group, pauses, moving)
-        for group in (waiting.passes, waiting.free, waiting.saves)
-    )
-    return left
-
-
-def _exclude_paused(group: ByTenant, pauses: Pauses, moving: Collection[RunId]) -> ByTenant:
-    owners = {pause.tenant for pause in pauses.runs.values()}
-    left: ByTenant = {}
-    for tenant, runs in group.items():
-        if tenant in pauses.tenants:
-            continue
-        kept = runs
-        if tenant in owners:
-            kept = {run: queue for run, queue in runs.items() if run not in pauses.runs}
-        if moving:
-            kept = {run: queue for run, queue in kept.items() if run not in moving}
-        if kept:
-            left[tenant] = kept
-    return left
 
 
 log = structlog.get_logger()
@@ -159,9 +135,11 @@ class PoolClock:
         self._gather_s = gather_s
         self._quantum_tokens = quantum_tokens
         self._queue = PoolQueue(MAX_OPS_PER_RUN)
-        self._seen: int | None = None
-        """Number of the last change in the queue; None means that the queue must be reloaded."""
-        self._is_forgotten = False
+        self._seen = 0
+        """Number of the last change in the queue."""
+        self._cycle = 0
+        """Number of the pool's last cycle."""
+        self._is_forgotten = True
         """Reload the whole queue at the next tick. Not cleared by a reload already in progress."""
         self._slots: dict[WorkerId, int] = {}
         """Registered workers, each with the epoch of its last process."""
@@ -183,7 +161,7 @@ class PoolClock:
 
     @property
     def waiting_tokens(self) -> dict[WorkerId, int]:
-        """Tokens waiting for each worker, as of the last time a worker was idle."""
+        """Tokens waiting for each worker, as of the last tick."""
         return {worker: self._queue.waiting_tokens(worker) for worker in sorted(self._slots)}
 
     def _forget_times(self, now: float) -> None:
@@ -240,91 +218,101 @@ class PoolClock:
         self._free = (
             None  # unknown during a tick, so that runs becoming ready during it wake it again
         )
-        slots = await self._dispatch.worker_slots(self.pool)
-        await self._reassign(slots, now)
-        await self._deregister(slots)
-        workers = [
-            slot.heartbeat
-            for slot in slots
+        view = await self._read()
+        if await self._release(view.slots, now):
+            view = await self._read()
+        serving = [
+            (slot.heartbeat, slot.open_steps)
+            for slot in view.slots
             if slot.heartbeat and not slot.heartbeat.is_handing_over
         ]
-        free = [worker for worker in workers if await self._is_free(worker, now)]
+        workers = [worker for worker, _ in serving]
+        free = [worker for worker, open_steps in serving if not open_steps]
+        for worker in free:
+            self._end_cycle(self._clocks[worker.id], now)
         if free:
-            await self._follow({slot.worker: slot.epoch for slot in slots})
             self._queue.assign(workers, now)
-            self._moving = await self._rebalancing.moving_runs(workers, self._queue, now)
+            self._moving = await self._rebalancing.moving_runs(
+                view.moves, workers, self._queue, now
+            )
         is_idle = 0 < len(free) == len(workers) and not self._queue
         again = now + (IDLE_SWEEP_S if is_idle else SWEEP_S)
         for worker in free:
-            if not self._waiting(worker):
+            waiting = exclude_paused(
+                self._queue.waiting(worker.id), self.policy.pauses, self._moving
+            )
+            if not waiting:
                 continue
             start = self._start(worker, now)
             if start > now:
                 again = min(again, start)
-            elif not await self._plan(worker, now):
+            elif not await self._plan(worker, waiting, now):
                 again = min(again, now + REPLAN_S)
         self._free = frozenset(w.id for w in workers if self._clocks[w.id].planned_at is None)
         return again
 
-    async def _follow(self, slots: dict[WorkerId, int]) -> None:
-        """Update the queue in memory with the changes, or reload it."""
-        if self._is_forgotten or slots.keys() - self._slots.keys():
-            self._seen = None  # a new worker may have had runs before
-        self._is_forgotten = False
-        for worker, epoch in self._slots.items():
-            if worker not in slots:
-                self._queue.deregister(worker)
-            elif slots[worker] != epoch:
-                self._queue.reset(worker)
-        self._slots = slots
-        if self._seen is None:
-            seen = await self._dispatch.last_change(self.pool)
+    async def _read(self) -> PoolView:
+        """Return the state of the pool, with the queue in memory updated or reloaded.
+
+        The workers are read before the queues, as a new worker may already have runs.
+        """
+        since = None if self._is_forgotten else self._seen
+        view = await self._dispatch.view(self.pool, since, sorted(self._queue.unread))
+        slots = view.slots
+        if self._follow(slots) or view.number < self._seen or self._is_forgotten:
+            self._is_forgotten = False
             self._queue.clear()
             self._queue.put(await self._dispatch.ready(self.pool))
-            self._seen = seen
             log.info("queue_read", pool=self.pool, runs=len(self._queue))
-        elif self._queue.unread:
-            unread = sorted(self._queue.unread)
-            self._queue.put(await self._dispatch.queues(self.pool, unread))
-        are_all, ready = False, 0
-        while not are_all:
-            changes = await self._dispatch.changes(self.pool, self._seen)
-            self._queue.put(changes.queues)
-            is_back = changes.number < self._seen
-            self._seen, are_all, ready = changes.number, changes.are_all, changes.ready
-            if is_back:
+            view = await self._dispatch.view(self.pool, view.number)
+        while True:
+            self._queue.put(view.queues)
+            if view.is_complete and not self._queue.unread:
                 break
-        if len(self._queue) != ready:
-            # A process of another version does not record its changes, or Redis has lost data.
-            log.warning("queue_differs", pool=self.pool, known=len(self._queue), ready=ready)
-            self._seen = None
+            view = await self._dispatch.view(self.pool, view.number, sorted(self._queue.unread))
+        self._seen, self._cycle = view.number, view.cycle
+        if len(self._queue) != view.ready:
+            # A process of another version does not record its changes.
+            log.warning("queue_differs", pool=self.pool, known=len(self._queue), ready=view.ready)
+            self._is_forgotten = True
+        return replace(view, slots=slots)
 
-    async def _reassign(self, slots: Sequence[WorkerSlot], now: float) -> None:
-        """Reassign the runs of workers that have been dead for a long time to live ones."""
+    def _follow(self, slots: Sequence[WorkerSlot]) -> bool:
+        """Update the workers; return True if one is new, because it may have had runs before."""
+        before, self._slots = self._slots, {slot.worker: slot.epoch for slot in slots}
+        for worker, epoch in before.items():
+            if worker not in self._slots:
+                self._queue.deregister(worker)
+            elif self._slots[worker] != epoch:
+                self._queue.reset(worker)
+        return bool(self._slots.keys() - before.keys())
+
+    async def _release(self, slots: Sequence[WorkerSlot], now: float) -> bool:
+        """Release the runs of drained workers, and of those dead for a long time, to other workers.
+
+        Return True if a worker was removed.
+        """
         self._empty_since = fleet.absences(slots, self._empty_since, now)
-        after_s = self._settings.reassign_after_s
+        after_s, is_changed = self._settings.reassign_after_s, False
         for dead, successor in fleet.reassignments(slots, self._empty_since, now, after_s):
             failpoint("reassign.before", dead.worker)
             if await self._dispatch.reassign(self.pool, dead, successor):
+                is_changed = True
                 failpoint("reassign.after", dead.worker)
                 log.warning(
                     "worker_reassigned", pool=self.pool, worker=dead.worker, successor=successor
                 )
-
-    async def _deregister(self, slots: Sequence[WorkerSlot]) -> None:
-        """Release the runs of drained workers to others."""
         for slot, successor in fleet.drained(slots):
             if await self._dispatch.deregister(self.pool, slot, successor):
+                is_changed = True
                 log.info("worker_drained", pool=self.pool, worker=slot.worker)
+        return is_changed
 
-    async def _is_free(self, worker: WorkerHeartbeat, now: float) -> bool:
-        if await self._dispatch.open_steps(self.pool, worker.id):
-            return False
-        clock = self._clocks[worker.id]
+    def _end_cycle(self, clock: _WorkerClock, now: float) -> None:
+        """Record the end of an idle worker's last cycle, once."""
         if clock.planned_at is not None:
             clock.last = replace(clock.last, duration_s=now - clock.planned_at, ended_at=now)
             clock.planned_at = None
-        return True
 
     def _start(self, worker: WorkerHeartbeat, now: float) -> float:
         if self._settings.clock_mode is ClockMode.METRONOME:
@@ -349,7 +337,7 @@ class PoolClock:
         clock.returns.note(delays_s, limit_s)
         clock.missed = replace(clock.last, runs=frozenset(absent))
 
-    async def _plan(self, worker: WorkerHeartbeat, now: float) -> bool:
+    async def _plan(self, worker: WorkerHeartbeat, waiting: Waiting, now: float) -> bool:
         """Write one worker's step. Return False if the log has changed since it was read; it is read again."""
         clock, began = self._clocks[worker.id], time.time()
         limit_s = cycle_start.cycle_limit_s(
@@ -360,24 +348,25 @@ class PoolClock:
         policy = self.policy  # may change while this plan is written
         fair_queue = clock.fair_queue.copy(is_current=policy == clock.policy)
         chosen = planner.select(
-            self._waiting(worker), fair_queue, tokens, self._quantum_tokens,
+            waiting, fair_queue, tokens, self._quantum_tokens,
             accepts_saves=worker.accepts_saves, weights=policy.weights,
         )  # fmt: skip
         if not chosen.ops:
             return True  # only saves are waiting, which the worker does not accept now
-        cycle = await self._dispatch.last_cycle(self.pool) + 1
+        cycle = self._cycle + 1
         runs = frozenset(op.run for op in chosen.ops)
         tenants = {run: self._queue[run].tenant for run in runs}
         span = begin_plan(chosen.ops, began)
-        trace = span.traceparent if span else ""
+        trace = traceparent_of(span) if span else ""
         step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances, limit_s, trace)
         failpoint("scheduler.before_plan", (op.request_id for op in chosen.ops))
         try:
-            seen = 0 if self._is_forgotten else self._seen or 0
+            seen = 0 if self._is_forgotten else self._seen
             await self._dispatch.plan(self.pool, step, seen)
         except PlanOutdated:
             self._queue.unread |= runs
             return False
+        self._cycle = cycle
         failpoint("scheduler.after_plan", (op.request_id for op in chosen.ops))
         self._count(chosen.ops, now)
         if span:
@@ -392,9 +381,6 @@ class PoolClock:
             tokens=chosen.tokens, **({"trace_id": trace_id(trace)} if trace else {}),
         )  # fmt: skip
         return True
-
-    def _waiting(self, worker: WorkerHeartbeat) -> Waiting:
-        return exclude_paused(self._queue.waiting(worker.id), self.policy.pauses, self._moving)
 
     def _count(self, ops: Sequence[QueuedOp], now: float) -> None:
         """Record the waiting times until now; a pass that continues is counted only once."""

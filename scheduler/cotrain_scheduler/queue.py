@@ -1,21 +1,118 @@
-"""Queue of one pool in memory: pending ops by worker. Pure.
+"""Queue of one pool in memory: pending ops by worker, grouped by the first op of their run. Pure.
 
 Callers pass in all changes; the queue never reads the store. Each change, and each lookup of one run, costs the
 same however many runs wait. Within a tenant, the least recently served run comes first.
+
+The selection for a cycle reads all runs whose first op has no tokens, because it takes all of them. Of the runs
+with a pass it reads only those that it takes. So waiting alone costs nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
-from cotrain_scheduler.moving import Load, load_of
 from cotrain_scheduler.placement import Candidate, RecentTokens, best, fits_one_more, rates
-from cotrain_scheduler.waiting import Waiting
-from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import RunId, WorkerId
-from cotrain_store.messages.ops import QueuedOp, RunQueue
+from cotrain_store.messages.fleet import Pauses, WorkerHeartbeat
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
+
+#: Runs of each tenant, in round-robin order.
+ByTenant: TypeAlias = "dict[TenantId, dict[RunId, RunQueue]]"
+
+
+class Waiting:
+    """Pending runs of one worker."""
+
+    def __init__(self) -> None:
+        self.passes: ByTenant = {}
+        """Runs whose first op is a pass, which costs tokens."""
+        self.free: ByTenant = {}
+        """Runs whose first op has no tokens."""
+        self.saves: ByTenant = {}
+        """Runs whose first op is a save, which a worker does not always accept."""
+        self.changed: set[TenantId] = set()
+        """Tenants whose passes may have changed since the last cycle was planned."""
+
+    def __bool__(self) -> bool:
+        return bool(self.passes or self.free or self.saves)
+
+    def __iter__(self) -> Iterator[RunQueue]:
+        for group in (self.passes, self.free, self.saves):
+            for runs in group.values():
+                yield from runs.values()
+
+    def put(self, queue: RunQueue) -> None:
+        """Add a run with ops; a run already in the same group keeps its turn."""
+        self._group(queue).setdefault(queue.tenant, {})[queue.run] = queue
+        self.changed.add(queue.tenant)
+
+    def remove(self, queue: RunQueue) -> None:
+        """Remove a run, with the ops that it was added with."""
+        group = self._group(queue)
+        del group[queue.tenant][queue.run]
+        if not group[queue.tenant]:
+            del group[queue.tenant]
+        self.changed.add(queue.tenant)
+
+    def replace(self, known: RunQueue, queue: RunQueue) -> None:
+        """Update a run."""
+        if self._group(known) is not self._group(queue):
+            self.remove(known)
+        self.put(queue)
+
+    def first_pass(self, tenant: TenantId) -> RunQueue | None:
+        """Return the tenant's next run whose first op is a pass."""
+        return next(iter(self.passes.get(tenant, {}).values()), None)
+
+    def is_one_run(self, *, accepts_saves: bool) -> bool:
+        """Return True if exactly one run can continue."""
+        runs = 0
+        for group in (self.passes, self.free, self.saves if accepts_saves else {}):
+            for of_tenant in group.values():
+                runs += len(of_tenant)
+                if runs > 1:
+                    return False
+        return runs == 1
+
+    def _group(self, queue: RunQueue) -> ByTenant:
+        kind = queue.ops[0].kind
+        if kind in PASSES:
+            return self.passes
+        return self.saves if kind is OpKind.SAVE else self.free
+
+
+def exclude_paused(
+    waiting: Waiting, pauses: Pauses, moving: Collection[RunId] = frozenset()
+) -> Waiting:
+    """Return the queue without paused tenants, paused runs and moving runs; without any, it is free."""
+    if not pauses.tenants and not pauses.runs and not moving:
+        return waiting
+    left = Waiting()
+    left.changed = waiting.changed
+    left.passes, left.free, left.saves = (
+        _exclude_paused(group, pauses, moving)
+        for group in (waiting.passes, waiting.free, waiting.saves)
+    )
+    return left
+
+
+def _exclude_paused(group: ByTenant, pauses: Pauses, moving: Collection[RunId]) -> ByTenant:
+    owners = {pause.tenant for pause in pauses.runs.values()}
+    left: ByTenant = {}
+    for tenant, runs in group.items():
+        if tenant in pauses.tenants:
+            continue
+        kept = runs
+        if tenant in owners:
+            kept = {run: queue for run, queue in runs.items() if run not in pauses.runs}
+        if moving:
+            kept = {run: queue for run, queue in kept.items() if run not in moving}
+        if kept:
+            left[tenant] = kept
+    return left
 
 
 class PoolQueue:
@@ -83,11 +180,6 @@ class PoolQueue:
             self._move([queue], chosen)
         self._waiting[None].changed.clear()  # no cycle is planned for these
 
-    def load_of(self, worker: WorkerHeartbeat, now: float) -> Load:
-        """Return the recent and pending work of a worker."""
-        tokens_of = self.recent.runs_of(worker.id, now)
-        return load_of(worker, self._tokens[worker.id], tokens_of)
-
     def deregister(self, worker: WorkerId) -> None:
         """Release the runs of a worker that is no longer registered."""
         lost = [queue for queue in self._runs.values() if queue.worker == worker]
@@ -96,10 +188,14 @@ class PoolQueue:
             self._add(replace(queue, worker=None, done_tokens=0), None)
 
     def reset(self, worker: WorkerId) -> None:
-        """Mark runs with open passes as unread: a new process of that worker id has no part of them."""
-        self.unread |= {
-            run for run, queue in self._runs.items() if queue.worker == worker and queue.done_tokens
-        }
+        """Start open passes anew: a new process of that worker id has no part of them."""
+        unread = self.unread.copy()
+        self.put([
+            replace(queue, done_tokens=0)
+            for queue in self._runs.values()
+            if queue.worker == worker and queue.done_tokens
+        ])  # fmt: skip
+        self.unread = unread  # nothing was read here
 
     def waiting(self, worker: WorkerId) -> Waiting:
         """Return the runnable runs of a worker, for the planner."""

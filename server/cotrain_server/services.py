@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from secrets import token_hex
 from typing import Any
 
@@ -18,17 +18,17 @@ from cotrain_server.admin_key import admin_key
 from cotrain_server.limits.failures import FailureCounter, KnownCredentials
 from cotrain_server.limits.own_quotas import OwnQuotas
 from cotrain_server.limits.tenant_slots import (
-    BodyMemory,
-    TenantConnections,
+    MAX_UPLOADS,
     TenantSlots,
-    UploadSlots,
+    TenantUse,
+    body_memory,
+    tenant_requests,
 )
 from cotrain_server.parsing.parser import Parser
-from cotrain_server.settings import Quotas, ServerSettings
+from cotrain_server.settings import ServerSettings
 from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import new_writer
-from cotrain_store.errors import Reason, Refused
-from cotrain_store.messages.ids import TenantId
+from cotrain_store.errors import Reason
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.redis_client.connection import Connection, check_store, open_batching_connection
 from cotrain_store.results.futures import Futures
@@ -85,29 +85,21 @@ class Services:
     webhooks: Webhooks
     run_labels: RunLabels
     failures: FailureCounter = field(default_factory=FailureCounter)
-    polls_by_tenant: Counter[TenantId] = field(default_factory=Counter)
-    body_memory: BodyMemory = field(default_factory=BodyMemory)
-    tenant_connections: TenantConnections = field(default_factory=TenantConnections)
+    polls_by_tenant: TenantUse = field(default_factory=partial(TenantUse, Reason.TOO_MANY_POLLS))
+    body_memory: TenantUse = field(default_factory=body_memory)
+    tenant_requests: TenantUse = field(default_factory=tenant_requests)
     credentials: KnownCredentials = field(default_factory=KnownCredentials)
     parser: Parser = field(default_factory=Parser)
     walks: TenantSlots = field(default_factory=TenantSlots)
     """One slot per tenant for requests that send many sequential commands to Redis."""
-    uploads: UploadSlots = field(default_factory=UploadSlots)
+    uploads: TenantUse = field(
+        default_factory=partial(TenantUse, Reason.TOO_MANY_UPLOADS, MAX_UPLOADS)
+    )
+    unpacking: asyncio.Lock = field(default_factory=asyncio.Lock)
     downloads: TenantSlots = field(default_factory=lambda: TenantSlots(DOWNLOADS_PER_TENANT))
     """Slots for files being sent, because bytes that are read and not yet sent occupy memory."""
     draining: bool = False
     _background: set[asyncio.Task[None]] = field(default_factory=set)
-
-    @contextmanager
-    def counted_poll(self, tenant: TenantId, quotas: Quotas) -> Iterator[None]:
-        """Count a poll of a tenant while it is open. Raises TOO_MANY_POLLS."""
-        if self.polls_by_tenant[tenant] >= quotas.polls:
-            raise Refused(Reason.TOO_MANY_POLLS)
-        self.polls_by_tenant[tenant] += 1
-        try:
-            yield
-        finally:
-            self.polls_by_tenant[tenant] -= 1
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine as a background task, for callers that are being cancelled and cannot

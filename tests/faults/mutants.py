@@ -179,7 +179,7 @@ MUTANTS = {
         [
             Edit(
                 f"{STORE}/oplog/intake.py",
-                "        try:\n            answer: list[Any] = await self._submit(",
+                "        answer: list[Any] = await self._submit(",
                 "        if asked.seq and asked.op.envelope:\n"
                 "            import asyncio\n\n"
                 "            async def later() -> None:\n"
@@ -187,7 +187,7 @@ MUTANTS = {
                 "                await self._submit(submission_keys(run), asked, inline, inline_save)\n\n"
                 "            asyncio.get_running_loop().create_task(later())\n"
                 "            return [b'NEW', asked.seq]\n"
-                "        try:\n            answer: list[Any] = await self._submit(",
+                "        answer: list[Any] = await self._submit(",
             )
         ],
         "killed before a request is logged",
@@ -234,7 +234,7 @@ MUTANTS = {
                 "note_change('cotrain:' .. args.pool_tag, run)\n",
                 "",
             ),
-            Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != ready:", "if False:"),
+            Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != view.ready:", "if False:"),
         ],
         "no client asks twice",
     ),
@@ -245,11 +245,11 @@ MUTANTS = {
                 "if self._dispatch.epoch != epoch:",
                 "if epoch == 0:",
             ),
-            Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != ready:", "if False:"),
+            Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != view.ready:", "if False:"),
             Edit(  # of a run that it knows it ignores what changed, which would mend its queue with the next commit
                 f"{SCHEDULER}/pool_clock.py",
-                "self._queue.put(changes.queues)",
-                "self._queue.put(q for q in changes.queues if q.run not in self._queue._runs)",
+                "self._queue.put(view.queues)",
+                "self._queue.put(q for q in view.queues if q.run not in self._queue._runs)",
             ),
             Edit(f"{STORE}/scripts/plan.lua", " or tonumber(log[2]) ~= part.first", ""),
         ],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding.paged_attention_check import find_contract
+from cotrain_workers.engine.decoding.paged_attention_check import kernel_is_right
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.backend import slow, unfused
 from cotrain_workers.engine.lora.self_check import disagreement
@@ -53,11 +53,9 @@ def test_flash_attention_trains_the_heads_of_an_8b_model(window: int | None) -> 
     assert varlen_is_right(CUDA, torch.bfloat16, (32, 8, 128), rule)
 
 
-def test_flash_attention_decodes_over_pages() -> None:
-    found = find_contract(KvShape(1, 8, 128), 32, 256, CUDA, torch.bfloat16)
-    print(found)
-
-    assert found is not None
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_a_kernel_decodes_over_pages(softcap: float | None) -> None:
+    assert kernel_is_right(KvShape(1, 8, 128), 32, 256, CUDA, torch.bfloat16, softcap)
 
 
 def test_grouped_products_have_a_kernel_and_are_those_of_a_loop() -> None:

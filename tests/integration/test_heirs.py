@@ -29,7 +29,7 @@ async def inherit(server: Stack, redis: Any) -> None:
     """Reassign the runs of the dead worker to the other one, without waiting for the timeout."""
     redis.delete(fleet_keys.worker(POOL, DEAD))
     await until(lambda: redis.exists(fleet_keys.worker(POOL, HEIR)))
-    (place,) = [place for place in await server.dispatch.worker_slots(POOL) if place.worker == DEAD]
+    (place,) = [place for place in (await server.dispatch.view(POOL)).slots if place.worker == DEAD]
     assert await server.dispatch.reassign(POOL, place, HEIR)
 
 

@@ -21,7 +21,7 @@ from cotrain_store.messages.runs import (
     StepEntry,
     read_points,
 )
-from cotrain_store.oplog.reader import newest_points, read_history
+from cotrain_store.oplog.reader import read_history
 from cotrain_store.redis_client.scripts import SCRIPTS
 from tests.support.log import WORKER, Log
 from tests.support.samples import Samples
@@ -67,7 +67,6 @@ async def test_a_point_has_the_exact_numbers_of_its_step(log: Log) -> None:
     assert (second.loss_sum, second.grad_norm) == (LOSS * 3, NORM * 3)
     assert (first.tokens, first.run_tokens, second.run_tokens) == (7, 7, 14)
     assert await points(log, run, after_step=1) == [second]
-    assert await newest_points(log.connection, [run.id]) == {run.id: second}
 
 
 async def test_passes_of_several_cycles_are_summed_in_their_order(log: Log) -> None:

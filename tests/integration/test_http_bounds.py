@@ -22,7 +22,7 @@ from bench.neighbours.attacks import (
 )
 from cotrain.wire.proto import wire_pb2
 from cotrain.wire.sampling import MAX_RETRIEVED
-from cotrain_server.limits.tenant_slots import TenantConnections
+from cotrain_server.limits.tenant_slots import tenant_requests
 from cotrain_server.parsing.child import ChildProcess
 from cotrain_store.keys import run_keys
 from cotrain_store.redis_client.batching import BatchingRedis
@@ -111,7 +111,7 @@ async def test_other_commands_run_between_the_ids_of_twelve_retrieves(
 
 
 async def test_open_requests_are_limited_per_tenant(api: Api) -> None:
-    api.services.tenant_connections = TenantConnections(most=2)
+    api.services.tenant_requests = tenant_requests(most=2)
     half = b'{"a":'
 
     async def slowly() -> AsyncIterator[bytes]:

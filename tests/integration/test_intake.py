@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
-from cotrain_store.errors import Reason, RunClosed, RunNotFound, SeqConflict, StoreUnavailable
+from cotrain_store.errors import Reason, RunClosed, RunNotFound, SeqConflict
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
+from cotrain_store.redis_client.connection import CONNECTION_LOST
 from tests.support.log import Log, open_log, record_of
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
@@ -353,9 +354,9 @@ async def test_without_redis_requests_are_rejected_and_accepted_afterwards(
         async with open_log(server.url, tmp_path) as log:
             run = await log.new_run()
             server.kill()
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(CONNECTION_LOST):
                 await log.submit(run, 1)
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(CONNECTION_LOST):
                 await log.intake.close_run(run)
             server.restart()
             assert await log.submit(run, 1)
@@ -378,7 +379,7 @@ async def accepted(log: Log, run: RunRecord, seq: int) -> str:
     while True:
         try:
             return await log.submit(run, seq, OpKind.FORWARD, body=b"%d" % seq)
-        except StoreUnavailable:
+        except CONNECTION_LOST:
             await asyncio.sleep(0.02)
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from cotrain_store.errors import Fenced, Reason, RunClosed
 from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.fleet import Move
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.oplog.moves import Move, Moves
+from cotrain_store.oplog.moves import Moves
 from cotrain_workers.engine.engine import Engine
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
@@ -62,7 +63,7 @@ async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothin
         )  # an optimizer step and a gradient that waits lie before it
         answers += await results(server, run, under_way)
         await until(lambda: owner(redis, run) == NEW)
-        assert await moves.wanted(POOL) == []
+        assert (await server.dispatch.view(POOL)).moves == []
         assert run.id not in engine.adapters
         under_way = await submit(server, run, STEP + 3, 2 * STEP)
         answers += await results(server, run, under_way)
@@ -173,9 +174,9 @@ async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_no
     redis: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     url = empty_redis.url
-    monkeypatch.setattr("cotrain_scheduler.moving.LASTS_S", 0.5)
-    monkeypatch.setattr("cotrain_scheduler.moving.DIFFERENCE_S", 2.0)
-    monkeypatch.setattr("cotrain_scheduler.moving.REST_S", 2.0)
+    monkeypatch.setattr("cotrain_scheduler.rebalancing.LASTS_S", 0.5)
+    monkeypatch.setattr("cotrain_scheduler.rebalancing.DIFFERENCE_S", 2.0)
+    monkeypatch.setattr("cotrain_scheduler.rebalancing.REST_S", 2.0)
     runs = [await server.create(f"t{number}", f"s{number}", LORA) for number in range(8)]
     with worker(url, tmp_path, engine), ExitStack() as second:
         moved, owners = moves_and_owners(redis, runs)

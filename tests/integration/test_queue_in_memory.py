@@ -182,11 +182,11 @@ async def test_a_plan_of_a_queue_that_is_not_the_logs_writes_nothing(log: Log) -
 async def test_changes_are_told_again_until_a_plan_says_that_they_were_seen(log: Log) -> None:
     first, second = await log.new_run("a", "one"), await log.new_run("b", "two")
     await log.submit(first, 1)
-    changes = await log.dispatch.changes(POOL, 0)
+    changes = await log.dispatch.view(POOL, 0)
     assert [queue.run for queue in changes.queues] == [second.id, first.id]
-    assert (changes.number, changes.ready, changes.are_all) == (3, 2, True)
-    assert await log.dispatch.changes(POOL, 0) == changes
-    assert (await log.dispatch.changes(POOL, 3)).queues == []
+    assert (changes.number, changes.ready, changes.is_complete) == (3, 2, True)
+    assert await log.dispatch.view(POOL, 0) == changes
+    assert (await log.dispatch.view(POOL, 3)).queues == []
     ops = changes.queues[0].ops
     step = Step(1, WORKER, ops, 0.0, {second.id: second.tenant})
     await log.dispatch.plan(POOL, step, seen=2)
@@ -198,10 +198,10 @@ async def test_many_changes_come_in_parts(log: Log, monkeypatch: pytest.MonkeyPa
     runs = [await log.new_run("a", f"session-{n}") for n in range(5)]
     seen, found = 0, list[str]()
     while True:
-        changes = await log.dispatch.changes(POOL, seen)
+        changes = await log.dispatch.view(POOL, seen)
         found += [queue.run for queue in changes.queues]
         seen = changes.number
-        if changes.are_all:
+        if changes.is_complete:
             break
     assert found == [run.id for run in runs]
     assert seen == 5
@@ -209,9 +209,9 @@ async def test_many_changes_come_in_parts(log: Log, monkeypatch: pytest.MonkeyPa
 
 async def test_who_closes_a_run_is_heard(log: Log) -> None:
     run = await log.new_run()
-    seen = (await log.dispatch.changes(POOL, 0)).number
+    seen = (await log.dispatch.view(POOL, 0)).number
     await log.intake.close_run(run)
-    changes = await log.dispatch.changes(POOL, seen)
+    changes = await log.dispatch.view(POOL, seen)
     assert [(queue.run, queue.ops) for queue in changes.queues] == [(run.id, ())]
     assert changes.ready == 0
 

@@ -34,7 +34,7 @@ def enter(log: Log, worker: WorkerId) -> Execution:
 
 
 async def place_of(log: Log, worker: WorkerId = WORKER) -> WorkerSlot:
-    return next(place for place in await log.dispatch.worker_slots(POOL) if place.worker == worker)
+    return next(place for place in (await log.dispatch.view(POOL)).slots if place.worker == worker)
 
 
 async def reassign(log: Log, heir: WorkerId = HEIR) -> None:
@@ -255,7 +255,7 @@ async def test_a_second_time_changes_nothing_and_a_replaced_scheduler_gives_noth
     before = log.everything()
     assert await log.dispatch.reassign(POOL, place, HEIR)
     assert log.everything() == before
-    assert WORKER not in {one.worker for one in await log.dispatch.worker_slots(POOL)}
+    assert WORKER not in {one.worker for one in (await log.dispatch.view(POOL)).slots}
 
 
 async def test_a_step_of_any_content_is_moved_whole(log: Log) -> None:

@@ -113,7 +113,7 @@ async def test_a_repeat_after_a_lost_answer_changes_nothing(samples: Samples) ->
     log.execution.roll_back(checkpoint, "f3", "sha")
     await log.submit(run, 4)
     once = log.everything()
-    log.execution._roll_back(log.execution.epoch, before, checkpoint, "f3", "sha")
+    log.execution._roll_back(before, checkpoint, "f3", "sha")
     assert log.everything() == once
     assert log.result(run, 4) is None
 

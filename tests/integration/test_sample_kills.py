@@ -7,7 +7,6 @@ import asyncio
 import threading
 from pathlib import Path
 
-from cotrain_store.errors import StoreUnavailable
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.results import Result, ResultKind
@@ -45,7 +44,7 @@ async def accepted(samples: Samples, sampler: SamplerRecord, seq: int) -> Reques
         try:
             body = LARGE_BODY if seq % 5 == 0 else BODY
             return await samples.intake.submit(sampler, seq, body)
-        except StoreUnavailable:
+        except CONNECTION_LOST:
             await asyncio.sleep(0.02)
 
 

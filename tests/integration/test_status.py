@@ -121,13 +121,13 @@ async def test_a_worker_without_heartbeat_is_known_and_not_alive(log: Log) -> No
     log.execution.heartbeat(
         WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
     )
-    beats = [slot.heartbeat for slot in await log.dispatch.worker_slots(POOL)]
+    beats = [slot.heartbeat for slot in (await log.dispatch.view(POOL)).slots]
     assert [beat.id for beat in beats if beat] == [WORKER]
     assert 0 < log.redis.pttl(fleet_keys.worker(POOL, WORKER)) <= fleet_keys.WORKER_HEARTBEAT_TTL_MS
     log.execution.leave()
     status = await pool_status(log.connection, POOL)
     assert (status.workers, status.workers_known) == ((), 1)
-    assert await log.dispatch.worker_slots(POOL) == [WorkerSlot(WORKER, log.execution.epoch, None)]
+    assert (await log.dispatch.view(POOL)).slots == [WorkerSlot(WORKER, log.execution.epoch, None)]
 
 
 async def test_a_heartbeat_of_another_version_is_read(log: Log) -> None:
@@ -136,7 +136,7 @@ async def test_a_heartbeat_of_another_version_is_read(log: Log) -> None:
         '{"id":"w0","epoch":1,"state":"serving","device":"cpu","tokens_per_s":1.0,"runs":0,'
         '"memory_bytes":0,"seen_at":0.0,"a_field_of_tomorrow":[]}',
     )
-    [slot] = await log.dispatch.worker_slots(POOL)
+    [slot] = (await log.dispatch.view(POOL)).slots
     assert slot.heartbeat is not None
     assert slot.heartbeat.id == WORKER
     assert (await pool_status(log.connection, POOL)).workers[0].epoch == 1

@@ -350,7 +350,7 @@ class LogMachine(RuleBasedStateMachine):
         zombie = self.workers.pop(worker)
         [heir] = self.workers
         self.redis.delete(fleet_keys.worker(POOL, worker))
-        [place] = [p for p in self.wait(self.dispatch.worker_slots(POOL)) if p.worker == worker]
+        [place] = [p for p in self.wait(self.dispatch.view(POOL)).slots if p.worker == worker]
         assert self.wait(self.dispatch.reassign(POOL, place, heir))
         event(f"reassigned with {len(self.open[worker])} open steps")
         self.refuse(zombie, self.open[worker])

@@ -3,23 +3,31 @@ resources.
 
     python -m tests.support.compile_kernels 90     # the capability
 
-Triton's compiler needs no device. Each line is JSON: kernel, modules, bytes of shared memory.
+Triton's compiler needs no device. Each line is JSON: kernel, modules (or the shape of an attention), bytes of
+shared memory; for attention also its registers and the bytes that a thread spills.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU, TOKENS
+from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
+from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU
 from cotrain_workers.engine.lora.fused.tile_sizes import (
     RANK,
     ROWS,
+    SHRINK_ROWS,
+    TOKENS,
     Tiles,
     expand_tiles,
-    narrow_tiles,
+    gradient_tiles,
+    shrink_tiles,
 )
 from cotrain_workers.engine.model import fused_layers, kernel_softmax
 from cotrain_workers.engine.model.kept_norm import WARPS
@@ -29,35 +37,57 @@ WIDTH = 4096
 TYPES = {
     **dict.fromkeys(["tiles", "owners", "members", "spans"], "*i32"),
     **{"entries": "*i64", "scales": "*fp32"},
-    **dict.fromkeys(["stride", "inputs", "columns", "width0", "width1", "width2"], "i32"),
+    **dict.fromkeys(["stride", "height", "inputs", "columns", "width0", "width1", "width2"], "i32"),
     **dict.fromkeys(["tile_count", "block_count", "width", "heads", "half"], "i32"),
     **dict.fromkeys(["logits", "norms", "logprobs", "slopes"], "*fp32"),
     **{"targets": "*i64", "first": "i32", "count": "i32", "cap": "fp32", "eps": "fp32"},
+    **dict.fromkeys(["partial", "sums", "sinks"], "*fp32"),
+    **{"lengths": "*i32", "pages": "*i32", "scale": "fp32"},
+    **dict.fromkeys(["row_stride", "head_stride", "page_count", "capacity", "window"], "i32"),
 }
+#: Query heads, key-value heads and head size: Qwen3-8B, Gemma 2 2B, Phi-3 and a small model.
+HEADS = ((32, 8, 128), (8, 4, 256), (32, 32, 96), (28, 4, 64))
 #: Arguments that need not be multiples of 16.
-ODD = ("stride", "tile_count", "block_count", "eps", "heads", "first", "count", "cap")
+ODD = (
+    *(
+        "height",
+        "stride",
+        "tile_count",
+        "block_count",
+        "eps",
+        "heads",
+        "first",
+        "count",
+        "cap",
+        "scale",
+    ),
+    *("spans", "lengths", "pages", "page_count", "capacity", "window"),
+)
 
 
-def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
+def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
     """Yield each kernel by name, with its compile-time constants."""
-    wide, one = expand_tiles(WIDTH, item), narrow_tiles(1, WIDTH, item)
     common: dict[str, Any] = {"MODULES": modules, "WIDE": False}
-    tile = {**common, "BM": ROWS, "BN": wide.columns, "BK": wide.depth, "BR": RANK, "BAND": BAND}
-    plain = {**tile, "GATE": 0, "PLUS": modules == 1}
-    yield "expand", {**plain, "BIASED": True}, wide
-    yield "expand_back", {**tile, "GATE": 0}, wide
-    for act in (SILU, GELU):
-        if modules == 1:
-            yield "expand_back", {**tile, "GATE": act}, wide
-        else:
-            pair = {**plain, "MODULES": 2, "GATE": act, "BIASED": False}
-            yield "expand", pair, wide
-    for joint, own in ((False, one), (True, narrow_tiles(modules, WIDTH, item))):
-        narrow = {**common, "JOINT": joint, "SIDE": int(not joint), "BC": own.columns}
-        yield "shrink", {**narrow, "BM": ROWS, "BK": own.depth}, own
-        yield "add_gradient", {**narrow, "BT": TOKENS, "BK": own.depth}, own
+    for gate in (0, SILU, GELU):
+        wide = expand_tiles(WIDTH, item, tma=tma, gated=gate != 0)
+        tile = {**common, "BM": ROWS, "BN": wide.columns, "BK": wide.depth, "BR": RANK}
+        tile |= {"BAND": BAND, "GATE": gate, "TMA": tma}
+        if gate == 0 or modules == 1:
+            yield "expand_back", tile, wide
+        if gate == 0 or modules > 1:
+            pair = {"MODULES": 2} if gate else {}
+            yield "expand", {**tile, **pair, "PLUS": modules == 1, "BIASED": gate == 0}, wide
+    for joint in (False, True):
+        side_by_side = modules if joint else 1
+        low, gradient = (
+            tiles(side_by_side, WIDTH, item) for tiles in (shrink_tiles, gradient_tiles)
+        )
+        narrow = {**common, "JOINT": joint, "SIDE": int(not joint), "BC": low.columns}
+        rows = {"PARTS": ROWS // SHRINK_ROWS, "BM": SHRINK_ROWS}
+        yield "shrink", {**narrow, **rows, "BK": low.depth}, low
+        yield "add_gradient", {**narrow, "BT": TOKENS, "BK": gradient.depth}, gradient
     one_row = Tiles(WIDTH, depth=1, warps=WARPS, stages=1)
-    for way in ("", "_back"):
+    for way in ("", "_backward"):
         plus = {"PLUS": modules == 1} if way else {}
         yield f"norm{way}", {"ONE": modules == 1, **plus, "BLOCK": WIDTH}, one_row
         for normed in (True, False):
@@ -66,8 +96,40 @@ def variants(modules: int, item: int) -> Iterator[tuple[str, dict[str, Any], Til
     values = Tiles(fused_layers.GATE_BLOCK, depth=1, warps=fused_layers.GATE_WARPS, stages=1)
     yield "gated", {"GELU": modules == 1, "BLOCK": fused_layers.GATE_BLOCK}, values
     columns = Tiles(COLUMNS, depth=1, warps=kernel_softmax.WARPS, stages=1)
-    for name, size in (("norms", COLUMNS), ("pick", 4), ("back", COLUMNS)):
+    for name, size in (("norms", COLUMNS), ("pick", 4), ("backward", COLUMNS)):
         yield f"softmax_{name}", {"CAPPED": modules == 1, "BLOCK": size}, columns
+
+
+def attentions(dtype: str) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
+    """Yield the kernels over pages, with their compile-time constants."""
+    for heads, kv_heads, width in HEADS:
+        group, item = heads // kv_heads, 4 if dtype == "fp32" else 2
+        for is_prompt in (False, True):
+            size = page_kernel.sizes(group, width, 256, item, is_prompt=is_prompt)
+            fixed = {"N": size.keys, "BLOCK": size.columns, "SPLIT": size.split, "MOST": size.most}
+            fixed |= {"SINKS": True, "WIDTH": width}
+            own = {"HEADS": kv_heads, "GROUP": group, "PAGE": 256, "M": size.rows, "WIDE": False}
+            tiles = Tiles(size.keys, depth=1, warps=page_kernel.WARPS, stages=page_kernel.STAGES)
+            yield "attend", {**fixed, **own, "CAPPED": True}, tiles
+            if not is_prompt:
+                yield "combine", {**fixed, "HEADS": heads}, tiles
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Return the registers of a compiled kernel and the bytes that a thread spills, as ptxas reports them."""
+    from triton import knobs
+
+    ptx = kernel.asm["ptx"]
+    (arch,) = re.findall(r"\.target (\w+)", ptx)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        told = subprocess.run(
+            [knobs.nvidia.ptxas.path, "-v", f"-arch={arch}", file.name, "-o", "/dev/null"],
+            check=True, capture_output=True, text=True,
+        ).stderr  # fmt: skip
+    found = {"registers": r"(\d+) registers", "spilled": r"(\d+) bytes spill stores"}
+    return {name: int(re.findall(pattern, told)[0]) for name, pattern in found.items()}
 
 
 def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arch: int) -> Any:
@@ -75,10 +137,11 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     import triton
     from triton.backends.compiler import GPUTarget
 
+    from cotrain_workers.engine.decoding.page_attention import programs as page_programs
     from cotrain_workers.engine.lora.fused import programs
     from cotrain_workers.engine.model import layer_programs, softmax_programs
 
-    modules = (programs, layer_programs, softmax_programs)
+    modules = (programs, layer_programs, softmax_programs, page_programs)
     kernel = next(getattr(each, name) for each in modules if hasattr(each, name))
     names = list(kernel.arg_names)
     signature = {
@@ -100,8 +163,23 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
 
 
 if __name__ == "__main__":
+    arch = int(sys.argv[1])
+    for dtype in ("bf16", "fp32"):
+        for kernel, given, sizes in attentions(dtype):
+            found = compiled(kernel, dtype, given, sizes, arch)
+            shape = f"{dtype} {given['WIDTH']} {given.get('M', '')}"
+            row = {"kernel": kernel, "modules": shape, "shared": found.metadata.shared}
+            print(json.dumps(row | resources(found)))
     for count in (1, 3):
-        for kernel, given, sizes in variants(count, 2):
-            found = compiled(kernel, "bf16", given, sizes, int(sys.argv[1]))
-            row = {"kernel": kernel, "modules": count, "shared": found.metadata.shared}
+        for kernel, given, sizes in variants(count, 2, tma=arch >= 90):
+            found = compiled(kernel, "bf16", given, sizes, arch)
+            ptx = found.asm["ptx"]
+            row = {
+                "kernel": kernel,
+                "modules": count,
+                "gate": given.get("GATE", 0),
+                "shared": found.metadata.shared,
+                "narrow_loads": ptx.count("ld.global.b16"),
+                "wide_copies": ptx.count("cp.async.c") + ptx.count("cp.async.bulk.tensor"),
+            }
             print(json.dumps(row))

@@ -72,7 +72,7 @@ class Log:
         """Plan everything runnable, at most `most` ops of each run."""
         queues = await self.dispatch.ready(POOL)
         ops = tuple(op for queue in queues for op in runnable_prefix(queue.ops)[:most])
-        cycle = await self.dispatch.last_cycle(POOL) + 1
+        cycle = (await self.dispatch.view(POOL)).cycle + 1
         tenants = {queue.run: queue.tenant for queue in queues}
         step = Step(cycle, WORKER, ops, time.time(), tenants, dict(allowances or {}))
         await self.dispatch.plan(POOL, step)

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.lora.fused.tile_sizes import expand_tiles, narrow_tiles
+from cotrain_workers.engine.lora.fused.tile_sizes import (
+    LOW_COLUMNS,
+    expand_tiles,
+    gradient_tiles,
+)
 
 FP32 = 4
 
@@ -40,9 +44,7 @@ def shrink(
     """
     widths, joint = [x.shape[1] for x in xs], len(xs) < modules
     each = columns if joint else columns // modules
-    passes = blocks(
-        each, narrow_tiles(modules if joint else 1, max(widths), xs[0].element_size()).columns
-    )
+    passes = blocks(each, LOW_COLUMNS[modules if joint else 1])
     item = xs[0].element_size()
     return passes * size_of(xs) + item * (len(xs[0]) * columns + len(tiles) * each * sum(widths))
 
@@ -63,7 +65,7 @@ def expand(
     With a gate, the product of two outputs is written too.
     """
     widths, each = [len(weight) for weight in weights], low.shape[1] // len(weights)
-    wide = expand_tiles(max(widths), x.element_size()).columns
+    wide = expand_tiles(max(widths), x.element_size(), tma=True, gated=gate != 0).columns
     again = len(x) * each * sum(blocks(width, wide) for width in widths)
     written = len(x) * (sum(widths) + (widths[0] if gate else 0))
     lora = again + len(tiles) * each * sum(widths)
@@ -86,7 +88,8 @@ def expand_back(
     With a gate, two gradients are written, and the inputs of the gate are read.
     """
     inputs = weights[0].shape[1]
-    lora = low.numel() * blocks(inputs, expand_tiles(inputs, low.element_size()).columns)
+    size = expand_tiles(inputs, low.element_size(), tma=True, gated=bool(gated))
+    lora = low.numel() * blocks(inputs, size.columns)
     lora += len(tiles) * low.shape[1] * inputs
     written = len(low) * inputs * (len(gated) or 1)
     return size_of([*gys, *weights, *gated]) + low.element_size() * (written + lora)
@@ -103,7 +106,7 @@ def add_gradient(
     """Return the bytes of `low^T x`: `low` once for each block of `x`, gradients read and written."""
     widths, joint = [x.shape[1] for x in xs], len(xs) < modules
     each = low.shape[1] if joint else low.shape[1] // modules
-    size = narrow_tiles(modules if joint else 1, max(widths), xs[0].element_size())
+    size = gradient_tiles(modules if joint else 1, max(widths), xs[0].element_size())
     again = len(low) * each * sum(blocks(width, size.depth) for width in widths)
     gradients = 2 * FP32 * (len(owners) - 1) * each * sum(widths)
     return blocks(each, size.columns) * size_of(xs) + low.element_size() * again + gradients

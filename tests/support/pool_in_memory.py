@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
-from cotrain_store.messages.ops import OpKind, QueueChanges, QueuedOp, RunQueue, Step, Wake
+from cotrain_store.messages.ops import OpKind, PoolView, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.monitoring.fleet import PoolStatus
-from cotrain_store.oplog.moves import Move
 from cotrain_store.settings.scheduler import SchedulerSettings
 
 POOL, WORKER = PoolId("pool"), WorkerId("w0")
@@ -86,13 +85,15 @@ class InMemory:
     async def pools(self) -> list[PoolId]:
         return [POOL]
 
-    async def worker_slots(self, _: PoolId) -> list[WorkerSlot]:
+    @property
+    def slots(self) -> list[WorkerSlot]:
         room = self.accepts_saves
         beats = [
             WorkerHeartbeat(w, 1, "serving", "cpu", TOKENS_PER_S, 0, 0, NOW, accepts_saves=room)
             for w in self.workers
         ]
-        return [WorkerSlot(beat.id, 1, beat) for beat in beats] + [
+        opened = Counter(step.worker for step in self.open)
+        return [WorkerSlot(beat.id, 1, beat, opened[beat.id]) for beat in beats] + [
             WorkerSlot(w, 1, None) for w in self.dead
         ]
 
@@ -100,13 +101,6 @@ class InMemory:
         self.dead.remove(dead.worker)
         self.reassigned.append((dead.worker, successor))
         return True
-
-    @property
-    def moves(self) -> InMemory:
-        return self
-
-    async def wanted(self, _: PoolId) -> list[Move]:
-        return []
 
     async def status(self, _: PoolId) -> PoolStatus:
         ready_runs = sum(map(bool, self.queued.values()))
@@ -122,9 +116,6 @@ class InMemory:
     async def write_scaling(self, _: PoolId, scaling: Scaling) -> None:
         self.scaling = scaling
 
-    async def open_steps(self, _: PoolId, worker: WorkerId) -> int:
-        return sum(step.worker == worker for step in self.open)
-
     def queue(self, run: RunId) -> RunQueue:
         return RunQueue(run, TenantId(run[0]), None, tuple(self.queued[run]))
 
@@ -133,23 +124,18 @@ class InMemory:
         self.read_all.append(len(self.steps))
         return [self.queue(RunId(run)) for run, ops in list(self.queued.items()) if ops]
 
-    async def queues(self, _: PoolId, runs: Sequence[RunId]) -> list[RunQueue]:
-        self.read_runs += runs
-        return [self.queue(run) for run in runs]
-
-    async def last_change(self, _: PoolId) -> int:
-        return self.number
-
-    async def changes(self, _: PoolId, since: int) -> QueueChanges:
+    async def view(
+        self, _: PoolId, since: int | None = None, runs: Sequence[RunId] = ()
+    ) -> PoolView:
         """Return two changes at a time, so that a clock must call again for all of them."""
-        found = [run for run, number in self.changed.items() if number > since][:2]
-        are_all = len(found) < 2
-        number = self.number if are_all else self.changed[found[-1]]
+        changed = [] if since is None else self.changed.items()
+        found = [run for run, number in changed if number > (since or 0)][:2]
+        is_complete = len(found) < 2
+        number = self.number if is_complete else self.changed[found[-1]]
         ready = sum(bool(ops) for ops in self.queued.values())
-        return QueueChanges(number, [self.queue(run) for run in found], ready, are_all)
-
-    async def last_cycle(self, _: PoolId) -> int:
-        return len(self.steps)
+        self.read_runs += runs
+        queues = [self.queue(run) for run in (*runs, *found)]
+        return PoolView(number, queues, is_complete, ready, len(self.steps), self.slots, [])
 
     async def plan(self, _: PoolId, step: Step, __: int = 0) -> None:
         if self.outdated or any(op not in self.queued[op.run] for op in step.ops):

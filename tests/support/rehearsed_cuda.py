@@ -21,9 +21,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 from cotrain_workers.engine.lora import backend
 from tests.support.nested import leaves, mapped
-from tests.support.rehearsed_kernels import flash, flash_backward, grouped_mm, wide_mm
+from tests.support.rehearsed_kernels import flash, flash_backward, grouped_mm, pages, wide_mm
 from tests.support.rehearsed_tensor import (
     Memory,
     OnDevice,
@@ -56,9 +57,6 @@ class Rehearsal(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.mode = "default"  # of set_sync_debug_mode
-        self.flash = (
-            "2.13"  # simulated flash kernel: torch's of "2.12" or "2.13", or FlashAttention "3"
-        )
         self.ops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,6 +181,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "aten.mm": wide_mm,
     "aten._grouped_mm": grouped_mm,
     "aten.record_stream": nothing,
+    "cotrain.attend_pages": pages,
     "torch_attn._varlen_attn": flash,
     "torch_attn._varlen_attn_backward": flash_backward,
 }
@@ -240,6 +239,7 @@ def rehearsed_cuda(patch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch, "Generator", lambda *_: real())
     patch.setattr(backend, "missing_kernels", lambda _: "kernels of Triton are not played")
+    patch.setattr(page_kernel, "missing_kernels", lambda _: None)
     patch.setattr(torch.Tensor, "pin_memory", pin)
     was = torch.are_deterministic_algorithms_enabled()
     torch._C._set_only_lift_cpu_tensors(

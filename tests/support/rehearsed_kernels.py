@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.support.plain_pages import plain_pages
 from tests.support.rehearsed_tensor import OnDevice, arguments
 
 if TYPE_CHECKING:
@@ -65,10 +66,9 @@ def like(tensor: OnDevice) -> torch.Tensor:
 
 
 def flash(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the results of the flash kernel for ragged batches, over a row or over pages."""
+    """Return the results of the flash kernel for ragged batches."""
     given = arguments(func, args, kwargs)
     check_flash(given)
-    check_contract(play.flash, given)
     q = given["query"].held
     out = torch.zeros_like(q)
     for span, keys, values, seen in spans(given):
@@ -103,7 +103,6 @@ def check_flash(given: dict[str, Any]) -> None:
     """Raise RuntimeError for inputs that the kernel refuses."""
     q, k = given["query"], given["key"]
     size = q.shape[-1]
-    is_paged = given.get("block_table") is not None
     tables = [given[name] for name in ("cu_seq_q", "cu_seq_k", "seqused_k", "block_table")]
     wrong = {
         "types": not (q.dtype == k.dtype == given["value"].dtype and q.dtype in NARROW),
@@ -113,30 +112,12 @@ def check_flash(given: dict[str, Any]) -> None:
             each is not None and (each.dtype != torch.int32 or not each.is_contiguous())
             for each in tables
         ),
-        "page size": is_paged and bool(k.shape[1] % 256),
+        "pages": given.get("block_table") is not None,
         "counts": not all(isinstance(given[name], int) for name in ("max_q", "max_k")),
         "end": int(given["cu_seq_q"].held[-1]) != len(q),
     }
     if any(wrong.values()):
         raise RuntimeError(f"flash: {[name for name, is_so in wrong.items() if is_so]}")
-
-
-def check_contract(flash: str, given: dict[str, Any]) -> None:
-    """Raise RuntimeError like `_flash_attention_forward` of torch 2.12 or 2.13, or FlashAttention 3
-    ("3").
-    """
-    is_paged, splits = given.get("block_table") is not None, given.get("num_splits")
-    if flash == "3":
-        if is_paged and given["cu_seq_k"] is not None:
-            raise RuntimeError("If page_table is passed in, then cu_seqlens_k cannot be")
-        return
-    if (given["cu_seq_q"] is None) != (given["cu_seq_k"] is None):
-        raise RuntimeError(
-            "cumulative_sequence_length_q and cumulative_sequence_length_k must be both set or both "
-            "not set"
-        )
-    if flash == "2.12" and splits is not None:
-        raise RuntimeError("num_splits requires FA3.")
 
 
 def spans(given: dict[str, Any]) -> Iterator[tuple[slice, Any, Any, Any]]:
@@ -145,15 +126,11 @@ def spans(given: dict[str, Any]) -> Iterator[tuple[slice, Any, Any, Any]]:
     """
     q, k, v = (given[name].held for name in ("query", "key", "value"))
     ends = given["cu_seq_q"].held.tolist()
-    pages = None if given.get("block_table") is None else given["block_table"].held
     window, right = given["window_size"]
     shared = q.shape[1] // k.shape[-2]
     for at in range(len(ends) - 1):
         span = slice(ends[at], ends[at + 1])
         keys, values = k[span], v[span]
-        if pages is not None:
-            used = int(given["seqused_k"].held[at])
-            keys, values = (each[pages[at].long()].flatten(0, 1)[:used] for each in (k, v))
         keys, values = (each.float().repeat_interleave(shared, 1) for each in (keys, values))
         back = torch.arange(len(keys) - (span.stop - span.start), len(keys))[:, None]
         back = back - torch.arange(len(keys))
@@ -169,3 +146,9 @@ def probabilities(q: Any, keys: Any, seen: Any, scale: float) -> torch.Tensor:
     """Return attention weights `[heads, queries, keys]`."""
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
     return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+def pages(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> None:
+    """Compute the attention kernel over pages."""
+    held: list[Any] = [each.held if isinstance(each, OnDevice) else each for each in args]
+    plain_pages(*held)

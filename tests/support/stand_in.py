@@ -79,7 +79,7 @@ class StandIn:
         while queues := await self._dispatch.ready(POOL.id):
             ops = tuple(op for queue in queues for op in runnable_prefix(queue.ops))
             tenants = {queue.run: queue.tenant for queue in queues}
-            cycle = await self._dispatch.last_cycle(POOL.id) + 1
+            cycle = (await self._dispatch.view(POOL.id)).cycle + 1
             step = Step(cycle, WORKER, ops, time.time(), tenants)
             await self._dispatch.plan(POOL.id, step)
             owed += [records.weights for records in self._commit(step).values()]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cotrain.clients.rest import RestCalls, checkpoint_url
+from cotrain.clients.rest_calls import RestCalls, checkpoint_url
 from cotrain.clients.run_factory import Made, Runs
 from cotrain.errors import MalformedMessage
 from cotrain.requests.connection import BackgroundLoop

@@ -1,40 +1,27 @@
-"""RestClient: runs, checkpoints, sessions, usage and webhook of an account. It opens no session.
-
-`RestCalls` sends the requests and parses the responses.
-"""
+"""RestClient: runs, checkpoints, sessions, usage and webhook of an account. It opens no session."""
 
 from __future__ import annotations
 
-import json
-import uuid
-from base64 import urlsafe_b64decode
-from collections.abc import Coroutine, Mapping, Sequence
-from datetime import UTC, date, datetime, timedelta
-from email.utils import parsedate_to_datetime
+from collections.abc import Coroutine, Sequence
+from datetime import date, datetime
 from typing import Any, Literal, TypeVar
-from urllib.parse import quote, urlencode
 
-import httpx
-from pydantic import BaseModel
 from typing_extensions import override
 
-from cotrain.errors import MalformedMessage, RequestFailed
+from cotrain.clients.rest_calls import Nothing, RestCalls, checkpoint_url, url_of
 from cotrain.requests.connection import Connection, shared_connection
 from cotrain.requests.futures import Future
 from cotrain.settings import client_settings
-from cotrain.transport.http import Transport, acknowledged, reader
 from cotrain.wire.checkpoints import (
     CheckpointArchiveUrlResponse,
     CheckpointTtlRequest,
     CopyWeightsRequest,
-    CopyWeightsResponse,
     ExternalWeightsUrlsResponse,
     ParsedCheckpointTinkerPath,
     WeightsInfoRequest,
     WeightsInfoResponse,
     WhoamiResponse,
 )
-from cotrain.wire.model import WireModel
 from cotrain.wire.rest import (
     AccessScope,
     AssignProjectRequest,
@@ -43,14 +30,13 @@ from cotrain.wire.rest import (
     ListSessionsResponse,
     SessionSearchRequest,
     SessionSearchResponse,
-    TraceExportResponse,
     TrainingRun,
     TrainingRunHistory,
     TrainingRunsResponse,
     UpdateTrainingRunRequest,
 )
 from cotrain.wire.sampling import GetSamplerResponse
-from cotrain.wire.sessions import AuthTokenResponse, GetServerCapabilitiesResponse
+from cotrain.wire.sessions import GetServerCapabilitiesResponse
 from cotrain.wire.usage import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -61,140 +47,6 @@ from cotrain.wire.usage import (
     Webhook,
     WebhookTest,
 )
-
-Model = TypeVar("Model", bound=BaseModel)
-
-#: Interval between requests for a timeline that the server is still drawing.
-TRACE_POLL_S = 5.0
-#: A link that expired longer ago than this is rejected, so that a login page is never saved as an archive.
-#: The clocks of client and server may differ by less.
-CLOCKS_DIFFER = timedelta(days=1)
-
-
-class Nothing(WireModel):
-    """Empty request body."""
-
-
-class RestCalls:
-    """Calls outside the order of any run. They run on the client's own loop and raise APIError."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    async def get(
-        self, path: str, model: type[Model], **query: str | int | date | list[str] | None
-    ) -> Model:
-        """GET a resource. Query parameters that are None are left out."""
-        asked = {name: _text(value) for name, value in query.items() if value is not None}
-        return await self._transport.get(f"{path}?{urlencode(asked, doseq=True)}", reader(model))
-
-    async def post(
-        self,
-        path: str,
-        message: BaseModel,
-        model: type[Model],
-        headers: Mapping[str, str] | None = None,
-    ) -> Model:
-        """POST a message and parse the response."""
-        return await self._transport.post(path, message, reader(model), headers)
-
-    async def post_empty(self, path: str) -> None:
-        """POST an empty body."""
-        await self._transport.post(path, Nothing(), acknowledged)
-
-    async def put(self, path: str, message: BaseModel) -> None:
-        """PUT a message; the response has no content."""
-        await self._transport.put(path, message, acknowledged)
-
-    async def put_for(self, path: str, message: BaseModel, model: type[Model]) -> Model:
-        """PUT a message and parse the response."""
-        return await self._transport.put(path, message, reader(model))
-
-    async def patch(self, path: str, message: BaseModel, model: type[Model]) -> Model:
-        """PATCH a resource and parse its new state."""
-        return await self._transport.patch(path, message, reader(model))
-
-    async def delete(self, path: str) -> None:
-        """DELETE a resource."""
-        await self._transport.delete(path)
-
-    async def training_run_ids(self, limit: int, offset: int) -> list[str]:
-        """Return the ids of one page of runs."""
-        page = await self.get("training_runs", TrainingRunsResponse, limit=limit, offset=offset)
-        return [run.training_run_id for run in page.training_runs]
-
-    async def copy(self, wanted: CopyWeightsRequest) -> str:
-        """Copy a checkpoint. All attempts send the same idempotency key, so a retry makes no second copy."""
-        once = {"X-Idempotency-Key": str(uuid.uuid4())}
-        return (await self.post("copy_weights", wanted, CopyWeightsResponse, once)).tinker_path
-
-    async def archive_url(self, checkpoint: str) -> CheckpointArchiveUrlResponse:
-        """Return the URL of the tar of a checkpoint; the server sends it as a redirect."""
-        return await self._transport.get(f"{checkpoint}/archive", _archive_link)
-
-    async def trace_url(self, session_id: str) -> str:
-        """Poll until a session's timeline is drawn, and return its URL.
-
-        Raises RequestFailed if the session has no timeline.
-        """
-        path = url_of("sessions", session_id, "trace_export")
-        while (answer := await self.get(path, TraceExportResponse)).status == "pending":
-            await self._transport.sleep(TRACE_POLL_S)
-        if answer.url is None:
-            raise RequestFailed(answer.error or "there is no timeline", session_id, "unknown")
-        return answer.url
-
-    async def whoami(self) -> WhoamiResponse:
-        """Return the owner of the API key, from a token that the server issues for it."""
-        token = await self.post("auth/token", Nothing(), AuthTokenResponse)
-        claims = _claims(token.jwt)
-        return WhoamiResponse(
-            user_urn=claims["sub"],
-            org_urn=f"tml:organization:{claims['org_id']}",
-            email=claims.get("email") or None,
-        )
-
-
-def url_of(*parts: str) -> str:
-    """Return a URL path of parts that may contain any character."""
-    return "/".join(quote(part, safe="") for part in parts)
-
-
-def checkpoint_url(tinker_path: str) -> str:
-    """Return the URL path of a checkpoint. Raises ValueError if `tinker_path` is malformed."""
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-    return url_of(
-        "training_runs", parsed.training_run_id, "checkpoints", *parsed.checkpoint_id.split("/")
-    )
-
-
-def _archive_link(response: httpx.Response) -> CheckpointArchiveUrlResponse:
-    """Parse a redirect to an archive. Raises MalformedMessage for a redirect to a login page."""
-    try:
-        expires = parsedate_to_datetime(response.headers["Expires"])
-        link = CheckpointArchiveUrlResponse(url=response.headers["Location"], expires=expires)
-    except (KeyError, ValueError) as error:
-        raise MalformedMessage(f"{response.url} did not answer where the archive is") from error
-    if expires < datetime.now(UTC) - CLOCKS_DIFFER:
-        raise MalformedMessage(f"{response.url} did not answer where the archive is")
-    return link
-
-
-def _text(value: str | int | date | list[str]) -> str | list[str]:
-    if isinstance(value, list):
-        return value
-    return str(value) if isinstance(value, str | int) else value.isoformat()
-
-
-def _claims(jwt: str) -> dict[str, Any]:
-    """Parse a token without verifying it: it comes directly from the server that issued it."""
-    try:
-        content = jwt.split(".")[1]
-        claims: dict[str, Any] = json.loads(urlsafe_b64decode(content + "=" * (-len(content) % 4)))
-        return {"sub": claims["sub"], "org_id": claims["org_id"], "email": claims.get("email")}
-    except (IndexError, KeyError, ValueError) as error:
-        raise MalformedMessage("auth/token did not answer a token") from error
-
 
 T = TypeVar("T")
 

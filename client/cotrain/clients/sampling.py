@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from cotrain.clients.session import Session
 from cotrain.clients.tokenizer import load_tokenizer
-from cotrain.compat.unsupported_arguments import absent, hosted
+from cotrain.clients.unsupported_arguments import absent, hosted
 from cotrain.errors import APIStatusError, MalformedMessage, UnsupportedInput
 from cotrain.requests.connection import Connection, shared_connection
 from cotrain.requests.futures import Future, submitted

@@ -12,12 +12,13 @@ import httpx
 from typing_extensions import override
 
 from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, interpolate
-from cotrain.clients.rest import RestClient, checkpoint_url
+from cotrain.clients.rest import RestClient
+from cotrain.clients.rest_calls import checkpoint_url
 from cotrain.clients.run_factory import Labels, Runs, Start
 from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.session import Outcome, Session
 from cotrain.clients.training import TrainingClient
-from cotrain.compat.unsupported_arguments import absent, hosted
+from cotrain.clients.unsupported_arguments import absent, hosted
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.settings import client_settings

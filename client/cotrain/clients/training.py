@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 from typing_extensions import override
 
 from cotrain.clients.custom_loss import CustomLoss, LossFn
-from cotrain.clients.rest import url_of
+from cotrain.clients.rest_calls import url_of
 from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.tokenizer import load_tokenizer
-from cotrain.compat.unsupported_arguments import absent, hosted
+from cotrain.clients.unsupported_arguments import absent, hosted
 from cotrain.errors import UnsupportedInput
 from cotrain.requests.connection import BackgroundLoop, Connection
 from cotrain.requests.futures import Future, both_ways, submitted

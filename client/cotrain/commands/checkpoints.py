@@ -14,10 +14,10 @@ from cotrain.commands.terminal import (
     AsJson,
     PathOf,
     examples,
-    minute,
     opened,
     print_json,
-    print_rich,
+    print_result,
+    table,
 )
 from cotrain.errors import CotrainError
 from cotrain.wire.checkpoints import ParsedCheckpointTinkerPath
@@ -53,10 +53,7 @@ def list_checkpoints(
             checkpoints = service.list_checkpoints()
         else:
             checkpoints = service.create_rest_client().list_checkpoints(run).result().checkpoints
-    if as_json:
-        print_json(checkpoints)
-    else:
-        print_rich(_table(checkpoints))
+    print_result(checkpoints, _table(checkpoints), as_json=as_json)
 
 
 @app.command(epilog=examples(f"cotrain checkpoints show {PATH}"))
@@ -66,11 +63,12 @@ def show(path: PathOf, as_json: AsJson = False) -> None:
         rest = service.create_rest_client()
         info = rest.get_weights_info_by_tinker_path(path).result()
         checkpoint = _find(rest, path)
-    if as_json:
-        print_json({**checkpoint.model_dump(), **info.model_dump()})
-        return
-    print_rich(_table([checkpoint]))
-    print_rich(f"base model {info.base_model}, rank {info.lora_rank}")
+    print_result(
+        {**checkpoint.model_dump(), **info.model_dump()},
+        _table([checkpoint]),
+        f"base model {info.base_model}, rank {info.lora_rank}",
+        as_json=as_json,
+    )
 
 
 @app.command(epilog=examples(f"cotrain checkpoints publish {PATH}"))
@@ -78,7 +76,7 @@ def publish(path: PathOf, as_json: AsJson = False) -> None:
     """Publish a checkpoint: every tenant of the server may read it."""
     with opened() as service:
         service.create_rest_client().publish_checkpoint_from_tinker_path(path).result()
-    _done({"tinker_path": path, "public": True}, f"published {path}", as_json)
+    print_result({"tinker_path": path, "public": True}, f"published {path}", as_json=as_json)
 
 
 @app.command(epilog=examples(f"cotrain checkpoints unpublish {PATH}"))
@@ -86,7 +84,7 @@ def unpublish(path: PathOf, as_json: AsJson = False) -> None:
     """Make a published checkpoint private again."""
     with opened() as service:
         service.create_rest_client().unpublish_checkpoint_from_tinker_path(path).result()
-    _done({"tinker_path": path, "public": False}, f"unpublished {path}", as_json)
+    print_result({"tinker_path": path, "public": False}, f"unpublished {path}", as_json=as_json)
 
 
 @app.command(
@@ -104,7 +102,7 @@ def ttl(
     with opened() as service:
         service.create_rest_client().set_checkpoint_ttl_from_tinker_path(path, seconds).result()
     message = f"{path} is kept" if seconds is None else f"{path} expires in {after}"
-    _done({"tinker_path": path, "ttl_seconds": seconds}, message, as_json)
+    print_result({"tinker_path": path, "ttl_seconds": seconds}, message, as_json=as_json)
 
 
 @app.command(epilog=examples(f"cotrain checkpoints delete {PATH}"))
@@ -132,21 +130,17 @@ def _find(rest: RestClient, path: str) -> Checkpoint:
     raise CotrainError(f"there is no checkpoint {path}")
 
 
-def _done(fields: dict[str, object], message: str, as_json: bool) -> None:
-    if as_json:
-        print_json(fields)
-    else:
-        typer.echo(message)
-
-
 def _table(checkpoints: list[Checkpoint]) -> Table:
-    table = Table("path", "size", "saved", "expires", "public", box=None)
-    for each in checkpoints:
-        table.add_row(
-            each.tinker_path,
-            "" if each.size_bytes is None else decimal(each.size_bytes),
-            minute(each.time),
-            minute(each.expires_at, "never"),
-            "yes" if each.public else "",
-        )
-    return table
+    return table(
+        ("path", "size", "saved", "expires", "public"),
+        (
+            (
+                each.tinker_path,
+                None if each.size_bytes is None else decimal(each.size_bytes),
+                each.time,
+                each.expires_at or "never",
+                "yes" if each.public else "",
+            )
+            for each in checkpoints
+        ),
+    )

@@ -22,8 +22,8 @@ from rich.text import Text
 from cotrain.commands.terminal import (
     AsJson,
     opened,
-    print_json,
-    print_rich,
+    print_result,
+    table,
 )
 from cotrain.errors import CotrainError
 from cotrain.wire.rest import HistoryPoint
@@ -145,10 +145,8 @@ def history(
     points = found.points[-last:] if last else found.points
     if as_csv:
         _print_csv(points)
-    elif as_json:
-        print_json(points)
     else:
-        print_rich(history_view(points))
+        print_result(points, history_view(points), as_json=as_json)
 
 
 def export(
@@ -174,15 +172,23 @@ def history_view(points: Sequence[HistoryPoint]) -> RenderableType:
     if not points:
         return Text("no optimizer step yet")
     steps = [point for point in points if point.kind == "optim_step"]
-    curves = Table("", "first", "last", "", box=None)
-    for name, values in (
+    curves = (
         ("loss", [point.loss for point in steps]),
         ("gradient norm", [point.grad_norm or 0.0 for point in steps]),
         ("evaluation", [point.loss for point in points if point.kind == "forward"]),
-    ):
-        if values:
-            curves.add_row(name, f"{values[0]:.6g}", f"{values[-1]:.6g}", sparkline(values))
-    return Group(curves, Text(), _table(points))
+    )
+    return Group(
+        table(
+            ("", "first", "last", ""),
+            (
+                (name, _digits(values[0]), _digits(values[-1]), sparkline(values))
+                for name, values in curves
+                if values
+            ),
+        ),
+        Text(),
+        _table(points),
+    )
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -194,22 +200,28 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _table(points: Sequence[HistoryPoint]) -> Table:
-    names = ("step", "kind", "loss", "gradient norm", "learning rate", "tokens", "passes")
-    table = Table(*names, box=None)
-    for point in points:
-        table.add_row(
-            str(point.step),
-            point.kind,
-            f"{point.loss:.6g}",
-            "" if point.grad_norm is None else f"{point.grad_norm:.6g}",
-            "" if point.learning_rate is None else f"{point.learning_rate:.6g}",
-            str(point.tokens),
-            str(point.passes),
-        )
-    return table
+    return table(
+        ("step", "kind", "loss", "gradient norm", "learning rate", "tokens", "passes"),
+        (
+            (
+                point.step,
+                point.kind,
+                _digits(point.loss),
+                _digits(point.grad_norm),
+                _digits(point.learning_rate),
+                point.tokens,
+                point.passes,
+            )
+            for point in points
+        ),
+    )
+
+
+def _digits(number: float | None) -> str | None:
+    return None if number is None else f"{number:.6g}"
 
 
 def _print_csv(points: Sequence[HistoryPoint]) -> None:
-    table = csv.writer(sys.stdout, lineterminator="\n")
-    table.writerow(HistoryPoint.model_fields)
-    table.writerows(point.model_dump().values() for point in points)
+    rows = csv.writer(sys.stdout, lineterminator="\n")
+    rows.writerow(HistoryPoint.model_fields)
+    rows.writerows(point.model_dump().values() for point in points)

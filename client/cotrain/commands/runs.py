@@ -11,11 +11,10 @@ from cotrain.commands.history import export, history
 from cotrain.commands.terminal import (
     AsJson,
     examples,
-    harmless,
-    minute,
+    facts,
     opened,
-    print_json,
-    print_rich,
+    print_result,
+    table,
 )
 from cotrain.wire.rest import MAX_PAGE, TrainingRun
 
@@ -50,12 +49,12 @@ def tag(
 
 
 def _print(run: TrainingRun, as_json: bool) -> None:
-    if as_json:
-        print_json({"training_run_id": run.training_run_id, "note": run.note, "tags": run.tags})
-        return
-    typer.echo(f"{run.training_run_id}: {', '.join(map(harmless, run.tags)) or 'no tags'}")
-    if run.note:
-        typer.echo(harmless(run.note))
+    print_result(
+        {"training_run_id": run.training_run_id, "note": run.note, "tags": run.tags},
+        f"{run.training_run_id}: {', '.join(run.tags) or 'no tags'}",
+        *([run.note] if run.note else []),
+        as_json=as_json,
+    )
 
 
 app = typer.Typer(help="List your runs and look at one.", no_args_is_help=True)
@@ -75,12 +74,9 @@ def list_runs(
     with opened() as service:
         rest = service.create_rest_client()
         page = rest.list_training_runs(limit, offset, tags=tag or (), text=text).result()
-    if as_json:
-        print_json(page.training_runs)
-        return
-    print_rich(_table(page.training_runs))
+    print_result(page.training_runs, _table(page.training_runs), as_json=as_json)
     left = page.cursor.total_count - offset - len(page.training_runs)
-    if left > 0:
+    if left > 0 and not as_json:
         typer.echo(f"{left} more: --limit, --offset", err=True)
 
 
@@ -96,15 +92,8 @@ def show(
         ask = rest.get_training_run_by_tinker_path if is_path else rest.get_training_run
         found = ask(run).result()
         checkpoints = rest.list_checkpoints(found.training_run_id).result().checkpoints
-    if as_json:
-        print_json({**found.model_dump(), "checkpoints": checkpoints})
-        return
-    table = Table(show_header=False, box=None)
-    for name, value in _facts(found):
-        table.add_row(name, value)
-    for each in checkpoints:
-        table.add_row("checkpoint", each.tinker_path)
-    print_rich(table)
+    rows = facts(*_facts(found), *(("checkpoint", each.tinker_path) for each in checkpoints))
+    print_result({**found.model_dump(), "checkpoints": checkpoints}, rows, as_json=as_json)
 
 
 app.command(
@@ -134,58 +123,57 @@ app.command(
 
 
 def _table(runs: list[TrainingRun]) -> Table:
-    table = Table(
-        "run", "base model", "rank", "last request", "newest checkpoint", "tags", box=None
+    return table(
+        ("run", "base model", "rank", "last request", "newest checkpoint", "tags"),
+        (
+            (
+                run.training_run_id,
+                run.base_model,
+                run.lora_rank,
+                run.last_request_time,
+                run.last_checkpoint.tinker_path if run.last_checkpoint else None,
+                ", ".join(run.tags),
+            )
+            for run in runs
+        ),
     )
-    for run in runs:
-        table.add_row(
-            run.training_run_id,
-            run.base_model,
-            str(run.lora_rank),
-            minute(run.last_request_time),
-            run.last_checkpoint.tinker_path if run.last_checkpoint else "",
-            ", ".join(run.tags),
-        )
-    return table
 
 
-def _facts(run: TrainingRun) -> list[tuple[str, str]]:
-    facts = [
+def _facts(run: TrainingRun) -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = [
         ("run", run.training_run_id),
         ("base model", run.base_model),
-        ("rank", str(run.lora_rank)),
-        ("last request", minute(run.last_request_time)),
+        ("rank", run.lora_rank),
+        ("last request", run.last_request_time),
         *((f"metadata {name}", value) for name, value in (run.user_metadata or {}).items()),
     ]
     if run.note:
-        facts.append(("note", run.note))
+        rows.append(("note", run.note))
     if run.tags:
-        facts.append(("tags", ", ".join(run.tags)))
+        rows.append(("tags", ", ".join(run.tags)))
     if run.waiting:
-        facts.append(("waiting", run.waiting.removeprefix("waiting ")))
+        rows.append(("waiting", run.waiting.removeprefix("waiting ")))
     if run.corrupted:
-        facts.append(("stopped", "its recovery did not reproduce the stored results"))
+        rows.append(("stopped", "its recovery did not reproduce the stored results"))
     if run.rolled_back_to:
-        facts.append(("rolled back to", run.rolled_back_to))
-    return facts
+        rows.append(("rolled back to", run.rolled_back_to))
+    return rows
 
 
 def models(as_json: AsJson = False) -> None:
     """List the base models of the server."""
     with opened() as service:
         found = service.get_server_capabilities().supported_models
-    if as_json:
-        print_json(found)
-        return
-    table = Table("model", "context", "train", "sample", box=None)
-    for model in found:
-        table.add_row(
+    rows = (
+        (
             model.model_name,
-            f"{model.max_context_length:,}" if model.max_context_length else "",
+            f"{model.max_context_length:,}" if model.max_context_length else None,
             _yes(model.trainable),
             _yes(model.sampleable),
         )
-    print_rich(table)
+        for model in found
+    )
+    print_result(found, table(("model", "context", "train", "sample"), rows), as_json=as_json)
 
 
 def _yes(can: bool | None) -> str:

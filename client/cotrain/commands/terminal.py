@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -22,6 +22,8 @@ from pydantic_core import to_jsonable_python
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
 from cotrain.clients.service import ServiceClient
 from cotrain.errors import APIConnectionError, CotrainError, MalformedMessage
@@ -106,6 +108,36 @@ def print_rich(content: RenderableType) -> None:
     Console(width=WIDTH, markup=False, emoji=False, highlight=False).print(Harmless(content))
 
 
+def print_result(value: Any, *shown: RenderableType, as_json: bool) -> None:
+    """Print a result: the value as JSON if `as_json`, otherwise the parts for a person, one below the other."""
+    if as_json:
+        print_json(value)
+        return
+    for part in shown:
+        print_rich(part)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a table. None becomes an empty cell, a time its minute in UTC, and numbers are written by `str`."""
+    made = Table(*columns, box=None)
+    for row in rows:
+        made.add_row(*map(_cell, row))
+    return made
+
+
+def facts(*rows: tuple[str, object]) -> Table:
+    """Return names and values, one pair in each line."""
+    made = table(("", ""), rows)
+    made.show_header = False
+    return made
+
+
+def _cell(value: object) -> Text | str:
+    if isinstance(value, datetime):
+        return minute(value)
+    return value if isinstance(value, Text) else "" if value is None else str(value)
+
+
 @contextmanager
 def bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Show the progress of a transfer on stderr, if that is a terminal."""
@@ -120,9 +152,10 @@ def bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]
         yield lambda done, total: progress.update(task, completed=done, total=total or None)
 
 
-def minute(time: datetime | None, otherwise: str = "") -> str:
-    """Return a time in UTC, to the minute."""
-    return f"{time:%Y-%m-%d %H:%M}" if time else otherwise
+def minute(time: datetime | float) -> str:
+    """Return a time (or a Unix timestamp) in UTC, to the minute."""
+    at = time if isinstance(time, datetime) else datetime.fromtimestamp(time, UTC)
+    return f"{at:%Y-%m-%d %H:%M}"
 
 
 # A sample may wait for minutes on a busy server.

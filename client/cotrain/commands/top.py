@@ -31,6 +31,7 @@ from cotrain.commands.terminal import (
     plain_http,
     print_json,
     print_rich,
+    table,
 )
 from cotrain.errors import InternalServerError
 from cotrain.settings import DEFAULT_BASE_URL, ClientSettings, checked_url
@@ -87,60 +88,63 @@ def _workers(pool: PoolStatus) -> str:
 
 
 def _pool(pool: PoolStatus) -> Table:
-    table = Table(
+    columns = (
         *("base model", "workers", "cycle", "open", "queued ops", "tokens", "oldest"),
         *("sampling", "waiting", "tokens/s", "busy"),
-        box=None,
     )
-    table.add_row(
+    row = (
         Text(pool.base_model, style="bold"),
         _workers(pool),
-        str(pool.last_cycle),
-        str(pool.open_cycles),
+        pool.last_cycle,
+        pool.open_cycles,
         f"{pool.queue.ops:,}",
         f"{pool.queue.tokens:,}",
         f"{pool.queue.oldest_s:.1f} s",
         f"{pool.samples.running:,}",
         f"{pool.samples.waiting:,}",
-        f"{tokens_per_s(pool.cycles):,.0f}" if pool.cycles else "",
-        f"{1 - pool.duty.get('idle', 0.0):.0%}" if pool.duty else "",
+        f"{tokens_per_s(pool.cycles):,.0f}" if pool.cycles else None,
+        f"{1 - pool.duty.get('idle', 0.0):.0%}" if pool.duty else None,
     )
-    return table
+    return table(columns, [row])
 
 
 def _tenants(tenants: Sequence[TenantStatus]) -> Table:
-    table = Table("tenant", "name", "ops", "tokens", "size", "sampling", "waiting", box=None)
-    for each in sorted(tenants, key=lambda each: (-each.tokens, each.tenant)):
-        table.add_row(
-            each.tenant,
-            each.tenant_name,
-            f"{each.ops:,}",
-            f"{each.tokens:,}",
-            decimal(each.bytes),
-            f"{each.samples_running:,}",
-            f"{each.samples_waiting:,}",
-        )
-    return table
+    return table(
+        ("tenant", "name", "ops", "tokens", "size", "sampling", "waiting"),
+        (
+            (
+                each.tenant,
+                each.tenant_name,
+                f"{each.ops:,}",
+                f"{each.tokens:,}",
+                decimal(each.bytes),
+                f"{each.samples_running:,}",
+                f"{each.samples_waiting:,}",
+            )
+            for each in sorted(tenants, key=lambda each: (-each.tokens, each.tenant))
+        ),
+    )
 
 
 def _cycles(cycles: Sequence[CycleRecord]) -> Table:
-    table = Table("cycle", "started", "took", "tokens", "runs", "ops", "worker", "", box=None)
-    for each in cycles:
-        ops: dict[str, int] = {}
-        for run in each.runs:
-            for kind, count in run.ops.items():
-                ops[kind] = ops.get(kind, 0) + count
-        table.add_row(
-            str(each.cycle),
-            f"{datetime.fromtimestamp(each.started_at, UTC):%H:%M:%S}",
-            f"{each.duration_ms:,.0f} ms",
-            f"{each.tokens:,}",
-            str(len(each.runs)),
-            " ".join(f"{count} {kind}" for kind, count in sorted(ops.items())),
-            each.worker,
-            "" if each.outcome == "ok" else Text(each.outcome, style="red"),
-        )
-    return table
+    columns = ("cycle", "started", "took", "tokens", "runs", "ops", "worker", "")
+    return table(columns, map(_cycle, cycles))
+
+
+def _cycle(cycle: CycleRecord) -> Sequence[object]:
+    ops: Counter[str] = Counter()
+    for run in cycle.runs:
+        ops.update(run.ops)
+    return (
+        cycle.cycle,
+        f"{datetime.fromtimestamp(cycle.started_at, UTC):%H:%M:%S}",
+        f"{cycle.duration_ms:,.0f} ms",
+        f"{cycle.tokens:,}",
+        len(cycle.runs),
+        " ".join(f"{count} {kind}" for kind, count in sorted(ops.items())),
+        cycle.worker,
+        None if cycle.outcome == "ok" else Text(cycle.outcome, style="red"),
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cotrain.commands.terminal import AsJson, PathOf, bar, harmless, opened, print_json
+from cotrain.commands.terminal import AsJson, PathOf, bar, opened, print_json, print_result
 
 
 def download(
@@ -48,7 +48,4 @@ def upload(
         path = service.upload_checkpoint(
             source, base_model, name, ttl_seconds=ttl_seconds, progress=progress
         )
-    if as_json:
-        print_json({"tinker_path": path})
-    else:
-        typer.echo(harmless(path))
+    print_result({"tinker_path": path}, path, as_json=as_json)

@@ -13,6 +13,21 @@ from pydantic import Field
 from cotrain.wire.model import Listed, ModelSeqId, Name, SequencedRequest, WireModel
 from cotrain.wire.runs import UntypedAPIFuture
 
+__all__ = [
+    "CopyWeightsRequest",
+    "CopyWeightsResponse",
+    "ExternalWeightsUrlsResponse",
+    "LoadWeightsRequest",
+    "LoadWeightsResponse",
+    "ParsedCheckpointTinkerPath",
+    "SaveWeightsExternalRequest",
+    "SaveWeightsExternalResponse",
+    "SaveWeightsRequest",
+    "SaveWeightsResponse",
+    "WeightsInfoResponse",
+    "WhoamiResponse",
+]
+
 #: `tinker://<run>/<kind>/<name>`.
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
 Seconds = Annotated[int, Field(ge=1, lt=2**40)]

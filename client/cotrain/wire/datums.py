@@ -12,6 +12,16 @@ from cotrain.errors import UnsupportedInput
 from cotrain.wire.model import Listed, in_a_sentence
 from cotrain.wire.tensors import DType, TensorData, read_numbers
 
+__all__ = [
+    "Datum",
+    "DmelChunk",
+    "EncodedTextChunk",
+    "ImageAssetPointerChunk",
+    "ImageChunk",
+    "ModelInput",
+    "ModelInputChunk",
+]
+
 Token = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
 """A token id in the wire's range; the server checks it against the base model's vocabulary."""
 

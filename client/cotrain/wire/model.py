@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cotrain.errors import UnsupportedInput
 
+__all__ = ["SeqId", "SequencedRequest"]
+
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 SeqId = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 """Position of a request in its run's order; 32 bits on the wire."""

@@ -12,6 +12,30 @@ from pydantic import AwareDatetime, Field
 
 from cotrain.wire.model import Name, WireModel
 
+__all__ = [
+    "AccessibleSearchOwner",
+    "Checkpoint",
+    "CheckpointType",
+    "CheckpointsListResponse",
+    "Cursor",
+    "GetSessionResponse",
+    "HistoryPoint",
+    "ListSessionsResponse",
+    "OwnSearchOwner",
+    "SearchOwner",
+    "SessionActive",
+    "SessionFailed",
+    "SessionSearchCursor",
+    "SessionSearchRequest",
+    "SessionSearchResponse",
+    "SessionStatus",
+    "SessionSummary",
+    "TrainingRun",
+    "TrainingRunHistory",
+    "TrainingRunsResponse",
+    "UserSearchOwner",
+]
+
 AccessScope = Literal["owned", "accessible"]
 """`accessible` includes what other tenants published."""
 CheckpointType = Literal["training", "sampler", "external"]

@@ -32,6 +32,32 @@ from cotrain.wire.model import (
 from cotrain.wire.rest import Note, Tags
 from cotrain.wire.tensors import TensorData
 
+__all__ = [
+    "AdamParams",
+    "CreateModelRequest",
+    "CreateModelResponse",
+    "ForwardBackwardInput",
+    "ForwardBackwardOutput",
+    "ForwardBackwardRequest",
+    "ForwardRequest",
+    "FutureRetrieveRequest",
+    "GetInfoRequest",
+    "GetInfoResponse",
+    "InterpolateResponse",
+    "LoraConfig",
+    "ModelData",
+    "OptimStepRequest",
+    "OptimStepResponse",
+    "OptimizerConfig",
+    "RequestFailedResponse",
+    "ReverseKlDatum",
+    "ReverseKlResponse",
+    "TryAgainResponse",
+    "UnloadModelRequest",
+    "UnloadModelResponse",
+    "UntypedAPIFuture",
+]
+
 # ---- Run -----------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,23 @@ from cotrain.wire.datums import ModelInput, Token
 from cotrain.wire.model import Argument, Listed, Name, SequencedRequest, WireModel
 from cotrain.wire.tensors import TensorData, read_numbers
 
+__all__ = [
+    "CancelFutureRequest",
+    "CreateSamplingSessionRequest",
+    "CreateSamplingSessionResponse",
+    "FutureCompletion",
+    "GetSamplerResponse",
+    "RetrieveFuturesRequest",
+    "RetrieveFuturesResponse",
+    "SampleRequest",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplingParams",
+    "SamplingSessionTarget",
+    "SaveWeightsForSamplerRequest",
+    "SaveWeightsForSamplerResponse",
+]
+
 MAX_RETRIEVED = 10_000
 """Maximum number of results that one poll acknowledges; SDK 0.38 has at most 2,000 requests in flight."""
 

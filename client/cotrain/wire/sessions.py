@@ -8,6 +8,22 @@ from pydantic import Field
 
 from cotrain.wire.model import Name, WireModel
 
+__all__ = [
+    "AuthTokenResponse",
+    "ClientConfigRequest",
+    "ClientConfigResponse",
+    "ClientDynamicConfigResponse",
+    "CreateSessionRequest",
+    "CreateSessionResponse",
+    "FinishSessionRequest",
+    "GetServerCapabilitiesResponse",
+    "HealthResponse",
+    "SessionHeartbeatRequest",
+    "SessionHeartbeatResponse",
+    "SupportedModel",
+    "TelemetryResponse",
+]
+
 
 class ClientConfigRequest(WireModel):
     """POST client/config and client/dynamic_config: version of the client."""

@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.wire.model import Listed, in_a_sentence
 
+__all__ = ["TensorData"]
+
 DType = Literal["int64", "float32"]
 
 Int64 = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from cotrain.wire.model import WireModel
 
+__all__ = ["AuditLogEntry", "AuditLogResponse", "BillingUsageResponse"]
+
 # ---- In the billing format of the hosted services ------------------------------------------------
 
 

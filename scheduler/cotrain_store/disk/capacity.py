@@ -18,7 +18,7 @@ import structlog
 from cotrain_store.blobs.protocol import BlobsUnavailable
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool
 from cotrain_store.errors import Reason, Refused, StoreUnavailable
-from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
+from cotrain_store.redis_client.connection import Connection
 
 #: Function that spools a body too large for Redis, and returns its reference, or `inline`. Raises
 #: DISK_RESERVE_REACHED or StoreUnavailable if the body cannot be written.
@@ -53,7 +53,7 @@ class Capacity:
         """Return if something new may be accepted.
 
         Raises:
-            DISK_RESERVE_REACHED, STORE_FULL, StoreUnavailable: retry later.
+            DISK_RESERVE_REACHED, STORE_FULL, CONNECTION_LOST: retry later.
         """
         if self._free_disk().free < self._reserve:
             raise Refused(
@@ -61,7 +61,8 @@ class Capacity:
             )  # small bodies too: Redis and recovery copies need disk
         now = time.monotonic()
         if now - self._memory_asked_at > _ASK_MEMORY_EVERY_S:
-            await self._ask_memory()
+            memory = await self._redis.info("memory")
+            self._memory_used, self._memory_bytes = memory["used_memory"], memory["maxmemory"]
             self._memory_asked_at = now
         if 0 < MEMORY_SHARE * self._memory_bytes < self._memory_used:
             raise Refused(Reason.STORE_FULL)
@@ -78,13 +79,6 @@ class Capacity:
         if 0 < CROWDED_SHARE * self._memory_bytes < self._memory_used:
             return min(quota_bytes, int(UNREAD_SHARE * self._memory_bytes))
         return quota_bytes
-
-    async def _ask_memory(self) -> None:
-        try:
-            memory = await self._redis.info("memory")
-        except CONNECTION_LOST as lost:
-            raise StoreUnavailable from lost
-        self._memory_used, self._memory_bytes = memory["used_memory"], memory["maxmemory"]
 
     @contextmanager
     def storing(self) -> Iterator[StoreBody]:

@@ -100,6 +100,17 @@ class WorkerSlot:
     """Epoch of the newest process."""
     heartbeat: WorkerHeartbeat | None
     """None while no process has this id."""
+    open_steps: int = 0
+    """Number of steps that are planned for it and not yet committed."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Requested move of a run from its owner to another worker."""
+
+    run: RunId
+    owner: WorkerId
+    to: WorkerId
 
 
 def restoring_text(progress: Mapping[str, int] | None) -> str:

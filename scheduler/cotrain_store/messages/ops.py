@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from cotrain_store.messages.fleet import Move, WorkerSlot
 from cotrain_store.messages.ids import (
     PoolId,
     RequestId,
@@ -197,16 +198,23 @@ def weights_record(row: Sequence[bytes]) -> WeightsRecord:
 
 
 @dataclass(frozen=True)
-class QueueChanges:
-    """Changes of a pool's queue since a given change number."""
+class PoolView:
+    """State of a pool at one moment, with the changes of its queue since a given change number."""
 
     number: int
     """Number for the next read. It is lower than the requested number if Redis has lost data."""
     queues: Sequence[RunQueue]
-    """Current queues; empty if the run has no runnable op."""
+    """Requested and changed queues; empty if the run has no runnable op."""
+    is_complete: bool
+    """False if there are further changes after `number`."""
     ready: int
     """Total number of runnable runs."""
-    are_all: bool
+    cycle: int
+    """Number of the last cycle; 0 before the first."""
+    slots: Sequence[WorkerSlot]
+    """Worker ids of the pool, including those without a current process."""
+    moves: Sequence[Move]
+    """Moves that are requested and not done yet."""
 
 
 @dataclass(frozen=True)

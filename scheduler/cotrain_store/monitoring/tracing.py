@@ -1,61 +1,100 @@
-"""Traces: the span of a piece of work, and its report at the end. Off by default.
+"""Traces: the OpenTelemetry spans of this process. Off by default.
 
-If `OTEL_EXPORTER_OTLP_ENDPOINT` is set, spans go to a collector (`otlp.py`, which alone imports
-opentelemetry). Across processes a span has the name of W3C's header `traceparent`; "" is no span.
+If `OTEL_EXPORTER_OTLP_ENDPOINT` is set, spans go to a collector (`otlp.py`). Across processes a span has the name
+of W3C's header `traceparent`, 55 characters; "" is no span.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
-Attributes = Mapping[str, str | int | float | bool]
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    Link,
+    Span,
+    StatusCode,
+    Tracer,
+    get_current_span,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from cotrain.version import __version__
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-
-#: Span of the current request, or the client's span; "" if it is not traced.
-CURRENT: ContextVar[str] = ContextVar("cotrain_traceparent", default="")
+_PREFIX = "cotrain."
+_W3C = TraceContextTextMapPropagator()
 
 
 class TracingRefused(Exception):
     """Tracing is configured and unavailable; the message has the remedy."""
 
 
-class Span(Protocol):
-    """An open span."""
-
-    traceparent: str
-    """Its name for other processes; "" if it is not sampled."""
-
-    def end(self, name: str = "", *, failed: bool = False, **attributes: Any) -> None:
-        """Report the span; `name`, if given, replaces its first name."""
+def context_of(traceparent: str) -> Context:
+    """Return the context of a child. It is empty, for a new trace, if `traceparent` is empty or invalid."""
+    return _W3C.extract({"traceparent": traceparent}, Context())
 
 
-class Tracer(Protocol):
-    """Maker and reporter of spans; times are seconds of the wall clock. No call waits for a
-    collector.
-    """
+def traceparent_of(span: Span) -> str:
+    """Return the name of a span for other processes; "" if it is not sampled."""
+    if not span.get_span_context().trace_flags.sampled:
+        return ""
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier, set_span_in_context(span, Context()))
+    return carrier["traceparent"]
 
-    def begin(
-        self, name: str, parent: str = "", *, is_server: bool = False, began: float | None = None
-    ) -> Span:
-        """Begin a span, now or at `began`; without a parent it starts a new trace."""
 
-    def record(
-        self,
-        name: str,
-        began: float,
-        ended: float,
-        parent: str = "",
-        *,
-        links: Sequence[str] = (),
-        failed: bool = False,
-        **attributes: Any,
-    ) -> str:
-        """Report a finished span; return its name for other processes."""
+def current_traceparent() -> str:
+    """Return the name of the current request's span, or of its client's; "" if it is not traced."""
+    return traceparent_of(get_current_span())
+
+
+def trace_id(traceparent: str) -> str:
+    """Return the trace that a span belongs to, in hexadecimal; "" for no span."""
+    return traceparent[3:35]
+
+
+def named(**attributes: Any) -> dict[str, Any]:
+    """Return attributes with the prefix `cotrain.`. Names with a dot are standard names and stay unchanged."""
+    return {
+        name if "." in name else _PREFIX + name: value
+        for name, value in attributes.items()
+        if value is not None
+    }
+
+
+def nanoseconds(seconds: float) -> int:
+    """Return a time of the wall clock in the unit of spans."""
+    return int(seconds * 1e9)
+
+
+def record(
+    tracer: Tracer,
+    name: str,
+    began: float,
+    ended: float,
+    parent: str = "",
+    *,
+    links: Sequence[str] = (),
+    failed: bool = False,
+    **attributes: Any,
+) -> str:
+    """Report a finished span; times are seconds of the wall clock. Return its name for other processes."""
+    contexts = [get_current_span(context_of(link)).get_span_context() for link in links]
+    span = tracer.start_span(
+        name,
+        context_of(parent),
+        attributes=named(**attributes),
+        links=[Link(each) for each in contexts if each.is_valid],
+        start_time=nanoseconds(began),
+    )
+    if failed:
+        span.set_status(StatusCode.ERROR)
+    span.end(nanoseconds(max(began, ended)))
+    return traceparent_of(span)
 
 
 _started: list[Tracer] = []
@@ -78,15 +117,14 @@ def start_tracing(process: str, instance: str, *, decides: bool = False) -> None
     if not is_asked_for(os.environ) or _started:
         return
     try:
-        from cotrain_store.monitoring.otlp import (
-            OtlpTracer,
-        )  # imports opentelemetry only if it is used
+        from cotrain_store.monitoring.otlp import open_provider  # needs the extra `otel`
     except ModuleNotFoundError as missing:
         raise TracingRefused(
             "OTEL_EXPORTER_OTLP_ENDPOINT is set, but what sends spans there is not installed: "
             "pip install 'cotrain[otel]', or unset it."
         ) from missing
-    _started.append(OtlpTracer(process, instance, decides=decides))
+    provider = open_provider(process, instance, decides=decides)
+    _started.append(provider.get_tracer("cotrain", __version__))
 
 
 def is_asked_for(environ: Mapping[str, str]) -> bool:

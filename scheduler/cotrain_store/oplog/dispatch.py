@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from cotrain_store.errors import Fenced, PlanOutdated
+from cotrain_store.errors import PlanOutdated
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.gaps import client_seq, given_up
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId, decode, encode
-from cotrain_store.messages.ops import QueueChanges, QueuedOp, RunQueue, Step, Wake
+from cotrain_store.messages.ops import PoolView, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.messages.results import Result
 from cotrain_store.monitoring.fleet import PoolStatus, pool_status
 from cotrain_store.oplog.intake import rejection
-from cotrain_store.oplog.moves import Moves
+from cotrain_store.oplog.moves import Moves, parse_moves
 from cotrain_store.redis_client.connection import Connection, clock_ms
-from cotrain_store.redis_client.scripts import async_script
+from cotrain_store.redis_client.scripts import AsyncScript, async_script
 from cotrain_store.sampling.endings import CANCEL, TTL_MS
 from cotrain_store.tenants.policies import read_pauses, read_weights
 
@@ -49,8 +49,7 @@ class Dispatch:
         self._redis = connection
         self._name = name
         self._epoch = ""
-        self._ready = async_script(connection, "ready")
-        self._changes = async_script(connection, "changes")
+        self._view = async_script(connection, "view")
         self._plan = async_script(connection, "plan")
         self._lease = async_script(connection, "lease")
         self._reassign = async_script(connection, "reassign")
@@ -89,12 +88,10 @@ class Dispatch:
         """
         now = time.monotonic()
         passed_s = min(now - (now if self._counted_at is None else self._counted_at), MAX_STEP_S)
-        script_keys = [fleet_keys.scheduler_epoch(), result_keys.clock(), result_keys.ends()]
+        script_keys = [result_keys.clock(), result_keys.ends()]
         for passed_ms in (int(passed_s * 1000), *([0] * (_CALLS_AT_ONCE - 1))):
-            args = {"epoch": self._epoch, "passed_ms": passed_ms, "most": ENDS_AT_ONCE}
-            ended = await self._tick(script_keys, args)
-            if ended == b"FENCED":
-                raise Fenced
+            args = {"passed_ms": passed_ms, "most": ENDS_AT_ONCE}
+            ended = await self._write(self._tick, script_keys, args)
             self._counted_at = now
             if ended < ENDS_AT_ONCE:
                 return
@@ -141,24 +138,7 @@ class Dispatch:
         Raises:
             Fenced: a newer scheduler leads.
         """
-        script_keys = [fleet_keys.scheduler_epoch(), fleet_keys.scaling(pool)]
-        if await self._scaling(script_keys, {"epoch": self._epoch}, encode(scaling)) == b"FENCED":
-            raise Fenced
-
-    async def worker_slots(self, pool: PoolId) -> list[WorkerSlot]:
-        """Return the worker ids of a pool, including those without a current process."""
-        ids = sorted(
-            WorkerId(n.decode()) for n in await self._redis.smembers(fleet_keys.workers(pool))
-        )
-        pipeline = self._redis.pipeline(transaction=False)
-        for worker in ids:
-            pipeline.get(fleet_keys.worker_epoch(pool, worker))
-            pipeline.get(fleet_keys.worker(pool, worker))
-        rows = await pipeline.execute()
-        return [
-            WorkerSlot(worker, int(epoch or 0), _heartbeat(row) if row else None)
-            for worker, epoch, row in zip(ids, rows[::2], rows[1::2], strict=True)
-        ]
+        await self._write(self._scaling, [fleet_keys.scaling(pool)], {}, encode(scaling))
 
     async def reassign(self, pool: PoolId, dead: WorkerSlot, successor: WorkerId) -> bool:
         """Transfer the work of a dead worker to another one. Its runs may go anywhere, except those
@@ -171,20 +151,17 @@ class Dispatch:
             Fenced: a newer scheduler leads.
         """
         script_keys = [
-            fleet_keys.scheduler_epoch(), fleet_keys.workers(pool),
-            fleet_keys.worker_epoch(pool, dead.worker), fleet_keys.worker(pool, dead.worker),
-            fleet_keys.worker(pool, successor), result_keys.spool_segment_refs(),
-            result_keys.notify_results(), fleet_keys.counters(pool),
+            fleet_keys.workers(pool), fleet_keys.worker_epoch(pool, dead.worker),
+            fleet_keys.worker(pool, dead.worker), fleet_keys.worker(pool, successor),
+            result_keys.spool_segment_refs(), result_keys.notify_results(),
+            fleet_keys.counters(pool),
         ]  # fmt: skip
         args = {
-            "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "dead": dead.worker,
+            "prefix": fleet_keys.prefix(pool), "dead": dead.worker,
             "seen_epoch": str(dead.epoch), "successor": successor,
             "any_worker": run_keys.ANY_WORKER, "cancel": CANCEL, "lives": TTL_MS,
         }  # fmt: skip
-        answer = await self._reassign(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
+        return bool(await self._write(self._reassign, script_keys, args) == b"OK")
 
     async def deregister(self, pool: PoolId, drained: WorkerSlot, successor: WorkerId) -> bool:
         """Remove a drained worker from its pool's list, so that its runs can go anywhere.
@@ -195,19 +172,15 @@ class Dispatch:
             Fenced: a newer scheduler leads.
         """
         script_keys = [
-            fleet_keys.scheduler_epoch(), fleet_keys.workers(pool),
-            fleet_keys.worker_epoch(pool, drained.worker), fleet_keys.draining(pool),
-            fleet_keys.worker(pool, successor),
+            fleet_keys.workers(pool), fleet_keys.worker_epoch(pool, drained.worker),
+            fleet_keys.draining(pool), fleet_keys.worker(pool, successor),
         ]  # fmt: skip
         args = {
-            "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "worker": drained.worker,
+            "prefix": fleet_keys.prefix(pool), "worker": drained.worker,
             "seen_epoch": str(drained.epoch), "successor": successor,
             "any_worker": run_keys.ANY_WORKER,
         }  # fmt: skip
-        answer = await self._deregister(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
+        return bool(await self._write(self._deregister, script_keys, args) == b"OK")
 
     async def ask_move(self, pool: PoolId, run: RunId, to: WorkerId) -> bool:
         """Request the move of a run. Return False if it is impossible or the run was moved
@@ -218,45 +191,37 @@ class Dispatch:
         """
         return await self.moves.request_move(pool, run, to, self._epoch)
 
-    async def open_steps(self, pool: PoolId, worker: WorkerId) -> int:
-        """Return the number of a worker's steps that are planned and not yet committed."""
-        return int(await self._redis.hlen(fleet_keys.open_steps(pool, worker)))
-
     async def ready(self, pool: PoolId) -> list[RunQueue]:
         """Return all runnable runs, longest waiting first. The read is not atomic."""
         found = await self._redis.zrange(run_keys.ready(pool), 0, -1)
-        return [queue for queue in await self.queues(pool, _run_ids(found)) if queue.ops]
-
-    async def queues(self, pool: PoolId, runs: Sequence[RunId]) -> list[RunQueue]:
-        """Return the queues of these runs; a run that cannot continue has no ops."""
-        queues: list[RunQueue] = []
+        runs, queues = [RunId(name.decode()) for name in found], list[RunQueue]()
         for first in range(0, len(runs), RUNS_AT_ONCE):
-            args = {
-                "prefix": fleet_keys.prefix(pool), "max_ops_per_run": MAX_OPS_PER_RUN,
-                "runs": runs[first : first + RUNS_AT_ONCE],
-            }  # fmt: skip
-            queues += [_run_queue(row) for row in await self._ready([], args)]
-        return queues
+            queues += (await self.view(pool, runs=runs[first : first + RUNS_AT_ONCE])).queues
+        return [queue for queue in queues if queue.ops]
 
-    async def changes(self, pool: PoolId, since: int) -> QueueChanges:
-        """Return the changes since a number, or the oldest part of them. A repeated call returns
-        the same or more.
+    async def view(
+        self, pool: PoolId, since: int | None = None, runs: Sequence[RunId] = ()
+    ) -> PoolView:
+        """Return the state of a pool, with the changes since a number, or the oldest part of them.
+
+        Without a number it contains no changes. A repeated call returns the same changes or more.
+        It also contains the queues of `runs`, at most RUNS_AT_ONCE of them.
         """
-        script_keys = [run_keys.changed(pool), run_keys.change_counter(pool), run_keys.ready(pool)]
+        script_keys = [
+            run_keys.changed(pool), run_keys.change_counter(pool), run_keys.ready(pool),
+            fleet_keys.cycle_counter(pool), fleet_keys.workers(pool), fleet_keys.moves(pool),
+        ]  # fmt: skip
         args = {
-            "prefix": fleet_keys.prefix(pool), "since": since,
+            "prefix": fleet_keys.prefix(pool), "since": "+inf" if since is None else str(since),
+            "runs": list(runs[:RUNS_AT_ONCE]),
             "max_runs": RUNS_AT_ONCE, "max_ops_per_run": MAX_OPS_PER_RUN,
         }  # fmt: skip
-        number, are_all, ready, rows = await self._changes(script_keys, args)
-        return QueueChanges(int(number), [_run_queue(row) for row in rows], ready, bool(are_all))
-
-    async def last_change(self, pool: PoolId) -> int:
-        """Return the number of the last change, from which later changes can be requested."""
-        return int(await self._redis.get(run_keys.change_counter(pool)) or 0)
-
-    async def last_cycle(self, pool: PoolId) -> int:
-        """Return the number of the pool's last cycle; 0 before the first."""
-        return int(await self._redis.get(fleet_keys.cycle_counter(pool)) or 0)
+        number, is_complete, ready, cycle, slots, moves, rows = await self._view(script_keys, args)
+        return PoolView(
+            int(number), [_run_queue(row) for row in rows], bool(is_complete), ready, int(cycle),
+            [_worker_slot(row) for row in sorted(slots)],
+            parse_moves(zip(moves[::2], moves[1::2], strict=True)),
+        )  # fmt: skip
 
     async def plan(self, pool: PoolId, step: Step, seen: int = 0) -> None:
         """Write a step and wake the worker. Once written, the step stays fixed through any crash.
@@ -268,19 +233,16 @@ class Dispatch:
             PlanOutdated: the queue changed since it was read; nothing was written.
         """
         script_keys = [
-            fleet_keys.scheduler_epoch(), fleet_keys.cycle_counter(pool),
-            fleet_keys.open_steps(pool, step.worker), run_keys.ready(pool), run_keys.gaps(pool),
+            fleet_keys.cycle_counter(pool), fleet_keys.open_steps(pool, step.worker),
+            run_keys.ready(pool), run_keys.gaps(pool),
             fleet_keys.notify_worker(pool, step.worker), run_keys.changed(pool),
         ]  # fmt: skip
         args = {
-            "epoch": self._epoch, "prefix": fleet_keys.prefix(pool), "worker": step.worker,
+            "prefix": fleet_keys.prefix(pool), "worker": step.worker,
             "cycle": step.cycle, "max_open": MAX_OPEN_STEPS, "runs": _runs_of(step.ops),
             "planned_ms": int(step.planned_at * 1000), "seen": seen,
         }  # fmt: skip
-        answer = await self._plan(script_keys, args, encode(step))
-        if answer == b"FENCED":
-            raise Fenced
-        if answer == b"OUTDATED":
+        if await self._write(self._plan, script_keys, args, encode(step)) == b"OUTDATED":
             raise PlanOutdated
 
     async def old_gaps(self, pool: PoolId, older_than_s: float) -> list[tuple[RunId, TenantId]]:
@@ -307,17 +269,22 @@ class Dispatch:
         missing = int(await self._redis.hget(run_keys.log(pool, run), "next") or 0)
         message = given_up(await client_seq(self._redis, pool, run, missing))
         script_keys = [
-            fleet_keys.scheduler_epoch(), run_keys.gaps(pool), run_keys.log(pool, run),
-            run_keys.ops(pool, run), run_keys.bodies(pool, run), result_keys.spool_segment_refs(),
+            run_keys.gaps(pool), run_keys.log(pool, run), run_keys.ops(pool, run),
+            run_keys.bodies(pool, run), result_keys.spool_segment_refs(),
             run_keys.queue(pool, tenant), result_keys.notify_results(),
         ]  # fmt: skip
         args = {
-            "epoch": self._epoch, "run": run, "missing": missing,
-            "tenant": tenant, "prefix": fleet_keys.prefix(pool),
+            "run": run, "missing": missing, "tenant": tenant, "prefix": fleet_keys.prefix(pool),
             "failure": rejection(run, Result.failed(message, "server")),
         }  # fmt: skip
-        if await self._expire_gap(script_keys, args) == b"FENCED":
-            raise Fenced
+        await self._write(self._expire_gap, script_keys, args)
+
+    async def _write(
+        self, script: AsyncScript, keys: Sequence[str], args: Mapping[str, Any], *stored: str
+    ) -> Any:
+        """Run a script that only the leader may run, with its epoch. Raises Fenced."""
+        keys, args = [fleet_keys.scheduler_epoch(), *keys], {"epoch": self._epoch, **args}
+        return await script(keys, args, *stored)
 
     async def wakes(self) -> AsyncIterator[Wake | None]:
         """Yield the wake-ups of the scheduler, and None once it listens. Earlier wake-ups are
@@ -331,12 +298,10 @@ class Dispatch:
                 )
 
 
-def _heartbeat(row: bytes) -> WorkerHeartbeat:
-    return decode(WorkerHeartbeat, json.loads(row))
-
-
-def _run_ids(names: Sequence[bytes]) -> list[RunId]:
-    return [RunId(name.decode()) for name in names]
+def _worker_slot(row: tuple[bytes, bytes, bytes, int]) -> WorkerSlot:
+    worker, epoch, published, open_steps = row
+    heartbeat = decode(WorkerHeartbeat, json.loads(published)) if published else None
+    return WorkerSlot(WorkerId(worker.decode()), int(epoch), heartbeat, open_steps)
 
 
 def _run_queue(row: Sequence[bytes]) -> RunQueue:

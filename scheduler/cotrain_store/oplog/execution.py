@@ -4,8 +4,7 @@ It is synchronous, like the worker's engine. The worker's epoch fences every wri
 was paused while another took over gets Fenced and must exit.
 
 `CrashCounts` records the parts of steps during which processes crashed, for the next process. The
-name of a part of a step begins with its first request. `Rollback` continues a run from a checkpoint
-when its newest state was lost with a disk. The client is always informed.
+name of a part of a step begins with its first request.
 """
 
 from __future__ import annotations
@@ -78,65 +77,6 @@ class CrashCounts:
 DIGESTS_KEPT = 1_024
 
 
-class Rollback:
-    """Rollback of runs of one worker to a checkpoint."""
-
-    def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId) -> None:
-        self._redis = connection
-        self._pool = pool
-        self._open = fleet_keys.open_steps(pool, worker)
-        self._epoch_key = fleet_keys.worker_epoch(pool, worker)
-        self._script = sync_script(connection, "roll_back")
-
-    def __call__(
-        self,
-        epoch: int,
-        position: LogPosition,
-        checkpoint: CheckpointRecord,
-        file: str,
-        sha256: str,
-    ) -> int:
-        """Make `file` the run's only base, as of `position.done`. Return the new weights_epoch.
-
-        Raises:
-            Fenced: another process took over this worker id.
-        """
-        pool, run, weights_epoch = self._pool, checkpoint.run, position.weights_epoch + 1
-        failure = _failure(checkpoint, weights_epoch)
-        script_keys = [
-            self._epoch_key, run_keys.log(pool, run), run_keys.run(run), self._open,
-            run_keys.ops(pool, run), run_keys.bodies(pool, run), run_keys.digests(pool, run),
-            result_keys.spool_segment_refs(), run_keys.queue(pool, position.tenant),
-            result_keys.notify_results(), fleet_keys.counters(pool),
-        ]  # fmt: skip
-        args = {
-            "epoch": str(epoch), "prefix": fleet_keys.prefix(pool), "run": run, "done": position.done, "file": file, "sha256": sha256,
-            "weights_epoch": weights_epoch, "path": checkpoint.path, "digests_kept": DIGESTS_KEPT,
-            "failure": rejection(run, failure),
-            "steps": self._steps_without(run, len(failure.payload)),
-            "tenant": position.tenant, "weights": checkpoint.weights,
-            "kept": seq_of(checkpoint.weights),
-        }  # fmt: skip
-        answer = self._script(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        if answer == b"OUTDATED":
-            raise AssertionError(f"the log of run {run} moved under the worker that owns it")
-        return weights_epoch
-
-    def _steps_without(self, run: RunId, size: int) -> list[dict[str, str]]:
-        """Return each open step with ops of a run, before and after these are rejected."""
-        changes: list[dict[str, str]] = []
-        for cycle, text in self._redis.hgetall(self._open).items():
-            step = Step.parse(text)
-            ops = tuple(_rejected(op, size) if op.run == run else op for op in step.ops)
-            if ops != step.ops:
-                left = {at: n for at, n in step.allowances.items() if run_of(at) != run}
-                after = encode(replace(step, ops=ops, allowances=left))
-                changes.append({"cycle": cycle.decode(), "before": text.decode(), "after": after})
-        return changes
-
-
 def _rejected(op: QueuedOp, size: int) -> QueuedOp:
     if op.kind is OpKind.REJECTED:
         return op
@@ -176,7 +116,7 @@ class Execution:
         self.spool_references = SpoolReferences(connection)
         self._commit = sync_script(connection, "commit")
         self._snapshot = sync_script(connection, "snapshot")
-        self._roll_back = Rollback(connection, pool, worker)
+        self._rollback = sync_script(connection, "roll_back")
         self._forget = sync_script(connection, "forget")
         self._close = sync_script(connection, "close")
         self.epoch = 0
@@ -332,8 +272,6 @@ class Execution:
             return answer
 
         answer = stored_results(in_order, self._results, commit)
-        if answer == b"FENCED":
-            raise Fenced
         if answer == b"ORDER":
             raise AssertionError(
                 f"cycle {step.cycle} holds an op whose predecessor is not committed"
@@ -360,10 +298,7 @@ class Execution:
             "epoch": str(self.epoch), "run": run, "seq": seq, "file": file, "sha256": sha256,
             "digests_kept": DIGESTS_KEPT, "size": size,
         }  # fmt: skip
-        answer = self._snapshot(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
+        return bool(self._snapshot(script_keys, args) == b"OK")
 
     def roll_back(self, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
         """Continue a run from a checkpoint after its newest state and both snapshots were lost.
@@ -381,7 +316,45 @@ class Execution:
         position = self.logs.position(checkpoint.run)
         if position is None:
             raise SpoolCorrupt(f"Run {checkpoint.run} has no log.")
-        return self._roll_back(self.epoch, position, checkpoint, file, sha256)
+        return self._roll_back(position, checkpoint, file, sha256)
+
+    def _roll_back(
+        self, position: LogPosition, checkpoint: CheckpointRecord, file: str, sha256: str
+    ) -> int:
+        pool, run, weights_epoch = self.pool, checkpoint.run, position.weights_epoch + 1
+        failure = _failure(checkpoint, weights_epoch)
+        script_keys = [
+            fleet_keys.worker_epoch(pool, self.worker), run_keys.log(pool, run), run_keys.run(run),
+            fleet_keys.open_steps(pool, self.worker), run_keys.ops(pool, run),
+            run_keys.bodies(pool, run), run_keys.digests(pool, run),
+            result_keys.spool_segment_refs(), run_keys.queue(pool, position.tenant),
+            result_keys.notify_results(), fleet_keys.counters(pool),
+        ]  # fmt: skip
+        args = {
+            "epoch": str(self.epoch), "prefix": fleet_keys.prefix(pool), "run": run,
+            "done": position.done, "file": file, "sha256": sha256,
+            "weights_epoch": weights_epoch, "path": checkpoint.path, "digests_kept": DIGESTS_KEPT,
+            "failure": rejection(run, failure),
+            "steps": self._steps_without(run, len(failure.payload)),
+            "tenant": position.tenant, "weights": checkpoint.weights,
+            "kept": seq_of(checkpoint.weights),
+        }  # fmt: skip
+        if self._rollback(script_keys, args) == b"OUTDATED":
+            raise AssertionError(f"the log of run {run} moved under the worker that owns it")
+        return weights_epoch
+
+    def _steps_without(self, run: RunId, size: int) -> list[dict[str, str]]:
+        """Return each open step with ops of a run, before and after these are rejected."""
+        changes: list[dict[str, str]] = []
+        rows = self._redis.hgetall(fleet_keys.open_steps(self.pool, self.worker))
+        for cycle, text in rows.items():
+            step = Step.parse(text)
+            ops = tuple(_rejected(op, size) if op.run == run else op for op in step.ops)
+            if ops != step.ops:
+                left = {at: n for at, n in step.allowances.items() if run_of(at) != run}
+                after = encode(replace(step, ops=ops, allowances=left))
+                changes.append({"cycle": cycle.decode(), "before": text.decode(), "after": after})
+        return changes
 
     def runs_to_drop(self) -> list[RunId]:
         """Return the closed runs that this worker may still have in memory."""
@@ -399,10 +372,7 @@ class Execution:
             result_keys.spool_segment_refs(), fleet_keys.drops(pool, self.worker),
             run_keys.unnumbered_ops(pool, run),
         ]  # fmt: skip
-        answer = self._forget(script_keys, {"epoch": str(self.epoch), "run": run})
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
+        return bool(self._forget(script_keys, {"epoch": str(self.epoch), "run": run}) == b"OK")
 
     def close_run(self, run: RunId, tenant: TenantId) -> None:
         """End a run whose last save failed; `SavedWeights.stored` ends one whose last save
@@ -432,8 +402,7 @@ class Execution:
             "prefix": fleet_keys.prefix(self.pool), "failure": failure.encode().decode(),
             "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
         }  # fmt: skip
-        if self._close(script_keys, args) == b"FENCED":
-            raise Fenced
+        self._close(script_keys, args)
 
     def sweep_lease(self) -> SweepLease:
         """Return the lease of the worker that sweeps spool and recovery copies."""

@@ -26,7 +26,6 @@ from cotrain_store.errors import (
     RunClosed,
     RunNotFound,
     SeqConflict,
-    StoreUnavailable,
     WeightsDeleted,
 )
 from cotrain_store.failpoints import failpoint
@@ -36,7 +35,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, pool_record
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.tracing import CURRENT
+from cotrain_store.monitoring.tracing import current_traceparent
 from cotrain_store.oplog.submission import (
     MAX_SEQ_GAP,
     Submission,
@@ -44,7 +43,7 @@ from cotrain_store.oplog.submission import (
     TenantLimits,
     submission_keys,
 )
-from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
+from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.policies import LimitsOf
 from cotrain_store.tenants.run_bytes import RunWeight, weigh_run
@@ -118,7 +117,7 @@ class Intake:
         """Return if the store can accept a new session, sampler or copy.
 
         Raises:
-            STORE_FULL, DISK_RESERVE_REACHED, StoreUnavailable: retry later.
+            STORE_FULL, DISK_RESERVE_REACHED, CONNECTION_LOST: retry later.
         """
         await self._capacity.check()
 
@@ -146,7 +145,7 @@ class Intake:
             RECORD_QUOTA_REACHED, RUN_TOO_LARGE: permanent.
             RUN_QUOTA_REACHED, RUN_BYTES_QUOTA_REACHED, QUEUE_FULL, UNREAD_QUOTA_REACHED, STORE_FULL,
                 DISK_RESERVE_REACHED,
-            StoreUnavailable: retry later.
+            CONNECTION_LOST: retry later.
         """
         body = encode(run.lora).encode() if body is None else body
         digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
@@ -181,7 +180,7 @@ class Intake:
             SEQ_TOO_FAR: more than MAX_SEQ_GAP ops before it are missing.
             RunClosed, RUN_FAILED, RunNotFound: the run accepts no further ops.
             QUEUE_FULL, UNREAD_QUOTA_REACHED, SAMPLER_QUOTA_REACHED, STORE_FULL, DISK_RESERVE_REACHED,
-            StoreUnavailable: the request is valid; retry later.
+            CONNECTION_LOST: the request is valid; retry later.
         """
         return await self._accept(
             run, seq, kind, body, tokens, digest, uses=uses,
@@ -192,15 +191,10 @@ class Intake:
         """Return the request accepted for this seq with this content, or None.
 
         Raises:
-            StoreUnavailable: retry later.
+            CONNECTION_LOST: retry later.
         """
-        try:
-            before = await self._redis.zcount(
-                run_keys.unnumbered_ops(run.pool, run.id), "-inf", seq
-            )
-            known = await self._redis.hget(run_keys.digests(run.pool, run.id), str(seq + before))
-        except CONNECTION_LOST as lost:
-            raise StoreUnavailable from lost
+        before = await self._redis.zcount(run_keys.unnumbered_ops(run.pool, run.id), "-inf", seq)
+        known = await self._redis.hget(run_keys.digests(run.pool, run.id), str(seq + before))
         return request_id(run.id, seq + before) if known == digest.encode() else None
 
     async def close_run(self, run: RunRecord) -> RequestId:
@@ -208,7 +202,7 @@ class Intake:
 
         Raises:
             RunNotFound: the run does not exist.
-            StoreUnavailable: retry later.
+            CONNECTION_LOST: retry later.
         """
         request = RequestId(f"{run.id}:unload")
         result = Result.of_json({"model_id": run.id, "type": "unload_model"})
@@ -219,10 +213,7 @@ class Intake:
             "request": request, "result": result.encode().decode(),
             "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
         }  # fmt: skip
-        try:
-            answer = await self._close(script_keys, args)
-        except CONNECTION_LOST as lost:
-            raise StoreUnavailable from lost
+        answer = await self._close(script_keys, args)
         if answer == b"GONE":
             raise RunNotFound
         return request
@@ -284,10 +275,7 @@ class Intake:
         return request
 
     async def _weigh(self, run: RunRecord, quota: int) -> RunWeight | None:
-        try:
-            rows = await self._redis.hvals(fleet_keys.pools())
-        except CONNECTION_LOST as lost:
-            raise StoreUnavailable from lost
+        rows = await self._redis.hvals(fleet_keys.pools())
         pools = {pool.id: pool for pool in map(pool_record, rows)}
         if run.pool not in pools:
             return None
@@ -299,10 +287,7 @@ class Intake:
     ) -> list[Any]:
         inline = body if asked.op.segment is None else b""
         inline_save = save if asked.save and asked.save.segment is None else b""
-        try:
-            answer: list[Any] = await self._submit(submission_keys(run), asked, inline, inline_save)
-        except CONNECTION_LOST as lost:
-            raise StoreUnavailable from lost
+        answer: list[Any] = await self._submit(submission_keys(run), asked, inline, inline_save)
         return answer
 
 
@@ -318,7 +303,7 @@ async def _stored(
 ) -> SubmittedOp:
     """Store a body in Redis or in the spool, and return the op for the log."""
     ref = await store(body)
-    op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now, CURRENT.get())
+    op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now, current_traceparent())
     return SubmittedOp(
         digest=digest or hashlib.sha256(body).hexdigest(),
         size=len(body),

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from cotrain_store.errors import Fenced, Reason, Refused, RunClosed
+from cotrain_store.errors import Reason, Refused, RunClosed
 from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.fleet import Move
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.redis_client.connection import Connection, SyncConnection
 from cotrain_store.redis_client.scripts import async_script, sync_script
@@ -28,25 +29,12 @@ from cotrain_store.redis_client.scripts import async_script, sync_script
 QUIET_S = 600.0
 
 
-@dataclass(frozen=True)
-class Move:
-    """Requested move of a run from its owner to another worker."""
-
-    run: RunId
-    owner: WorkerId
-    to: WorkerId
-
-
 class Moves:
     """Requests for moves, made by the operator or the scheduler."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
         self._ask = async_script(connection, "move_ask")
-
-    async def wanted(self, pool: PoolId) -> list[Move]:
-        """Return the moves that are not done yet."""
-        return _parsed(await self._redis.hgetall(fleet_keys.moves(pool)))
 
     async def ask(self, pool: PoolId, run: RunId, to: WorkerId) -> None:
         """Request the move of a run for the operator. Idempotent.
@@ -79,8 +67,6 @@ class Moves:
             Fenced: a newer scheduler leads.
         """
         answer = await self._answer(pool, run, to, scheduler_epoch, QUIET_S)
-        if answer == b"FENCED":
-            raise Fenced
         return answer == b"OK"
 
     async def deregister(self, pool: PoolId, run: RunId) -> None:
@@ -113,7 +99,7 @@ class OwnMoves:
 
     def wanted(self) -> list[Move]:
         """Return the moves that this worker must carry out."""
-        moves = _parsed(self._redis.hgetall(fleet_keys.moves(self._pool)))
+        moves = parse_moves(self._redis.hgetall(fleet_keys.moves(self._pool)).items())
         return [move for move in moves if move.owner == self._worker]
 
     def hand_over(self, move: Move, epoch: int, *, in_memory: bool) -> bool:
@@ -137,15 +123,13 @@ class OwnMoves:
             "worker": self._worker, "to": move.to, "in_memory": in_memory,
             "now_ms": int(time.time() * 1000),
         }  # fmt: skip
-        answer = self._move(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
+        return bool(self._move(script_keys, args) == b"OK")
 
 
-def _parsed(rows: dict[bytes, bytes]) -> list[Move]:
+def parse_moves(rows: Iterable[tuple[bytes, bytes]]) -> list[Move]:
+    """Return the moves in the fields of a pool's hash."""
     moves = []
-    for run, value in rows.items():
+    for run, value in rows:
         owner, _, to = value.decode().partition(">")
         moves.append(Move(RunId(run.decode()), WorkerId(owner), WorkerId(to)))
     return moves
@@ -213,10 +197,7 @@ class OwnDrain:
             "epoch": str(epoch), "seen_epoch": str(epoch), "leaves": True, "prefix": fleet_keys.prefix(pool),
             "worker": self._worker, "successor": successor, "any_worker": run_keys.ANY_WORKER,
         }  # fmt: skip
-        answer = self._deregister(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
+        return bool(self._deregister(script_keys, args) == b"OK")
 
     def _successor(self) -> WorkerId | None:
         pool = self._pool

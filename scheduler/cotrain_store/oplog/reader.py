@@ -188,14 +188,3 @@ async def read_history(
     steps, evaluations = await pipeline.execute()
     points = read_points("optim_step", steps) + read_points("forward", evaluations)
     return sorted((p for p in points if p.step > after_step), key=lambda point: point.seq)
-
-
-async def newest_points(connection: Connection, runs: list[RunId]) -> dict[RunId, HistoryPoint]:
-    """Return the newest optimizer step of each of these runs, without runs that have no history."""
-    pipeline = connection.pipeline(transaction=False)
-    for run in runs:
-        pipeline.lrange(
-            run_keys.steps(run), -2, -1
-        )  # the previous point shows how many steps the last one represents
-    found = zip(runs, await pipeline.execute() if runs else [], strict=True)
-    return {run: read_points("optim_step", rows)[-1] for run, rows in found if rows}

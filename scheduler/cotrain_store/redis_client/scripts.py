@@ -4,6 +4,9 @@ verbatim.
 A script reads the object's fields by name (`args`), so a new field renumbers nothing. Numbers in it
 are exact up to 2**53. Values that must stay byte-identical (bodies, results, steps) follow the
 object.
+
+A script checks the epoch of its caller before it writes. It returns FENCED for an older epoch, and
+the call raises `Fenced`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from redis.exceptions import ResponseError
 
+from cotrain_store.errors import Fenced
 from cotrain_store.redis_client.refusals import named
 
 if TYPE_CHECKING:
@@ -53,7 +57,7 @@ def async_script(connection: Connection, name: str) -> AsyncScript:
 
     async def run(keys: Sequence[str], args: Args, *stored: bytes | str) -> Any:
         try:
-            return await script(keys, [encode_args(args), *stored])
+            return _unfenced(await script(keys, [encode_args(args), *stored]))
         except ResponseError as refused:
             raise named(refused) from None
 
@@ -66,11 +70,17 @@ def sync_script(connection: SyncConnection, name: str) -> SyncScript:
 
     def run(keys: Sequence[str], args: Args, *stored: bytes | str) -> Any:
         try:
-            return script(keys, [encode_args(args), *stored])
+            return _unfenced(script(keys, [encode_args(args), *stored]))
         except ResponseError as refused:
             raise named(refused) from None
 
     return run
+
+
+def _unfenced(answer: Any) -> Any:
+    if answer == b"FENCED":
+        raise Fenced
+    return answer
 
 
 def encode_args(args: Args) -> bytes:

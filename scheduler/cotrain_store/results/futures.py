@@ -12,7 +12,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
+
+from typing_extensions import override
 
 from cotrain_store.disk.result_storage import is_spooled, whole_result
 from cotrain_store.disk.spool import Spool
@@ -64,7 +66,7 @@ class Pending:
 NO_WORKER = Pending("paused_capacity", "no worker serves this base model at the moment")
 
 
-class Futures:
+class Futures(ChannelSubscriber):
     """Resolves request ids to results for the tenants that own them."""
 
     def __init__(self, connection: Connection, spool: Spool, gap_limit_s: float = 900.0) -> None:
@@ -74,7 +76,7 @@ class Futures:
         self._records = Records(connection)
         self._deliveries = DeliveryLog(connection)
         self._backlogs = Backlogs(connection)
-        self._subscriber = ChannelSubscriber(
+        super().__init__(
             connection, result_keys.notify_results(), self._receive,
             lambda: repeat("sweep futures", SWEEP_S, self._sweep),
             lambda: repeat("flush deliveries", FLUSH_EVERY_S, self._deliveries.flush),
@@ -82,15 +84,11 @@ class Futures:
         self._waiters: defaultdict[str, set[asyncio.Future[bytes | None]]] = defaultdict(set)
         self._released = False
 
-    async def __aenter__(self) -> Self:
-        """Start listening."""
-        await self._subscriber.__aenter__()
-        return self
-
+    @override
     async def __aexit__(self, *_: object) -> None:
         """Stop listening; requests still waiting get Pending."""
         self.release_all()
-        await self._subscriber.__aexit__()
+        await super().__aexit__()
         await self._deliveries.flush()
 
     @property

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from cotrain_store.bodies.sample_body import SampleBody, decode_sample
 from cotrain_store.disk.result_storage import stored_results
 from cotrain_store.disk.spool import Spool
-from cotrain_store.errors import Fenced, MalformedBody, SpoolCorrupt
+from cotrain_store.errors import MalformedBody, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.keys.fleet_keys import minute_of, sample_counts
 from cotrain_store.keys.tenant_keys import sampling_amounts, usage_hour
@@ -114,8 +114,6 @@ class SampleClaims:
             "waiting": dict(waiting),
         }  # fmt: skip
         rows = self._claim(script_keys, args)
-        if rows == b"FENCED":
-            raise Fenced
         claimed = [self._claimed(row) for row in rows]
         self._claim_token = secrets.token_hex(
             8
@@ -164,9 +162,7 @@ class SampleClaims:
             answer: bytes = self._resolve(script_keys, args, *(value for value, _ in encoded))
             return answer
 
-        answer = stored_results(list(results.values()), self._results, resolve)
-        if answer == b"FENCED":
-            raise Fenced
+        stored_results(list(results.values()), self._results, resolve)
 
     @cached_property
     def _base_model(self) -> str:
@@ -191,8 +187,6 @@ class SampleClaims:
             "crashes": crashes, "cancel": CANCEL, "lives": TTL_MS,
         }  # fmt: skip
         count = self._requeue(script_keys, args)
-        if count == b"FENCED":
-            raise Fenced
         return int(count)
 
     def _claimed(self, row: Sequence[bytes | None]) -> ClaimedSample:

@@ -14,7 +14,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
+
+from typing_extensions import override
 
 from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, SamplerId, sample_id
@@ -46,27 +47,21 @@ class Completion:
     """Bytes of its result; 0 if unknown."""
 
 
-class Completions:
+class Completions(ChannelSubscriber):
     """Polls for many requests at once, in one API process."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
         self._read = async_script(connection, "sample_read")
         self._waiters: defaultdict[tuple[SamplerId, int], set[asyncio.Event]] = defaultdict(set)
-        self._subscriber = ChannelSubscriber(
-            connection, result_keys.notify_results(), self._receive
-        )
+        super().__init__(connection, result_keys.notify_results(), self._receive)
         self._released = False
 
-    async def __aenter__(self) -> Self:
-        """Start listening."""
-        await self._subscriber.__aenter__()
-        return self
-
+    @override
     async def __aexit__(self, *_: object) -> None:
         """Stop listening; polls that still wait are answered."""
         self.release_all()
-        await self._subscriber.__aexit__()
+        await super().__aexit__()
 
     @property
     def waiters(self) -> int:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from cotrain_store.bodies.sample_body import SampleBody, encode_sample
 from cotrain_store.disk.capacity import Capacity
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
-from cotrain_store.errors import Reason, Refused, SamplerNotFound, SeqConflict, StoreUnavailable
+from cotrain_store.errors import Reason, Refused, SamplerNotFound, SeqConflict
 from cotrain_store.failpoints import failpoint
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef, sample_id
 from cotrain_store.messages.samples import CLONE_SIZE, OWN_SEQS, SamplerRecord, parse_sample
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.tracing import CURRENT
-from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
+from cotrain_store.monitoring.tracing import current_traceparent
+from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.sampling.endings import CANCEL, TTL_MS
 from cotrain_store.tenants.policies import LimitsOf
@@ -100,7 +100,7 @@ class SampleIntake:
             SamplerNotFound: it has expired.
             SESSION_FINISHED: its session has ended.
             SAMPLING_BUSY, SAMPLE_TOKENS_QUEUED, UNREAD_QUOTA_REACHED, STORE_FULL, DISK_RESERVE_REACHED,
-                StoreUnavailable:
+                CONNECTION_LOST:
                 the request is valid; retry later.
         """
         await self._capacity.check()
@@ -131,7 +131,7 @@ class SampleIntake:
         Idempotent.
 
         Raises:
-            StoreUnavailable: retry later.
+            CONNECTION_LOST: retry later.
         """
         if parse_sample(request) is None:
             return
@@ -141,10 +141,7 @@ class SampleIntake:
             result_keys.notify_results(),
         ]
         args = {"request": request, "tenant": tenant, "cancel": CANCEL, "lives": TTL_MS}
-        try:
-            await self._cancel(script_keys, args)
-        except CONNECTION_LOST as lost:
-            raise StoreUnavailable from lost
+        await self._cancel(script_keys, args)
 
     async def _accept(
         self,
@@ -172,14 +169,9 @@ class SampleIntake:
             segment=SpoolRef.parse(ref).segment if ref and ref != "inline" else None,
             accepted_at=repr(time.time()), prefix=fleet_keys.prefix(pool),
             idle_ms=run_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
-            limits=replace(limits, unread_bytes=unread_bytes), trace=CURRENT.get() or None,
+            limits=replace(limits, unread_bytes=unread_bytes), trace=current_traceparent() or None,
         )  # fmt: skip
-        try:
-            answer: bytes = await self._submit(
-                script_keys, asked, content if ref == "inline" else b""
-            )
-        except CONNECTION_LOST as lost:
-            raise StoreUnavailable from lost
+        answer: bytes = await self._submit(script_keys, asked, content if ref == "inline" else b"")
         return answer
 
 

@@ -12,7 +12,8 @@ import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import astuple, dataclass
-from typing import Self
+
+from typing_extensions import override
 
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import RequestId
@@ -67,21 +68,17 @@ class TokenFeed:
             yield event
 
 
-class TokenStream:
+class TokenStream(ChannelSubscriber):
     """Receiver of tokens, in the API: one subscription per process."""
 
     def __init__(self, connection: Connection) -> None:
         self._feeds: defaultdict[str, set[TokenFeed]] = defaultdict(set)
-        self._subscriber = ChannelSubscriber(connection, run_keys.notify_tokens(), self._receive)
+        super().__init__(connection, run_keys.notify_tokens(), self._receive)
 
-    async def __aenter__(self) -> Self:
-        """Start listening."""
-        await self._subscriber.__aenter__()
-        return self
-
+    @override
     async def __aexit__(self, *_: object) -> None:
         """Stop listening; every feed ends."""
-        await self._subscriber.__aexit__()
+        await super().__aexit__()
         for feeds in self._feeds.values():
             for feed in feeds:
                 feed.close()

@@ -148,12 +148,16 @@ class Records:
             raise Refused(Reason.SESSION_NOT_FOUND)
         return session
 
-    async def heartbeat(self, tenant: TenantId, session_id: str) -> None:
-        """Record a heartbeat. Raises SESSION_NOT_FOUND, or SESSION_FINISHED if the session has ended."""
+    async def open_session(self, tenant: TenantId, session_id: str) -> SessionRecord:
+        """Return a session that has not ended. Raises SESSION_NOT_FOUND or SESSION_FINISHED."""
         session = await self.session(tenant, session_id)
         if session.finished_at is not None:
             raise Refused(Reason.SESSION_FINISHED)
-        await self._mark_alive(session)
+        return session
+
+    async def heartbeat(self, tenant: TenantId, session_id: str) -> None:
+        """Record a heartbeat. Raises SESSION_NOT_FOUND, or SESSION_FINISHED if the session has ended."""
+        await self._mark_alive(await self.open_session(tenant, session_id))
 
     async def assign_project(self, tenant: TenantId, session_id: str, project_id: str) -> None:
         """Assign a session and its contents to a project. Raises SESSION_NOT_FOUND."""

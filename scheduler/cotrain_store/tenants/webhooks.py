@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cotrain.wire.usage import Webhook
-from cotrain_store.errors import Fenced, Reason, Refused
+from cotrain_store.errors import Reason, Refused
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.webhooks import DueEvent, Outcome
@@ -122,13 +122,10 @@ class Webhooks:
         if outcome is Outcome.RETRIED:
             args["retry_in_ms"] = int(retry_in_s * 1000)
         script_keys = [tenant_keys.epoch(), *_keys_of(event.tenant), tenant_keys.due_tenants()]
-        if await self._tried(script_keys, args) == b"FENCED":
-            raise Fenced
+        await self._tried(script_keys, args)
 
     async def _read(self, args: dict[str, Any]) -> list[DueEvent]:
         rows = await self._due([tenant_keys.epoch(), tenant_keys.due_tenants()], args)
-        if rows == b"FENCED":
-            raise Fenced
         return [_due_event(*row) for row in rows]
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cached_property
 
 from cotrain_store.disk.result_storage import UNLOADED
-from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, result_keys, tenant_keys, weights_keys
 from cotrain_store.keys.tenant_keys import usage_field, usage_hour
 from cotrain_store.messages.ids import (
@@ -123,10 +122,7 @@ class SavedWeights:
             "used": usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
             "usage_ttl_s": tenant_keys.USAGE_TTL_S,
         }  # fmt: skip
-        answer = self._stored(script_keys, args, result)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"OK")
+        return bool(self._stored(script_keys, args, result) == b"OK")
 
     def _kept_back(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
         """Return the unpublished checkpoint and result of a named save, with its size filled in.
@@ -159,8 +155,7 @@ class SavedWeights:
             "ttl_ms": result_keys.SMALL_RESULT_TTL_MS, "closing": UNLOADED.encode().decode(),
             "folder": external_folder(ref),
         }  # fmt: skip
-        if self._lost(script_keys, args) == b"FENCED":
-            raise Fenced
+        self._lost(script_keys, args)
 
     def unused_weights(self) -> list[WeightsRecord]:
         """Return stored weights of this pool without a reference from a checkpoint, live sampler or load.
@@ -199,10 +194,7 @@ class SavedWeights:
             "epoch": str(self._epoch), "prefix": fleet_keys.prefix(pool), "ref": ref,
             "folder": external_folder(ref),
         }  # fmt: skip
-        answer = self._forget(script_keys, args)
-        if answer == b"FENCED":
-            raise Fenced
-        return bool(answer == b"LAST")
+        return bool(self._forget(script_keys, args) == b"LAST")
 
     def sweep_lease(self) -> SweepLease:
         """Return the lease to sweep this pool's files."""

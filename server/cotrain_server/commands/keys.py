@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from cotrain.commands.terminal import AsJson, examples, print_json, print_rich
+from cotrain.commands.terminal import AsJson, examples, minute, print_result, table
 from cotrain_server.commands.options import DEFAULT_DATA_DIR, DataDir, ServersRedisUrl, fail
 from cotrain_server.settings import split_words
 from cotrain_server.supervisor.data_folder import UnsafeFolder, found_socket
@@ -58,10 +58,7 @@ def create(
 
     async def issue(tenants: Tenants) -> None:
         key = await tenants.issue(name, tenant=owner, not_after=not_after, prefix=prefix)
-        if as_json:
-            print_json({"name": name, "key": key})
-        else:
-            typer.echo(key)
+        print_result({"name": name, "key": key}, key, as_json=as_json)
 
     _with_tenants(issue, data_dir, redis_url)
 
@@ -74,10 +71,7 @@ def list_keys(
 
     async def show(tenants: Tenants) -> None:
         found = await tenants.list_keys()
-        if as_json:
-            print_json([_as_json(key) for key in found])
-        else:
-            print_rich(_table(found))
+        print_result([_as_json(key) for key in found], _table(found), as_json=as_json)
 
     _with_tenants(show, data_dir, redis_url)
 
@@ -100,8 +94,7 @@ def revoke(
                 fail(f"There is no key {key_id}.")
         except KeyInSettings as error:
             fail(str(error))
-        if as_json:
-            print_json({"id": key_id, "revoked": True})
+        print_result({"id": key_id, "revoked": True}, as_json=as_json)
 
     _with_tenants(remove, data_dir, redis_url)
 
@@ -125,22 +118,19 @@ def _ask_before_a_new_tenant(tenant: TenantId, data_dir: Path, redis_url: str | 
 
 
 def _table(records: list[KeyRecord]) -> Table:
-    table = Table("id", "key", "tenant", "name", "from", "since", "valid until", box=None)
-    for record in records:
-        until = "" if record.not_after is None else _date(record.not_after)
-        table.add_row(
-            record.id, f"{record.prefix}…", record.tenant, record.name, _source(record),
-            _date(record.created_at), until,
-        )  # fmt: skip
-    return table
+    rows = (
+        (
+            *(record.id, f"{record.prefix}…", record.tenant, record.name, _source(record)),
+            minute(record.created_at),
+            None if record.not_after is None else minute(record.not_after),
+        )
+        for record in records
+    )
+    return table(("id", "key", "tenant", "name", "from", "since", "valid until"), rows)
 
 
 def _source(record: KeyRecord) -> str:
     return "settings" if record.in_settings else "keys create"
-
-
-def _date(timestamp: float) -> str:
-    return f"{datetime.fromtimestamp(timestamp, UTC):%Y-%m-%d %H:%M}"
 
 
 def _with_tenants(

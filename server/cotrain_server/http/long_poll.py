@@ -147,7 +147,7 @@ async def _prepare(poll: Poll, request: Request) -> Response | Wait:
 
 async def _read(poll: Poll, request: Request, services: Services, tenant: TenantId) -> WireModel:
     limit_bytes = min(POLL_BODY_BYTES, services.settings.max_body_bytes)
-    with services.tenant_connections.of(tenant), services.body_memory.of(tenant) as take:
+    with services.tenant_requests.of(tenant, 1), services.body_memory.of(tenant) as take:
         reader = BodyReader(services.parser, tenant, limit_bytes, FEW, take)
         body = await reader.read(request)
         # A body without a JSON content type is validated as bytes, so it is refused.

@@ -10,13 +10,22 @@ from __future__ import annotations
 import time
 
 import structlog
+from opentelemetry.context import attach
+from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from starlette.types import Scope
 
 from cotrain_server.services import Services
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.monitoring.traceparent import if_sampled, trace_id
-from cotrain_store.monitoring.tracing import CURRENT, Span, tracer
+from cotrain_store.monitoring.tracing import (
+    context_of,
+    current_traceparent,
+    named,
+    record,
+    trace_id,
+    traceparent_of,
+    tracer,
+)
 
 _TRACED = ("/api/v1/", "/oai/", "/anthropic/")
 #: Requests that repeat constantly, from waiting clients and from health checks.
@@ -34,21 +43,21 @@ def begin_request(scope: Scope) -> Span | None:
     """Start the span of a request as a child of its client's span (`traceparent`). Return None if
     it has no span.
 
-    From here on `CURRENT` is this span, or the one that a poll's client sent, and log lines contain
-    its trace id.
+    From here on OpenTelemetry's current span is this one, or the one that a poll's client sent, and
+    log lines contain its trace id.
     """
     traces = tracer()
     if traces is None:
         return None
     sent = [value for name, value in scope["headers"] if name == b"traceparent"]
-    parent = sent[0].decode("latin-1") if len(sent) == 1 else ""
+    parent = context_of(sent[0].decode("latin-1") if len(sent) == 1 else "")
     if not scope["path"].startswith(_TRACED) or scope["path"] in _NOT_TRACED:
-        CURRENT.set(if_sampled(parent))
+        attach(parent)
         return None
-    span = traces.begin(scope["method"], parent, is_server=True)
-    CURRENT.set(span.traceparent)
-    if span.traceparent:
-        structlog.contextvars.bind_contextvars(trace_id=trace_id(span.traceparent))
+    span = traces.start_span(scope["method"], parent, SpanKind.SERVER)
+    attach(set_span_in_context(span, parent))
+    if traceparent := traceparent_of(span):
+        structlog.contextvars.bind_contextvars(trace_id=trace_id(traceparent))
     return span
 
 
@@ -62,8 +71,11 @@ def end_request(span: Span, scope: Scope, route: str, status: int) -> None:
         "http.request.method": scope["method"], "http.route": route,
         "http.response.status_code": status,
     }  # fmt: skip
-    name = f"{scope['method']} {route}"
-    span.end(name, failed=status >= _SERVER_ERROR or not status, **http, **names)
+    span.update_name(f"{scope['method']} {route}")
+    span.set_attributes(named(**http, **names))
+    if status >= _SERVER_ERROR or not status:
+        span.set_status(StatusCode.ERROR)
+    span.end()
 
 
 async def trace_retrieval(
@@ -74,11 +86,11 @@ async def trace_retrieval(
     if traces is None:
         return
     of_op = await services.futures.trace_of(tenant, request)
-    parent = CURRENT.get() or of_op
+    parent = current_traceparent() or of_op
     if not parent:
         return
     is_failure = result.kind is ResultKind.FAILURE
-    traces.record(
-        "retrieve_future", began, time.time(), parent, links=[of_op] if parent != of_op else [],
+    record(
+        traces, "retrieve_future", began, time.time(), parent, links=[of_op] if parent != of_op else [],
         request=request, tenant=tenant, outcome="failed" if is_failure else "ok",
     )  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, ClassVar
 
-from fastapi import Depends, Query, Request, Response, Security
+from fastapi import APIRouter, Depends, Query, Request, Response, Security
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader
 from pydantic import BaseModel
@@ -67,7 +67,7 @@ class TenantRoute(APIRoute):
             tenant = await authenticate(request, services)
             limit_bytes = self.body_limit(request, services.settings)
             with (
-                services.tenant_connections.of(tenant.id),
+                services.tenant_requests.of(tenant.id, 1),
                 services.body_memory.of(tenant.id) as take,
             ):
                 reader = BodyReader(services.parser, tenant.id, limit_bytes, self.json_limits, take)
@@ -118,6 +118,18 @@ class OperatorRoute(APIRoute):
         return guarded
 
 
+def tenant_router(
+    tag: str, prefix: str = "/api/v1", kind: type[APIRoute] = TenantRoute
+) -> APIRouter:
+    """Return a router of requests with a tenant's API key. The pages of the API show it by its tag."""
+    return APIRouter(prefix=prefix, tags=[tag], route_class=kind, dependencies=[api_key])
+
+
+def operator_router(prefix: str) -> APIRouter:
+    """Return a router of requests with an operator's key."""
+    return tenant_router("admin", prefix, OperatorRoute)
+
+
 def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
     """Return the OpenAPI schema of a JSON body of one of these models, with `binary` also of its
     protobuf message.
@@ -128,6 +140,14 @@ def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
     if binary:
         content[PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def queues(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
+    """Return the options of a route that queues a request with a body of one of these models."""
+    return {
+        "response_model_exclude_none": True,
+        "openapi_extra": body_of(*models, binary=binary),
+    }
 
 
 def _whole(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Concurrency limits per tenant in one process: slots, connections, body memory and uploads.
+"""Concurrency limits per tenant in one process: slots, requests, body memory and uploads.
 
 Requests for slots of one tenant are served in order of arrival. Tenants do not wait for one
 another.
@@ -38,88 +38,63 @@ class TenantSlots:
                 del self._count_by_tenant[tenant], self._slots_by_tenant[tenant]
 
 
-#: Includes polls (`polls` of `COTRAIN_QUOTAS` is 2,000). An SDK has at most a thousand concurrent
-#: requests of each kind.
-LIMITS = 4_000
+class TenantUse(Counter[TenantId]):
+    """Amount of one resource that each tenant uses now in this process, up to a limit."""
 
-
-class TenantConnections:
-    """Counter of a tenant's requests, from the arrival of their bodies until they are answered."""
-
-    def __init__(self, most: int = LIMITS) -> None:
+    def __init__(
+        self, refusal: Reason, most: int = 0, on_refusal: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__()
+        self._refusal = refusal
         self._most = most
-        self._count_by_tenant: Counter[TenantId] = Counter()
+        self._on_refusal = on_refusal
 
     @contextmanager
-    def of(self, tenant: TenantId) -> Iterator[None]:
-        """Count one request. Raises TOO_MANY_CONNECTIONS above the limit."""
-        if self._count_by_tenant[tenant] >= self._most:
-            metrics.CONNECTIONS_REFUSED.labels("tenant").inc()
-            raise Refused(Reason.TOO_MANY_CONNECTIONS)
-        self._count_by_tenant[tenant] += 1
-        try:
-            yield
-        finally:
-            self._count_by_tenant[tenant] -= 1
-            if not self._count_by_tenant[tenant]:
-                del self._count_by_tenant[tenant]
+    def of(
+        self, tenant: TenantId, amount: int = 0, *, most: int | None = None
+    ) -> Iterator[Callable[[int], None]]:
+        """Use an amount until the end of the block. Yields a function that uses more.
 
-
-#: SDKs have 50 MB of passes in flight at once. A thousand slow senders may not occupy 64 GB.
-MAX_BYTES = 512 * 1024**2
-
-
-class BodyMemory:
-    """Counter of body bytes from the first byte until the request is answered, as sent and as
-    decompressed.
-    """
-
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._bytes_by_tenant: Counter[TenantId] = Counter()
-
-    @contextmanager
-    def of(self, tenant: TenantId) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts the bytes of one body. It raises TOO_MANY_BODIES above the
-        limit.
-
-        A tenant's only body is always accepted, because its size is limited elsewhere.
+        Both raise the refusal above the limit. The only block of a tenant may exceed it, because
+        the size of one body is limited elsewhere.
         """
-        taken = 0
+        limit, used = self._most if most is None else most, 0
 
-        def take(size: int) -> None:
-            nonlocal taken
-            used = self._bytes_by_tenant[tenant]
-            if used > taken and used + size > self._max_bytes:
-                raise Refused(Reason.TOO_MANY_BODIES)
-            taken += size
-            self._bytes_by_tenant[tenant] += size
+        def use(more: int) -> None:
+            nonlocal used
+            if self[tenant] > used and self[tenant] + more > limit:
+                self._on_refusal()
+                raise Refused(self._refusal)
+            used += more
+            self[tenant] += more
 
         try:
-            yield take
+            if amount:
+                use(amount)
+            yield use
         finally:
-            self._bytes_by_tenant[tenant] -= taken
-            if not self._bytes_by_tenant[tenant]:
-                del self._bytes_by_tenant[tenant]
+            self[tenant] -= used
+            if not self[tenant]:
+                del self[tenant]
 
 
-UPLOADS_PER_TENANT = 2
+#: Requests of a tenant, from the arrival of their bodies until they are answered. They include
+#: polls (`polls` of `COTRAIN_QUOTAS` is 2,000). An SDK has at most a thousand concurrent requests of
+#: each kind.
+MAX_REQUESTS = 4_000
+#: Bytes of bodies until their requests are answered, as sent and as decompressed. SDKs have 50 MB of
+#: passes in flight at once. A thousand slow senders may not occupy 64 GB.
+MAX_BODY_BYTES = 512 * 1024**2
+#: Uploads that are received at once; one is unpacked at a time.
+MAX_UPLOADS = 2
 
 
-class UploadSlots:
-    """Upload slots of one process: several uploads are received at once, one is unpacked."""
+def tenant_requests(most: int = MAX_REQUESTS) -> TenantUse:
+    """Return a counter of requests that counts its refusals in the metrics."""
+    refused = metrics.CONNECTIONS_REFUSED.labels("tenant")
+    return TenantUse(Reason.TOO_MANY_CONNECTIONS, most, refused.inc)
 
-    def __init__(self) -> None:
-        self.unpacking = asyncio.Lock()
-        self._count_by_tenant = Counter[str]()
 
-    @contextmanager
-    def slot(self, tenant: TenantId) -> Iterator[None]:
-        """Count an upload of a tenant while it lasts. Raises TOO_MANY_UPLOADS."""
-        if self._count_by_tenant[tenant] >= UPLOADS_PER_TENANT:
-            raise Refused(Reason.TOO_MANY_UPLOADS)
-        self._count_by_tenant[tenant] += 1
-        try:
-            yield
-        finally:
-            self._count_by_tenant[tenant] -= 1
+def body_memory(max_bytes: int = MAX_BODY_BYTES) -> TenantUse:
+    """Return a counter of the bytes of bodies."""
+    return TenantUse(Reason.TOO_MANY_BODIES, max_bytes)

@@ -1,14 +1,33 @@
-"""Submission of an accepted op to its run's log, the last step of every route that creates one."""
+"""Records of new runs, and submission of an accepted op to its run's log."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import Request
 
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain_server.requests.passes import Op
 from cotrain_server.services import Services
-from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.runs import RunRecord
+from cotrain_store.messages.ids import TenantId, run_id
+from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, SessionRecord
+
+
+def new_run(
+    session: SessionRecord,
+    number: int,
+    pool: PoolRecord,
+    lora: LoraSpec,
+    user_metadata: Mapping[str, Any] | None = None,
+) -> RunRecord:
+    """Return the record of a new run. `number` is its own within the session."""
+    return RunRecord(
+        id=run_id(session.id, number), tenant=session.tenant, session=session.id, pool=pool.id,
+        base_model=pool.base_model, lora=lora, created_at=time.time(),
+        user_metadata=dict(user_metadata or {}),
+    )  # fmt: skip
 
 
 async def submit(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import time
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.wire.checkpoints import ApiKeyResponse, KeyDetails, OrganizationDetails, UserDetails
 from cotrain.wire.sessions import AuthTokenResponse
 from cotrain_server.http.auth import is_token, shown_key
-from cotrain_server.http.tenant_routes import ServicesDep, TenantRoute, api_key
+from cotrain_server.http.tenant_routes import ServicesDep, tenant_router
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import Token
 from cotrain_store.errors import InvalidKey, Reason, Refused
@@ -18,9 +18,7 @@ from cotrain_store.messages.runs import Tenant
 from cotrain_store.tenants.api_keys import KeyRecord
 from cotrain_store.tenants.audit_log import AuditEvent
 
-router = APIRouter(
-    prefix="/api/v1/auth", tags=["auth"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("auth", "/api/v1/auth")
 
 
 @router.post("/token")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, date, datetime
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 
 from cotrain.wire.model import Name
 from cotrain.wire.usage import (
@@ -25,7 +25,7 @@ from cotrain.wire.usage import (
     UsageSession,
 )
 from cotrain_server.errors import Invalid
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.services import Services
 from cotrain_server.views.records import text_by_name, utc
 from cotrain_server.views.usage import events_of, last_day, sources_of, total_of, window
@@ -35,9 +35,7 @@ from cotrain_store.results.delivery import unread_bytes
 from cotrain_store.tenants.run_bytes import run_bytes
 from cotrain_store.tenants.session_search import Stored
 
-router = APIRouter(
-    prefix="/api/v1", tags=["usage"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("usage")
 
 
 @router.get("/billing/usage/events")

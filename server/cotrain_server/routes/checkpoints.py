@@ -11,7 +11,7 @@ import secrets
 import time
 from typing import Annotated, get_args
 
-from fastapi import APIRouter, Header, HTTPException, Request
+from fastapi import Header, HTTPException, Request
 
 from cotrain.wire.checkpoints import (
     CheckpointTtlRequest,
@@ -19,7 +19,7 @@ from cotrain.wire.checkpoints import (
     CopyWeightsResponse,
 )
 from cotrain_server.errors import Invalid
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import (
     CHECKPOINT,
     Source,
@@ -30,15 +30,13 @@ from cotrain_server.requests.checkpoint_validation import (
 )
 from cotrain_server.requests.submission import quota_reached
 from cotrain_server.services import Services
-from cotrain_store.errors import MalformedPath, Reason, Refused, RunNotFound
+from cotrain_store.errors import MalformedPath, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, run_id
 from cotrain_store.messages.runs import RunRecord, RunState, Tenant
 from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
 from cotrain_store.tenants.audit_log import AuditEvent
 
-router = APIRouter(
-    prefix="/api/v1", tags=["checkpoints"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("checkpoints")
 
 KINDS = get_args(CheckpointKind)
 
@@ -174,10 +172,7 @@ async def _destination(
     if (wanted.session_id is None) != (wanted.model_seq_id is None):
         raise Invalid("session_id and model_seq_id are needed together.")
     if wanted.session_id is not None:
-        session = await services.records.session(tenant, wanted.session_id)
-        if session.finished_at is not None:
-            raise Refused(Reason.SESSION_FINISHED)
-        return session.id
+        return (await services.records.open_session(tenant, wanted.session_id)).id
     if wanted.destination_project_id is None:
         raise Invalid("destination_project_id, or session_id with model_seq_id, is needed.")
     made_of = f"{tenant}\0{key or secrets.token_hex(16)}"

@@ -116,7 +116,7 @@ async def _result(
 ) -> Response:
     began, tenant = time.time(), reader.id
     key_id = reader.key_id if reader.may_change else None
-    with services.counted_poll(tenant, await services.quotas.of(tenant)):
+    with services.polls_by_tenant.of(tenant, 1, most=(await services.quotas.of(tenant)).polls):
         outcome = await services.futures.wait(tenant, request, hold_s, key_id)
     if isinstance(outcome, Pending):
         return try_again(request, outcome.queue_state, outcome.reason)
@@ -134,7 +134,7 @@ async def _ended(
     services: Services, sampler: SamplerRecord, clone: int, after: int, hold_s: float
 ) -> Response:
     quotas = await services.quotas.of(sampler.tenant)
-    with services.counted_poll(sampler.tenant, quotas):
+    with services.polls_by_tenant.of(sampler.tenant, 1, most=quotas.polls):
         completions, cursor = await services.completions.wait(sampler, clone, after, hold_s)
     ended = RetrieveFuturesResponse(
         completions=[_completion(completion) for completion in completions], cursor=cursor

@@ -25,7 +25,7 @@ from cotrain_server.http.downloads import (
     names_of,
     open_files,
 )
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import CHECKPOINT, Source, find_source, path_of
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
@@ -33,9 +33,7 @@ from cotrain_store.errors import CheckpointNotFound, Reason, Refused
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.tenants.audit_log import AuditEvent
 
-router = APIRouter(
-    prefix="/api/v1", tags=["checkpoints"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("checkpoints")
 
 
 @router.get(f"{CHECKPOINT}/external_weights_urls")

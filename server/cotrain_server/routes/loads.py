@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.wire.checkpoints import CreateFromWeightsRequest, LoadWeightsRequest
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain_server.errors import Invalid
 from cotrain_server.http.request_body import json_body
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key, body_of
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queues, tenant_router
 from cotrain_server.requests.checkpoint_validation import (
     WRONG_PATH,
     Source,
@@ -23,23 +22,17 @@ from cotrain_server.requests.checkpoint_validation import (
 from cotrain_server.requests.checkpoints import load_body, load_op, read_as
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.passes import Op, canonical_json, digest_of, json_object, read_fields
-from cotrain_server.requests.submission import submit
+from cotrain_server.requests.submission import new_run, submit
 from cotrain_server.services import Services
 from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunRecord, SessionRecord, Tenant
+from cotrain_store.messages.runs import SessionRecord, Tenant
 
-router = APIRouter(
-    prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("weights")
 
 
-@router.post(
-    "/load_weights",
-    response_model_exclude_none=True,
-    openapi_extra=body_of(LoadWeightsRequest, CreateFromWeightsRequest),
-)
+@router.post("/load_weights", **queues(LoadWeightsRequest, CreateFromWeightsRequest))
 async def load_weights(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
@@ -107,16 +100,7 @@ async def _start(
     check_optimizer(weights, optimizer=wanted.optimizer)
     pool = await services.records.pool_of(weights.base_model)
     check_rank(weights.lora.rank, pool.max_rank)
-    run = RunRecord(
-        id=run_id(session.id, wanted.model_seq_id),
-        tenant=session.tenant,
-        session=session.id,
-        pool=pool.id,
-        base_model=pool.base_model,
-        lora=weights.lora,
-        created_at=time.time(),
-        user_metadata=wanted.user_metadata or {},
-    )
+    run = new_run(session, wanted.model_seq_id, pool, weights.lora, wanted.user_metadata)
     body = load_body(wanted.path, weights, optimizer=wanted.optimizer, creates=weights.lora)
     return await services.intake.create_run(
         run, kind=OpKind.LOAD, body=body, digest=digest, uses=(weights.ref,)

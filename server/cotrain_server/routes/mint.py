@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
@@ -16,7 +15,7 @@ from cotrain_server.http.tenant_routes import (
     TenantDep,
     TenantRoute,
     api_key,
-    body_of,
+    queues,
 )
 from cotrain_server.requests.checkpoint_validation import WRONG_PATH, find_loadable
 from cotrain_server.requests.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
@@ -27,10 +26,10 @@ from cotrain_server.requests.reverse_kl import (
     refused_reverse_kl,
     reverse_kl_op,
 )
-from cotrain_server.requests.submission import idempotency_key, quota_reached, submit
+from cotrain_server.requests.submission import idempotency_key, new_run, quota_reached, submit
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
-from cotrain_store.messages.ids import TenantId, WeightsRef, request_id, run_id
+from cotrain_store.messages.ids import TenantId, WeightsRef, request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import PoolRecord, RunRecord, Tenant
 from cotrain_store.messages.saves import WeightsRecord
@@ -40,11 +39,7 @@ passes = APIRouter(route_class=DataRoute)
 checkpoints = APIRouter(route_class=TenantRoute)
 
 
-@passes.post(
-    "/forward_backward_reverse_kl",
-    response_model_exclude_none=True,
-    openapi_extra=body_of(ReverseKlRequest),
-)
+@passes.post("/forward_backward_reverse_kl", **queues(ReverseKlRequest))
 async def forward_backward_reverse_kl(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
@@ -125,15 +120,7 @@ async def _open_run(
     session = await services.records.create_session(
         tenant.id, tags=("interpolation",), key_id=tenant.key_id
     )
-    return RunRecord(
-        id=run_id(session.id, 0),
-        tenant=tenant.id,
-        session=session.id,
-        pool=pool.id,
-        base_model=pool.base_model,
-        lora=lora,
-        created_at=time.time(),
-    )
+    return new_run(session, 0, pool, lora)
 
 
 router.include_router(passes)

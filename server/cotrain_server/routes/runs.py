@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.wire.runs import (
     CreateModelRequest,
@@ -19,18 +18,18 @@ from cotrain.wire.runs import (
 )
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import is_local
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_metadata
 from cotrain_server.requests.pass_validation import check_rank
+from cotrain_server.requests.submission import new_run
 from cotrain_server.services import Services
 from cotrain_server.text_apis.tokenizer_cache import published_tokenizer
-from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import RunId, run_id
-from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
+from cotrain_store.messages.runs import LoraSpec, PoolRecord
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
-router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=TenantRoute, dependencies=[api_key])
+router = tenant_router("runs")
 
 
 @router.post("/create_model", response_model_exclude_none=True)
@@ -42,23 +41,12 @@ async def create_model(
     An invalid request is refused at once, because it has no position in an order. Idempotent: the
     run's id is derived from the session and the client's own number.
     """
-    session = await services.records.session(tenant.id, request.session_id)
-    if session.finished_at is not None:
-        raise Refused(Reason.SESSION_FINISHED)
+    session = await services.records.open_session(tenant.id, request.session_id)
     check_metadata(request.user_metadata)
     pool = await services.records.pool_of(request.base_model)
     check_rank(request.lora_config.rank, min(pool.max_rank, services.settings.max_rank))
-    name = run_id(session.id, request.model_seq_id)
-    run = RunRecord(
-        id=name,
-        tenant=tenant.id,
-        session=session.id,
-        pool=pool.id,
-        base_model=pool.base_model,
-        lora=_lora_spec(name, request.lora_config),
-        created_at=time.time(),
-        user_metadata=request.user_metadata or {},
-    )
+    lora = _lora_spec(run_id(session.id, request.model_seq_id), request.lora_config)
+    run = new_run(session, request.model_seq_id, pool, lora, request.user_metadata)
     request_id = await services.intake.create_run(run)
     if request.note or request.tags:
         most = (await services.quotas.of(tenant.id)).record_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sampling import (
@@ -24,21 +24,18 @@ from cotrain_server.http.tenant_routes import (
     DataRoute,
     ServicesDep,
     TenantDep,
-    TenantRoute,
-    api_key,
-    body_of,
+    queues,
+    tenant_router,
 )
 from cotrain_server.requests.checkpoint_validation import check_loadable
 from cotrain_server.requests.sample_validation import check_sample, check_sampleable
 from cotrain_server.requests.samples import read_sample
 from cotrain_server.services import Services
-from cotrain_store.errors import BaseModelNotServed, Reason, Refused
+from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, sampler_id
 from cotrain_store.messages.samples import SamplerRecord
 
-router = APIRouter(
-    prefix="/api/v1", tags=["sampling"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("sampling")
 
 
 @router.post("/create_sampling_session")
@@ -50,9 +47,7 @@ async def create_sampling_session(
 
     Idempotent: the sampler's id is derived from the session and the client's own number.
     """
-    session = await services.records.session(tenant.id, request.session_id)
-    if session.finished_at is not None:
-        raise Refused(Reason.SESSION_FINISHED)
+    session = await services.records.open_session(tenant.id, request.session_id)
     base_model, weights = await _source(request, services, tenant.id)
     pool = await services.records.pool_of(base_model)
     check_sampleable(pool)
@@ -96,14 +91,10 @@ async def _source(
     raise Invalid("One of base_model and model_path is needed.")
 
 
-sampling_router = APIRouter(
-    prefix="/api/v1", tags=["sampling"], route_class=DataRoute, dependencies=[api_key]
-)
+sampling_router = tenant_router("sampling", kind=DataRoute)
 
 
-@sampling_router.post(
-    "/asample", response_model_exclude_none=True, openapi_extra=body_of(SampleRequest)
-)
+@sampling_router.post("/asample", **queues(SampleRequest))
 async def asample(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue a sample request.
 

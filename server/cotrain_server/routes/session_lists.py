@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-
 from cotrain.wire.rest import (
     AssignProjectRequest,
     GetSessionResponse,
@@ -17,8 +15,7 @@ from cotrain_server.http.tenant_routes import (
     Scope,
     ServicesDep,
     TenantDep,
-    TenantRoute,
-    api_key,
+    tenant_router,
 )
 from cotrain_server.services import Services
 from cotrain_server.views.records import text_by_name
@@ -34,9 +31,7 @@ from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.run_list import LabelQuery
 from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
 
-router = APIRouter(
-    prefix="/api/v1", tags=["lists"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("lists")
 
 READ_AT_ONCE = 100
 #: Maximum number of sessions examined for one page. A rare match may be several pages later.

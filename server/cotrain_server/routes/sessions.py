@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.sessions import (
@@ -22,14 +22,12 @@ from cotrain.wire.sessions import (
     TelemetryResponse,
 )
 from cotrain_server.http.auth import UNKEPT_SESSION, exchanges_key, is_local
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_notes
 from cotrain_server.requests.pass_scan import MAX_DATUMS
 from cotrain_server.requests.sample_validation import is_sampleable
 
-router = APIRouter(
-    prefix="/api/v1", tags=["sessions"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("sessions")
 
 #: SDK 0.38 splits calls of forward_backward into requests of at most MAX_DATUMS datums and this
 #: many bytes. It counts only arrays, before compression.

@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from cotrain.wire.runs import TOKENIZER_FILES, TokenizerResponse
 from cotrain.wire.sessions import HealthResponse
 from cotrain_server.http.auth import authenticate, check_operator, is_operator
-from cotrain_server.http.tenant_routes import ServicesDep, TenantRoute, api_key
+from cotrain_server.http.tenant_routes import ServicesDep, tenant_router
 from cotrain_server.text_apis.tokenizer_cache import tokenizer_folder
 from cotrain_server.views.fleet_metrics import fleet_metrics, process_metrics
 from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready, restoring_notices
@@ -76,9 +76,7 @@ async def metrics_of_fleet(request: Request, services: ServicesDep) -> Response:
     return Response(await fleet_metrics(services), media_type=CONTENT_TYPE_LATEST)
 
 
-tokenizers_router = APIRouter(
-    prefix="/api/v1", tags=["sampling"], route_class=TenantRoute, dependencies=[api_key]
-)
+tokenizers_router = tenant_router("sampling")
 
 
 @tokenizers_router.get("/tokenizers", responses={200: {"model": TokenizerResponse}})

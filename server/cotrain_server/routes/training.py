@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.runs import (
@@ -19,7 +19,13 @@ from cotrain.wire.runs import (
 )
 from cotrain_server.errors import BodyTooLarge
 from cotrain_server.http.request_body import body_weight, is_json, is_protobuf, json_body
-from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, api_key, body_of
+from cotrain_server.http.tenant_routes import (
+    DataRoute,
+    ServicesDep,
+    TenantDep,
+    queues,
+    tenant_router,
+)
 from cotrain_server.requests.passes import (
     Op,
     ParsedPass,
@@ -34,16 +40,10 @@ from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed, Reason, Refused
 from cotrain_store.messages.runs import PoolRecord, Tenant
 
-router = APIRouter(
-    prefix="/api/v1", tags=["training"], route_class=DataRoute, dependencies=[api_key]
-)
+router = tenant_router("training", kind=DataRoute)
 
 
-@router.post(
-    "/forward_backward",
-    response_model_exclude_none=True,
-    openapi_extra=body_of(ForwardBackwardRequest, binary=True),
-)
+@router.post("/forward_backward", **queues(ForwardBackwardRequest, binary=True))
 async def forward_backward(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
@@ -51,21 +51,13 @@ async def forward_backward(
     return await _queue_pass(request, services, tenant, forward_only=False)
 
 
-@router.post(
-    "/forward",
-    response_model_exclude_none=True,
-    openapi_extra=body_of(ForwardRequest, binary=True),
-)
+@router.post("/forward", **queues(ForwardRequest, binary=True))
 async def forward(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue a pass without a gradient."""
     return await _queue_pass(request, services, tenant, forward_only=True)
 
 
-@router.post(
-    "/optim_step",
-    response_model_exclude_none=True,
-    openapi_extra=body_of(OptimStepRequest),
-)
+@router.post("/optim_step", **queues(OptimStepRequest))
 async def optim_step(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from cotrain.wire.model import Name
 from cotrain.wire.rest import (
@@ -24,17 +24,14 @@ from cotrain_server.http.tenant_routes import (
     Scope,
     ServicesDep,
     TenantDep,
-    TenantRoute,
-    api_key,
+    tenant_router,
 )
 from cotrain_server.views.records import checkpoint_of, csv_of, history_of, training_run_of
 from cotrain_store.oplog.reader import read_history
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.run_list import LabelQuery
 
-router = APIRouter(
-    prefix="/api/v1", tags=["lists"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("lists")
 
 _SDK = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)\b.*")
 AfterStep = Annotated[int, Query(ge=-1, lt=2**53)]

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import IO, Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from fastapi.routing import APIRoute
 from typing_extensions import override
 
@@ -23,15 +23,15 @@ from cotrain_server.adapter_upload.peft_config import CONFIG, read_adapter
 from cotrain_server.adapter_upload.strict_json import read_object
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import authenticate
-from cotrain_server.http.tenant_routes import Handler, ServicesDep, TenantDep, api_key
+from cotrain_server.http.tenant_routes import Handler, ServicesDep, TenantDep, tenant_router
 from cotrain_server.http.upload_body import file_in_form, received
 from cotrain_server.requests.checkpoint_validation import check_metadata, check_name, check_ttl
 from cotrain_server.requests.pass_validation import check_rank
-from cotrain_server.requests.submission import quota_reached
+from cotrain_server.requests.submission import new_run, quota_reached
 from cotrain_server.services import Services
 from cotrain_store.bodies.import_body import PeftAdapter, encode_import
-from cotrain_store.errors import Reason, Refused, RunClosed, SeqConflict, StoreUnavailable
-from cotrain_store.messages.ids import encode, request_id, run_id
+from cotrain_store.errors import RunClosed, SeqConflict, StoreUnavailable
+from cotrain_store.messages.ids import encode, request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, SessionRecord, Tenant
@@ -103,9 +103,7 @@ class UploadRoute(APIRoute):
         return guarded
 
 
-router = APIRouter(
-    prefix="/api/v1", tags=["uploads"], route_class=UploadRoute, dependencies=[api_key]
-)
+router = tenant_router("uploads", kind=UploadRoute)
 
 
 @router.post("/training_runs/upload", response_model_exclude_none=True, openapi_extra=ARCHIVE)
@@ -122,7 +120,7 @@ async def upload_checkpoint(
     wanted = await _read_query(services, tenant, query)
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
-    with services.uploads.slot(tenant.id):
+    with services.uploads.of(tenant.id, 1):
         run = await _import(request, services, wanted)
     return UploadResponse(
         request_id=request_id(run.id, 1),
@@ -145,10 +143,10 @@ async def upload_form(
         raise Invalid(full)
     settings = services.settings
     folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
-    with services.uploads.slot(tenant.id):
+    with services.uploads.of(tenant.id, 1):
         async with (
             received(request, folder, limit, settings.disk_reserve_bytes) as body,
-            services.uploads.unpacking,
+            services.unpacking,
         ):
             form = request.headers.get("content-type", "")
             archive = await asyncio.to_thread(file_in_form, body, form, "file")
@@ -199,9 +197,7 @@ async def _read_query(services: Services, tenant: Tenant, query: UploadQuery) ->
         raise Invalid("Send session_id and model_seq_id together, or neither.")
     session = None
     if query.session_id is not None:
-        session = await services.records.session(tenant.id, query.session_id)
-        if session.finished_at is not None:
-            raise Refused(Reason.SESSION_FINISHED)
+        session = await services.records.open_session(tenant.id, query.session_id)
     return _Wanted(
         tenant, pool, session, query.model_seq_id or 0, query.name, encode(save).encode()
     )
@@ -229,7 +225,7 @@ async def _import(request: Request, services: Services, wanted: _Wanted) -> RunR
     folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
     async with (
         received(request, folder, limit, settings.disk_reserve_bytes) as archive,
-        services.uploads.unpacking,
+        services.unpacking,
     ):
         adapter = await asyncio.to_thread(_read_archive, archive, limit)
         return await _queue(services, wanted, adapter)
@@ -257,16 +253,7 @@ async def _new_run(services: Services, wanted: _Wanted, lora: LoraSpec, digest: 
     session = wanted.session or await services.records.create_session(
         wanted.owner.id, sdk_version="upload", key_id=wanted.owner.key_id
     )
-    return RunRecord(
-        id=run_id(session.id, wanted.model_seq_id),
-        tenant=wanted.owner.id,
-        session=session.id,
-        pool=wanted.pool.id,
-        base_model=wanted.pool.base_model,
-        lora=lora,
-        created_at=time.time(),
-        user_metadata={"upload_sha256": digest},
-    )
+    return new_run(session, wanted.model_seq_id, wanted.pool, lora, {"upload_sha256": digest})
 
 
 def _read_archive(archive: IO[bytes], limit_bytes: int) -> PeftAdapter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from cotrain.wire.checkpoints import (
     SaveWeightsExternalRequest,
@@ -13,7 +13,7 @@ from cotrain.wire.checkpoints import (
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest
 from cotrain_server.http.request_body import json_body
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key, body_of
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queues, tenant_router
 from cotrain_server.requests.checkpoint_validation import find_source
 from cotrain_server.requests.checkpoints import save_op
 from cotrain_server.requests.passes import read_fields
@@ -22,16 +22,10 @@ from cotrain_server.services import Services
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.messages.saves import CheckpointKind
 
-router = APIRouter(
-    prefix="/api/v1", tags=["weights"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("weights")
 
 
-@router.post(
-    "/save_weights",
-    response_model_exclude_none=True,
-    openapi_extra=body_of(SaveWeightsRequest),
-)
+@router.post("/save_weights", **queues(SaveWeightsRequest))
 async def save_weights(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
@@ -39,11 +33,7 @@ async def save_weights(
     return await _save(request, services, tenant, "weights")
 
 
-@router.post(
-    "/save_weights_for_sampler",
-    response_model_exclude_none=True,
-    openapi_extra=body_of(SaveWeightsForSamplerRequest),
-)
+@router.post("/save_weights_for_sampler", **queues(SaveWeightsForSamplerRequest))
 async def save_weights_for_sampler(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
@@ -54,11 +44,7 @@ async def save_weights_for_sampler(
     return await _save(request, services, tenant, "sampler_weights")
 
 
-@router.post(
-    "/save_weights_external",
-    response_model_exclude_none=True,
-    openapi_extra=body_of(SaveWeightsExternalRequest),
-)
+@router.post("/save_weights_external", **queues(SaveWeightsExternalRequest))
 async def save_weights_external(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:

@@ -93,7 +93,9 @@ class Generation:
         generation = cls(services, target)
         quotas = await services.quotas.of(target.sampler.tenant)
         with generation._cleanup as cleanup:
-            cleanup.enter_context(services.counted_poll(target.sampler.tenant, quotas))
+            cleanup.enter_context(
+                services.polls_by_tenant.of(target.sampler.tenant, 1, most=quotas.polls)
+            )
             cleanup.callback(generation._withdraw)
             for prompt, body in enumerate(bodies):
                 await generation._submit(prompt, body)

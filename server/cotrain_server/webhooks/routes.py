@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter
-
 from cotrain.wire.usage import (
     NewWebhook,
     SetWebhookRequest,
@@ -14,12 +12,10 @@ from cotrain.wire.usage import (
     WebhookTest,
 )
 from cotrain_server.errors import Invalid
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_store.tenants.audit_log import AuditEvent
 
-router = APIRouter(
-    prefix="/api/v1", tags=["webhooks"], route_class=TenantRoute, dependencies=[api_key]
-)
+router = tenant_router("webhooks")
 
 
 @router.put("/webhook")

@@ -17,7 +17,7 @@ import pytest
 
 import cotrain
 from cotrain import Future, RestClient, SamplingClient, ServiceClient, TrainingClient
-from cotrain.compat.unsupported_arguments import ARGUMENTS, METHODS
+from cotrain.clients.unsupported_arguments import ARGUMENTS, METHODS
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -23,9 +23,9 @@ MODULES = {
 NAMES = """
 __version__ AdamOptimizerConfig AdamParams AdminClient APIConnectionError APIError APIFuture
 APIResponseValidationError APIStatusError APITimeoutError AuthenticationError BadRequestError
-BillingError Checkpoint CheckpointNotFound CheckpointType ClientClosed ConflictError
+BillingError BiosAPIError Checkpoint CheckpointNotFound CheckpointType ClientClosed ConflictError
 CotrainError Datum DmelChunk EncodedTextChunk exceptions ForeignAnswer ForwardBackwardOutput Future
-InternalServerError LoraConfig MalformedMessage mint ModelID ModelInput ModelInputChunk
+InternalServerError LoraConfig MalformedMessage mint MintAPIError ModelID ModelInput ModelInputChunk
 NotFoundError OptimParams OptimStepRequest OptimStepResponse ParsedCheckpointTinkerPath
 PermissionDeniedError RateLimitError RequestFailed RequestFailedError RestClient RetryPolicy
 SampledSequence SampleRequest SampleResponse SamplingClient SamplingParams ServiceClient

@@ -13,8 +13,8 @@ from cotrain_scheduler import clock as clock_module
 from cotrain_scheduler import pool_clock as pool_clock_module
 from cotrain_scheduler.clock import Clock
 from cotrain_store.errors import Fenced
-from cotrain_store.messages.fleet import WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, TenantId
+from cotrain_store.messages.ops import PoolView
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from tests.support.pool_in_memory import POOL, InMemory, settings_of, wake
 from tests.support.waiting import until
@@ -106,13 +106,13 @@ async def test_a_slow_pool_does_not_delay_another(
     async def two_pools() -> list[PoolId]:
         return [PoolId("slow"), POOL]
 
-    async def slots(pool: PoolId) -> list[WorkerSlot]:
+    async def view(pool: PoolId, *read: Any) -> PoolView:
         if pool != POOL:
             await never.wait()
-        return await InMemory.worker_slots(store, pool)
+        return await InMemory.view(store, pool, *read)
 
     monkeypatch.setattr(store, "pools", two_pools)
-    monkeypatch.setattr(store, "worker_slots", slots)
+    monkeypatch.setattr(store, "view", view)
     store.submit("a")
     async with running(process_on(store)):
         await until(lambda: len(store.steps) == 1, 0.0)

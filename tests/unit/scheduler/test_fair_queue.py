@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from cotrain_scheduler.fair_queue import FairQueue
 from cotrain_scheduler.planner import Selection, select
-from cotrain_scheduler.queue import PoolQueue
-from cotrain_scheduler.waiting import Waiting
+from cotrain_scheduler.queue import PoolQueue, Waiting
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
 from tests.support.draws import examples

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_scheduler.moving import (
+from cotrain_scheduler.rebalancing import (
     DIFFERENCE_S,
     LASTS_S,
     REST_S,

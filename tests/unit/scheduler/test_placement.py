@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_scheduler.placement import (
+    FIRST_TOKENS,
     MEMORY_S,
     Candidate,
     RecentTokens,
@@ -22,7 +23,6 @@ from cotrain_scheduler.placement import (
     rates,
     reassignments,
 )
-from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import RunId, WorkerId
 
@@ -114,12 +114,12 @@ def test_recent_tokens_decay() -> None:
 def test_a_new_run_counts_as_an_average_one_before_its_first_request() -> None:
     recent = RecentTokens()
     recent.settle(RunId("first"), W0, 0.0)
-    assert recent.of(W0, 0.0) == QUANTUM_TOKENS
+    assert recent.of(W0, 0.0) == FIRST_TOKENS
     recent.note(RunId("first"), W0, 1_000.0, 0.0)
     recent.settle(RunId("second"), W1, 0.0)
-    assert recent.of(W1, 0.0) == QUANTUM_TOKENS + 1_000
+    assert recent.of(W1, 0.0) == FIRST_TOKENS + 1_000
     recent.settle(RunId("second"), W1, 0.0)
-    assert recent.of(W1, 0.0) == QUANTUM_TOKENS + 1_000
+    assert recent.of(W1, 0.0) == FIRST_TOKENS + 1_000
 
 
 @given(

@@ -6,15 +6,16 @@ A change of the host's time of day while a scheduler runs does not affect its cl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from cotrain_scheduler import pool_clock as host_time_module
-from cotrain_scheduler.pool_clock import IDLE_SWEEP_S, LOOK_S, SWEEP_S, exclude_paused
-from cotrain_scheduler.waiting import Waiting
-from cotrain_store.messages.fleet import Pause, Pauses, PlanPolicy, WorkerSlot
+from cotrain_scheduler.pool_clock import IDLE_SWEEP_S, LOOK_S, SWEEP_S
+from cotrain_scheduler.queue import Waiting, exclude_paused
+from cotrain_store.messages.fleet import Pause, Pauses, PlanPolicy
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
-from cotrain_store.messages.ops import OpKind, QueueChanges, QueuedOp, RunQueue
+from cotrain_store.messages.ops import OpKind, PoolView, QueuedOp, RunQueue
 from cotrain_store.settings.scheduler import ClockMode
 from tests.support.pool_in_memory import NOW, TOKENS_PER_S, WORKER, InMemory, pool_on, wake
 
@@ -252,16 +253,16 @@ async def test_a_request_during_a_tick_wakes_the_next_one(
     clock = pool_on(store)
     woken = []
 
-    async def slots_a_moment_later(pool: PoolId) -> list[WorkerSlot]:
+    async def a_moment_later(pool: PoolId, *read: Any) -> PoolView:
         woken.append(clock.is_woken_by(wake("w0")))
-        return await InMemory.worker_slots(store, pool)
+        return await InMemory.view(store, pool, *read)
 
-    monkeypatch.setattr(store, "worker_slots", slots_a_moment_later)
+    monkeypatch.setattr(store, "view", a_moment_later)
     store.submit("a")
     await clock.tick(NOW)
     store.submit("a")
     await clock.tick(NOW + 1)
-    assert woken == [True, True]
+    assert woken == [True] * 3  # the first tick also reads the whole queue
 
 
 async def test_the_queue_is_read_once_and_afterwards_only_its_changes(store: InMemory) -> None:
@@ -290,15 +291,15 @@ async def test_the_whole_queue_is_read_again_after_a_missed_change(
 async def test_a_queue_cleared_during_a_read_is_read_again(store: InMemory) -> None:
     """The listener loses its connection while a tick waits for the changes."""
     clock = pool_on(store)
-    read = store.changes
+    read = store.view
 
-    async def forget_and_read(pool: PoolId, since: int) -> QueueChanges:
+    async def forget_and_read(pool: PoolId, *asked: Any) -> PoolView:
         clock.forget_queue()
-        return await read(pool, since)
+        return await read(pool, *asked)
 
-    store.changes = forget_and_read  # type: ignore[method-assign, assignment]
+    store.view = forget_and_read  # type: ignore[method-assign, assignment]
     await clock.tick(NOW)
-    store.changes = read  # type: ignore[method-assign]
+    store.view = read  # type: ignore[method-assign]
     await clock.tick(NOW + 1)
     assert len(store.read_all) == 2
 

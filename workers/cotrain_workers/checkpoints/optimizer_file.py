@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 
 from cotrain_store.blobs.folder import passes
 from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable, Moments
-from cotrain_workers.checkpoints.peft_folder import LayoutOf
+from cotrain_workers.checkpoints.peft_folder import LayoutOf, metadata_of, read_metadata
 from cotrain_workers.engine.ops import HostOptimizer
 from cotrain_workers.engine.spec import AdapterSpec
 
@@ -73,9 +73,7 @@ def read_optimizer(root: Blobs, digest: str, layout_of: LayoutOf) -> HostOptimiz
 def base_model_of_state(root: Blobs, key: str) -> str | None:
     """Return the base model of a state, or None if it cannot be read. Raises BlobsUnavailable."""
     try:
-        head = root.get(key, (0, 8))
-        length = min(int.from_bytes(head, "little"), 1 << 20)
-        return _metadata(head + root.get(key, (8, 8 + length)))["base_model"]
+        return read_metadata(root, key)["base_model"]
     except BlobsUnavailable:
         raise
     except (OSError, ValueError, KeyError, TypeError):
@@ -85,7 +83,7 @@ def base_model_of_state(root: Blobs, key: str) -> str | None:
 def _read(root: Blobs, digest: str) -> HostOptimizer:
     try:
         content = root.get(key_of(digest))
-        header = _metadata(content)
+        header = metadata_of(content)
         spec = AdapterSpec(**json.loads(header["spec"]))
         optimizer = HostOptimizer(spec, step=int(header["step"]), **load(content))
         found, is_ours = _digest(optimizer, header["base_model"]), header["cotrain"] == FORMAT
@@ -123,9 +121,3 @@ def _content(optimizer: HostOptimizer, base_model: str) -> bytes:
     }
     content: bytes = save({"m": optimizer.m, "v": optimizer.v}, header)
     return content
-
-
-def _metadata(content: bytes) -> dict[str, str]:
-    length = int.from_bytes(content[:8], "little")
-    metadata: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
-    return metadata

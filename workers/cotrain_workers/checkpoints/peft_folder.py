@@ -32,6 +32,8 @@ LayoutOf = Callable[[AdapterSpec], Layout]
 FORMAT = "cotrain-adapter-1"
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+#: Maximum bytes of a header that are read: a damaged file may declare any length.
+MAX_HEADER_BYTES = 1 << 20
 #: Keys of the config that change a reader's results; the others are informative.
 _DECISIVE = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
 
@@ -102,7 +104,7 @@ def read_folder(root: Blobs, name: str, layout_of: LayoutOf) -> HostWeights:
         config_content = root.get(f"{key_of(name)}/{CONFIG}")
         config = json.loads(config_content)
         content = root.get(f"{key_of(name)}/{TENSORS}")
-        header = _metadata(content)
+        header = metadata_of(content)
         spec, base_model = AdapterSpec(**json.loads(header["spec"])), header["base_model"]
         layout = layout_of(spec)
         flat = _arena(load(content), layout)
@@ -222,7 +224,15 @@ def _arena(tensors: Mapping[str, torch.Tensor], layout: Layout) -> torch.Tensor:
     return flat
 
 
-def _metadata(content: bytes) -> dict[str, str]:
+def metadata_of(content: bytes) -> dict[str, str]:
+    """Return the metadata of a safetensors file. Raises ValueError or KeyError."""
     length = int.from_bytes(content[:8], "little")
     metadata: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
     return metadata
+
+
+def read_metadata(root: Blobs, key: str) -> dict[str, str]:
+    """Read the metadata of a safetensors file alone. Raises OSError, ValueError or KeyError."""
+    head = root.get(key, (0, 8))
+    length = min(int.from_bytes(head, "little"), MAX_HEADER_BYTES)
+    return metadata_of(head + root.get(key, (8, 8 + length)))

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState
 from cotrain_workers.engine.adapters.lifecycle import begins_run
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Import, Op
 from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.engine.trainer import StateCopying
-from cotrain_workers.group.followers import Followers, facts_of
-from cotrain_workers.group.messages import CopyOut, Drop, MemberFacts, Restore
+from cotrain_workers.group.followers import Followers, MemberFacts, facts_of
 
 
 def lightest(loads: Sequence[int]) -> int:
@@ -27,6 +26,11 @@ def lightest(loads: Sequence[int]) -> int:
     the same weights on each member, and all of its sums are computed on that member.
     """
     return min(range(len(loads)), key=lambda member: loads[member])
+
+
+def restore(adapters: AdapterBank, run: str, state: AdapterState) -> None:
+    """Restore a run without a result: the adapter must not travel back."""
+    adapters.restore(run, state)
 
 
 log = structlog.get_logger()
@@ -59,7 +63,7 @@ class GroupBank:
         self._own.drop(run)
         follower = self._follower_of(run)
         if follower is not None:
-            self._followers.ask(follower, Drop(run))
+            self._followers.call(follower, AdapterBank.drop, run)
 
     def state(self, run: str) -> AdapterState:
         """Return a run's adapter, copied to the host of the first member. Raises KeyError for an unknown run."""
@@ -73,7 +77,7 @@ class GroupBank:
         follower = self._follower_of(run)
         if follower is None:
             return self._own.copy_out(run)
-        return Arrived(self._followers.ask(follower, CopyOut(run)))
+        return Arrived(self._followers.call(follower, AdapterBank.state, run))
 
     def restore(self, run: str, state: AdapterState) -> None:
         """Replace the state of a run, on the member with the fewest bytes of adapters.
@@ -88,7 +92,7 @@ class GroupBank:
         if member == 0:
             self._own.restore(run, state)
         else:
-            self._followers.ask(member, Restore(run, state))
+            self._followers.call(member, restore, run, state)
 
     def prefetch(self, runs: Sequence[str]) -> None:
         """Start to load this member's adapters of the next cycle. The other members load theirs in the cycle."""

@@ -13,10 +13,9 @@ from cotrain_workers.engine.ops import CycleOutput, Op, UpcomingBatch
 from cotrain_workers.engine.spec import Target
 from cotrain_workers.engine.trainer import ProcessUse
 from cotrain_workers.group.bank import GroupBank
-from cotrain_workers.group.followers import Followers
+from cotrain_workers.group.followers import Followers, run_cycle
 from cotrain_workers.group.links import GroupLost, Links
 from cotrain_workers.group.lock_step import GroupLockStep
-from cotrain_workers.group.messages import RunCycle
 
 
 class GroupEngine:
@@ -45,14 +44,12 @@ class GroupEngine:
     ) -> Yielding[CycleOutput]:
         """Run one cycle like `Engine.cycle`, on all members at once. Raises GroupLost."""
         own, *others = [
-            RunCycle(
-                share, {op: n for op, n in allowances.items() if op[0] in {o.run for o in share}}
-            )
+            (share, {op: n for op, n in allowances.items() if op[0] in {o.run for o in share}})
             for share in self.adapters.shares(ops)
         ]
-        self.followers.send(dict(enumerate(others, start=1)))
+        self.followers.send({n: (run_cycle, other) for n, other in enumerate(others, start=1)})
         try:
-            output = yield from self._lock_step.run(self._own, own.ops, own.allowances, is_over)
+            output = yield from self._lock_step.run(self._own, *own, is_over)
         except BaseException as error:
             raise self.followers.lose(error) from error
         return together([output, *self.followers.collect().values()])

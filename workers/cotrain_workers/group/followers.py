@@ -3,32 +3,50 @@
 `Followers` is the first member's side. It sends orders, awaits the answers and keeps the state of each follower.
 The function `follow` is the loop of a follower, which executes orders until the first member ends. The function
 `facts_of` returns the state of a member.
+
+An order is a function of a follower's engine and lock step, with its other arguments. Its answer is the result and the
+state of the follower after it. The order None ends the follower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import structlog
 
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.device import resident_bytes
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import CycleOutput, Op
 from cotrain_workers.group.links import GroupLost, Links
 from cotrain_workers.group.lock_step import GroupLockStep
-from cotrain_workers.group.messages import (
-    Answer,
-    CopyOut,
-    Drop,
-    End,
-    MemberFacts,
-    Order,
-    Restore,
-    RunCycle,
-)
 
 log = structlog.get_logger()
+
+Order: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
+
+
+@dataclass(frozen=True)
+class MemberFacts:
+    """State of one member."""
+
+    runs: frozenset[str] = frozenset()
+    open_passes: frozenset[tuple[str, int]] = frozenset()
+    """Ids of open passes, as (run, seq)."""
+    by_tier: Mapping[str, tuple[int, int]] | None = None
+    """Same format as `AdapterBank.by_tier`."""
+    offloaded: int = 0
+    over_budget: Sequence[str] = ()
+    """Same format as `AdapterBank.over_budget`."""
+    memory_bytes: int = 0
+    """Resident memory of the member's process in bytes."""
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the member's adapters in all tiers."""
+        return sum(size for _, size in (self.by_tier or {}).values())
 
 
 class Followers:
@@ -38,29 +56,25 @@ class Followers:
         self._links = links
         self.lost: str | None = None
         """Reason why this group cannot continue."""
-        # The answer to any order contains the facts. To drop an unknown run is harmless.
         self._facts: dict[int, MemberFacts] = {}
-        self.ask_all(dict.fromkeys(links.others, Drop("")))
+        self.send(dict.fromkeys(links.others, (do_nothing, ())))  # any answer contains the facts
+        self.collect()
 
     @property
     def facts(self) -> list[MemberFacts]:
         """State of each follower, as of its last answer."""
         return [self._facts[number] for number in self._links.others]
 
-    def ask(self, member: int, order: Order) -> Any:
-        """Send an order to one member and return the result.
+    def call(self, member: int, method: Callable[..., Any], *args: object) -> Any:
+        """Return the result of a function of the adapter bank of one member.
 
         Raises:
             GroupLost: the member has ended or does not answer.
         """
-        return self.ask_all({member: order})[member]
+        self.send({member: (call_bank, (method, *args))})
+        return self.collect()[member]
 
-    def ask_all(self, orders: Mapping[int, Order]) -> dict[int, Any]:
-        """Send orders to several members at once and return the results. Raises GroupLost."""
-        self.send(orders)
-        return self.collect()
-
-    def send(self, orders: Mapping[int, Order]) -> None:
+    def send(self, orders: Mapping[int, Order | None]) -> None:
         """Send orders without a wait; `collect` waits for the answers. Raises GroupLost."""
         self._refuse_if_lost()
         self._asked = tuple(orders)
@@ -76,9 +90,7 @@ class Followers:
         results = {}
         try:
             for member in self._asked:
-                answer = self._links.await_answer(member)
-                self._facts[member] = answer.facts
-                results[member] = answer.result
+                results[member], self._facts[member] = self._links.await_answer(member)
         except RuntimeError as error:
             raise self.lose(error) from error
         return results
@@ -86,7 +98,7 @@ class Followers:
     def end(self) -> None:
         """Order all members to end; log a warning if the group is already lost."""
         try:
-            self.send(dict.fromkeys(self._links.others, End()))
+            self.send(dict.fromkeys(self._links.others))
         except GroupLost as lost:
             log.warning("group_ended_without_its_members", reason=str(lost))
 
@@ -114,21 +126,26 @@ def facts_of(engine: Engine) -> MemberFacts:
 
 
 def follow(engine: Engine, links: Links, lock_step: GroupLockStep) -> None:
-    """Execute orders until `End`. After any exception the group cannot continue."""
-    while not isinstance(order := links.await_order(), End):
-        links.answer(Answer(_done(order, engine, lock_step), facts_of(engine)))
+    """Execute orders until the order to end. After any exception the group cannot continue."""
+    while order := links.await_order():
+        function, args = order
+        links.answer((function(engine, lock_step, *args), facts_of(engine)))
 
 
-def _done(order: Order, engine: Engine, lock_step: GroupLockStep) -> Any:
-    match order:
-        case RunCycle(ops, allowances):
-            return run_to_end(lock_step.run(engine, ops, allowances, None))
-        case Restore(run, state):
-            engine.adapters.restore(run, state)
-        case Drop(run):
-            engine.adapters.drop(run)
-        case CopyOut(run):
-            return engine.adapters.state(run)
-        case End():
-            raise AssertionError("It ends the loop.")
-    return None
+def do_nothing(engine: Engine, lock_step: GroupLockStep) -> None:
+    """Do nothing: the answer reports the state of the follower."""
+
+
+def call_bank(engine: Engine, _: GroupLockStep, method: Callable[..., Any], *args: object) -> Any:
+    """Return the result of a function of this member's adapter bank."""
+    return method(engine.adapters, *args)
+
+
+def run_cycle(
+    engine: Engine,
+    lock_step: GroupLockStep,
+    ops: Sequence[Op],
+    allowances: Mapping[tuple[str, int], int],
+) -> CycleOutput:
+    """Run ops in lock step with the other members and return their output. `ops` may be empty."""
+    return run_to_end(lock_step.run(engine, ops, allowances, None))

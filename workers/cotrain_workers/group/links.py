@@ -13,7 +13,6 @@ import torch
 from torch import distributed as dist
 
 from cotrain_workers.engine.device import DeviceLost
-from cotrain_workers.group.messages import Answer, Order
 
 #: Time for which a member waits for its next order. The pool may be idle that long. If the first member crashes,
 #: the closed connection ends the wait at once. If a member hangs, the first member's own timeout ends the group.
@@ -22,11 +21,6 @@ NEVER = timedelta(days=3650)
 
 class GroupLost(DeviceLost):
     """Failure of a group: a member has ended or does not answer, and this process must restart."""
-
-
-def is_member() -> bool:
-    """Return True if torchrun has started this process."""
-    return "LOCAL_RANK" in os.environ
 
 
 class Links:
@@ -60,23 +54,21 @@ class Links:
         """Numbers of the followers."""
         return range(1, self.size)
 
-    def order(self, member: int, order: Order) -> None:
+    def order(self, member: int, order: object) -> None:
         """Send an order to a member."""
         dist.send_object_list([order], dst=member, group=self._orders)
 
-    def await_order(self) -> Order:
+    def await_order(self) -> Any:
         """Wait for the next order of the first member."""
-        order: Order = self._received(0, self._orders)
-        return order
+        return self._received(0, self._orders)
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: object) -> None:
         """Answer the first member's order."""
         dist.send_object_list([answer], dst=0, group=self._answers)
 
-    def await_answer(self, member: int) -> Answer:
+    def await_answer(self, member: int) -> Any:
         """Wait for a member's answer to its order."""
-        answer: Answer = self._received(member, self._answers)
-        return answer
+        return self._received(member, self._answers)
 
     def agree(self, *wanted: int) -> list[int]:
         """Return the maximum over all members of each number. Every member must call it, in the same order."""

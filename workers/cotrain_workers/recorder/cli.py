@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
-from rich.table import Table
 
-from cotrain.commands.terminal import AsJson, examples, harmless, print_json, print_rich
+from cotrain.commands.terminal import (
+    AsJson,
+    examples,
+    harmless,
+    print_json,
+    print_result,
+    print_rich,
+    table,
+)
 from cotrain_store.messages.ids import RunId
 
 if TYPE_CHECKING:
@@ -114,14 +121,15 @@ def list_recordings(
             found.append((path, read_facts(path)))
         except RecordingUnreadable:
             found.append((path, None))
-    if as_json:
-        print_json([{"file": path, **_sized(path), **_facts(facts)} for path, facts in found])
-        return
-    table = Table("file", "recorded", "worker", "cycle", "runs", "ops", "size", box=None)
-    for path, facts in found:
-        size = decimal(path.stat().st_size)
-        table.add_row(str(path), *((*_listed(facts), size) if facts else ("damaged",)))
-    print_rich(table)
+    rows = (
+        (path, *((*_listed(facts), decimal(path.stat().st_size)) if facts else ("damaged",)))
+        for path, facts in found
+    )
+    print_result(
+        [{"file": path, **_sized(path), **_facts(facts)} for path, facts in found],
+        table(("file", "recorded", "worker", "cycle", "runs", "ops", "size"), rows),
+        as_json=as_json,
+    )
 
 
 @recorder.command(epilog=examples("cotrain recorder export cycle.zip mine.zip --run RUN"))
@@ -145,8 +153,7 @@ def export(
     except (RecordingUnreadable, OSError, ValueError) as unusable:
         typer.echo(harmless(str(unusable)), err=True)
         raise typer.Exit(UNUSABLE) from unusable
-    if as_json:
-        print_json({"file": output, **_sized(output), **_facts(cycle.facts)})
+    print_result({"file": output, **_sized(output), **_facts(cycle.facts)}, as_json=as_json)
 
 
 def _with_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
@@ -172,11 +179,8 @@ def _describe(cycle: RecordedCycle, engine: Engine) -> None:
 
 
 def _show(rows: Sequence[Compared], diverged: int, *, is_new: bool) -> None:
-    table = Table("run", "seq", "what", "digest", "", "", box=None)
-    for row in rows:
-        seq = "" if row.seq is None else str(row.seq)
-        table.add_row(row.run, seq, row.what, row.digest, row.verdict, row.details)
-    print_rich(table)
+    cells = ((row.run, row.seq, row.what, row.digest, row.verdict, row.details) for row in rows)
+    print_rich(table(("run", "seq", "what", "digest", "", ""), cells))
     if diverged:
         print_rich(f"{diverged} of {len(rows)} diverged.")
     else:

@@ -19,6 +19,7 @@ from cotrain_store.blobs.folder import passes
 from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable, Moments
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId
+from cotrain_workers.checkpoints.peft_folder import metadata_of, read_metadata
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.spec import AdapterSpec
 
@@ -92,7 +93,7 @@ def encode_snapshot(run: str, seq: int, numerics_id: str, state: AdapterState) -
 
 def decode_snapshot(content: bytes) -> tuple[Mapping[str, str], AdapterState]:
     """Return the header and the state of `encode_snapshot`; the header has `run` and `seq`."""
-    header = _header(content)
+    header = metadata_of(content)
     return header, AdapterState(
         spec=AdapterSpec(**json.loads(header["spec"])),
         step=int(header["step"]),
@@ -135,20 +136,12 @@ def _writer(key: str) -> str:
 
 def _is_orphan(root: Blobs, key: str, bases: Callable[[RunId], frozenset[str]]) -> bool:
     try:
-        head = root.get(key, (0, 8))
-        length = int.from_bytes(head, "little")
-        run = _header(head + root.get(key, (8, 8 + length)))["run"]
+        run = read_metadata(root, key)["run"]
     except BlobsUnavailable:
         raise
-    except (OSError, ValueError, KeyError, OverflowError, MemoryError):
+    except (OSError, ValueError, KeyError):
         return False
     return key not in bases(RunId(run))
-
-
-def _header(content: bytes) -> dict[str, str]:
-    length = int.from_bytes(content[:8], "little")
-    metadata: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
-    return metadata
 
 
 def run_folder(run: str) -> str:

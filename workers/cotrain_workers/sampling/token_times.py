@@ -19,7 +19,7 @@ from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.samples import SampleUsage
 from cotrain_store.monitoring.metrics import WorkerMetrics
-from cotrain_store.monitoring.tracing import tracer
+from cotrain_store.monitoring.tracing import record, tracer
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import NewTokens
 
@@ -136,15 +136,15 @@ def _report(times: _TracedTimes, result: Result, used: SampleUsage | None) -> No
     accepted = min(claimed.accepted_at, now)  # clocks of two hosts may differ
     ended = times.ended or now
     began = min(max(times.began or ended, accepted), ended)
-    sample = traces.record(
-        "sample", accepted, now, claimed.trace, failed=is_failed,
+    sample = record(
+        traces, "sample", accepted, now, claimed.trace, failed=is_failed,
         request=claimed.request, tenant=claimed.tenant, sampler=claimed.sampler, waited_s=began - accepted,
         crashes=claimed.starts, failure=result.json()["category"] if is_failed else None,
     )  # fmt: skip
-    traces.record("queue", accepted, began, sample)
+    record(traces, "queue", accepted, began, sample)
     if times.began is not None:
-        traces.record(
-            "decode", began, ended, sample,
+        record(
+            traces, "decode", began, ended, sample,
             prompt_tokens=used.prompt_tokens if used else None,
             cached_tokens=used.cached_tokens if used else None,
             sampled_tokens=used.sampled_tokens if used else None,

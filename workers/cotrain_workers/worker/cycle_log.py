@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import structlog
+from opentelemetry.trace import Tracer
 
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.logs import log_requests
 from cotrain_store.monitoring.metrics import WorkerMetrics
-from cotrain_store.monitoring.traceparent import trace_id
-from cotrain_store.monitoring.tracing import Tracer
+from cotrain_store.monitoring.tracing import record, trace_id
 from cotrain_store.tenants.catalog import TenantNames
 from cotrain_workers.engine.ops import Failure, Output
 from cotrain_workers.results import StepCommit, StepRun, tokens_now
@@ -99,23 +99,23 @@ def trace_cycle(
     if not traced:
         return
     ended = time.time()
-    record, cost = commit.record, ran.cost
-    cycle = tracer.record(
-        "cycle", times.began, ended, step.trace, links=[op.trace for op in traced],
-        cycle=step.cycle, worker=step.worker, outcome=record["outcome"], crashes=crashes,
-        runs=len(record["runs"]), ops=len(ran.outputs), tokens=record["tokens"],
+    facts, cost = commit.record, ran.cost
+    cycle = record(
+        tracer, "cycle", times.began, ended, step.trace, links=[op.trace for op in traced],
+        cycle=step.cycle, worker=step.worker, outcome=facts["outcome"], crashes=crashes,
+        runs=len(facts["runs"]), ops=len(ran.outputs), tokens=facts["tokens"],
         wave_s=cost.wave_s if cost else None, optim_s=cost.optim_s if cost else None,
-        sampling_s=(record["sampling_ms"] or 0.0) / 1000,
+        sampling_s=(facts["sampling_ms"] or 0.0) / 1000,
     )  # fmt: skip
     for part in times.parts(cost):
-        tracer.record(part.name, part.began, part.ended, cycle)
+        record(tracer, part.name, part.began, part.ended, cycle)
     for op in traced:
         output = ran.outputs.get((op.run, op.seq))
         if output is not None:
-            facts = _facts(op, step, output, commit)
+            about = _facts(op, step, output, commit)
             is_failed = isinstance(output, Failure)
-            tracer.record(
-                op.kind.value, op.accepted_at, ended, op.trace, links=[cycle], failed=is_failed, **facts
+            record(
+                tracer, op.kind.value, op.accepted_at, ended, op.trace, links=[cycle], failed=is_failed, **about
             )  # fmt: skip
 
 

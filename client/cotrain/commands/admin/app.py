@@ -7,13 +7,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from pydantic import TypeAdapter
-from rich.table import Table
 
 from cotrain.commands.admin import tenants
 from cotrain.commands.admin.asking import Server, ask
@@ -23,11 +22,11 @@ from cotrain.commands.terminal import (
     AsJson,
     examples,
     minute,
-    print_json,
-    print_rich,
+    print_result,
+    table,
 )
 from cotrain.settings import DEFAULT_BASE_URL
-from cotrain.wire.admin import AuditPage, KeyShown, NewKey, WorkerList
+from cotrain.wire.admin import AuditPage, KeyShown, NewKey, WorkerList, WorkerShown
 from cotrain.wire.status import Fleet, Restoring
 
 keys_app = typer.Typer(help="Make, list and revoke keys of a tenant.", no_args_is_help=True)
@@ -39,16 +38,15 @@ def list_keys(context: typer.Context, tenant: TenantId, as_json: AsJson = False)
     found = TypeAdapter(list[KeyShown]).validate_python(
         ask(context, "GET", "tenants", tenant, "keys")
     )
-    if as_json:
-        print_json(found)
-        return
-    table = Table("id", "key", "name", "role", "since", "valid until", "last used", box=None)
-    for key in found:
-        table.add_row(
-            key.id, f"{key.prefix}…", key.name, key.role, _date(key.created_at),
-            _date(key.not_after), _date(key.last_used_at),
-        )  # fmt: skip
-    print_rich(table)
+    rows = (
+        (
+            *(key.id, f"{key.prefix}…", key.name, key.role),
+            *(_date(at) for at in (key.created_at, key.not_after, key.last_used_at)),
+        )
+        for key in found
+    )
+    columns = ("id", "key", "name", "role", "since", "valid until", "last used")
+    print_result(found, table(columns, rows), as_json=as_json)
 
 
 @keys_app.command(
@@ -67,10 +65,7 @@ def create(
     """Create a key and print it; it is shown only once."""
     wanted = {"name": name, "role": role, **({} if days is None else {"days": days})}
     made = NewKey.model_validate(ask(context, "POST", "tenants", tenant, "keys", json=wanted))
-    if as_json:
-        print_json(made)
-    else:
-        typer.echo(made.key)
+    print_result(made, made.key, as_json=as_json)
 
 
 @keys_app.command(epilog=examples("cotrain admin keys revoke t-3f9c2a71 9d1c4e5f"))
@@ -82,12 +77,11 @@ def revoke(
 ) -> None:
     """Revoke a key; every process rejects it within five seconds."""
     ask(context, "DELETE", "tenants", tenant, "keys", key_id)
-    if as_json:
-        print_json({"id": key_id, "revoked": True})
+    print_result({"id": key_id, "revoked": True}, as_json=as_json)
 
 
-def _date(at: float | None) -> str:
-    return minute(None if at is None else datetime.fromtimestamp(at, UTC))
+def _date(at: float | None) -> str | None:
+    return None if at is None else minute(at)
 
 
 runs_app = typer.Typer(
@@ -137,8 +131,7 @@ def close(context: typer.Context, tenant: TenantId, run: RunId, as_json: AsJson 
 
 
 def _done(run: str, what: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"run": run, "done": what})
+    print_result({"run": run, "done": what}, as_json=as_json)
 
 
 workers_app = typer.Typer(help="List workers, drain one, and take it back.", no_args_is_help=True)
@@ -150,30 +143,25 @@ WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="As `workers lis
 def list_workers(context: typer.Context, as_json: AsJson = False) -> None:
     """List the workers of all pools, including drained and unreachable ones."""
     found = WorkerList.model_validate(ask(context, "GET", "workers"))
-    if as_json:
-        print_json(found)
-        return
-    table = Table("pool", "worker", "state", "runs", "tokens/s", "host", box=None)
-    for worker in found.workers:
-        facts = worker.heartbeat or {}
-        state = worker.state + (
-            ": no other worker, it keeps its runs" if worker.drain_waits else ""
-        )
-        if facts.get("restoring"):
-            state = f"{state}, restoring: {Restoring.model_validate(facts['restoring']).text}"
-        table.add_row(
-            worker.pool, worker.id, state, str(facts.get("runs", "")),
-            f"{facts['tokens_per_s']:.0f}" if facts else "", str(facts.get("host", "")),
-        )  # fmt: skip
-    print_rich(table)
+    columns = ("pool", "worker", "state", "runs", "tokens/s", "host")
+    print_result(found, table(columns, map(_worker, found.workers)), as_json=as_json)
+
+
+def _worker(worker: WorkerShown) -> Sequence[object]:
+    heartbeat = worker.heartbeat or {}
+    state = worker.state + (": no other worker, it keeps its runs" if worker.drain_waits else "")
+    if heartbeat.get("restoring"):
+        state = f"{state}, restoring: {Restoring.model_validate(heartbeat['restoring']).text}"
+    tokens_per_s = f"{heartbeat['tokens_per_s']:.0f}" if heartbeat else None
+    runs, host = heartbeat.get("runs"), heartbeat.get("host")
+    return worker.pool, worker.id, state, runs, tokens_per_s, host
 
 
 @workers_app.command(epilog=examples("cotrain admin workers drain p-4f1a w0"))
 def drain(context: typer.Context, pool: PoolId, worker: WorkerId, as_json: AsJson = False) -> None:
     """Move a worker's runs to others of its pool. It gets no new runs until `undrain`, even after a restart."""
     ask(context, "POST", "pools", pool, "workers", worker, "drain")
-    if as_json:
-        print_json({"worker": worker, "drain": True})
+    print_result({"worker": worker, "drain": True}, as_json=as_json)
 
 
 @workers_app.command(epilog=examples("cotrain admin workers undrain p-4f1a w0"))
@@ -182,8 +170,7 @@ def undrain(
 ) -> None:
     """Allow a drained worker to receive runs again."""
     ask(context, "POST", "pools", pool, "workers", worker, "undrain")
-    if as_json:
-        print_json({"worker": worker, "drain": False})
+    print_result({"worker": worker, "drain": False}, as_json=as_json)
 
 
 app = typer.Typer(
@@ -220,24 +207,16 @@ def server(
 def fleet(context: typer.Context, as_json: AsJson = False) -> None:
     """Show the required number of workers for each base model, and the state of the running ones."""
     found = Fleet.model_validate(ask(context, "GET", "fleet", below=""))
-    if as_json:
-        print_json(found)
-        return
-    table = Table(
-        *("base model", "worker", "state", "wanted", "runs", "tokens/s", "busy", "backlog"),
-        box=None,
-    )
+    columns = ("base model", "worker", "state", "wanted", "runs", "tokens/s", "busy", "backlog")
+    rows: list[Sequence[object]] = []
     for pool in found.pools:
-        there = f"{len(pool.workers)} there"
-        table.add_row(
-            pool.base_model, there, "", str(pool.workers_wanted), "", "", "", f"{pool.backlog_s:.1f} s"
-        )  # fmt: skip
+        there, backlog = f"{len(pool.workers)} there", f"{pool.backlog_s:.1f} s"
+        rows.append((pool.base_model, there, "", pool.workers_wanted, "", "", "", backlog))
         for each in pool.workers:
-            table.add_row(
-                "", each.id, f"restoring: {each.restoring.text}" if each.restoring else each.state, "", str(each.runs), f"{each.tokens_per_s:,.0f}",
-                f"{each.busy:.0%}", f"{each.backlog_s:.1f} s",
-            )  # fmt: skip
-    print_rich(table)
+            state = f"restoring: {each.restoring.text}" if each.restoring else each.state
+            rates = (f"{each.tokens_per_s:,.0f}", f"{each.busy:.0%}", f"{each.backlog_s:.1f} s")
+            rows.append(("", each.id, state, "", each.runs, *rates))
+    print_result(found, table(columns, rows), as_json=as_json)
 
 
 @app.command(
@@ -257,15 +236,14 @@ def audit(
     """List administrative actions and their keys, newest first."""
     params = {"tenant": tenant, "limit": limit, "before": before}
     page = AuditPage.model_validate(ask(context, "GET", "audit", params=params))
-    if as_json:
-        print_json(page)
-        return
-    table = Table("when", "key", "did", "tenant", "details", box=None)
-    for event in page.events:
-        details = " ".join(f"{name}={value}" for name, value in event.details.items())
-        who = event.key_name or event.key_id
-        at = minute(datetime.fromtimestamp(event.at, UTC))
-        table.add_row(at, who, event.event, event.tenant, details)
-    print_rich(table)
-    if page.next:
+    rows = (
+        (
+            *(minute(event.at), event.key_name or event.key_id, event.event, event.tenant),
+            " ".join(f"{name}={value}" for name, value in event.details.items()),
+        )
+        for event in page.events
+    )
+    columns = ("when", "key", "did", "tenant", "details")
+    print_result(page, table(columns, rows), as_json=as_json)
+    if page.next and not as_json:
         typer.echo(f"more: --before {page.next}", err=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from cotrain.commands.admin.asking import ask
-from cotrain.commands.terminal import AsJson, examples, print_json, print_rich
+from cotrain.commands.terminal import AsJson, examples, facts, print_result, table
 from cotrain.wire.admin import NewKey, TenantDetail, TenantList
 from cotrain.wire.rest import MAX_PAGE
 
@@ -31,18 +30,17 @@ def list_tenants(
     """List tenants by name, with their pending work."""
     params = {"search": search, "limit": limit, "offset": offset}
     page = TenantList.model_validate(ask(context, "GET", "tenants", params=params))
-    if as_json:
-        print_json(page)
-        return
-    table = Table("tenant", "name", "weight", "runs", "waiting", "tokens", "samples", "", box=None)
-    for each in page.tenants:
-        table.add_row(
-            each.id, each.name, f"{each.weight:g}", str(each.runs), str(each.ops),
-            str(each.tokens), str(each.samples), "paused" if each.paused else "",
-        )  # fmt: skip
-    print_rich(table)
+    columns = ("tenant", "name", "weight", "runs", "waiting", "tokens", "samples", "")
+    rows = (
+        (
+            *(each.id, each.name, f"{each.weight:g}", each.runs, each.ops, each.tokens),
+            *(each.samples, "paused" if each.paused else None),
+        )
+        for each in page.tenants
+    )
+    print_result(page, table(columns, rows), as_json=as_json)
     left = page.total - offset - len(page.tenants)
-    if left > 0:
+    if left > 0 and not as_json:
         typer.echo(f"{left} more: --limit, --offset", err=True)
 
 
@@ -60,10 +58,7 @@ def create(
 ) -> None:
     """Create a tenant and print its first key; it is shown only once."""
     made = NewKey.model_validate(ask(context, "POST", "tenants", json={"name": name}))
-    if as_json:
-        print_json(made)
-    else:
-        typer.echo(made.key)
+    print_result(made, made.key, as_json=as_json)
 
 
 @app.command(
@@ -105,14 +100,14 @@ def pause(
 ) -> None:
     """Pause a tenant: its requests are accepted up to its limits, and wait."""
     ask(context, "POST", "tenants", tenant, "pause", json={"reason": reason})
-    _done(tenant, as_json=as_json, paused=True)
+    print_result({"tenant": tenant, "paused": True}, as_json=as_json)
 
 
 @app.command(epilog=examples("cotrain admin tenants resume t-3f9c2a71"))
 def resume(context: typer.Context, tenant: TenantId, as_json: AsJson = False) -> None:
     """Resume a paused tenant."""
     ask(context, "POST", "tenants", tenant, "resume")
-    _done(tenant, as_json=as_json, paused=False)
+    print_result({"tenant": tenant, "paused": False}, as_json=as_json)
 
 
 def _limit(text: str) -> tuple[str, int | None]:
@@ -124,26 +119,23 @@ def _limit(text: str) -> tuple[str, int | None]:
     return name, int(number)
 
 
-def _done(tenant: str, *, as_json: bool, paused: bool) -> None:
-    if as_json:
-        print_json({"tenant": tenant, "paused": paused})
-
-
 def _print(tenant: TenantDetail, *, as_json: bool) -> None:
-    if as_json:
-        print_json(tenant)
-        return
-    facts = Table(show_header=False, box=None)
-    paused = f"paused: {tenant.paused.reason or 'yes'}" if tenant.paused else "going on"
-    for name, value in (
-        ("tenant", tenant.id), ("name", tenant.name), ("weight", f"{tenant.weight:g}"), ("state", paused),
-        *((f"run {run}", f"paused: {pause.reason or 'yes'}") for run, pause in tenant.paused_runs.items()),
+    about = facts(
+        ("tenant", tenant.id),
+        ("name", tenant.name),
+        ("weight", f"{tenant.weight:g}"),
+        ("state", f"paused: {tenant.paused.reason or 'yes'}" if tenant.paused else "going on"),
+        *(
+            (f"run {run}", f"paused: {it.reason or 'yes'}")
+            for run, it in tenant.paused_runs.items()
+        ),
         *((f"key {key.id}", f"{key.name} ({key.role})") for key in tenant.keys),
-    ):  # fmt: skip
-        facts.add_row(name, value)
-    print_rich(facts)
-    limits = Table("limit", "used", "of", "default", box=None)
-    for quota in tenant.quotas:
-        own = str(quota.default) if quota.is_own else ""
-        limits.add_row(quota.name, str(quota.used), str(quota.limit), own)
-    print_rich(limits)
+    )
+    limits = table(
+        ("limit", "used", "of", "default"),
+        (
+            (quota.name, quota.used, quota.limit, quota.default if quota.is_own else None)
+            for quota in tenant.quotas
+        ),
+    )
+    print_result(tenant, about, limits, as_json=as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 
 from cotrain.wire.admin import (
     AuditPage,
@@ -26,14 +26,9 @@ from cotrain_server.administration.tenant_grants import (
     revoke_key,
 )
 from cotrain_server.administration.tenant_view import list_tenants, show_tenant
-from cotrain_server.http.tenant_routes import Limit, Offset, OperatorRoute, ServicesDep, api_key
+from cotrain_server.http.tenant_routes import Limit, Offset, ServicesDep, operator_router
 
-router = APIRouter(
-    prefix="/api/v1/admin/tenants",
-    tags=["admin"],
-    route_class=OperatorRoute,
-    dependencies=[api_key],
-)
+router = operator_router("/api/v1/admin/tenants")
 
 
 @router.get("")
@@ -83,12 +78,7 @@ async def resume(tenant_id: str, services: ServicesDep) -> None:
     await resume_tenant(services, await find_tenant(services, tenant_id))
 
 
-keys_router = APIRouter(
-    prefix="/api/v1/admin/tenants/{tenant_id}/keys",
-    tags=["admin"],
-    route_class=OperatorRoute,
-    dependencies=[api_key],
-)
+keys_router = operator_router("/api/v1/admin/tenants/{tenant_id}/keys")
 
 
 @keys_router.get("")
@@ -111,9 +101,7 @@ async def revoke(tenant_id: str, key_id: str, services: ServicesDep) -> None:
     await revoke_key(services, await find_tenant(services, tenant_id), key_id)
 
 
-audit_router = APIRouter(
-    prefix="/api/v1/admin/audit", tags=["admin"], route_class=OperatorRoute, dependencies=[api_key]
-)
+audit_router = operator_router("/api/v1/admin/audit")
 
 
 @audit_router.get("")

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-
 from cotrain.wire.admin import MoveRequest, PauseRequest, WorkerList
 from cotrain.wire.status import Fleet
 from cotrain_server.administration.tenant_grants import find_tenant
@@ -19,12 +17,10 @@ from cotrain_server.administration.workers import (
     resume_run,
     take_worker_back,
 )
-from cotrain_server.http.tenant_routes import OperatorRoute, ServicesDep, api_key
+from cotrain_server.http.tenant_routes import ServicesDep, operator_router
 from cotrain_server.views.server_status import list_pools, list_workers
 
-router = APIRouter(
-    prefix="/api/v1/admin", tags=["admin"], route_class=OperatorRoute, dependencies=[api_key]
-)
+router = operator_router("/api/v1/admin")
 
 
 @router.get("/workers")
@@ -49,9 +45,7 @@ async def undrain(pool_id: str, worker_id: str, services: ServicesDep) -> None:
     await take_worker_back(services, pool_id, worker_id)
 
 
-fleet_router = APIRouter(
-    prefix="/api/v1", tags=["admin"], route_class=OperatorRoute, dependencies=[api_key]
-)
+fleet_router = operator_router("/api/v1")
 
 
 @fleet_router.get("/fleet")
@@ -60,12 +54,7 @@ async def fleet(services: ServicesDep) -> Fleet:
     return Fleet(pools=await list_pools(services))
 
 
-runs_router = APIRouter(
-    prefix="/api/v1/admin/tenants/{tenant_id}/runs/{run_id}",
-    tags=["admin"],
-    route_class=OperatorRoute,
-    dependencies=[api_key],
-)
+runs_router = operator_router("/api/v1/admin/tenants/{tenant_id}/runs/{run_id}")
 
 
 @runs_router.post("/pause", status_code=204)

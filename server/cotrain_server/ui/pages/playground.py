@@ -33,8 +33,9 @@ from cotrain_server.ui.access.session import form_of
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import HEADERS, guarded, html
 from cotrain_store.bodies.sample_body import SampleBody
-from cotrain_store.errors import Reason, Refused, StoreError
+from cotrain_store.errors import Reason, Refused, StoreError, StoreUnavailable
 from cotrain_store.messages.ids import TenantId
+from cotrain_store.redis_client.connection import CONNECTION_LOST
 
 MAX_MODELS = 4
 CHECKPOINTS_OFFERED = 20
@@ -103,6 +104,8 @@ async def _answer(
         complete = await finished(request, generation)
     except StoreError as refused:
         return _refused(model, str(refused))
+    except CONNECTION_LOST:
+        return _refused(model, str(StoreUnavailable()))
     if complete is None:
         return None
     sequence = complete[0].sequences[0]

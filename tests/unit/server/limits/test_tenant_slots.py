@@ -10,7 +10,7 @@ import asyncio
 
 import pytest
 
-from cotrain_server.limits.tenant_slots import BodyMemory, TenantSlots
+from cotrain_server.limits.tenant_slots import TenantSlots, body_memory
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
 from tests.support.refusals import refused
@@ -40,7 +40,7 @@ async def test_the_requests_of_a_tenant_are_limited_and_run_in_order() -> None:
 
 
 def test_bodies_of_one_tenant_share_a_limit_until_they_are_answered() -> None:
-    memory = BodyMemory(max_bytes=10)
+    memory = body_memory(max_bytes=10)
     with memory.of(A) as first:
         first(6)
         with memory.of(B) as of_another:
@@ -57,7 +57,7 @@ def test_bodies_of_one_tenant_share_a_limit_until_they_are_answered() -> None:
 
 
 def test_a_single_body_is_always_admitted_and_excludes_others() -> None:
-    memory = BodyMemory(max_bytes=10)
+    memory = body_memory(max_bytes=10)
     with memory.of(A) as large:
         large(8)
         large(8)
@@ -66,7 +66,7 @@ def test_a_single_body_is_always_admitted_and_excludes_others() -> None:
 
 
 def test_a_refused_body_leaves_no_state() -> None:
-    memory = BodyMemory(max_bytes=10)
+    memory = body_memory(max_bytes=10)
 
     def broken() -> None:
         with memory.of(A) as take:
@@ -75,4 +75,4 @@ def test_a_refused_body_leaves_no_state() -> None:
 
     with pytest.raises(ZeroDivisionError):
         broken()
-    assert not memory._bytes_by_tenant
+    assert not memory

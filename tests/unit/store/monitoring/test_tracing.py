@@ -13,13 +13,23 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.trace import SpanContext, TraceFlags, get_current_span
 from typing_extensions import override
 
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics import REGISTRIES
-from cotrain_store.monitoring.otlp import BoundedProcessor, OtlpTracer
-from cotrain_store.monitoring.tracing import TracingRefused, is_asked_for
+from cotrain_store.monitoring.otlp import BoundedProcessor, open_provider, stop
+from cotrain_store.monitoring.tracing import (
+    TracingRefused,
+    context_of,
+    is_asked_for,
+    named,
+    record,
+    trace_id,
+    traceparent_of,
+)
 from tests.support.otlp_receiver import Receiver
 from tests.support.processes import environment_of
 
@@ -91,19 +101,46 @@ def test_spans_arrive_with_their_parents_links_and_prefix(monkeypatch: pytest.Mo
     with Receiver() as receiver:
         for name, value in receiver.settings.items():
             monkeypatch.setenv(name, value)
-        tracer = OtlpTracer("api", "here", decides=True)
-        opened = tracer.begin("POST", CLIENT, is_server=True)
-        below = tracer.record("cycle", 1.0, 2.0, opened.traceparent, links=[CLIENT, ""], cycle=3)
+        provider = open_provider("api", "here", decides=True)
+        tracer = provider.get_tracer("cotrain")
+        opened = tracer.start_span("POST /x", context_of(CLIENT))
+        above = traceparent_of(opened)
+        below = record(tracer, "cycle", 1.0, 2.0, above, links=[CLIENT, ""], cycle=3)
         described: dict[str, Any] = {"http.route": "/x", "tenant": "t", "run": None}
-        opened.end("POST /x", **described)
-        assert tracer.begin("dropped", CLIENT[:-1] + "0").traceparent == ""
-        tracer.stop()
+        opened.set_attributes(named(**described))
+        opened.end()
+        dropped_span = tracer.start_span("dropped", context_of(CLIENT[:-1] + "0"))
+        assert traceparent_of(dropped_span) == ""
+        stop(provider)
         request, cycle = sorted(receiver.spans, key=lambda span: span.name, reverse=False)
     assert (request.service, request.parent, request.trace) == ("cotrain-api", "cd" * 8, "ab" * 16)
     assert request.attributes == {"http.route": "/x", "cotrain.tenant": "t"}
     assert (cycle.parent, cycle.links) == (request.id, ("cd" * 8,))
     assert below == f"00-{cycle.trace}-{cycle.id}-01"
     assert (cycle.began, cycle.ended) == (10**9, 2 * 10**9)
+    assert trace_id(below) == "ab" * 16
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "00", CLIENT.upper(), f"{CLIENT}0", f"ff{CLIENT[2:]}", CLIENT[:-1] + "0",
+        f"00-{'0' * 32}-{'cd' * 8}-01", f"00-{'ab' * 16}-{'0' * 16}-01",
+    ],
+)  # fmt: skip
+def test_an_invalid_or_unsampled_traceparent_has_no_span(text: str) -> None:
+    assert traceparent_of(get_current_span(context_of(text))) == ""
+    assert traceparent_of(get_current_span(context_of(CLIENT))) == CLIENT
+
+
+@pytest.mark.parametrize("trace", ["", CLIENT])
+@pytest.mark.parametrize("ref", ["inline", "spool:api-1.2:5:6"])
+def test_the_record_of_an_op_has_its_trace_only_if_there_is_one(trace: str, ref: str) -> None:
+    op = QueuedOp(RunId("r"), 3, OpKind.FORWARD, 7, ref, 9, 1795393741.25, trace)
+    envelope = op.envelope()
+    assert QueuedOp.parse(op.run, op.seq, envelope) == op
+    assert envelope == f"forward|7|9|1795393741.25{trace and ';' + trace}|{ref}"
+    assert len(envelope) - len(QueuedOp(*list(vars(op).values())[:7]).envelope()) in (0, 56)
 
 
 class Stuck(SpanExporter):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -100,6 +100,17 @@ def test_plain_peft_loads_the_folder_with_equal_results(
     targets = torch.from_numpy(datum.inputs["target_tokens"])[:, None]
     theirs = torch.log_softmax(logits, -1).gather(1, targets)[:, 0].numpy()
     assert np.abs(theirs - output.logprobs[0]).max() < 1e-5
+
+
+def test_peft_reads_every_key_of_the_config_with_its_value(tmp_path: Path) -> None:
+    spec = AdapterSpec(rank=5, seed=1, alpha=7.5)
+    folder = written(tmp_path, some_weights(spec))
+    config = json.loads((tmp_path / folder.key / CONFIG).read_text())
+    read_by_peft = LoraConfig.from_peft_type(**config)  # warns of a key that it does not have
+    values = read_by_peft.to_dict()
+    assert {key: values[key] for key in config} == config | {
+        "target_modules": {"q_proj", "down_proj", "lm_head"}
+    }
 
 
 @pytest.mark.parametrize(
@@ -221,7 +232,7 @@ def test_a_changed_byte_is_detected(tmp_path: Path, at: int) -> None:
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     """Change the tensors of a folder without its metadata."""
     tensors: dict[str, torch.Tensor] = load_file(path / TENSORS)
-    metadata = peft_folder._metadata((path / TENSORS).read_bytes())
+    metadata = peft_folder.metadata_of((path / TENSORS).read_bytes())
     change(tensors)
     save_file(tensors, path / TENSORS, metadata)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import structlog
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import NonRecordingSpan, SpanContext
 
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_store.monitoring.tracing import Tracer
+from cotrain_store.monitoring.tracing import traceparent_of
 from cotrain_workers.engine.ops import CycleOutput, CyclePart, Failure, Output, Progress, StepOutput
 from cotrain_workers.results import StepCommit, StepRun
 from cotrain_workers.worker.cycle_log import bound_to_cycle, trace_cycle
@@ -36,18 +40,26 @@ NOTHING = StepCommit(
 )  # fmt: skip
 
 
-@dataclass
-class Spans:
-    """Tracer that records every span, and names spans by their order."""
+class Spans(InMemorySpanExporter):
+    """Collector of spans in memory."""
 
-    told: list[dict[str, Any]] = field(default_factory=list)
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.get_finished_spans() if span.name == name]
 
-    def record(self, name: str, began: float, ended: float, parent: str = "", **about: Any) -> str:
-        self.told.append({"name": name, "began": began, "ended": ended, "parent": parent, **about})
-        return f"span {len(self.told)}"
 
-    def named(self, name: str) -> list[dict[str, Any]]:
-        return [span for span in self.told if span["name"] == name]
+def id_of(context: SpanContext | None) -> str:
+    """Return the name of a span for other processes."""
+    assert context is not None
+    return traceparent_of(NonRecordingSpan(context))
+
+
+def links_of(span: ReadableSpan) -> list[str]:
+    return [id_of(link.context) for link in span.links]
+
+
+def facts_of(span: ReadableSpan, *names: str) -> list[Any]:
+    assert span.attributes is not None
+    return [span.attributes.get(f"cotrain.{name}") for name in names]
 
 
 def spans_of(
@@ -61,11 +73,12 @@ def spans_of(
     cost = CycleOutput(outputs, 1, 42, 64, 0.5, 0.25, divided=divided or {}, parts=parts)
     record = {"outcome": "ok", "runs": [], "tokens": 42, "sampling_ms": None}
     commit = replace(NOTHING, record=record)
-    times, spans = CycleTimes(DeviceTime()), Spans()
+    times, spans, provider = CycleTimes(DeviceTime()), Spans(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
     for name in ("restore", "read_bodies", "run", "commit"):
         times.note(name)
     ran = StepRun(outputs, cost if is_whole else None, is_exact=True)
-    trace_cycle(cast("Tracer", spans), step, ran, commit, times, crashes=1)
+    trace_cycle(provider.get_tracer("test"), step, ran, commit, times, crashes=1)
     return spans
 
 
@@ -79,34 +92,37 @@ DONE: dict[tuple[str, int], Output] = {
 def test_a_cycle_is_a_child_of_its_plan_and_linked_with_its_ops() -> None:
     spans = spans_of(STEP, DONE)
     [cycle] = spans.named("cycle")
-    assert (cycle["parent"], cycle["links"]) == (PLAN, [FIRST, SECOND, OTHER])
-    assert (cycle["cycle"], cycle["crashes"], cycle["tokens"]) == (4, 1, 42)
-    below = [span["name"] for span in spans.told if span["parent"] == "span 1"]
+    assert (id_of(cycle.parent), links_of(cycle)) == (PLAN, [FIRST, SECOND, OTHER])
+    assert facts_of(cycle, "cycle", "crashes", "tokens") == [4, 1, 42]
+    everything = spans.get_finished_spans()
+    below = [span.name for span in everything if id_of(span.parent) == id_of(cycle.context)]
     assert below == ["restore", "read_bodies", "commit", "wave", "optim"]
     first, other = spans.named("forward_backward")
-    assert (first["parent"], first["began"], first["links"]) == (FIRST, 90.0, ["span 1"])
-    assert (first["failed"], first["failure"], first["waited_s"]) == (True, "user", 10.0)
-    assert (other["failed"], other["failure"], other["tenant"]) == (False, None, "u")
-    assert "finite" not in str(spans.told)
+    assert (id_of(first.parent), first.start_time) == (FIRST, 90 * 10**9)
+    assert links_of(first) == [id_of(cycle.context)]
+    assert facts_of(first, "failure", "waited_s") == ["user", 10.0]
+    assert facts_of(other, "failure", "tenant") == [None, "u"]
+    assert [first.status.is_ok, other.status.is_ok] == [False, True]
+    assert "finite" not in str([span.to_json() for span in everything])
 
 
 def test_an_open_pass_is_linked_without_a_span_and_later_ops_are_not() -> None:
     spans = spans_of(STEP, {(B, 1): StepOutput(0.5)}, {(A, 1): Progress(10, 10)})
     [cycle] = spans.named("cycle")
-    assert cycle["links"] == [FIRST, OTHER]
-    assert [span["parent"] for span in spans.named("forward_backward")] == [OTHER]
+    assert links_of(cycle) == [FIRST, OTHER]
+    assert [id_of(span.parent) for span in spans.named("forward_backward")] == [OTHER]
     assert spans.named("optim_step") == []
 
 
 def test_a_cycle_run_in_groups_has_one_part_for_them() -> None:
-    names = [span["name"] for span in spans_of(STEP, DONE, is_whole=False).told]
+    names = [span.name for span in spans_of(STEP, DONE, is_whole=False).get_finished_spans()]
     assert "run" in names
     assert "wave" not in names
 
 
 def test_untraced_ops_have_no_span() -> None:
     untraced = replace(STEP, ops=tuple(replace(op, trace="") for op in STEP.ops))
-    assert spans_of(untraced, DONE).told == []
+    assert spans_of(untraced, DONE).get_finished_spans() == ()
 
 
 def test_short_visits_of_the_decoder_do_not_count_as_sampling() -> None:

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.cuda_kernels import (
-    Contract,
+    Blocks,
     Grouped,
     GroupedLora,
     KernelAttention,
     KernelTables,
-    key_offsets,
 )
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
@@ -137,14 +136,12 @@ class DecodeGraphs:
         run_model: RunModel,
         cache: KvCache,
         max_pages: int,
-        contract: Contract,
         record: Record,
     ) -> None:
         self.refused: list[str] = []  # reasons why graphs are not used, for the operator
         self._run_model = run_model
         self._cache = cache
         self._max_pages = max_pages
-        self._contract = contract
         self._captured: dict[Key, Captured | None] = {}
         self._record = record
 
@@ -193,7 +190,7 @@ class DecodeGraphs:
         groups = [
             Grouped(0, rows, pool, ends) for pool, ends in zip(pools, inputs.slot_ends, strict=True)
         ]
-        attention = KernelAttention(self._cache, inputs.tables, self._contract)
+        attention = KernelAttention(self._cache, inputs.tables)
         route = MixedStep(attention, GroupedLora(groups))
         # Not a method of this object, which would create a cycle: dropping a decoder frees its memory at once.
         work = partial(self._run_model, inputs.ids, inputs.positions, route)
@@ -216,21 +213,24 @@ class DecodeGraphs:
         return Captured(replay, inputs, hidden)
 
     def _inputs(self, rows: int, pools: Sequence[Pool]) -> Inputs:
-        device, max_keys = self._cache.device, self._max_pages * self._cache.page_tokens
+        device = self._cache.device
         slots = [len(pool.flat) for pool in pools]
         host = HostInputs(rows, self._max_pages, slots, self._cache, device)
         ids, positions, kv_slots = host.wide.on_device.view(3, rows)
-        lengths, blocks, *ends = host.narrow.on_device.split_with_sizes(host.cuts)
-        tables = KernelTables(
-            kv_slots=kv_slots,
-            offsets=torch.arange(rows + 1, dtype=torch.int32, device=device),
-            key_offsets=key_offsets(rows, max_keys, device),
-            lengths=lengths,
-            blocks=blocks.view(rows, self._max_pages),
-            max_queries=1,
-            max_keys=max_keys,
-        )
+        lengths, pages, *ends = host.narrow.on_device.split_with_sizes(host.cuts)
+        tables = graph_tables(kv_slots, lengths, pages.view(rows, self._max_pages), self._cache)
         return Inputs(ids[None], positions[None], tables, ends, host)
+
+
+def graph_tables(
+    kv_slots: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, cache: KvCache
+) -> KernelTables:
+    """Return the tables of one generated token per row, for any lengths within the columns of `pages`."""
+    rows, columns = pages.shape
+    numbers = torch.arange(rows, dtype=torch.int32, device=pages.device)
+    spans = torch.stack([numbers, torch.ones_like(numbers), numbers], dim=1)
+    blocks = Blocks(spans, lengths, queries=1, longest=columns * cache.page_tokens)
+    return KernelTables(kv_slots, pages, [blocks])
 
 
 def memory_key(pool: Pool) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""CUDA implementation of a decoder step: flash attention over pages, and LoRA with grouped products.
+"""CUDA implementation of a decoder step: an attention kernel over pages, and LoRA with grouped products.
 
 The CPU tests do not run it. `tests/gpu` compares both with the plain implementations, which run anywhere.
 """
@@ -6,7 +6,7 @@ The CPU tests do not run it. `tests/gpu` compares both with the plain implementa
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -15,35 +15,29 @@ import torch
 from torch.nn import functional
 
 from cotrain_workers.engine.decoding.kv_cache import KvCache
+from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 from cotrain_workers.engine.decoding.paged_attention import Span, positions
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.model.attention import NARROW, varlen_kernel, varlen_parameters
+from cotrain_workers.engine.model.attention import NARROW
 from cotrain_workers.engine.routing import AttentionRule
 
-NEEDED = {"block_table", "seqused_k", "window_size", "scale", "enable_gqa"}
 MAX_GROUPS = 1023  # per grouped product
 
 log = logging.getLogger(__name__)
 
 
-def kernel_takes(weight: torch.Tensor, score_softcap: float | None) -> bool:
-    """Return True if the flash kernel of this torch can attend over pages for this kind of model.
+def kernel_takes(weight: torch.Tensor, head_dim: int, page_tokens: int) -> bool:
+    """Return True if the kernel over pages can run for this kind of model.
 
-    On CUDA, a negative result is logged with its reasons.
+    On CUDA, a negative result is logged with its reason.
     """
     if not weight.is_cuda:
         return False
-    reasons = {
-        f"no kernel for {weight.dtype}": weight.dtype not in NARROW,
-        "no kernel for a score cap": score_softcap is not None,
-        f"torch {torch.__version__} has no flash kernel over pages": not varlen_parameters()
-        >= NEEDED,
-    }
-    lacking = [reason for reason, is_so in reasons.items() if is_so]
-    if lacking:
-        log.warning("Decoding is slow here: %s", ", ".join(lacking))
-    return not lacking
+    reason = page_kernel.lacking(weight.dtype, head_dim, page_tokens, weight.device)
+    if reason:
+        log.warning("Decoding is slow here: %s", reason)
+    return not reason
 
 
 def groups_take(weight: torch.Tensor, slots: Sequence[Slot | None]) -> bool:
@@ -54,67 +48,72 @@ def groups_take(weight: torch.Tensor, slots: Sequence[Slot | None]) -> bool:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Blocks of queries that one launch attends."""
+
+    spans: torch.Tensor  # int32 [b, 3]: first row, number of queries and row of the page table
+    lengths: torch.Tensor  # int32 [b]: keys that the first query sees, itself included
+    queries: int  # per block at most; 1: generated tokens
+    longest: int  # bound of `lengths`
+
+
+@dataclass(frozen=True)
 class KernelTables:
-    """Storage of `n` rows of `s` spans, and the keys of each span."""
+    """Storage of `n` rows, and the blocks of their queries."""
 
     kv_slots: torch.Tensor  # int64 [n]
-    offsets: torch.Tensor  # int32 [s + 1]: start of each span, and the end
-    key_offsets: torch.Tensor  # int32 [s + 1]: start of each span's pages if all were contiguous
-    lengths: torch.Tensor  # int32 [s]: positions to attend to
-    blocks: torch.Tensor  # int32 [s, pages]
-    max_queries: int
-    max_keys: int
+    pages: torch.Tensor  # int32 [spans, pages]
+    launches: Sequence[Blocks]
 
 
-def kernel_tables(spans: Sequence[Span], cache: KvCache, device: torch.device) -> KernelTables:
-    """Return the tables of contiguous spans that start at row 0."""
+def kernel_tables(
+    spans: Sequence[Span], cache: KvCache, group: int, device: torch.device
+) -> KernelTables:
+    """Return the tables of contiguous spans that start at row 0; `group` query heads share a key-value head.
+
+    A span of one row is a generated token, whose launch is separate so that its bits do not depend on prompts.
+    """
     size = cache.page_tokens
-    counts = [len(positions(span)) for span in spans]
-    pages = max(-(-span.stop // size) for span in spans)
-    blocks = [[*span.pages[:pages], *[cache.dump] * (pages - len(span.pages))] for span in spans]
+    columns = max(-(-span.stop // size) for span in spans)
+    pages = [[*span.pages[:columns], *[cache.dump] * (columns - len(span.pages))] for span in spans]
     kv_slots = [
         span.pages[at // size] * size + at % size for span in spans for at in positions(span)
     ]
+    step = page_kernel.queries_per_block(group, cache.dtype.itemsize)
+    rows: list[tuple[int, int, int, int]] = []
+    prompts: list[tuple[int, int, int, int]] = []
+    for number, span in enumerate(spans):
+        to = rows if len(positions(span)) == 1 else prompts
+        to += [(*block, number) for block in blocks_of(span, step)]
 
     def int32(values: Any) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=torch.int32), device)
 
-    return KernelTables(
-        kv_slots=to_device(torch.tensor(kv_slots), device),
-        offsets=int32(list(accumulate(counts, initial=0))),
-        key_offsets=key_offsets(len(spans), pages * size, device),
-        lengths=int32([span.stop for span in spans]),
-        blocks=int32(blocks),
-        max_queries=max(counts),
-        max_keys=pages * size,
-    )
+    launches = [
+        Blocks(
+            spans=int32([(row, count, number) for row, count, _, number in blocks]),
+            lengths=int32([length for _, _, length, _ in blocks]),
+            queries=queries,
+            longest=max(length + count - 1 for _, count, length, _ in blocks),
+        )
+        for blocks, queries in ((rows, 1), (prompts, step))
+        if blocks
+    ]
+    return KernelTables(to_device(torch.tensor(kv_slots), device), int32(pages), launches)
 
 
-def key_offsets(spans: int, max_keys: int, device: torch.device) -> torch.Tensor:
-    """Return the start of each span's pages if every span had `max_keys` keys, and the end."""
-    return torch.arange(spans + 1, dtype=torch.int32, device=device) * max_keys
-
-
-class Contract(NamedTuple):
-    """Arguments that a version of the flash kernel over pages needs."""
-
-    key_offsets: bool
-    """Start of each sequence's pages: required by FlashAttention 2, which ignores it, and refused by 3."""
-    one_split: bool
-    """One sum over all keys of a sequence; its bits then do not depend on its neighbours."""
-
-
-#: FlashAttention 2 of torch 2.13 and of 2.12, then 3, which does not split sums in deterministic mode.
-CONTRACTS = (Contract(True, True), Contract(True, False), Contract(False, False))
+def blocks_of(span: Span, step: int) -> Iterator[tuple[int, int, int]]:
+    """Yield first row, number of queries and keys of the first query for blocks of `step` queries."""
+    for at in range(span.start, span.stop, step):
+        yield span.row + at - span.start, min(step, span.stop - at), at + 1
 
 
 class KernelAttention:
-    """Attention of a step with one kernel per layer."""
+    """Attention of a step with one launch for generated tokens and one for prompts, per layer."""
 
-    def __init__(self, cache: KvCache, tables: KernelTables, contract: Contract) -> None:
+    def __init__(self, cache: KvCache, tables: KernelTables) -> None:
         self._cache = cache
         self._tables = tables
-        self._contract = contract
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
@@ -122,31 +121,15 @@ class KernelAttention:
         """Map `q` `[T, heads, d]` to the same shape; rows without a sequence become zero."""
         tables, n = self._tables, len(self._tables.kv_slots)
         self._cache.write(layer, tables.kv_slots, k[:n], v[:n])
-        keys, values = self._cache.paged(layer)
-        kernel = varlen_kernel()
-        assert kernel is not None
-        splits = {"num_splits": 1} if self._contract.one_split else {}
-        # A single query has no keys to its right. With a bound there, FlashAttention 2 reads the keys once
-        # per query head; without a bound, once for all query heads that share them.
-        right = -1 if tables.max_queries == 1 and rule.window is None else 0
-        out: torch.Tensor = kernel(
-            q[:n].contiguous(),
-            keys,
-            values,
-            tables.offsets,
-            tables.key_offsets if self._contract.key_offsets else None,
-            tables.max_queries,
-            tables.max_keys,
-            scale=rule.scaling,
-            window_size=((rule.window - 1) if rule.window else -1, right),
-            enable_gqa=q.shape[1] != keys.shape[2],
-            seqused_k=tables.lengths,
-            block_table=tables.blocks,
-            **splits,
-        )
-        if n == len(q):
-            return out
-        return torch.cat([out, out.new_zeros(len(q) - n, *out.shape[1:])])
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if n < len(q):
+            out[n:] = 0
+        for each in tables.launches:
+            page_kernel.attend(
+                q, *self._cache.paged(layer), out, None, each.spans, each.lengths, tables.pages,
+                each.queries, each.longest, rule.window, rule.scaling, rule.softcap or 0.0,
+            )  # fmt: skip
+        return out
 
 
 class Grouped(NamedTuple):

@@ -40,6 +40,11 @@ class KvCache:
         """Device of the cache."""
         return self._keys[0].device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of keys and values."""
+        return self._keys[0].dtype
+
     def paged(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values `[pages + 1, page_tokens, kv heads, head dim]`."""
         shape = (self.pages + 1, self.page_tokens, *self._keys[layer].shape[1:])

@@ -18,7 +18,7 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
 )
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, positions
-from cotrain_workers.engine.decoding.paged_attention_check import find_contract
+from cotrain_workers.engine.decoding.paged_attention_check import kernel_is_right
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.slot_pool import Slot
 from cotrain_workers.engine.decoding.step import (
@@ -58,15 +58,15 @@ class ModelRunner:
         # No method of this object: dropping it frees its memory at once.
         self._run_model = partial(run_model, base)
         weight = base.head_weight
-        self._contract = (
-            find_contract(base.kv, query_heads(base), cache.page_tokens, self._device, weight.dtype)
-            if kernel_takes(weight, base.score_softcap)
-            else None
+        heads = query_heads(base)
+        self._group = heads // base.kv.heads
+        self._has_kernel = kernel_takes(
+            weight, base.kv.head_dim, cache.page_tokens
+        ) and kernel_is_right(
+            base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap
         )
-        if self._contract is not None and groups_take(weight, []):
-            self.graphs = DecodeGraphs(
-                self._run_model, cache, max_pages, self._contract, CudaRecorder()
-            )
+        if self._has_kernel and groups_take(weight, []):
+            self.graphs = DecodeGraphs(self._run_model, cache, max_pages, CudaRecorder())
 
     def forward(
         self,
@@ -98,10 +98,9 @@ class ModelRunner:
     def _route(self, items: Sequence[Item]) -> MixedStep:
         slots = [item.slot for item in items for _ in positions(item.span)]
         spans = [item.span for item in items]
-        if self._contract is not None:
-            tables = kernel_tables(spans, self._cache, self._device)
-            attention = KernelAttention(self._cache, tables, self._contract)
-            return MixedStep(attention, self._lora(slots))
+        if self._has_kernel:
+            tables = kernel_tables(spans, self._cache, self._group, self._device)
+            return MixedStep(KernelAttention(self._cache, tables), self._lora(slots))
         rows = [item.span for item in items if not isinstance(item.work, Chunk)]
         chunks = [item.span for item in items if isinstance(item.work, Chunk)]
         plain = PagedAttention(self._cache, rows, chunks, self._device)

@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding import cuda_kernels as cuda_step
 from cotrain_workers.engine.decoding import model_runner as model_runner
-from cotrain_workers.engine.decoding import paged_attention_check as check
 from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 from cotrain_workers.engine.decoding.cuda_graphs import CudaRecorder, slot_per_row
-from cotrain_workers.engine.decoding.cuda_kernels import grouped_lora
+from cotrain_workers.engine.decoding.cuda_kernels import grouped_lora, kernel_takes
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout
@@ -31,6 +30,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.engine.spec import Target
 from tests.support.decoding import finish, graph_report, request, trained_weights
+from tests.support.plain_pages import plain_pages
 from tests.support.training import MIX
 
 NewEngine = Callable[..., Engine]
@@ -39,53 +39,13 @@ Outputs = Mapping[str, SampleOutput | Failure]
 RUNS = [tenant.run for tenant in MIX]
 
 
-def plain_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: torch.Tensor,
-    block_table: torch.Tensor,
-    num_splits: int,
-) -> torch.Tensor:
-    """Return the result of `varlen_attn` over pages, one sequence and one query at a time."""
-    # Otherwise the query heads that share keys would not be read together.
-    assert window_size[1] == (-1 if max_q == 1 and window_size[0] < 0 else 0)
-    assert len(cu_seq_k) == len(cu_seq_q)
-    assert enable_gqa == (query.shape[1] != key.shape[2])
-    out = torch.empty_like(query)
-    for at in range(len(seqused_k)):
-        start, stop, used = int(cu_seq_q[at]), int(cu_seq_q[at + 1]), int(seqused_k[at])
-        assert stop - start <= max_q
-        assert used <= max_k
-        keys, values = (x[block_table[at].long()].flatten(0, 1)[:used] for x in (key, value))
-        shared = query.shape[1] // key.shape[2]
-        keys, values = (x.repeat_interleave(shared, 1) for x in (keys, values))
-        for row in range(start, stop):
-            here = used - (stop - row) + 1
-            first = 0 if window_size[0] < 0 else max(0, here - 1 - window_size[0])
-            scores = torch.einsum("hd,khd->hk", query[row], keys[first:here]) * scale
-            out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), values[first:here])
-    return out
-
-
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a decoder on CPU take every decision as on CUDA."""
-    names = {*cuda_step.NEEDED, "num_splits"}
     monkeypatch.setattr(model_runner, "kernel_takes", lambda *args: True)
     monkeypatch.setattr(model_runner, "groups_take", lambda *args: True)
     monkeypatch.setattr(model_runner, "CudaRecorder", lambda: repeat)
-    monkeypatch.setattr(cuda_step, "varlen_kernel", lambda: plain_kernel)
-    monkeypatch.setattr(cuda_step, "varlen_parameters", lambda: frozenset(names))
-    monkeypatch.setattr(check, "varlen_parameters", lambda: frozenset(names))
+    monkeypatch.setattr(page_kernel, "attend", plain_pages)
 
 
 def repeat(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
@@ -133,7 +93,7 @@ def assert_close(ours: Outputs, theirs: Outputs) -> None:
         np.testing.assert_allclose(found.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
 def test_the_cuda_parts_give_the_results_of_the_plain_parts(
     new_engine: NewEngine, family: str, request: pytest.FixtureRequest
 ) -> None:
@@ -302,27 +262,57 @@ def test_a_kernel_over_pages_with_wrong_results_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def forgets_the_window(*args: Any, window_size: tuple[int, int], **kwargs: Any) -> torch.Tensor:
-        right = -1 if args[5] == 1 else 0
-        return plain_kernel(*args, window_size=(-1, right), **kwargs)
+    lengths, queries, window = 6, 8, 10
 
-    def cannot(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def forgets_the_window(*args: Any) -> None:
+        given = list(args)
+        given[window] = None
+        plain_pages(*given)
+
+    def loses_a_token_key(*args: Any) -> None:
+        given = list(args)
+        given[lengths] = args[lengths] - ((args[lengths] > 1000) & (args[queries] == 1)).int()
+        plain_pages(*given)
+
+    def loses_a_prompt_key(*args: Any) -> None:
+        given = list(args)
+        given[lengths] = args[lengths] - ((args[lengths] > 16) & (args[queries] > 1)).int()
+        plain_pages(*given)
+
+    def cannot(*args: Any) -> None:
         raise RuntimeError("page size")
 
     engine = new_engine()
     assert graph_report(decoder_of(engine, {})) == "0 in use"
     assert not caplog.records
-    for kernel, reason in ((forgets_the_window, "is off by"), (cannot, "cannot run")):
-        monkeypatch.setattr(cuda_step, "varlen_kernel", lambda kernel=kernel: kernel)
+    for kernel, reason in (
+        (forgets_the_window, "is off by"),
+        (loses_a_token_key, "is off by"),
+        (loses_a_prompt_key, "is off by"),
+        (cannot, "page size"),
+    ):
+        caplog.clear()
+        monkeypatch.setattr(page_kernel, "attend", kernel)
         assert graph_report(decoder_of(engine, {})) == "none: the plain steps run"
         assert reason in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "page_tokens", "reason"),
+    [
+        (torch.float64, 64, 256, "no kernel for torch.float64"),
+        (torch.bfloat16, 40, 256, "no kernel for heads of 40 values"),
+        (torch.bfloat16, 64, 24, "no kernel for pages of 24 tokens"),
+    ],
+)
 def test_the_reason_against_the_kernel_over_pages_is_logged(
     caplog: pytest.LogCaptureFixture,
+    dtype: torch.dtype,
+    head_dim: int,
+    page_tokens: int,
+    reason: str,
 ) -> None:
-    class OnCuda:
-        is_cuda, dtype = True, torch.float32
+    weight: Any = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"))
 
-    assert not cuda_step.kernel_takes(OnCuda(), 50.0)  # type: ignore[arg-type]
-    assert "no kernel for torch.float32, no kernel for a score cap" in caplog.text
+    assert not kernel_takes(weight, head_dim, page_tokens)
+    assert f"Decoding is slow here: {reason}" in caplog.text

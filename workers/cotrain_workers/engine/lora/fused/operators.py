@@ -8,16 +8,24 @@ kernel's three operands, the first one is repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from cotrain_workers.engine.lora.fused import tile_sizes
-from cotrain_workers.engine.lora.fused.tile_sizes import RANK, ROWS, expand_tiles, narrow_tiles
+from cotrain_workers.engine.lora.fused.tile_sizes import (
+    RANK,
+    ROWS,
+    SHRINK_ROWS,
+    TOKENS,
+    expand_tiles,
+    gradient_tiles,
+    shrink_tiles,
+)
 
 BAND = 8  # tiles of rows that run together
-TOKENS = 64  # of one product of a weight gradient
 SILU, GELU = 1, 2  # gates; GELU by tanh
 
 _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
@@ -56,14 +64,14 @@ def shrink(
     low = _new_low(xs, modules, side, tiles, entries, columns)
     joint = len(xs) < modules
     widths = [x.shape[1] for x in xs]
-    size = narrow_tiles(modules if joint else 1, max(widths), xs[0].element_size())
+    size = shrink_tiles(modules if joint else 1, max(widths), xs[0].element_size())
     # A module has `columns / modules` of them at most; of what an adapter of a lower rank has not, nothing runs.
     each = columns if joint else -(-columns // modules)
-    grid = (len(tiles), -(-each // size.columns), 1 if joint else modules)
+    grid = (len(tiles) * ROWS // SHRINK_ROWS, -(-each // size.columns), 1 if joint else modules)
     _programs().shrink[grid](
         *_three(xs), low, tiles, entries, entries.stride(0), *_three(widths), columns,
         MODULES=modules, JOINT=joint, SIDE=side, WIDE=_programs().INTERPRETED,
-        BM=ROWS, BC=size.columns, BK=size.depth, num_warps=size.warps, num_stages=size.stages,
+        PARTS=ROWS // SHRINK_ROWS, BM=SHRINK_ROWS, BC=size.columns, BK=size.depth, num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
     return low
 
@@ -85,13 +93,15 @@ def expand(
     """
     ys = _new_outputs(x, weights, biases, residual, gate)
     widths = [len(weight) for weight in weights]
-    size = expand_tiles(max(widths), x.element_size())
+    if tma := copies_by_tma([x, *weights]):
+        _programs().give_memory(x.device)
+    size = expand_tiles(max(widths), x.element_size(), tma=tma, gated=gate != 0)
     count = sum(-(-width // size.columns) for width in (widths[:1] if gate else widths))
-    _programs().expand[(len(tiles) * count,)](
+    _programs().expand[(programs_of(len(tiles) * count, x.device),)](
         x, *_three(weights), *_three(biases or weights), x if residual is None else residual, low,
-        *_three(ys), tiles, entries, entries.stride(0), scales, x.shape[1], *_three(widths), low.shape[1],
+        *_three(ys), tiles, entries, entries.stride(0), scales, *x.shape, *_three(widths), low.shape[1],
         len(tiles), count,
-        MODULES=len(weights), BIASED=bool(biases), PLUS=residual is not None, GATE=gate,
+        MODULES=len(weights), BIASED=bool(biases), PLUS=residual is not None, GATE=gate, TMA=tma,
         WIDE=_programs().INTERPRETED, BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
         num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
@@ -111,13 +121,15 @@ def expand_back(
     """Return the gradient of the `x` that modules read, `[T, inputs]`; with a gate, those of the two `gated`."""
     gxs = _new_gradients(gys, weights, gated)
     inputs = weights[0].shape[1]
-    size = expand_tiles(inputs, gxs[0].element_size())
+    if tma := copies_by_tma([*gys, *weights]):
+        _programs().give_memory(low.device)
+    size = expand_tiles(inputs, gxs[0].element_size(), tma=tma, gated=gate != 0)
     count = -(-inputs // size.columns)
     gate_and_up = gated or [low, low]
-    _programs().expand_back[(len(tiles) * count,)](
+    _programs().expand_back[(programs_of(len(tiles) * count, low.device),)](
         *_three(gys), *_three(weights), low, *gate_and_up, gxs[0], gxs[-1], tiles, entries, entries.stride(0),
-        scales, inputs, *_three([len(weight) for weight in weights]), low.shape[1], len(tiles), count,
-        MODULES=len(weights), GATE=gate, WIDE=_programs().INTERPRETED,
+        scales, len(low), inputs, *_three([len(weight) for weight in weights]), low.shape[1], len(tiles), count,
+        MODULES=len(weights), GATE=gate, TMA=tma, WIDE=_programs().INTERPRETED,
         BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
         num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
@@ -138,7 +150,7 @@ def add_gradient(
     """Add `scale * low^T x` of every segment to the gradient of its adapter, which `entries` name."""
     joint = len(xs) < modules
     widths = [x.shape[1] for x in xs]
-    size = narrow_tiles(modules if joint else 1, max(widths), xs[0].element_size())
+    size = gradient_tiles(modules if joint else 1, max(widths), xs[0].element_size())
     each = low.shape[1] if joint else -(-low.shape[1] // modules)
     blocks = -(-each // size.columns)
     grid = (len(owners) - 1, -(-max(widths) // size.depth), blocks * (1 if joint else modules))
@@ -148,6 +160,35 @@ def add_gradient(
         MODULES=modules, JOINT=joint, SIDE=side, WIDE=_programs().INTERPRETED,
         BC=size.columns, BK=size.depth, BT=TOKENS, num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
+
+
+def copies_by_tma(operands: Sequence[torch.Tensor]) -> bool:
+    """Return True if the device has a tensor memory accelerator and it can copy tiles of all `operands`.
+
+    It takes 16-bit values here, and each row begins at a multiple of 16 bytes.
+    """
+    if not _has_tma(operands[0].device):
+        return False
+    return all(
+        each.element_size() == 2 and each.shape[1] % 8 == 0 and each.data_ptr() % 16 == 0
+        for each in operands
+    )
+
+
+@cache
+def _has_tma(device: torch.device) -> bool:
+    """Return True on Hopper and on Blackwell's data centre GPUs, which also have the shared memory for its tiles."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def programs_of(tiles: int, device: torch.device) -> int:
+    """Return the number of programs that share `tiles`: one for each multiprocessor of the device, at most."""
+    return min(tiles, _multiprocessors(device)) if device.type == "cuda" else tiles
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _three(given: Sequence[Any]) -> list[Any]:

@@ -11,24 +11,41 @@ Sources:
 
 Gates and residual additions are fused, too.
 
+Operands of the base model's products are copied by the tensor memory accelerator (`TMA`) where the device has one,
+by descriptors that each program writes. Such a copy of rows may contain rows of the next adapter. No sum mixes them,
+because a row of a product depends on one row of its left operand alone, and they are not stored.
+
 Tables (`lora/fused/tables.py`):
 
 * `tiles` int32 `[n, 3]` contains the segment, the first row and the end row of the segment.
 * `entries` int64 `[segments + 1, HEAD + 2 * MODULES]`, with rows `stride` apart, contains rank, address of the weights,
   address of the gradient and 0. The offsets of A and B of each module follow.
 
-A is stored as `[rank, inputs]` and B as `[rank, outputs]`, so kernels treat them alike. Values beyond a segment, a
-rank or a width are never loaded, so that no zero is multiplied with a neighbour's NaN.
+A is stored as `[rank, inputs]` and B as `[rank, outputs]`, so kernels treat them alike. Values beyond a rank or a
+width are never loaded, so that no zero is multiplied with a neighbour's NaN.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 #: True if Triton's interpreter runs the kernels on the CPU.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 HEAD = tl.constexpr(4)
+#: Arguments that vary by micro-batch. Triton would compile another variant for 1 and for multiples of 16.
+COUNTS = ("tile_count", "block_count")
+
+
+def give_memory(device: torch.device) -> None:
+    """Let Triton take memory for the descriptors that a kernel writes.
+
+    Its allocator belongs to a thread, and backward runs in a thread of its own.
+    """
+    triton.set_allocator(
+        lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device)
+    )
 
 
 @triton.jit
@@ -52,9 +69,8 @@ def plus_product(total, left, right, WIDE: tl.constexpr):
 
 
 @triton.jit
-def tile_of(rows, columns, BAND: tl.constexpr):
+def tile_of(at, rows, columns, BAND: tl.constexpr):
     """Return row and column of a tile, in bands of rows whose operands stay in cache (Triton's matmul tutorial)."""
-    at = tl.program_id(0)
     first = at // (BAND * columns) * BAND
     height = min(rows - first, BAND)
     within = at % (BAND * columns)
@@ -62,18 +78,33 @@ def tile_of(rows, columns, BAND: tl.constexpr):
 
 
 @triton.jit
+def described(base, height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the descriptor with which the tensor memory accelerator copies tiles of `[height, width]`."""
+    return tl.make_tensor_descriptor(base, [height, width], [width, 1], [ROWS, COLUMNS])
+
+
+@triton.jit
+def aligned_weights(entry, KIND: tl.constexpr):
+    """Return the address of an adapter's weights, marked as aligned.
+
+    An address from a table carries no alignment, and Triton would then load two bytes at a time. The hint holds
+    because arenas begin at 512 bytes and matrices at `spec.ALIGN` values. It must follow the cast, which drops it.
+    """
+    return tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(KIND)), 16)
+
+
+@triton.jit
 def plus_low_rank(
-    total, low, entry, scale, rows, live, outs, width, columns, module,
+    total, low, entry, rows, live, outs, width, columns, module,
     SIDE: tl.constexpr, WIDE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Return `total + scale * low M`, BR ranks at a time.
+    """Return `total + low M`, BR ranks at a time.
 
     `low` is restricted to a module's columns, and M is its A (`SIDE` 0) or B^T.
     """
     rank = tl.load(entry).to(tl.int32)
-    matrix = tl.load(entry + 1).to(tl.pointer_type(low.dtype.element_ty))
-    matrix += tl.load(entry + HEAD + 2 * module + SIDE)
-    extra = tl.zeros_like(total)
+    matrix = aligned_weights(entry, low.dtype.element_ty)
+    matrix += tl.multiple_of(tl.load(entry + HEAD + 2 * module + SIDE), 16)
     for begin in range(0, rank, BR):
         ranks = begin + tl.arange(0, BR)
         known = ranks < rank
@@ -85,8 +116,8 @@ def plus_low_rank(
             matrix + ranks[:, None] * width + outs[None, :],
             mask=known[:, None] & (outs < width)[None, :], other=0.0,
         )  # fmt: skip
-        extra = plus_product(extra, left, right, WIDE)
-    return total + scale * extra
+        total = plus_product(total, left, right, WIDE)
+    return total
 
 
 @triton.jit
@@ -104,18 +135,21 @@ def activated(gate, GELU: tl.constexpr):
 def shrink(
     x0, x1, x2, low, tiles, entries, stride, width0, width1, width2, columns,
     MODULES: tl.constexpr, JOINT: tl.constexpr, SIDE: tl.constexpr, WIDE: tl.constexpr,
-    BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write `low = x M^T`; M is A (`SIDE` 0) or B^T (1). With `JOINT` all modules read x0, in one product."""
-    tile = tiles + 3 * tl.program_id(0)
-    first, stop = tl.load(tile + 1), tl.load(tile + 2)
+    """Write `low = x M^T`; M is A (`SIDE` 0) or B^T (1). With `JOINT` all modules read x0, in one product.
+
+    A tile's rows are shared by `PARTS` programs, because the product has few columns and must fill the device.
+    """
+    tile = tiles + 3 * (tl.program_id(0) // PARTS)
+    first, stop = tl.load(tile + 1) + tl.program_id(0) % PARTS * BM, tl.load(tile + 2)
     entry = entries + tl.load(tile).to(tl.int64) * stride
     rank = tl.load(entry).to(tl.int32)
     count = rank
     if JOINT:
         count = rank * MODULES
     begin = tl.program_id(1) * BC
-    if begin < count:
+    if (begin < count) & (first < stop):
         number = begin + tl.arange(0, BC)
         known = number < count
         module = tl.program_id(2) + tl.zeros_like(number)
@@ -127,7 +161,8 @@ def shrink(
         x = pick(tl.program_id(2), x0, x1, x2)
         width = pick(tl.program_id(2), width0, width1, width2)
         offset = tl.load(entry + HEAD + 2 * module + SIDE, mask=known, other=0)
-        matrix = tl.load(entry + 1).to(tl.pointer_type(low.dtype.element_ty))
+        offset = tl.multiple_of(offset, [16])
+        matrix = aligned_weights(entry, low.dtype.element_ty)
         starts = matrix + offset + row.to(tl.int64) * width
         rows = (first + tl.arange(0, BM)).to(tl.int64)
         live = rows < stop
@@ -147,128 +182,166 @@ def shrink(
         tl.store(out, total.to(low.dtype.element_ty), mask=live[:, None] & known[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def expand(
     x, w0, w1, w2, bias0, bias1, bias2, residual, low, y0, y1, y2, tiles, entries, stride, scales,
-    inputs, width0, width1, width2, columns, tile_count, block_count,
-    MODULES: tl.constexpr, BIASED: tl.constexpr, PLUS: tl.constexpr, GATE: tl.constexpr, WIDE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BAND: tl.constexpr,
+    height, inputs, width0, width1, width2, columns, tile_count, block_count,
+    MODULES: tl.constexpr, BIASED: tl.constexpr, PLUS: tl.constexpr, GATE: tl.constexpr, TMA: tl.constexpr,
+    WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    BAND: tl.constexpr,
 ):  # fmt: skip
-    """Write `y = x W^T + b + scale * low B^T` of each module, plus `residual` if `PLUS` is set (one module).
+    """Write `y = scale * low B^T + x W^T + b` of each module, plus `residual` if `PLUS` is set (one module).
 
     With `GATE` (1 SiLU, 2 GELU) a program computes the same columns of two modules and writes `act(y0) * y1` to y2.
+    Products of LoRA come first, so that one accumulator serves both. A program computes one tile after the other.
     """
-    across, block = tile_of(tile_count, block_count, BAND)
-    tile = tiles + 3 * across
-    segment, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    module = block * 0  # blocks are ordered by module
-    start = block
-    if MODULES > 1 and not GATE:
-        if start >= tl.cdiv(width0, BN):
-            module += 1
-            start -= tl.cdiv(width0, BN)
-    if MODULES > 2:
-        if (module == 1) & (start >= tl.cdiv(width1, BN)):
-            module += 1
-            start -= tl.cdiv(width1, BN)
-    weight, width = pick(module, w0, w1, w2), pick(module, width0, width1, width2)
-    rows = (first + tl.arange(0, BM)).to(tl.int64)
-    live = rows < stop
-    outs = (start * BN + tl.arange(0, BN)).to(tl.int64)
-    inside = outs < width
-    total = tl.zeros((BM, BN), tl.float32)
-    other = tl.zeros((BM, BN), tl.float32)
-    for at in range(0, inputs, BK):
-        depth = at + tl.arange(0, BK)
-        known = depth < inputs
-        left = tl.load(
-            x + rows[:, None] * inputs + depth[None, :],
-            mask=live[:, None] & known[None, :], other=0.0,
-        )  # fmt: skip
-        cells = outs[None, :] * inputs + depth[:, None]
-        right = tl.load(weight + cells, mask=inside[None, :] & known[:, None], other=0.0)
-        total = plus_product(total, left, right, WIDE)
-        if GATE:
-            right = tl.load(w1 + cells, mask=inside[None, :] & known[:, None], other=0.0)
-            other = plus_product(other, left, right, WIDE)
-    if BIASED:
-        bias = tl.load(pick(module, bias0, bias1, bias2) + outs, mask=inside, other=0.0)
-        total += bias.to(tl.float32)[None, :]
-        if GATE:
-            other += tl.load(bias1 + outs, mask=inside, other=0.0).to(tl.float32)[None, :]
-    entry, scale = entries + segment.to(tl.int64) * stride, tl.load(scales + segment)
-    total = plus_low_rank(
-        total, low, entry, scale, rows, live, outs, width, columns, module, 1, WIDE, BR
-    )
-    kind: tl.constexpr = low.dtype.element_ty
-    cells = rows[:, None] * width + outs[None, :]
-    mask = live[:, None] & inside[None, :]
-    if PLUS:
-        total += tl.load(residual + cells, mask=mask, other=0.0).to(tl.float32)
-    tl.store(pick(module, y0, y1, y2) + cells, total.to(kind), mask=mask)
-    if GATE:
-        other = plus_low_rank(
-            other, low, entry, scale, rows, live, outs, width, columns, 1, 1, WIDE, BR
+    source = described(x, height, inputs, BM, BK) if TMA else x
+    for number in range(tl.program_id(0), tile_count * block_count, tl.num_programs(0)):
+        across, block = tile_of(number, tile_count, block_count, BAND)
+        tile = tiles + 3 * across
+        segment, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        module = block * 0  # blocks are ordered by module
+        start = block
+        if MODULES > 1 and not GATE:
+            if start >= tl.cdiv(width0, BN):
+                module += 1
+                start -= tl.cdiv(width0, BN)
+        if MODULES > 2:
+            if (module == 1) & (start >= tl.cdiv(width1, BN)):
+                module += 1
+                start -= tl.cdiv(width1, BN)
+        weight, width = pick(module, w0, w1, w2), pick(module, width0, width1, width2)
+        rows = (first + tl.arange(0, BM)).to(tl.int64)
+        live = rows < stop
+        outs = (start * BN + tl.arange(0, BN)).to(tl.int64)
+        inside = outs < width
+        entry, scale = entries + segment.to(tl.int64) * stride, tl.load(scales + segment)
+        total = tl.zeros((BM, BN), tl.float32)
+        total = scale * plus_low_rank(
+            total, low, entry, rows, live, outs, width, columns, module, 1, WIDE, BR
         )
-        tl.store(y1 + cells, other.to(kind), mask=mask)
-        # Rounded like in the base model: backward recomputes the same value from the stored outputs.
-        value, _ = activated(total.to(kind).to(tl.float32), GATE == 2)
-        value = value.to(kind).to(tl.float32) * other.to(kind).to(tl.float32)
-        tl.store(y2 + cells, value.to(kind), mask=mask)
+        other = tl.zeros((BM, BN), tl.float32)
+        if GATE:
+            other = scale * plus_low_rank(
+                other, low, entry, rows, live, outs, width, columns, 1, 1, WIDE, BR
+            )
+        wide = described(weight, width, inputs, BN, BK) if TMA else weight
+        wide1 = described(w1, width, inputs, BN, BK) if TMA and GATE else w1
+        for at in range(0, inputs, BK):
+            depth = at + tl.arange(0, BK)
+            known = depth < inputs
+            cells = outs[None, :] * inputs + depth[:, None]
+            if TMA:
+                left = source.load([first, at])
+                right = wide.load([start * BN, at]).T
+            else:
+                left = tl.load(
+                    x + rows[:, None] * inputs + depth[None, :],
+                    mask=live[:, None] & known[None, :], other=0.0,
+                )  # fmt: skip
+                right = tl.load(weight + cells, mask=inside[None, :] & known[:, None], other=0.0)
+            total = plus_product(total, left, right, WIDE)
+            if GATE:
+                if TMA:
+                    right = wide1.load([start * BN, at]).T
+                else:
+                    right = tl.load(w1 + cells, mask=inside[None, :] & known[:, None], other=0.0)
+                other = plus_product(other, left, right, WIDE)
+        if BIASED:
+            bias = tl.load(pick(module, bias0, bias1, bias2) + outs, mask=inside, other=0.0)
+            total += bias.to(tl.float32)[None, :]
+            if GATE:
+                other += tl.load(bias1 + outs, mask=inside, other=0.0).to(tl.float32)[None, :]
+        kind: tl.constexpr = low.dtype.element_ty
+        out = rows[:, None] * width + outs[None, :]
+        mask = live[:, None] & inside[None, :]
+        if PLUS:
+            total += tl.load(residual + out, mask=mask, other=0.0).to(tl.float32)
+        tl.store(pick(module, y0, y1, y2) + out, total.to(kind), mask=mask)
+        if GATE:
+            tl.store(y1 + out, other.to(kind), mask=mask)
+            # Rounded like in the base model: backward recomputes the same value from the stored outputs.
+            value, _ = activated(total.to(kind).to(tl.float32), GATE == 2)
+            value = value.to(kind).to(tl.float32) * other.to(kind).to(tl.float32)
+            tl.store(y2 + out, value.to(kind), mask=mask)
 
 
 @triton.jit
+def plus_copied(total, grads, wide, first, start, width, WIDE: tl.constexpr, BK: tl.constexpr):
+    """Return `total + gy W` of one module, whose tiles are copied by descriptors."""
+    for at in range(0, width, BK):
+        total = plus_product(total, grads.load([first, at]), wide.load([at, start]), WIDE)
+    return total
+
+
+@triton.jit(do_not_specialize=COUNTS)
 def expand_back(
     g0, g1, g2, w0, w1, w2, low, gate, up, gx, gx1, tiles, entries, stride, scales,
-    inputs, width0, width1, width2, columns, tile_count, block_count,
-    MODULES: tl.constexpr, GATE: tl.constexpr, WIDE: tl.constexpr,
+    height, inputs, width0, width1, width2, columns, tile_count, block_count,
+    MODULES: tl.constexpr, GATE: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """Write `gx`, the sum over modules of `gy W + scale * low A`; `low` is `gy B`.
+    """Write `gx`, `scale` times the sum over modules of `low A`, plus the sum of `gy W`; `low` is `gy B`.
 
     With `GATE`, x was `act(gate) * up`, and the gradients of gate and up are written to gx and gx1.
     """
-    across, block = tile_of(tile_count, block_count, BAND)
-    tile = tiles + 3 * across
-    segment, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    rows = (first + tl.arange(0, BM)).to(tl.int64)
-    live = rows < stop
-    outs = block * BN + tl.arange(0, BN)
-    inside = outs < inputs
-    total = tl.zeros((BM, BN), tl.float32)
-    for module in range(MODULES):
-        grad, weight = pick(module, g0, g1, g2), pick(module, w0, w1, w2)
-        width = pick(module, width0, width1, width2)
-        for at in range(0, width, BK):
-            depth = (at + tl.arange(0, BK)).to(tl.int64)
-            known = depth < width
-            left = tl.load(
-                grad + rows[:, None] * width + depth[None, :],
-                mask=live[:, None] & known[None, :], other=0.0,
-            )  # fmt: skip
-            right = tl.load(
-                weight + depth[:, None] * inputs + outs[None, :],
-                mask=known[:, None] & inside[None, :], other=0.0,
-            )  # fmt: skip
-            total = plus_product(total, left, right, WIDE)
-    entry, scale = entries + segment.to(tl.int64) * stride, tl.load(scales + segment)
-    for module in range(MODULES):
-        total = plus_low_rank(
-            total, low, entry, scale, rows, live, outs, inputs, columns, module, 0, WIDE, BR
-        )
-    kind: tl.constexpr = gx.dtype.element_ty
-    cells = rows[:, None] * inputs + outs[None, :]
-    mask = live[:, None] & inside[None, :]
-    if GATE:
-        total = total.to(kind).to(tl.float32)  # rounded like in the base model's backward
-        wide = tl.load(up + cells, mask=mask, other=0.0).to(tl.float32)
-        value, slope = activated(
-            tl.load(gate + cells, mask=mask, other=0.0).to(tl.float32), GATE == 2
-        )
-        other = total * value.to(kind).to(tl.float32)
-        tl.store(gx1 + cells, other.to(kind), mask=mask)
-        total = (total * wide).to(kind).to(tl.float32) * slope
-    tl.store(gx + cells, total.to(kind), mask=mask)
+    grads0 = described(g0, height, width0, BM, BK) if TMA else g0
+    wide0 = described(w0, width0, inputs, BK, BN) if TMA else w0
+    grads1 = described(g1, height, width1, BM, BK) if TMA and MODULES > 1 else g1
+    wide1 = described(w1, width1, inputs, BK, BN) if TMA and MODULES > 1 else w1
+    grads2 = described(g2, height, width2, BM, BK) if TMA and MODULES > 2 else g2
+    wide2 = described(w2, width2, inputs, BK, BN) if TMA and MODULES > 2 else w2
+    for number in range(tl.program_id(0), tile_count * block_count, tl.num_programs(0)):
+        across, block = tile_of(number, tile_count, block_count, BAND)
+        tile = tiles + 3 * across
+        segment, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+        rows = (first + tl.arange(0, BM)).to(tl.int64)
+        live = rows < stop
+        start = block * BN
+        outs = start + tl.arange(0, BN)
+        inside = outs < inputs
+        entry, scale = entries + segment.to(tl.int64) * stride, tl.load(scales + segment)
+        total = tl.zeros((BM, BN), tl.float32)
+        for module in range(MODULES):
+            total = plus_low_rank(
+                total, low, entry, rows, live, outs, inputs, columns, module, 0, WIDE, BR
+            )
+        total = scale * total
+        if TMA:  # a descriptor cannot be picked by number
+            total = plus_copied(total, grads0, wide0, first, start, width0, WIDE, BK)
+            if MODULES > 1:
+                total = plus_copied(total, grads1, wide1, first, start, width1, WIDE, BK)
+            if MODULES > 2:
+                total = plus_copied(total, grads2, wide2, first, start, width2, WIDE, BK)
+        else:
+            for module in range(MODULES):
+                grad, weight = pick(module, g0, g1, g2), pick(module, w0, w1, w2)
+                width = pick(module, width0, width1, width2)
+                for at in range(0, width, BK):
+                    depth = (at + tl.arange(0, BK)).to(tl.int64)
+                    known = depth < width
+                    left = tl.load(
+                        grad + rows[:, None] * width + depth[None, :],
+                        mask=live[:, None] & known[None, :], other=0.0,
+                    )  # fmt: skip
+                    right = tl.load(
+                        weight + depth[:, None] * inputs + outs[None, :],
+                        mask=known[:, None] & inside[None, :], other=0.0,
+                    )  # fmt: skip
+                    total = plus_product(total, left, right, WIDE)
+        kind: tl.constexpr = gx.dtype.element_ty
+        cells = rows[:, None] * inputs + outs[None, :]
+        mask = live[:, None] & inside[None, :]
+        if GATE:
+            total = total.to(kind).to(tl.float32)  # rounded like in the base model's backward
+            factor = tl.load(up + cells, mask=mask, other=0.0).to(tl.float32)
+            value, slope = activated(
+                tl.load(gate + cells, mask=mask, other=0.0).to(tl.float32), GATE == 2
+            )
+            other = total * value.to(kind).to(tl.float32)
+            tl.store(gx1 + cells, other.to(kind), mask=mask)
+            total = (total * factor).to(kind).to(tl.float32) * slope
+        tl.store(gx + cells, total.to(kind), mask=mask)
 
 
 @triton.jit

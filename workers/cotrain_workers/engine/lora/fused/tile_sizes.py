@@ -13,6 +13,12 @@ RANK = 16  # LoRA columns per product: the minimum of a tensor core
 MODULES = 3  # maximum number of modules that read the same `x`: q, k and v
 
 
+SHRINK_ROWS = 64  # rows of one program of a product with LoRA matrices only
+TOKENS = 128  # rows of one product of a weight gradient
+#: LoRA columns of a tile, by the number of modules with adjacent columns.
+LOW_COLUMNS = {1: RANK, 2: 2 * RANK, 3: 4 * RANK}
+
+
 class Tiles(NamedTuple):
     """Tile of one kernel: result columns, depth of one partial sum, and Triton's warps and stages."""
 
@@ -26,18 +32,31 @@ class Tiles(NamedTuple):
 _WIDE = 1024
 
 
-def expand_tiles(width: int, item: int) -> Tiles:
+def expand_tiles(width: int, item: int, *, tma: bool = False, gated: bool = False) -> Tiles:
     """Return the tiles of products with the base model's weights; the widest result has `width` columns.
 
-    Values have `item` bytes. Three stages of a tile fit into the shared memory of an A100 (163 KB) in each type.
+    Values have `item` bytes. `gated` products hold a second tile of values, in registers or in shared memory.
+    Measured on an H200 with the products of an 8B model (docs/adr/0034).
     """
-    return Tiles(128, 128 // item, 8, 3) if width >= _WIDE else Tiles(64, 256 // item, 4, 2)
+    if width < _WIDE:
+        return Tiles(64, 128 if item == 2 else 16, 4, 2)
+    if tma:
+        return Tiles(128, 64, 8, 3) if gated else Tiles(256, 64, 8, 4)
+    # Three stages fit into the shared memory of an A100 (163 KB). A product of fp32 is unrolled by its depth, and
+    # deeper ones take a minute to compile.
+    return Tiles(128, 64 if item == 2 else 16, 8, 3)
 
 
-def narrow_tiles(modules: int, width: int, item: int) -> Tiles:
-    """Return the tiles of products with LoRA matrices only, for `modules` with adjacent columns.
+def shrink_tiles(modules: int, width: int, item: int) -> Tiles:
+    """Return the tiles of products with LoRA matrices, for `modules` with adjacent columns.
 
     `width` is the largest length of the summed dimension.
     """
-    columns, warps = {1: (RANK, 4), 2: (2 * RANK, 8), 3: (4 * RANK, 8)}[modules]
-    return Tiles(columns, 256 // item, warps, 3) if width >= _WIDE else Tiles(columns, 128, 4, 2)
+    columns = LOW_COLUMNS[modules]
+    return Tiles(columns, 256 // item, 4, 4) if width >= _WIDE else Tiles(columns, 128, 4, 2)
+
+
+def gradient_tiles(modules: int, width: int, item: int) -> Tiles:
+    """Return the tiles of weight gradients; `depth` is their number of columns, of the largest `width`."""
+    columns = LOW_COLUMNS[modules]
+    return Tiles(columns, 128 // item, 4, 3) if width >= _WIDE else Tiles(columns, 128, 4, 2)

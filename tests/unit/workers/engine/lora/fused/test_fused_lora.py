@@ -14,7 +14,7 @@ import torch
 
 from cotrain_workers.engine.lora import backend as lora_backend
 from cotrain_workers.engine.lora.backend import BackendUnfit, find_backend
-from cotrain_workers.engine.lora.fused import fused_lora
+from cotrain_workers.engine.lora.fused import fused_lora, operators
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.lora.fused.tables import Tables, make_tables
 from cotrain_workers.engine.lora.fused.tile_sizes import ROWS
@@ -56,6 +56,20 @@ def test_fused_equals_seg_for_any_ranks_and_targets(dtype: torch.dtype, gate: in
     for theirs, ours in zip(expected, found, strict=True):
         for name, difference in differences(ours, theirs).items():
             assert difference <= (OF_MLP if gate else TOLERANCE)[dtype], name
+
+
+@pytest.mark.parametrize("gate", [None, SILU])
+def test_tiles_copied_by_descriptors_have_the_same_bits(
+    gate: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = work("fused", company(), filler=7, gate=gate)
+    monkeypatch.setattr(operators, "copies_by_tma", lambda _operands: True)
+    # Three programs share the tiles, as the multiprocessors of a GPU do.
+    monkeypatch.setattr(operators, "programs_of", lambda tiles, _device: min(tiles, 3))
+
+    found = work("fused", company(), filler=7, gate=gate)
+
+    assert all(same(ours, theirs) for theirs, ours in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("gate", [None, SILU])

@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""Rates of the engine's GPU kernels one by one, next to those of torch, for the products of one Qwen3 layer.
+
+    python bench/kernel_rates.py [--size 8b] [--rows 1536,4096,8192] [--out DIR]
+
+It needs a CUDA device, torch, Triton, transformers and numpy, and no model. Products are given in TFLOP/s, next to
+cuBLAS on the same matrices. Products with LoRA matrices only are given in GB/s of the wide operand, which is read
+once. Times are medians of `triton.testing.do_bench`, which empties the L2 cache before each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
+
+import torch
+from torch.nn import functional
+
+from bench.support.machine import machine, show
+from bench.support.model import SHAPES, Shape
+from bench.support.roofline import copy_bandwidth, matmul_flops
+from cotrain_workers.engine.lora.fused.fused_lora import A, B, Products
+from cotrain_workers.engine.lora.fused.operators import SILU
+from cotrain_workers.engine.lora.fused.tables import make_tables, plan_groups
+from cotrain_workers.engine.lora.self_check import RandomAdapter
+from cotrain_workers.engine.routing import Segment
+from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
+
+RANK = 16
+SEGMENTS = (1, 4, 32)
+NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CUDA = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that read the same `x`: their products, their weights, and random operands of `rows` rows."""
+
+    name: str
+    products: Products
+    segments: list[Segment]  # a reference, because tables contain the addresses of their weights
+    weights: list[torch.Tensor]
+    x: torch.Tensor
+    gys: list[torch.Tensor]
+    flops: float  # of the base model's products in one direction
+
+
+def targets_of(shape: Shape) -> list[Target]:
+    """Return the linear modules of one layer."""
+    return [
+        Target(f"0.{'mlp' if at > 3 else 'self_attn'}.{name}", "mlp" if at > 3 else "attn", *sizes)
+        for at, (name, sizes) in enumerate(zip(NAMES, shape.linears, strict=True))
+    ]
+
+
+def groups_of(shape: Shape, rows: int, segments: int) -> Iterator[Group]:
+    """Yield the groups of one layer with random values, the rows shared equally by adapters of rank 16."""
+    targets = targets_of(shape)
+    groups = plan_groups(targets)
+    adapters = adapters_of(targets, rows, segments)
+    tables = make_tables(adapters, rows, groups, CUDA)
+    for group in groups:
+        own = [target for target in targets if target.name in group.names]
+        inputs = own[0].inputs
+        yield Group(
+            "+".join(target.name.split(".")[-1].removesuffix("_proj") for target in own),
+            Products(group, tables),
+            adapters,
+            [random(target.outputs, inputs) * inputs**-0.5 for target in own],
+            random(rows, inputs),
+            [random(rows, target.outputs) for target in own],
+            2.0 * rows * inputs * sum(target.outputs for target in own),
+        )
+
+
+def adapters_of(targets: Sequence[Target], rows: int, segments: int) -> list[Segment]:
+    """Return one segment for each adapter."""
+    layout = plan_layout(AdapterSpec(RANK, seed=0), targets)
+    found, share = [], rows // segments
+    for at in range(segments):
+        weights = random(layout.size)
+        adapter = RandomAdapter(layout, weights, layout.views(weights))
+        grads = layout.views(torch.zeros(layout.size, device=CUDA))
+        found.append(Segment(at * share, (at + 1) * share, adapter, 2.0, grads))
+    return found
+
+
+def random(*shape: int) -> torch.Tensor:
+    """Return bf16 values of a normal distribution."""
+    return torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the median time of one call."""
+    import triton
+
+    return float(triton.testing.do_bench(work, warmup=5, rep=25, return_mode="median")) / 1e3
+
+
+def rates_of(group: Group) -> dict[str, float]:
+    """Return the rate of each kernel on one group: TFLOP/s, and GB/s where the name says so."""
+    products, x, gys, weights = group.products, group.x, group.gys, group.weights
+    low, low_grad = products.low([x], A), products.low(gys, B)
+    gate = SILU if group.name == "gate+up" else 0
+    gated = [random(*x.shape), random(*x.shape)] if group.name == "down" else []
+    residual = random(*gys[0].shape) if len(gys) == 1 else None
+    wide = x.nbytes
+    wide_grad = sum(gy.nbytes for gy in gys)
+    took = {
+        "cublas": seconds(lambda: [functional.linear(x, weight) for weight in weights]),
+        "expand": seconds(lambda: products.outputs(x, weights, (), low, residual, gate)),
+        "cublas_back": seconds(lambda: [gy @ w for gy, w in zip(gys, weights, strict=True)]),
+        "expand_back": seconds(
+            lambda: products.back(gys, weights, low_grad, gated, SILU if gated else 0)
+        ),
+    }
+    rates = {name: group.flops / time / 1e12 for name, time in took.items()}
+    rates["shrink_gb_s"] = wide / seconds(lambda: products.low([x], A)) / 1e9
+    rates["shrink_back_gb_s"] = wide_grad / seconds(lambda: products.low(gys, B)) / 1e9
+    both = seconds(lambda: products.add_gradients(x, low, gys, low_grad))
+    rates["add_gradient_gb_s"] = (wide + wide_grad) / both / 1e9
+    return rates
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=tuple(SHAPES), default="8b")
+    parser.add_argument("--rows", default="1536,4096,8192")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    args = parser.parse_args(argv)
+    report: dict[str, Any] = {"machine": machine("cuda"), "size": args.size, "rows": []}
+    report["matmul_tflops"] = matmul_flops("cuda", torch.bfloat16) / 1e12
+    report["copy_gb_s"] = copy_bandwidth("cuda") / 1e9
+    show({name: report[name] for name in ("matmul_tflops", "copy_gb_s")})
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"kernels-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    for rows in map(int, args.rows.split(",")):
+        for segments in SEGMENTS if rows == max(map(int, args.rows.split(","))) else SEGMENTS[:1]:
+            for group in groups_of(SHAPES[args.size], rows, segments):
+                row = {"rows": rows, "adapters": segments, "modules": group.name}
+                report["rows"].append(show(row | rates_of(group)))
+                path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

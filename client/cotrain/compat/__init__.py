@@ -1,1 +1,0 @@
-"""Compatibility with names and arguments of the hosted SDKs, without network code."""

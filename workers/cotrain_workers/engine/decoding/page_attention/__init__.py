@@ -1,0 +1,1 @@
+"""Kernel of attention over the pages of a KV cache."""
