@@ -125,14 +125,13 @@ def main() -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     report: dict[str, Any] = {"machine": machine(args.device), "rank": RANK}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.models or Path(scratch)
         report["throughput"] = [
-            row for size in args.sizes.split(",") for row in throughput(Path(folder), size, args)
+            row for size in args.sizes.split(",") if size for row in throughput(folder, size, args)
         ]
         if args.ceiling_size:
-            report["ceiling"] = ceiling(
-                Path(folder), args.ceiling_size, args.device, args.ceiling_batch
-            )
+            report["ceiling"] = ceiling(folder, args)
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"decode-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
     (args.out / name).write_text(json.dumps(report, indent=2) + "\n")
@@ -143,14 +142,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", type=Path, help="where to keep the random models between calls")
     parser.add_argument("--sizes", help=f"of {', '.join(SHAPES)} (default: by device)")
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--ceiling-size", choices=tuple(SHAPES), help="default: 8b on CUDA, none")
     parser.add_argument("--ceiling-batch", type=int, default=CEILING_BATCH)
+    parser.add_argument("--ceiling-adapters", type=int, default=CEILING_ADAPTERS)
     args = parser.parse_args()
-    args.sizes = args.sizes or ("5m" if args.device == "cpu" else "0.6b")
+    if args.sizes is None:
+        args.sizes = "5m" if args.device == "cpu" else "0.6b"
     if args.device == "cuda":
         args.ceiling_size = args.ceiling_size or "8b"
     return args
@@ -217,11 +219,13 @@ def adapters_of(engine: Engine, count: int, rank: int) -> dict[str, HostWeights]
     return weights
 
 
-def ceiling(folder: Path, size: str, device: str, batch: int) -> dict[str, Any]:
+def ceiling(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Measure decode steps alone, against the limit by memory bandwidth."""
+    size, device = args.ceiling_size, args.device
+    batch, adapters = args.ceiling_batch, args.ceiling_adapters
     model = build(folder / size, size, torch.bfloat16, device)
     engine = Engine.load(str(model), device=device)
-    weights = adapters_of(engine, CEILING_ADAPTERS, CEILING_RANK)
+    weights = adapters_of(engine, adapters, CEILING_RANK)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     slot_bytes = dtype.itemsize * slot_layout(engine.targets, CEILING_RANK).size
     tokens = batch * (CEILING_CONTEXT + CEILING_STEPS + 512)
@@ -229,12 +233,12 @@ def ceiling(folder: Path, size: str, device: str, batch: int) -> dict[str, Any]:
         weights.__getitem__,
         kv_tokens=tokens,
         text=None,
-        weights_bytes=(CEILING_ADAPTERS + ZERO_SLOTS) * slot_bytes,
+        weights_bytes=(adapters + ZERO_SLOTS) * slot_bytes,
     )
     rng = np.random.default_rng(0)
     for at in range(batch):
         prompt = rng.integers(0, engine.facts.vocab_size, CEILING_CONTEXT)
-        adapter = f"t{at * CEILING_ADAPTERS // batch}"
+        adapter = f"t{at * adapters // batch}"
         decoder.add(request(str(at), prompt, adapter, max_tokens=None))
     while decoder.step().decoded_tokens < batch:  # prompts
         pass
@@ -259,7 +263,7 @@ def ceiling(folder: Path, size: str, device: str, batch: int) -> dict[str, Any]:
             "size": size,
             "batch": batch,
             "context": CEILING_CONTEXT,
-            "adapters": CEILING_ADAPTERS,
+            "adapters": adapters,
             "rank": CEILING_RANK,
             "tokens_per_s": batch / median,
             "step_ms": median * 1e3,

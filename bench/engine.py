@@ -236,7 +236,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--preset", choices=tuple(PRESETS), help="default: the device's name")
+    parser.add_argument("--preset", choices=tuple(PRESETS), help="default: by the device's memory")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--models", type=Path, help="where to keep the random models between calls")
     parser.add_argument("--sizes", type=names, help=f"of {', '.join(SHAPES)}")
@@ -251,8 +251,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--limit-s", type=float, help="no round or part begins near it")
     args = parser.parse_args(argv)
-    args.preset = args.preset or args.device
+    if args.preset is None:
+        args.preset = (
+            "cpu" if args.device == "cpu" else preset_of(torch.cuda.get_device_properties())
+        )
     return args
+
+
+def preset_of(card: Any) -> str:
+    """Return the preset of a card by its memory."""
+    return "h200" if card.total_memory > 100e9 else "h100" if card.total_memory > 60e9 else "cuda"
 
 
 def names(text: str) -> list[str]:

@@ -1,110 +1,119 @@
 #!/bin/sh
-# Everything that wants a GPU, in calls of less than ten minutes each, in this order:
+# Everything that needs a GPU, in parts that fit into one short lease each, in this order:
 #
-#     bench/gpu_all.sh smoke [OUT]      two minutes: does each fast path run, and is it right
-#     bench/gpu_all.sh checks [OUT]     tests/gpu, then the promises as figures
-#     bench/gpu_all.sh backends [OUT]   Qwen3-8B: the three LoRA backends at several lengths, and which is to be `auto`
-#     bench/gpu_all.sh speed [OUT]      Qwen3-8B: tenants, phases, memory
-#     bench/gpu_all.sh sampling [OUT]   decoding at batch 128 and 1k of context; new weights for the samplers of 32 tenants
-#     bench/gpu_all.sh peft [OUT]       Qwen3-8B against PEFT
-#     bench/gpu_all.sh all [OUT]        all of it, about 40 minutes; nothing after the smoke if that fails
-#     bench/gpu_all.sh rehearse OUT     every script on a CPU, with a tiny model: what a GPU would be wasted on
+#     bench/gpu_all.sh smoke|kernels|training|decoding|checks|peft|memory|refresh|sanitizer [OUT]
+#     bench/gpu_all.sh all [OUT]        all parts, 20 minutes
+#     bench/gpu_all.sh rehearse OUT     every script on a CPU, with a tiny model
 #
 # Run from the root of the repository; PYTHON picks the interpreter, which needs torch, transformers, peft,
-# safetensors and numpy, and pytest for the first two. Nothing of ours has to be installed. What was measured, and
-# what was printed, is in OUT (bench/results/gpu), also where a part ran out of time; the last lines name what failed.
+# safetensors and numpy, and pytest (with xdist, if it is there) for the tests. Nothing of ours has to be installed.
+# OUT (bench/results/gpu) gets summary.txt, the JSON files and logs.tgz, also if a part ran out of time. MODELS is the
+# folder of the random models, in memory by default: 16 GB are written once.
 set -u
-call=${1:?smoke, checks, backends, speed, sampling, peft, all or rehearse}
+call=${1:?a part, all or rehearse}
 out=${2:-bench/results/gpu}
 python=${PYTHON:-python3}
-mkdir -p "$out"
-export PYTHONUNBUFFERED=1 PYTHONPATH=.:workers:scheduler
+models=${MODELS:-/dev/shm/cotrain-models}
+logs=$out/logs
+mkdir -p "$logs"
+: >"$out/summary.txt"
+export PYTHONUNBUFFERED=1 PYTHONPATH=.:workers:scheduler TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/cotrain-triton}"
 failed=
 
 part() { # seconds, name, command…
     limit=$1 name=$2
     shift 2
-    echo "== $name"
-    if timeout -k 10 "$limit" "$@" >"$out/$name.log" 2>&1; then ended=0; else ended=$?; fi
-    tail -n 40 "$out/$name.log"
-    if [ "$ended" -ne 0 ]; then
-        echo "== $name ended with $ended"
-        failed="$failed $name"
-    fi
+    if timeout -k 10 "$limit" "$@" >"$logs/$name.log" 2>&1; then ended=0; else ended=$?; fi
+    { echo "== $name ended with $ended"; tail -n 12 "$logs/$name.log" | cut -c 1-240; } | tee -a "$out/summary.txt"
+    [ "$ended" -eq 0 ] || failed="$failed $name"
 }
 
-# Without the repository's settings, which name plugins and servers that a GPU machine lacks. Each test is
-# named as it runs: what ran out of time is the last line.
+# Without the repository's settings, which name plugins and servers that a GPU machine lacks. Each result is printed
+# at once, with the reason of a failure. One thread a process: several share the cores to compile kernels.
 gpu_tests() { # seconds, name, arguments of pytest…
     limit=$1 name=$2
     shift 2
-    part "$limit" "$name" "$python" -m pytest -c /dev/null --rootdir . --noconftest -p no:cacheprovider \
-        -v -rA --tb=short --durations 10 "$@"
+    several=
+    "$python" -c 'import xdist' 2>/dev/null && several="-n 8"
+    # shellcheck disable=SC2086
+    part "$limit" "$name" env OMP_NUM_THREADS=1 "$python" -W ignore -m pytest -c /dev/null --rootdir . \
+        --noconftest -p no:cacheprovider -p no:benchmark -p bench.support.instant_failures $several -v -rA \
+        --tb=short --durations 10 "$@"
 }
 
 engine() { # seconds, name, arguments of the script…
     limit=$1 name=$2
     shift 2
-    part "$limit" "$name" "$python" bench/engine.py --device cuda --preset h200 --out "$out" "$@"
+    part "$limit" "$name" "$python" bench/engine.py --device cuda --models "$models" --out "$out" --limit-s "$limit" "$@"
 }
 
 smoke() {
-    gpu_tests 150 smoke tests/gpu/test_smoke_on_cuda.py
+    gpu_tests 60 smoke tests/gpu/test_smoke_on_cuda.py
+}
+
+kernels() {
+    part 60 kernels "$python" bench/kernel_rates.py --out "$out"
+}
+
+training() {
+    engine 150 training --lora-backend fused,grouped --parts tenants,phases --rounds 2
+}
+
+decoding() {
+    part 90 decoding "$python" bench/decode.py --device cuda --sizes '' --ceiling-adapters 16 --models "$models" --out "$out"
 }
 
 checks() {
-    gpu_tests 420 gpu_tests tests/gpu/test_engine_on_cuda.py tests/gpu/test_lora_on_cuda.py \
-        tests/gpu/test_tiers_on_cuda.py tests/gpu/test_decoder_on_cuda.py tests/gpu/test_forward_on_cuda.py
-    part 150 engine_check "$python" bench/engine_check.py --device cuda --out "$out"
-}
-
-backends() {
-    engine 570 backends_8b --lora-backend seg,grouped,fused --parts tenants,phases
-}
-
-speed() {
-    engine 570 engine_8b --parts tenants,phases,memory
-}
-
-sampling() {
-    part 330 decode "$python" bench/decode.py --device cuda --out "$out"
-    part 240 sampler_refresh "$python" bench/sampler_refresh.py --device cuda --out "$out"
+    gpu_tests 170 gpu_tests tests/gpu
+    part 70 engine_check "$python" bench/engine_check.py --device cuda --families qwen3 --out "$out"
 }
 
 peft() {
-    engine 570 by_hand_8b --parts by_hand
+    engine 240 peft --parts by_hand
+}
+
+memory() {
+    engine 120 memory --parts memory
+}
+
+refresh() {
+    part 120 refresh "$python" bench/sampler_refresh.py --device cuda --out "$out"
+}
+
+sanitizer() {
+    for tool in memcheck racecheck; do
+        part 60 "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -c '
+import torch
+from cotrain_workers.engine.lora.self_check import disagreement
+print(disagreement(torch.device("cuda"), torch.bfloat16, backend="fused"))'
+    done
 }
 
 rehearse() {
     gpu_tests 300 gpu_tests --collect-only tests/gpu
     part 300 engine_tiny "$python" bench/engine.py --device cpu --preset smoke --lora-backend seg,grouped --out "$out"
     part 300 decode_tiny "$python" bench/decode.py --device cpu --sizes tiny --batches 2 --rounds 1 \
-        --ceiling-size tiny --ceiling-batch 8 --out "$out"
+        --ceiling-size tiny --ceiling-batch 8 --ceiling-adapters 4 --out "$out"
     part 120 refresh_tiny "$python" bench/sampler_refresh.py --device cpu --size tiny --tenants 3 --rounds 1 --out "$out"
     part 300 engine_check "$python" bench/engine_check.py --device cpu --families qwen3 --out "$out"
 }
 
 case $call in
-smoke | checks | backends | speed | sampling | peft | rehearse)
+smoke | kernels | training | decoding | checks | peft | memory | refresh | sanitizer | rehearse)
     $call
     ;;
 all)
-    smoke
-    if [ -z "$failed" ]; then
-        checks
-        backends
-        speed
-        sampling
-        peft
-    fi
+    for each in smoke kernels training decoding checks peft memory refresh sanitizer; do
+        $each
+    done
     ;;
 *)
-    echo "smoke, checks, backends, speed, sampling, peft, all or rehearse, not $call" >&2
+    echo "$call is no part; see the head of $0" >&2
     exit 2
     ;;
 esac
+tar czf "$out/logs.tgz" -C "$out" logs && rm -r "$logs"
 for name in $failed; do
-    echo "FAILED $name (see $out/$name.log)"
-    grep '^\(FAILED\|ERROR\) ' "$out/$name.log"
+    echo "FAILED $name (see logs.tgz)" | tee -a "$out/summary.txt"
 done
 [ -z "$failed" ]

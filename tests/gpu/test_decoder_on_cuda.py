@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from cotrain_workers.engine.decoding import model_runner as model_runner
+from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import (
@@ -20,12 +24,27 @@ from tests.support.decoding import (
     request,
     trained_weights,
 )
+from tests.support.page_problem import (
+    LENGTHS,
+    Case,
+    Rule,
+    assert_dense,
+    attend,
+    problem,
+    sequence,
+    sinks,
+)
 from tests.support.tiny_models import FAMILIES, build_tiny
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+CUDA = torch.device("cuda", 0)
+HEADS = {128: (32, 8), 256: (8, 4), 96: (4, 4), 16: (7, 1)}
+RULES = [Rule(), Rule(window=20), Rule(1100, 30.0)]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -64,7 +83,8 @@ def test_graphs_are_used_and_agree_with_the_plain_steps(
     monkeypatch.setattr(model_runner, "groups_take", lambda *args: False)
     plain = output(engine.decoder(weights.__getitem__, kv_tokens=8192, text=None), mine)
 
-    assert report == "2 in use", report
+    # One for each number of rows that occurs, and no reason against any.
+    assert re.fullmatch(r"[1-9] in use", report), report
     gaps = [
         np.abs(one.logprobs - other.logprobs)[: same_prefix(one.tokens, other.tokens)]
         for one, other in zip(with_graphs.sequences, plain.sequences, strict=True)
@@ -92,4 +112,71 @@ def test_many_requests_finish_in_little_memory(tmp_path: Path) -> None:
         ],
     )
 
-    assert all(isinstance(result, SampleOutput) for result in found.values())
+    assert len(found) == 100
+    assert [each for each in found.values() if not isinstance(each, SampleOutput)] == []
+
+
+def case(
+    length: int, queries: int = 1, width: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> Case:
+    return sequence(length, queries, HEADS[width], width, dtype)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        *((torch.bfloat16, width) for width in HEADS),
+        (torch.float16, 128),
+        (torch.float32, 128),
+        (torch.float32, 16),
+    ],
+    ids=str,
+)
+def test_tokens_and_prompts_attend_over_pages(dtype: torch.dtype, width: int, rule: Rule) -> None:
+    own = replace(rule, sinks=sinks(HEADS[width][0]) if rule.cap else None)
+
+    assert_dense([case(length, 1, width, dtype) for length in LENGTHS], own, CUDA)
+    prompts = [(1, 1), (64, 64), (1500, 150), (70, 5)]
+    assert_dense([case(length, n, width, dtype) for length, n in prompts], own, CUDA)
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_of_a_sequence_has_the_same_bits_in_any_batch(
+    queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, rule = case(2100, queries, dtype=dtype), Rule(1900, 30.0, sinks(32))
+    alone = attend([mine], rule, device=CUDA)[0]
+    broken = case(1500, queries, dtype=dtype)
+    broken.k.fill_(torch.nan)
+    others = [case(length, queries, dtype=dtype) for length in range(50, 1100, 50)]
+
+    for seed in range(3):
+        found = attend([*others, mine, broken], rule, spare=9, seed=seed, device=CUDA)
+        assert torch.equal(found[-2], alone)
+        assert torch.equal(found[0], attend([others[0]], rule, device=CUDA)[0])
+        assert found[-1].isnan().all()
+    monkeypatch.setattr(page_kernel, "PROGRAMS", 1)
+    assert torch.equal(attend([mine], rule, longest=20_000, device=CUDA)[0], alone)
+
+
+def test_a_graph_of_attention_takes_other_lengths_and_pages() -> None:
+    settings: dict[str, Any] = {"longest": 4096, "device": CUDA}
+    one = problem([case(1025), case(17), case(2500)], Rule(), seed=0, **settings)
+    two = problem([case(17), case(2500), case(1025)], Rule(), seed=1, **settings)
+    page_kernel.attend(*two)
+    expected = two[3].clone()
+    page_kernel.attend(*one)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        page_kernel.attend(*one)
+
+    for ours, theirs in zip(one, two, strict=True):
+        if isinstance(ours, torch.Tensor):
+            ours.copy_(theirs)
+    one[3].fill_(torch.nan)
+    graph.replay()
+
+    assert torch.equal(one[3], expected)

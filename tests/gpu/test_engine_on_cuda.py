@@ -39,9 +39,8 @@ def test_a_mixed_cycle_equals_plain_peft(folder: Path) -> None:
 
 
 def test_a_run_among_others_equals_the_run_alone(folder: Path) -> None:
-    # Not to the bit: cuBLAS chooses kernels by shape. Two AdamW steps multiply a rounding error where a
-    # gradient is near zero.
-    assert mixed_against_alone(folder, "cuda", torch.float32).weight_error < 1e-4
+    # Not to the bit: cuBLAS chooses kernels by shape.
+    assert mixed_against_alone(folder, "cuda", torch.float32).gradient_error < 1e-5
 
 
 def test_gradients_on_a_bf16_base_point_where_those_on_fp32_do(folder: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_tenant_alone_has_the_bits_it_has_among_others_when_fused() -> None:
 
 def test_a_run_among_others_equals_the_run_alone(folder: Path) -> None:
     # Not to the bit: cuBLAS chooses kernels by shape.
-    assert mixed_against_alone(folder, "cuda", torch.float32, "grouped").weight_error < 1e-4
+    assert mixed_against_alone(folder, "cuda", torch.float32, "grouped").gradient_error < 1e-5
 
 
 @pytest.mark.parametrize("lora", ["seg", "grouped", "fused"])

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+#: Scripts of the later parts, in the order of `all`.
+MORE = (
+    *("bench/engine.py", "bench/decode.py", "tests/gpu", "bench/engine_check.py"),
+    *("bench/engine.py", "bench/engine.py", "bench/sampler_refresh.py"),
+)
 
 
 def call(
@@ -27,24 +33,21 @@ def call(
     if printed is not None:
         printed.append(ran.stdout)
     started = folder / "started"
-    return ran.returncode, started.read_text().splitlines() if started.exists() else []
+    lines = started.read_text().splitlines() if started.exists() else []
+    return ran.returncode, [line for line in lines if line != "-c import xdist"]
 
 
 @pytest.mark.parametrize(
     ("name", "scripts"),
     [
         ("smoke", ["tests/gpu/test_smoke_on_cuda.py"]),
-        (
-            "checks",
-            [
-                "tests/gpu/test_engine_on_cuda.py",
-                "bench/engine_check.py",
-            ],
-        ),
-        ("backends", ["bench/engine.py"]),
-        ("speed", ["bench/engine.py"]),
-        ("sampling", ["bench/decode.py", "bench/sampler_refresh.py"]),
+        ("kernels", ["bench/kernel_rates.py"]),
+        ("training", ["bench/engine.py"]),
+        ("decoding", ["bench/decode.py"]),
+        ("checks", ["tests/gpu", "bench/engine_check.py"]),
         ("peft", ["bench/engine.py"]),
+        ("memory", ["bench/engine.py"]),
+        ("refresh", ["bench/sampler_refresh.py"]),
         (
             "rehearse",
             [
@@ -55,7 +58,7 @@ def call(
                 "bench/engine_check.py",
             ],
         ),
-        ("all", ["tests/gpu/test_smoke_on_cuda.py"]),
+        ("all", ["tests/gpu/test_smoke_on_cuda.py", "bench/kernel_rates.py", *MORE]),
     ],
 )
 def test_a_failed_part_does_not_stop_the_others(
@@ -65,47 +68,45 @@ def test_a_failed_part_does_not_stop_the_others(
 
     assert status == 1
     assert all(script in line for script, line in zip(scripts, started, strict=True))
+    assert (tmp_path / "out/logs.tgz").exists()
     assert all((ROOT / script).exists() for script in scripts)
-
-
-def test_the_calls_name_every_test_on_a_gpu() -> None:
-    script = (ROOT / "bench/gpu_all.sh").read_text()
-
-    assert all(
-        f"tests/gpu/{each.name}" in script for each in (ROOT / "tests/gpu").glob("test_*.py")
-    )
 
 
 def test_an_unknown_call_starts_nothing(tmp_path: Path) -> None:
     assert call(tmp_path, "everything", "exit 0") == (2, [])
 
 
-def test_the_call_all_starts_the_scripts_of_every_other_call(tmp_path: Path) -> None:
-    parts = ["smoke", "checks", "backends", "speed", "sampling", "peft"]
-    for part in parts:
-        (tmp_path / part).mkdir()
-    (tmp_path / "all").mkdir()
-    one_by_one = [
-        line.replace(f"/{part}/", "/")
-        for part in parts
-        for line in call(tmp_path / part, part, "exit 0")[1]
-    ]
-
-    status, started = call(tmp_path / "all", "all", "exit 0")
-
-    assert status == 0
-    assert [line.replace("/all/", "/") for line in started] == one_by_one
-
-
 def test_failed_parts_are_listed_at_the_end(tmp_path: Path) -> None:
     printed: list[str] = []
 
-    status, _ = call(
-        tmp_path, "checks", "echo 'FAILED tests/gpu/x.py::test_y - no'; exit 1", printed
-    )
+    status, _ = call(tmp_path, "checks", "echo reason; exit 1", printed)
 
     assert status == 1
-    last = printed[0].splitlines()[-4:]
     names = ["gpu_tests", "engine_check"]
-    assert [line.split()[:2] for line in last[::2]] == [["FAILED", name] for name in names]
-    assert last[1::2] == ["FAILED tests/gpu/x.py::test_y - no"] * 2
+    assert printed[0].splitlines()[-2:] == [f"FAILED {name} (see logs.tgz)" for name in names]
+    assert printed[0].endswith((tmp_path / "out/summary.txt").read_text())
+
+
+def test_a_failure_is_printed_before_the_run_ends(tmp_path: Path) -> None:
+    (tmp_path / "test_two.py").write_text(
+        """
+def test_a(): assert 1 == 2
+
+def test_b(): raise SystemExit("stopped")
+"""
+    )
+
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(tmp_path)),
+            *("-p", "bench.support.instant_failures", "-p", "no:cacheprovider", str(tmp_path)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+
+    before = ran.stdout.split("= FAILURES =")[0]
+    assert "FAILED test_two.py::test_a" in before
+    assert "assert 1 == 2" in before

@@ -39,7 +39,7 @@ COUNTS = ("tile_count", "block_count")
 
 
 def give_memory(device: torch.device) -> None:
-    """Let Triton take memory for the descriptors that a kernel writes.
+    """Set the allocator of Triton, which takes memory for the descriptors that a kernel writes.
 
     Its allocator belongs to a thread, and backward runs in a thread of its own.
     """

@@ -36,7 +36,7 @@ def expand_tiles(width: int, item: int, *, tma: bool = False, gated: bool = Fals
     """Return the tiles of products with the base model's weights; the widest result has `width` columns.
 
     Values have `item` bytes. `gated` products hold a second tile of values, in registers or in shared memory.
-    Measured on an H200 with the products of an 8B model (docs/adr/0034).
+    Measured on an H200 with the products of an 8B model (docs/adr/0035).
     """
     if width < _WIDE:
         return Tiles(64, 128 if item == 2 else 16, 4, 2)

@@ -1,0 +1,21 @@
+"""Plugin of pytest that prints a failure at once, because a run that is stopped prints no summary."""
+
+from __future__ import annotations
+
+import pytest
+
+
+class InstantFailures:
+    """Reporter of failed tests, in the process that prints."""
+
+    @staticmethod
+    def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+        """Print the reason of a failure."""
+        if report.failed:
+            print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", flush=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Add the reporter where results arrive: processes of xdist send theirs there."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(InstantFailures(), "instant_failures")
