@@ -200,9 +200,15 @@ def test_a_datum_too_large_for_memory_fails_its_op_alone(
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: …")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: …"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=str,
 )
-def test_running_out_of_host_memory_is_like_that_of_the_device(
+def test_running_out_of_other_memory_is_handled_alike(
     new_engine: NewEngine, error: Exception
 ) -> None:
     small, large = new_engine(), new_engine()
