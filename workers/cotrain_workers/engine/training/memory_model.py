@@ -6,8 +6,9 @@ It does not depend on a device: `memory_probe.py` measures, and `Engine.load` ap
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.training.micro_batches import MicroBatch
@@ -30,6 +31,9 @@ STACKED_SHARE = 1 / 8
 #: Margin for fragments, workspaces and ragged lengths, which a line through two points does not
 #: cover.
 MARGIN = 0.95
+#: Waves of passes without a failure after which lowered limits double. Each further failure doubles
+#: the number, up to the second one. A retry costs at most one micro-batch.
+FIRST_WAIT, LONGEST_WAIT = 16, 1024
 
 
 class TooLittleMemory(ValueError):
@@ -65,6 +69,59 @@ class Budget:
     tokens: int
     keep_tokens: int
     """Number of tokens above which decoder layers are recomputed; 0: always."""
+
+
+@dataclass
+class BatchLimits:
+    """Limits of micro-batches in use. They fall when memory runs out, and later return to the
+    planned ones.
+
+    No run's bits depend on them, because they only decide which slices run together, and whether
+    layers are recomputed.
+    """
+
+    planned: Budget
+    tokens: int = field(init=False)
+    keep_tokens: int = field(init=False)
+    wait: int = 0
+    """Waves without a failure until the limits double; 0 if memory has not run out recently."""
+    _good: int = 0
+    _has_failed: bool = False  # in this wave
+
+    def __post_init__(self) -> None:
+        self.tokens, self.keep_tokens = self.planned.tokens, self.planned.keep_tokens
+
+    def lower(self, *, tokens: int = sys.maxsize, keep_tokens: int = sys.maxsize) -> None:
+        """Lower limits after a micro-batch ran out of memory."""
+        self.tokens = min(self.tokens, tokens)
+        self.keep_tokens = min(self.keep_tokens, keep_tokens)
+        self._has_failed = True
+
+    def lower_plan(self, *, tokens: int, keep_tokens: int = sys.maxsize) -> None:
+        """Lower limits for good, because the next failure could end the process."""
+        self.tokens = min(self.tokens, tokens)
+        self.keep_tokens = min(self.keep_tokens, keep_tokens)
+        most = self.planned
+        self.planned = Budget(min(most.tokens, tokens), min(most.keep_tokens, keep_tokens))
+
+    def end_wave(self) -> None:
+        """Count a wave of passes; double lowered limits after enough waves without a failure."""
+        if self._has_failed:
+            self._has_failed, self._good = False, 0
+            self.wait = min(2 * self.wait, LONGEST_WAIT) or FIRST_WAIT
+            return
+        self._good += 1
+        if self._good < self.wait:
+            return
+        self._good = 0
+        most = self.planned
+        if (self.tokens, self.keep_tokens) == (most.tokens, most.keep_tokens):
+            self.wait = 0
+            return
+        self.tokens = min(2 * self.tokens, most.tokens)
+        # Keeping any micro-batch means no limit, which doubling would not reach.
+        more = 2 * self.keep_tokens + 1
+        self.keep_tokens = min(more, most.keep_tokens) if more < most.tokens else most.keep_tokens
 
 
 def fit(measured: Sequence[tuple[int, int]]) -> ActivationModel:

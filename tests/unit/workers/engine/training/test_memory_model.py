@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -16,10 +17,14 @@ from cotrain_workers.engine.decoding.kv_cache import CUDA_SHARE, sampler_bytes
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.training.memory_model import (
     ENOUGH_TOKENS,
+    FIRST_WAIT,
+    LONGEST_WAIT,
     MAX_TOKENS,
     OWN_BYTES,
     ActivationModel,
     Activations,
+    BatchLimits,
+    Budget,
     Fail,
     Recompute,
     Split,
@@ -186,3 +191,63 @@ def test_running_out_of_memory_is_handled_with_the_least_loss(
     expected: Recompute | Fail | Split,
 ) -> None:
     assert after_oom(given, lengths, can_recompute=can_recompute) == expected
+
+
+def fall(limits: BatchLimits, tokens: int, keep_tokens: int = sys.maxsize) -> None:
+    """Lower the limits in a wave of their own."""
+    limits.lower(tokens=tokens, keep_tokens=keep_tokens)
+    limits.end_wave()
+
+
+def good_waves_until(limits: BatchLimits, tokens: int) -> int:
+    for waves in range(5 * LONGEST_WAIT):
+        if limits.tokens == tokens:
+            return waves
+        limits.end_wave()
+    raise AssertionError(f"still {limits.tokens}")
+
+
+@pytest.mark.parametrize("keep_tokens", [0, 2048, 4096, sys.maxsize])
+def test_lowered_limits_double_until_they_are_as_planned(keep_tokens: int) -> None:
+    limits = BatchLimits(Budget(4096, keep_tokens))
+    fall(limits, 1000, 600)
+    assert (limits.tokens, limits.keep_tokens) == (1000, min(600, keep_tokens))
+
+    assert good_waves_until(limits, 2000) == FIRST_WAIT
+    assert limits.keep_tokens == min(1201, keep_tokens)
+    assert good_waves_until(limits, 4000) == FIRST_WAIT
+    assert good_waves_until(limits, 4096) == FIRST_WAIT
+    assert limits.keep_tokens == keep_tokens
+
+
+def test_each_further_failure_lengthens_the_wait() -> None:
+    limits, waits = BatchLimits(Budget(4096, 4096)), []
+    for _ in range(9):
+        fall(limits, 2048)
+        waits.append(good_waves_until(limits, 4096))
+
+    assert waits[:3] == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT]
+    assert waits[-1] == LONGEST_WAIT
+
+
+def test_failures_of_one_wave_count_once_and_are_forgotten() -> None:
+    limits = BatchLimits(Budget(4096, 4096))
+    limits.lower(tokens=2048)
+    fall(limits, 1024)
+    assert limits.wait == FIRST_WAIT
+    assert good_waves_until(limits, 4096) == 2 * FIRST_WAIT
+    for _ in range(FIRST_WAIT):
+        limits.end_wave()
+    fall(limits, 2048)
+    assert limits.wait == FIRST_WAIT
+
+
+def test_limits_of_a_lowered_plan_stay() -> None:
+    limits = BatchLimits(Budget(4096, sys.maxsize))
+    limits.lower_plan(tokens=512, keep_tokens=1023)
+    fall(limits, 256)
+
+    assert good_waves_until(limits, 512) == FIRST_WAIT
+    for _ in range(3 * FIRST_WAIT):
+        limits.end_wave()
+    assert (limits.tokens, limits.keep_tokens) == (512, 1023)
