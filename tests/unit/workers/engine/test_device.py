@@ -107,6 +107,28 @@ def test_products_on_cuda_may_precede_an_engine(monkeypatch: pytest.MonkeyPatch)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
+    ],
+)
+def test_segments_of_cuda_memory_expand_unless_the_operator_chose(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    assert cotrain_workers.__file__
+    runpy.run_path(cotrain_workers.__file__)  # as an import does
+
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
+
+
 def test_unordered_writes_are_allowed_only_in_their_block() -> None:
     torch.use_deterministic_algorithms(mode=True)
     try:
