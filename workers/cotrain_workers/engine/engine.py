@@ -91,7 +91,7 @@ class Engine:
 
         `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU).
         Idle adapters are offloaded to host memory, with `host_bytes` as the limit of
-        `over_budget`. "auto" for `micro_batch_tokens` measures the size on CUDA; the size is part
+        `runs_to_evict`. "auto" for `micro_batch_tokens` measures the size on CUDA; the size is part
         of the numerics in any case. With `recompute` "auto", decoder layers that do not fit
         otherwise are recomputed. On CUDA, `fusion` replaces layers of the base model by kernels.
         The function `load_base` loads the base model, whole or in part.
