@@ -296,8 +296,11 @@ class ForwardBackward:
         owners = [
             passes[at] for at in dict.fromkeys(op_slice.owner for op_slice in batch.op_slices)
         ]
-        of_earlier_slices = [(p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient]
+        of_earlier_slices = None
         try:
+            of_earlier_slices = [
+                (p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient
+            ]
             with self.watch(_upcoming(batch, passes)):
                 return self._run_micro_batch(batch, passes)
         except (RuntimeError, MemoryError) as error:
@@ -305,11 +308,12 @@ class ForwardBackward:
             if not is_out_of_memory(error) or self._base.lock_step.sharding:
                 raise
         # Here the exception is released, and with it the tensors that its frames held.
-        for owner in owners:
-            if owner.gradient is not None:
-                owner.gradient.discard()
-        for gradient, before in of_earlier_slices:
-            gradient.flat.copy_(before)
+        if of_earlier_slices is not None:  # otherwise nothing has run
+            for owner in owners:
+                if owner.gradient is not None:
+                    owner.gradient.discard()
+            for gradient, before in of_earlier_slices:
+                gradient.flat.copy_(before)
         release_memory(self._device)
         return None
 
