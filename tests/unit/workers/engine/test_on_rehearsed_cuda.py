@@ -304,6 +304,18 @@ def test_adapters_move_through_pinned_memory_without_a_wait(cuda: Rehearsal) -> 
     assert {run: bank.state(run).digest() for run in "abcd"} == before
 
 
+def test_only_the_weights_of_a_new_adapter_are_copied_to_the_device(cuda: Rehearsal) -> None:
+    bank = AdapterBank((Target("q_proj", "attn", 64, 64),), DEVICE, torch.bfloat16)
+    cuda.waits.clear()
+
+    made = bank.create("a", AdapterSpec(8, seed=0))
+
+    assert cuda.waits == ["copy to cuda"]
+    assert all(arena.is_cuda for arena in made.arenas.values())
+    assert not made.m.any()
+    assert not made.v.any()
+
+
 def test_the_simulated_device_refuses_what_cuda_refuses(cuda: Rehearsal) -> None:
     here, there = torch.ones(2, 2), torch.ones(2, 2, device=DEVICE)
     with pytest.raises(RuntimeError, match="on the host"):
