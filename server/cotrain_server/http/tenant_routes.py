@@ -69,7 +69,7 @@ class TenantRoute(APIRoute):
             tenant = await authenticate(request, services)
             limit_bytes = self.body_limit(request, services.settings)
             with (
-                services.tenant_requests.of(tenant.id, 1),  # counts towards its limit meanwhile
+                services.tenant_requests.of(tenant.id, 1),  # counts towards its limit
                 services.body_memory.of(tenant.id) as take,  # released when the route has answered
             ):
                 reader = BodyReader(services.parser, tenant.id, limit_bytes, self.json_limits, take)

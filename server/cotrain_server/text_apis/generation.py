@@ -94,7 +94,7 @@ class Generation:
             TOO_MANY_POLLS, and the errors of `SampleIntake.submit`.
         """
         generation = cls(services, target)
-        # Leaving the block undoes what was done, unless `pop_all` has moved the undoing to `close`.
+        # An error in the block cancels the submitted requests. `pop_all` leaves that to `close`.
         quotas = await services.quotas.of(target.sampler.tenant)
         with generation._cleanup as cleanup:
             cleanup.enter_context(
