@@ -16,7 +16,7 @@ from cotrain_workers.engine.decoding.paged_attention_check import kernel_is_righ
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.backend import slow, unfused
 from cotrain_workers.engine.lora.self_check import disagreement
-from cotrain_workers.engine.model.attention import flash_in_use, varlen_is_right
+from cotrain_workers.engine.model.attention import flash_in_use, needs_copies, varlen_is_right
 from cotrain_workers.engine.model.base_model import KvShape
 from cotrain_workers.engine.ops import Failure, HostWeights, Save, SaveOutput
 from cotrain_workers.engine.routing import AttentionRule
@@ -52,6 +52,13 @@ def test_flash_attention_trains_the_heads_of_an_8b_model(window: int | None) -> 
     rule = AttentionRule(128**-0.5, window, None)
 
     assert varlen_is_right(CUDA, torch.bfloat16, (32, 8, 128), rule)
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_flash_attention_copies_no_keys_and_values(window: int | None) -> None:
+    rule = AttentionRule(128**-0.5, window, None)
+
+    assert not needs_copies(CUDA, torch.bfloat16, (32, 8, 128), rule, flash_in_use())
 
 
 @pytest.mark.parametrize("softcap", [None, 50.0])

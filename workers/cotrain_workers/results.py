@@ -1,7 +1,8 @@
 """Commit of a step, made from the outputs of the engine: results, saves, cycle record, counters, usage.
 
-`commit_of` builds all of it. A *finished* op of a step has an output. The others return to
-their queues: they are open passes, or wait behind one. A replay compares `result_of` an op with its stored result.
+`commit_of` builds all of it. A *finished* op of a step has an output. The others are open passes, or wait behind
+one. They return to their queues. `result_of` encodes one output as the result of a future; a replay
+compares it with the stored result.
 """
 
 from __future__ import annotations

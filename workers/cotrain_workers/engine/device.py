@@ -20,9 +20,17 @@ EXIT_CODE = 70
 #: Parameters of `mallopt`, from malloc.h of glibc, and the greatest threshold.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 NEVER_TRIM_BYTES = 2**31 - 1
-#: Messages of out-of-memory errors for which torch has no exception type: on a CPU, and in a CUDA
-#: library.
-_OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+#: Parts of the messages of out-of-memory errors without an exception type, in lower case.
+_SIGNS = (
+    "out of memory",  # CUDA's runtime and driver, pinned host memory, NCCL, Triton
+    "out_of_memory",  # names of error codes
+    "_alloc_failed",  # CUBLAS_STATUS_…, CUDNN_STATUS_…, CUSOLVER_STATUS_…
+    "_allocation_failed",  # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_… and …_HOST_…, from cuDNN 9
+    "can't allocate memory",  # torch on a CPU
+    "cannot allocate memory",  # ENOMEM
+)
+#: Part of the message of an error that only reports that an earlier one ended a graph's capture.
+_OF_CAPTURE = "previous error during capture"
 
 MEMINFO = Path("/proc/meminfo")
 #: Control group that a container sees as its own. Outside a container it has no limit.
@@ -43,10 +51,9 @@ def check_device(device: torch.device) -> None:
     try:
         torch.cuda.synchronize(device)
         torch.ones(1, device=device).add_(1).item()
-    except torch.OutOfMemoryError:
-        return  # full, but working
-    except RuntimeError as lost:
-        raise DeviceLost(str(lost)) from lost
+    except RuntimeError as error:
+        if not is_out_of_memory(error):  # a full device still works
+            raise DeviceLost(str(error)) from error
 
 
 def memory_use(device: torch.device) -> tuple[int, int]:
@@ -119,13 +126,17 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, NEVER_TRIM_BYTES))
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an error for lack of memory. The same work may succeed in smaller parts."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(
-        message in str(error) for message in _OUT_OF_MEMORY_MESSAGES
-    )
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error).lower()
+    if _OF_CAPTURE in message:
+        earlier = error.__cause__ or error.__context__
+        return earlier is not None and is_out_of_memory(earlier)
+    return any(sign in message for sign in _SIGNS)
 
 
 def release_memory(device: torch.device) -> None:

@@ -112,7 +112,11 @@ class Engine:
         if where.type != "cuda" and not base.lock_step.sharding:
             # not with sharding: memory freed by one layer would not fit the next one
             keep_freed_memory()
-        lora = find_backend(lora_backend, base.targets, base.head_weight, base.router.linears)
+        # Members of a group must take the same backend, so times do not decide there.
+        lora = find_backend(
+            lora_backend, base.targets, base.head_weight, base.router.linears,
+            times=not base.lock_step.sharding,
+        )  # fmt: skip
         fused: tuple[str, ...] = ()
         if fusion and (where.type == "cuda" or lora.name == "fused"):
             fused = fuse_layers(base, in_products=lora.name == "fused")

@@ -281,6 +281,36 @@ def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: SequenceTable, rule: AttentionRule
 ) -> torch.Tensor:
     """Return attention over the packed row by one kernel, for a rule that it supports; all tensors `[T, heads, d]`."""
+    shape = (q.shape[1], k.shape[1], q.shape[2])
+    if needs_copies(q.device, q.dtype, shape, rule, flash_in_use()):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return call_varlen(q, k, v, table, rule)
+
+
+@cache
+def needs_copies(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    rule: AttentionRule,
+    flash: str,
+) -> bool:
+    """Return True if the kernel needs K and V in as many heads as Q; compares once, for each implementation `flash`.
+
+    Before `enable_gqa` the kernel took fewer heads without an argument, or none. The copies of a model with 4 query
+    heads per key-value head would stay in memory for the backward of each layer.
+    """
+    if shape[0] == shape[1] or "enable_gqa" in varlen_parameters():
+        return False
+    attends = partial(call_varlen, table=SequenceTable(PROBE, device), rule=rule)
+    name = f"The flash kernel ({flash}) without copies of K and V"
+    return not agrees(name, attends, device, dtype, shape, rule)
+
+
+def call_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: SequenceTable, rule: AttentionRule
+) -> torch.Tensor:
+    """Call the kernel of this torch with its own arguments; all tensors `[T, heads, d]`."""
     kernel, known = varlen_kernel(), varlen_parameters()
     assert kernel is not None
     extra: dict[str, Any] = {}
@@ -294,8 +324,6 @@ def varlen_attention(
         extra["is_causal"] = True
     if "enable_gqa" in known:
         extra["enable_gqa"] = q.shape[1] != k.shape[1]
-    else:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     offsets = table.offsets()
     out: torch.Tensor = kernel(q, k, v, offsets, offsets, table.longest, table.longest, **extra)
     return out

@@ -27,7 +27,14 @@ from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
-from cotrain_workers.engine.training.memory_model import Fail, Recompute, Split, after_oom
+from cotrain_workers.engine.training.memory_model import (
+    BatchLimits,
+    Budget,
+    Fail,
+    Recompute,
+    Split,
+    after_oom,
+)
 from cotrain_workers.engine.training.micro_batches import (
     MicroBatch,
     OpSlice,
@@ -77,13 +84,10 @@ class ForwardBackward:
         self._micro_batch_tokens = micro_batch_tokens
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
         self._may_recompute = recompute != "never"
-        self._keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
+        keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
+        self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens))
         self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = _unwatched
         """The context of each micro-batch: the kernel may kill this process during one."""
-        self.safe_tokens = micro_batch_tokens
-        """Tokens of a micro-batch that should fit; lowered when memory runs out. No run's bits
-        depend on it, because it only affects which ops run together.
-        """
 
     def run(
         self,
@@ -107,7 +111,14 @@ class ForwardBackward:
             yield from self._run_divided(divided, passes, cost, is_over)
         began = time.perf_counter()
         finish(passes)
+        if passes:
+            self.limits.end_wave()
         cost.seconds += time.perf_counter() - began
+
+    @property
+    def safe_tokens(self) -> int:
+        """Tokens of a micro-batch that should fit; fewer for a while after memory ran out."""
+        return self.limits.tokens
 
     def _run_divided(
         self,
@@ -142,7 +153,7 @@ class ForwardBackward:
         `is_over` returns True.
         """
         order = [self._lora.order(state.adapter) for state in passes]
-        waiting = deque(fill(op_slices, self.safe_tokens, self._lora.align, order))
+        waiting = deque(fill(op_slices, self.limits.tokens, self._lora.align, order))
         while waiting:
             if self._must_wait(waiting[0], passes):
                 owner = waiting[0].op_slices[0].owner
@@ -316,7 +327,7 @@ class ForwardBackward:
         can_recompute = self._may_recompute and not self.recomputes(batch.padded_tokens)
         match after_oom(batch, lengths, can_recompute=can_recompute):
             case Recompute():
-                self._keep_tokens = batch.padded_tokens - 1
+                self.limits.lower(keep_tokens=batch.padded_tokens - 1)
                 waiting.appendleft(batch)
             case Fail(tokens):
                 give_up(owner, needs_memory(tokens))
@@ -330,21 +341,20 @@ class ForwardBackward:
                     owner.is_exact = False
                 cost.cut_slices += cuts_slice
                 cost.halvings += 1
-                self.safe_tokens = min(self.safe_tokens, max(first.tokens, second.tokens))
+                self.limits.lower(tokens=max(first.tokens, second.tokens))
                 waiting.extendleft((second, first))
 
     def spare_memory(self, tokens: int) -> None:
-        """Use less memory for micro-batches of this size from now on, as if one had run out of memory.
+        """Use less memory for micro-batches of this size until the process ends.
 
         Fewer slices run together, and layers are recomputed. No bit depends on either.
         """
-        self.safe_tokens = min(self.safe_tokens, max(1, tokens // 2))
-        if self._may_recompute:
-            self._keep_tokens = min(self._keep_tokens, tokens - 1)
+        keep_tokens = tokens - 1 if self._may_recompute else sys.maxsize
+        self.limits.lower_plan(tokens=max(1, tokens // 2), keep_tokens=keep_tokens)
 
     def recomputes(self, padded_tokens: int) -> bool:
         """Return True if layers are recomputed at this size; no bit depends on it."""
-        return padded_tokens > self._keep_tokens
+        return padded_tokens > self.limits.keep_tokens
 
     def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
         referred, ran = self._ask_references(batch, passes)

@@ -26,7 +26,14 @@ from cotrain_workers.engine.model.unembedding import (
 )
 from cotrain_workers.engine.ops import Datum, Pass
 from cotrain_workers.engine.routing import Part
-from cotrain_workers.engine.training.losses import LOSSES, TARGETS, LossSpec, value, value_and_slope
+from cotrain_workers.engine.training.losses import (
+    DATUM_LENGTHS,
+    LOSSES,
+    TARGETS,
+    LossSpec,
+    value,
+    value_and_slope,
+)
 from cotrain_workers.engine.training.micro_batches import OpSlice
 
 # Same as `routing.FINE_STEP`; measured for products of up to 50,257 columns, on one and two
@@ -147,7 +154,7 @@ class Head:
         late = [chunk for chunk in chunks if not chunk.is_ready]
         for of_slice in by_slice:
             if not of_slice[0].is_ready:
-                judge_by_datum(of_slice)
+                judge(of_slice)
         for together in self._visits([chunk for chunk in late if chunk.goes_back]):
             self._visit(together, hidden, hidden_grad)
             yield
@@ -190,7 +197,7 @@ class Head:
         for chunk, _, here in placed:
             chunk.logprobs = softmax.logprobs(here, chunk.targets)
             if chunk.is_ready:
-                judge(chunk)
+                judge([chunk])
             if goes_back:
                 assert chunk.slope is not None
                 softmax.go_back(here, chunk.targets, chunk.slope)
@@ -207,47 +214,24 @@ def enough_rows(start: int, stop: int, limit: int) -> slice:
     return slice(max(0, min(start, stop - FEWEST_ROWS)), stop)
 
 
-def judge(chunk: HeadChunk) -> None:
-    """Compute the loss of a chunk that needs no other chunk."""
-    if not chunk.given.loss.per_token:
-        judge_by_datum([chunk])
-        return
-    given, inputs = chunk.given, loss_inputs(chunk.given, chunk.rows)
+def judge(chunks: Sequence[HeadChunk]) -> None:
+    """Compute the loss of neighbouring chunks, which need no other chunk."""
+    given, rows = chunks[0].given, slice(chunks[0].rows.start, chunks[-1].rows.stop)
+    # One chunk, as in most losses, costs no copy.
+    logprobs = chunks[0].logprobs if len(chunks) == 1 else torch.cat([c.logprobs for c in chunks])
+    inputs = {name: values[rows] for name, values in given.inputs.items()}
+    if not given.loss.per_token:
+        inputs[DATUM_LENGTHS] = to_device(np.array(given.datum_lengths), logprobs.device)
     if given.needs_grad:
-        found = value_and_slope(given.loss, chunk.logprobs, inputs, given.config)
-        chunk.total, chunk.slope = found
+        total, slope = value_and_slope(given.loss, logprobs, inputs, given.config)
+        for chunk in chunks:
+            chunk.slope = slope[chunk.rows.start - rows.start : chunk.rows.stop - rows.start]
     else:
-        chunk.total = value(given.loss, chunk.logprobs, inputs, given.config)
-
-
-def judge_by_datum(chunks: Sequence[HeadChunk]) -> None:
-    """Compute the loss of a slice, all of its chunks given, datum by datum."""
-    given = chunks[0].given
-    logprobs = torch.cat([chunk.logprobs for chunk in chunks])
-    both = [
-        value_and_slope(given.loss, logprobs[rows], loss_inputs(given, rows), given.config)
-        for rows in datum_rows(given)
-    ]
-    slope = torch.cat([each for _, each in both])
-    for chunk in chunks:
-        chunk.slope = slope[chunk.rows]
-    chunks[0].total = torch.stack([total for total, _ in both]).sum()
+        total = value(given.loss, logprobs, inputs, given.config)
+    chunks[0].total = total
 
 
 def result_of(chunks: Sequence[HeadChunk]) -> HeadResult:
     """Combine the results of a slice."""
     totals = [chunk.total for chunk in chunks if chunk.total is not None]
     return HeadResult(torch.cat([chunk.logprobs for chunk in chunks]), torch.stack(totals).sum())
-
-
-def datum_rows(given: HeadInput) -> Iterator[slice]:
-    """Yield the rows of each datum."""
-    start = 0
-    for length in given.datum_lengths:
-        yield slice(start, start + length)
-        start += length
-
-
-def loss_inputs(given: HeadInput, rows: slice) -> dict[str, torch.Tensor]:
-    """Return the loss inputs of some rows."""
-    return {name: values[rows] for name, values in given.inputs.items()}

@@ -27,6 +27,8 @@ Config = Mapping[str, float]
 LossFn = Callable[[torch.Tensor, Inputs, Config], torch.Tensor]
 
 POLICY_INPUTS = ("logprobs", "advantages")
+#: Input of a loss that is not per token: rows of each datum, int64 `[datums]`.
+DATUM_LENGTHS = "datum_lengths"
 RATIO_BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
@@ -77,16 +79,33 @@ def dro(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
 
 
 def gspo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """Return `-min(s * A, clip(s) * A)` of one datum, `s` its length-normalised sequence ratio.
+    """Return `-min(s * A, clip(s) * A)`, `s` the length-normalised sequence ratio of each datum.
 
     `s = exp(mean(lp - q))` over the tokens with `sequence_ratio_mask != 0` (1 if there are none).
     Its value is the sequence's; its gradient reaches each token through that token's own `lp`.
+    Datums have `inputs[DATUM_LENGTHS]` rows each; without that input there is one.
     """
     masked = inputs["sequence_ratio_mask"] != 0
     frozen = logprobs.detach()
     log_ratio = torch.where(masked, frozen - inputs["logprobs"], 0.0)
-    sequence_apart = log_ratio.sum() / masked.sum().clamp(min=1)
+    lengths = inputs.get(DATUM_LENGTHS)
+    if lengths is None:
+        lengths = torch.full((1,), len(logprobs), device=logprobs.device)
+    apart = datum_sums(log_ratio, lengths) / datum_sums(masked, lengths).clamp(min=1)
+    # The output size spares the host a wait for the lengths.
+    of_row = apart.repeat_interleave(lengths, output_size=len(logprobs)).to(logprobs.dtype)
+    sequence_apart = of_row.reshape(-1, *[1] * (logprobs.ndim - 1))
     return clipped_surrogate(sequence_apart + (logprobs - frozen), inputs["advantages"], config)
+
+
+def datum_sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each datum, float64 `[datums]`; `values` are `[n]` or `[n, K]`.
+
+    One call covers all datums, and an infinite value stays in its own datum.
+    """
+    rows = values.reshape(len(values), -1).sum(dim=1, dtype=torch.float64)
+    # `unsafe` omits checks of the lengths, which would wait for the device.
+    return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True)
 
 
 def ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.prompt_logprobs import likeliest
 from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, WeightsMissing
@@ -311,6 +313,23 @@ def test_stop_strings_need_a_tokenizer(engine: Engine) -> None:
     reason = decoder.refuse(request("m", [1], stop_strings=("x",)))
 
     assert reason == "Stop strings need a tokenizer, and this model has none; stop at token ids."
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("k", [1, 2, 7, 300])
+def test_equally_probable_tokens_are_ordered_by_id(k: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(k)
+    logits = torch.randint(-2, 3, (9, 300), generator=generator).to(dtype)
+    logits[0, 5:] = -torch.inf
+
+    ids, logprobs = likeliest(logits, k)
+
+    expected = [
+        sorted(range(300), key=row.__getitem__, reverse=True)[:k] for row in logits.tolist()
+    ]
+    assert ids.tolist() == expected
+    found = torch.log_softmax(logits.double(), -1).gather(1, ids.long())
+    torch.testing.assert_close(logprobs.double(), found, rtol=0, atol=0.05)
 
 
 def test_k_may_be_the_whole_vocabulary(decoder: EngineDecoder) -> None:

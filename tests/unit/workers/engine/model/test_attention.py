@@ -31,6 +31,14 @@ NewEngine = Callable[..., Engine]
 ModelFolder = Callable[..., Path]
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_is_checked_before() -> None:
+    attn.varlen_is_right.cache_clear()
+    attn.needs_copies.cache_clear()
+
+
 LENGTHS = (17, 5, 40, 40, 1, 33)  # and windows of 16 tokens
 
 
@@ -206,6 +214,54 @@ def test_every_signature_of_the_ragged_kernel_gives_the_same_results(
     torch.testing.assert_close(ragged, torch.cat(outs), rtol=1e-5, atol=1e-6)
 
 
+def with_fewer_heads(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute like torch 2.11, whose kernel takes fewer key-value heads without an argument."""
+    q, k, v, *rest = args
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return kernel_of_torch_2_11(q, k, v, *rest, **kwargs)
+
+
+def with_wrong_heads(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute with the wrong key-value heads if there are fewer than query heads."""
+    q, k, v, *rest = args
+    k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return kernel_of_torch_2_11(q, k, v, *rest, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "heads"),
+    [(with_fewer_heads, 2), (with_wrong_heads, 4), (kernel_of_torch_2_11, 4)],
+)
+def test_keys_and_values_are_copied_only_for_a_kernel_that_needs_it(
+    kernel: Callable[..., torch.Tensor], heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+
+    def seen(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given.append(args[1].shape[1])
+        return kernel(*args, **kwargs)
+
+    known = frozenset(inspect.signature(kernel_of_torch_2_11).parameters)
+    monkeypatch.setattr(attn, "varlen_kernel", lambda: seen)
+    monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
+    rule = AttentionRule(0.2, 16, None)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(LENGTHS), heads, 8, generator=g, dtype=torch.bfloat16)
+        for heads in (4, 2, 2)
+    )
+
+    assert attn.varlen_is_right(CPU, torch.bfloat16, (4, 2, 8), rule)
+    given.clear()
+    found = attn.varlen_attention(q, k, v, SequenceTable(LENGTHS, CPU), rule)
+
+    assert given == [heads]  # and no second comparison
+    expected = with_fewer_heads(
+        q, k, v, SequenceTable(LENGTHS, CPU).offsets(), None, 40, 40, scale=0.2, window_size=(15, 0)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_correct(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,6 +272,7 @@ def test_a_ragged_kernel_is_used_if_it_and_its_gradients_are_correct(
         monkeypatch.setattr(attn, "varlen_kernel", lambda: kernel)
         monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
         attn.varlen_is_right.cache_clear()
+        attn.needs_copies.cache_clear()
         attn.warn_slow.cache_clear()
         return attn.varlen_is_right(CPU, torch.bfloat16, (4, 2, 8), rule)
 

@@ -24,6 +24,7 @@ from cotrain_workers.engine.ops import (
     UpcomingBatch,
 )
 from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training.memory_model import FIRST_WAIT
 from cotrain_workers.engine.training.pass_state import needs_memory
 from tests.support.training import MIX, random_datum, relative_error, same_bits
 
@@ -34,14 +35,16 @@ def passes(cycle: int) -> list[Op]:
     return [op for tenant in MIX for op in tenant.ops(cycle) if not isinstance(op, OptimStep)]
 
 
-def limit_rows(engine: Engine, most: int, error: Exception | None = None) -> None:
-    """Make the base model run out of memory on rows of more than `most` tokens."""
+def limit_rows(engine: Engine, most: int, error: Exception | None = None) -> Callable[[], None]:
+    """Make the base model run out of memory on rows of more than `most` tokens, until the returned
+    function is called.
+    """
 
     def refuse(module: Any, args: Any, kwargs: Any) -> None:
         if kwargs["input_ids"].shape[1] > most:
             raise error or torch.OutOfMemoryError()
 
-    engine._base.backbone.register_forward_pre_hook(refuse, with_kwargs=True)
+    return engine._base.backbone.register_forward_pre_hook(refuse, with_kwargs=True).remove
 
 
 def assert_same_states(ours: Engine, theirs: Engine) -> None:
@@ -153,6 +156,28 @@ def test_a_size_that_fitted_is_remembered(new_engine: NewEngine) -> None:
     assert_same_states(small, large)
 
 
+def test_a_size_that_did_not_fit_is_tried_again(new_engine: NewEngine) -> None:
+    troubled, untroubled = new_engine(), new_engine()
+    free = limit_rows(troubled, 128)
+    troubled.run(passes(0))
+    untroubled.run(passes(0))
+    free()
+    lowered = troubled.safe_tokens
+    create, small = one_op("small", [9], AdapterSpec(4, seed=0))
+    troubled.run([create])
+    for _ in range(FIRST_WAIT):
+        assert troubled.safe_tokens == lowered
+        troubled.run([small])
+
+    assert troubled.safe_tokens == 2 * lowered
+    for _ in range(7 * FIRST_WAIT):
+        troubled.run([small])
+    assert troubled.safe_tokens == untroubled.safe_tokens
+    later = [op for op in passes(1) if not isinstance(op, Create)]
+    assert troubled.run(later).forwards == untroubled.run(later).forwards == 1
+    assert_same_states(troubled, untroubled)
+
+
 def test_an_op_too_large_for_memory_is_split_between_its_datums(
     new_engine: NewEngine,
 ) -> None:
@@ -200,9 +225,15 @@ def test_a_datum_too_large_for_memory_fails_its_op_alone(
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: …")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: …"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=str,
 )
-def test_running_out_of_host_memory_is_like_that_of_the_device(
+def test_running_out_of_other_memory_is_handled_alike(
     new_engine: NewEngine, error: Exception
 ) -> None:
     small, large = new_engine(), new_engine()

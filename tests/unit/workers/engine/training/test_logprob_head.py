@@ -70,7 +70,8 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk_rows", [4, 1024])
 @pytest.mark.parametrize(
-    ("name", "columns"), [("cross_entropy", 1), ("cross_entropy", 3), ("ppo", 1), ("gspo", 1)]
+    ("name", "columns"),
+    [("cross_entropy", 1), ("cross_entropy", 3), ("ppo", 1), ("gspo", 1), ("gspo", 3)],
 )
 def test_the_chunked_head_equals_the_dense_one(
     name: str, columns: int, chunk_rows: int, softcap: float | None

@@ -13,7 +13,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cotrain_workers.engine.ops import Datum, Pass
-from cotrain_workers.engine.training.losses import LOSSES, refuse_pass, value, value_and_slope
+from cotrain_workers.engine.training.losses import (
+    DATUM_LENGTHS,
+    LOSSES,
+    refuse_pass,
+    value,
+    value_and_slope,
+)
 from tests.support.draws import examples
 from tests.support.training import random_datum
 
@@ -113,6 +119,38 @@ def test_gspo_has_one_ratio_per_datum_and_a_gradient_per_token(
         is_clipped = min(s * row[2], clip(s) * row[2]) != s * row[2]
         if inside(s) or abs(s - clip(s)) > 1e-6:
             assert got == pytest.approx(0.0 if is_clipped else -s * row[2], rel=1e-9, abs=1e-9)
+
+
+def many_datums(count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[int]]:
+    """Return log-probabilities, inputs and lengths of `count` datums for gspo."""
+    lengths = [1 + at % 9 for at in range(count)]
+    g = torch.Generator().manual_seed(0)
+    lp, q, a, m = (torch.randn(sum(lengths), 1, generator=g) for _ in range(4))
+    inputs = {"logprobs": q, "advantages": a, "sequence_ratio_mask": (m > 0).float()}
+    return lp, {**inputs, DATUM_LENGTHS: torch.tensor(lengths)}, lengths
+
+
+def test_no_bit_of_gspo_depends_on_other_datums() -> None:
+    lp, inputs, lengths = many_datums(40)
+    inputs["logprobs"][1] = -torch.inf  # of the second datum
+
+    terms = LOSSES["gspo"].compute(lp, inputs, BOUNDS).split(lengths)
+    del inputs[DATUM_LENGTHS]
+    cut = {name: values.split(lengths) for name, values in inputs.items()}
+    for at, (own, found) in enumerate(zip(lp.split(lengths), terms, strict=True)):
+        alone = {name: values[at] for name, values in cut.items()}
+        expected = LOSSES["gspo"].compute(own, alone, BOUNDS)
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num()), at
+
+
+def test_gspo_launches_as_many_operations_for_many_datums_as_for_two() -> None:
+    counts = []
+    for datums in (2, 50):
+        lp, inputs, _ = many_datums(datums)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            value_and_slope(LOSSES["gspo"], lp, inputs, BOUNDS)
+        counts.append(len(profile.events()))
+    assert counts[0] == counts[1] > 0
 
 
 # (log-ratio, A, slope): ratios that count as their bound, and unclipped ones.
