@@ -29,6 +29,7 @@ COMMENT = re.compile(r"(?:^\s*|(?<=\S)\s{2})#:? (.*)$")
 SCRIPTS = (
     "docker/**/*.sh", "docker/**/*.yml", "docker/**/*.conf", "docker-compose*.yml", "Dockerfile",
     "deploy/**/*.yaml", "deploy/**/*.tpl", "client/**/*.sh", "scheduler/**/*.lua", "pins/*.sh", ".ci/run",
+    "Makefile", "pyproject.toml", "mkdocs.yml", ".pre-commit-config.yaml",
 )  # fmt: skip
 SCRIPT_COMMENT = re.compile(
     r"(?:^\s*|(?<=\S)\s{1,2})# (?!  )(.*)$|\{\{- /\* (.*) \*/|(?:^\s*|(?<=\S) )-- (?!needs: )(.*)$"
