@@ -215,14 +215,24 @@ class ForwardBackward:
         cost.forwards += 1
         upcoming = _upcoming(batch, passes)
         long, work = owner.long, owner.long_work
+        try:
+            if long is None or work is None:
+                may_suspend &= len(self._long) < MAX_SUSPENDED
+                long = owner.long = self._begin_long(batch, passes)
+                work = owner.long_work = long.run()
+                if may_suspend:
+                    self._long.add(long)
+            else:
+                long.route, _ = self._route(batch, passes)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            long = work = None
         if long is None or work is None:
-            may_suspend &= len(self._long) < MAX_SUSPENDED
-            long = owner.long = self._begin_long(batch, passes)
-            work = owner.long_work = long.run()
-            if may_suspend:
-                self._long.add(long)
-        else:
-            long.route, _ = self._route(batch, passes)
+            self._undo_long(owner, cost)
+            self._requeue(batch, passes, waiting, cost)
+            yield
+            return
         while True:
             began, before = time.perf_counter(), long.done_tokens
             try:
@@ -245,10 +255,8 @@ class ForwardBackward:
             cost.tokens += long.done_tokens - before
             # Here the exception is released, and with it the tensors that its frames held.
             if ran_out:
-                cost.tokens -= long.done_tokens
-                self._long.discard(long)
                 del long, work
-                self._undo_long(owner)
+                self._undo_long(owner, cost)
                 self._requeue(batch, passes, waiting, cost)
                 cost.seconds += time.perf_counter() - began
                 yield
@@ -279,13 +287,18 @@ class ForwardBackward:
         self._base.recompute.is_on = False
         return LongSlice(self._base, row, kind, batch.tokens, route, head)
 
-    def _undo_long(self, owner: PassState) -> None:
+    def _undo_long(self, owner: PassState, cost: PassesCost) -> None:
         """Undo a long datum that ran out of memory."""
+        if owner.long is not None:
+            cost.tokens -= owner.long.done_tokens
+            self._long.discard(owner.long)
         owner.long = owner.long_work = None
-        if owner.gradient is not None:
+        before, owner.gradient_before = owner.gradient_before, None
+        # Without the copy of earlier slices' sums, nothing has been added to them.
+        if owner.gradient is not None and (before is not None or not owner.results):
             owner.gradient.discard()
-            if owner.gradient_before is not None:
-                owner.gradient.flat.copy_(owner.gradient_before)
+            if before is not None:
+                owner.gradient.flat.copy_(before)
         release_memory(self._device)
 
     def _try(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch] | None:
@@ -296,8 +309,11 @@ class ForwardBackward:
         owners = [
             passes[at] for at in dict.fromkeys(op_slice.owner for op_slice in batch.op_slices)
         ]
-        of_earlier_slices = [(p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient]
+        of_earlier_slices = None
         try:
+            of_earlier_slices = [
+                (p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient
+            ]
             with self.watch(_upcoming(batch, passes)):
                 return self._run_micro_batch(batch, passes)
         except (RuntimeError, MemoryError) as error:
@@ -305,11 +321,12 @@ class ForwardBackward:
             if not is_out_of_memory(error) or self._base.lock_step.sharding:
                 raise
         # Here the exception is released, and with it the tensors that its frames held.
-        for owner in owners:
-            if owner.gradient is not None:
-                owner.gradient.discard()
-        for gradient, before in of_earlier_slices:
-            gradient.flat.copy_(before)
+        if of_earlier_slices is not None:  # otherwise nothing has run
+            for owner in owners:
+                if owner.gradient is not None:
+                    owner.gradient.discard()
+            for gradient, before in of_earlier_slices:
+                gradient.flat.copy_(before)
         release_memory(self._device)
         return None
 

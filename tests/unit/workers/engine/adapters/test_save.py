@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
+from cotrain_workers.engine import running_cycle
 from cotrain_workers.engine.cycle import drive
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.base_model import eos_token_ids
@@ -89,6 +91,23 @@ def test_there_is_a_yield_point_after_every_save_and_load(new_engine: NewEngine)
     cycle, _ = drive(engine.cycle(ops), lambda: yields.append(1))
 
     assert len(yields) == len(ops) == len(cycle.outputs)
+
+
+def test_there_is_a_yield_point_between_two_adapters_of_many_values(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class that begins together, or continues from checkpoints, does not hold sampling."""
+    engine, made = new_engine(), []
+    created = engine.run([Create("kept", 0, MIX[0].spec), Save("kept", 1)])
+    saved = created.outputs["kept", 1]
+    assert isinstance(saved, SaveOutput)
+    begun: list[Op] = [Create(run, 0, MIX[0].spec) for run in "ab"]
+    begun += [Load(run, 0, "kept", saved.weights, None, creates=True) for run in "cd"]
+    monkeypatch.setattr(running_cycle, "DRAWN_AT_ONCE", 1)
+
+    drive(engine.cycle(begun), lambda: made.append(engine.adapters.runs - {"kept"}))
+
+    assert [len(runs) for runs in made] == [1, 2, 3, 4]
 
 
 def test_without_passes_there_is_no_yield_point(new_engine: NewEngine) -> None:

@@ -134,6 +134,37 @@ def test_an_op_keeps_the_slices_of_earlier_micro_batches(
         assert same_bits(troubled.adapters.state(run), untroubled.adapters.state(run))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "forwards"),
+    [([50, 50, 10], 4), ([50, 200], 4)],  # the second micro-batch in halves; a long datum again
+)
+def test_running_out_of_memory_for_the_copy_of_a_gradient_loses_no_slice(
+    new_engine: NewEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: Sequence[int],
+    forwards: int,
+) -> None:
+    troubled, untroubled = (new_engine(micro_batch_tokens=64) for _ in range(2))
+    spec = AdapterSpec(4, seed=0)
+    ops = [*one_op("large", lengths, spec), *one_op("small", [3], spec)]
+    untroubled.run(ops)
+    size = untroubled.adapters.state("large").grads.numel()
+    clone, failures = torch.Tensor.clone, iter([torch.OutOfMemoryError()])
+
+    def full_once(self: torch.Tensor) -> torch.Tensor:
+        if self.numel() == size:
+            for error in failures:
+                raise error
+        return clone(self)
+
+    monkeypatch.setattr(torch.Tensor, "clone", full_once)
+    out = troubled.run(ops)
+
+    assert out.forwards == forwards
+    for run in ("large", "small"):
+        assert same_bits(troubled.adapters.state(run), untroubled.adapters.state(run))
+
+
 def one_op(run: str, lengths: Sequence[int], spec: AdapterSpec) -> list[Op]:
     rng = np.random.default_rng([*run.encode()])
     datums = [random_datum(rng, "cross_entropy", length) for length in lengths]
