@@ -128,13 +128,13 @@ proto: ## Generate the wire messages from wire.proto
 	PYTHON=$(PYTHON) client/cotrain/wire/proto/generate.sh
 
 bench: $(INSTALLED) ## Measure the server against one tenant alone and against PEFT
-	$(BIN)/python -m bench.through_http $(ARGS)
+	$(BIN)/python -m bench through_http $(ARGS)
 
 bench-client: $(INSTALLED) ## Measure what our client and the official SDK add to a request
-	$(BIN)/python -m bench.client $(ARGS)
+	$(BIN)/python -m bench client $(ARGS)
 
 bench-engine: $(INSTALLED) ## Measure the engine without a server: many tenants against one, PEFT, the roofline
-	$(BIN)/python bench/engine.py $(or $(ARGS),--device cpu --threads 2)
+	$(BIN)/python -m bench engine $(or $(ARGS),--device cpu --threads 2)
 
 up: ## Build and start the containers (GPU=1 for a GPU)
 	$(COMPOSE) $(COMPOSE_FILES) up --build --detach

@@ -1,1 +1,1 @@
-"""Programs that measure the house, one a file; what they are made of lies in the rooms below."""
+"""Benchmarks: `python -m bench` lists them, one file each; their parts lie in the rooms below."""

@@ -1,6 +1,6 @@
 """Overhead of a client library per request: our client and the official SDK against plain httpx.
 
-    python -m bench.client [--requests 200] [--depth 64] [--rounds 7] [--out bench/results]
+    python -m bench client [--requests 200] [--depth 64] [--rounds 7]
 
 A real server with a worker that computes nothing (`bench.load`), each part in its own process. This process sends
 the same forward_backward and fetches its result in three ways, in alternation:
@@ -22,18 +22,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import httpx
@@ -41,6 +34,10 @@ import httpx
 from bench.load.http import pass_body
 from bench.load.local_server import local_server
 from bench.load.null_worker import POOL
+from bench.load.waiting import until_held
+from bench.support.options import Options
+from bench.support.report import Report, table
+from bench.support.timing import alternate, measure, median_ratio
 from cotrain import Datum, ModelInput, ServiceClient
 from cotrain.wire.pass_codec import PROTOBUF
 
@@ -48,101 +45,75 @@ from cotrain.wire.pass_codec import PROTOBUF
 Way = Callable[[int, int], None]
 
 KEYS = {name: f"tml-bench-key-of-{name}" for name in ("httpx", "cotrain", "tinker")}
-SHAPES = ("alone", "many")
+OPTIONS: Options = {
+    "requests": (200, "of each way in each round"), "depth": (64, "requests in flight in `many`"),
+    "rounds": 7, "tokens": (32, "of the one datum of a request"),
+}  # fmt: skip
+TABLE = {
+    "requests": "{}", "client": "{}", "wall_ms": "{:.2f}", "wall_over_httpx": "{:.2f}", "wall_over_tinker": "{:.2f}",
+    "cpu_ms": "{:.2f}", "cpu_over_httpx": "{:.2f}", "cpu_over_tinker": "{:.2f}",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of one request in ms."""
-
-    wall_ms: float
-    cpu_ms: float
-
-
-def main() -> None:
-    args = parse()
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Measure all ways in both shapes."""
     os.environ["TINKER_TELEMETRY"] = "0"
     with local_server() as server, ExitStack() as stack:
         server.start_scheduler()
         server.start_worker()
         server.start_api(list(KEYS.values()))
         url = "http://{}:{}".format(*server.address)
-        wait_for(url)
+        asyncio.run(until_held(server, 0))  # the API is up
         ways = {
             name: stack.enter_context(way(url, KEYS[name], args.tokens))
             for name, way in {"httpx": plain, "cotrain": ours, "tinker": official}.items()
         }
-        load_before = os.getloadavg()[0]
-        rounds = {
-            "alone": alternate(ways, args.requests, depth=1, rounds=args.rounds),
-            "many": alternate(ways, args.requests, depth=args.depth, rounds=args.rounds),
-        }
-    rows = {shape: summary(rounds[shape]) for shape in SHAPES}
-    show(rows)
-    command = " ".join(["python -m bench.client", *sys.argv[1:]])
-    report = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": machine(),
-              "shape": vars(args), "load_before": load_before, "load_after": os.getloadavg()[0],
-              "rows": rows,
-              "rounds": {shape: [{name: vars(cost) for name, cost in each.items()}
-                                 for each in rounds[shape]] for shape in SHAPES}}  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"client-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    print(f"wrote {path}")
+        rows, rounds = report.setdefault("rows", {}), report.setdefault("rounds", {})
+        for shape, depth in (("alone", 1), ("many", args.depth)):
+            costs = {
+                name: partial(cost_of, way, args.requests, depth) for name, way in ways.items()
+            }
+            found = alternate(costs, args.rounds)
+            rows[shape] = summary(found)
+            rounds[shape] = found
+    print(
+        table(
+            [
+                {"requests": shape, "client": name, **row}
+                for shape in rows
+                for name, row in rows[shape].items()
+            ],
+            TABLE,
+        )
+    )
 
 
-def alternate(
-    ways: dict[str, Way], requests: int, *, depth: int, rounds: int
-) -> list[dict[str, Cost]]:
-    """Warm up every way, then measure all of them in each round."""
-    for way in ways.values():
-        way(max(depth, requests // 10), depth)
-    return [
-        {name: measure(way, requests, depth) for name, way in ways.items()} for _ in range(rounds)
-    ]
-
-
-def measure(way: Way, requests: int, depth: int) -> Cost:
-    """Return the cost per request of one way."""
-    cpu, wall = time.process_time(), time.perf_counter()
-    way(requests, depth)
-    wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
-    return Cost(1000 * wall_s / requests, 1000 * cpu_s / requests)
-
-
-def summary(rounds: Sequence[dict[str, Cost]]) -> dict[str, dict[str, float]]:
-    """Return medians of each way, and of its ratios to the others within a round."""
+def cost_of(way: Way, requests: int, depth: int) -> dict[str, float]:
+    """Return the cost per request of one way in ms."""
+    took = measure(partial(way, requests, depth))
     return {
-        name: {
-            "wall_ms": statistics.median(each[name].wall_ms for each in rounds),
-            "cpu_ms": statistics.median(each[name].cpu_ms for each in rounds),
-            **{
-                f"{what}_over_{other}": statistics.median(
-                    getattr(each[name], f"{what}_ms") / getattr(each[other], f"{what}_ms")
-                    for each in rounds
-                )
-                for other in rounds[0]
-                for what in ("wall", "cpu")
-            },
-        }
-        for name in rounds[0]
+        "wall_ms": 1000 * took.wall_s / requests,
+        "cpu_ms": 1000 * took.cpu_s / requests,
     }
 
 
-def show(rows: dict[str, dict[str, dict[str, float]]]) -> None:
-    """Print the table of `docs/develop/benchmarks.md`."""
-    print(
-        "| requests | client | wall, ms | over httpx | over tinker | CPU, ms | over httpx | over tinker |"
-    )
-    print("|---|---|--:|--:|--:|--:|--:|--:|")
-    for shape, row in rows.items():
-        for name, cost in row.items():
-            columns = [
-                f"{cost['wall_ms']:.2f}", f"{cost['wall_over_httpx']:.2f}",
-                f"{cost['wall_over_tinker']:.2f}", f"{cost['cpu_ms']:.2f}",
-                f"{cost['cpu_over_httpx']:.2f}", f"{cost['cpu_over_tinker']:.2f}",
-            ]  # fmt: skip
-            print(f"| {shape} | {name} | {' | '.join(columns)} |")
+def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Return medians of each way, and of its ratios to the others within a round."""
+
+    def each(name: str, kind: str) -> list[float]:
+        return [cost[f"{kind}_ms"] for cost in found[name]]
+
+    return {
+        name: {
+            **{f"{kind}_ms": statistics.median(each(name, kind)) for kind in ("wall", "cpu")},
+            **{
+                f"{kind}_over_{other}": median_ratio(each(name, kind), each(other, kind))
+                for other in found
+                for kind in ("wall", "cpu")
+            },
+        }
+        for name in found
+    }
 
 
 @contextmanager
@@ -231,39 +202,3 @@ def keep_flying(count: int, depth: int, ask: Callable[[], Any]) -> None:
         flying.append(ask())
     for future in flying:
         future.result()
-
-
-def wait_for(url: str) -> None:
-    """Wait until the server responds."""
-    deadline = time.monotonic() + 60.0
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/healthz", timeout=1.0).is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise RuntimeError("the server did not come up")
-
-
-def machine() -> dict[str, Any]:
-    """Return facts about this machine and its packages."""
-    packages = ("httpx", "httpcore", "pydantic", "protobuf", "tinker")
-    return {"cpus": os.cpu_count(), "platform": platform.platform(),
-            "python": platform.python_version(), **{name: version(name) for name in packages}}  # fmt: skip
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--requests", type=int, default=200, help="of each way in each round")
-    parser.add_argument("--depth", type=int, default=64, help="requests in flight in `many`")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=32, help="of the one datum of a request")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Cost per layer of a training pass and a decode step: launches, bytes and kept memory, without a GPU.
 
-    python -m bench.cost [--sizes 0.6b,8b] [--tenants 4] [--length 2048] [--lora fused,grouped,seg] [--json]
+    python -m bench cost [--sizes 0.6b,8b] [--tenants 4] [--length 2048] [--lora fused,grouped,seg] [--json]
 
 The engine itself runs on a CUDA device with shapes but without values (`tests/support/fake_cuda.py`, which
 needs a C++ compiler). Two layer counts are compared, so the cost of any number of layers follows by scaling. The
@@ -14,22 +14,19 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
-
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from bench.support.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device
 from bench.support.model import SHAPES, Shape
+from bench.support.options import Options
+from bench.support.report import Report
 from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.cuda_graphs import graph_tables
 from cotrain_workers.engine.decoding.cuda_kernels import Grouped, GroupedLora, KernelAttention
@@ -47,6 +44,14 @@ GEMM_FLOPS, FLASH_FLOPS, COPY_BYTES, LEAST_S = 680e12, 290e12, 4.0e12, 2e-6
 FLASH_3_FLOPS = 520e12  # if its wheel is installed
 PAGE = 256
 LAYERS = (2, 3)  # with a single layer, memory would peak in the head
+
+OPTIONS: Options = {
+    "sizes": ["8b"], "tenants": 4, "length": 2048, "rank": 16, "lora": ["fused", "grouped", "seg"],
+    "recompute": (False, "compute activations again in backward"), "plain": (False, "layers as transformers has them"),
+    "rows": 128, "adapters": 64, "context": 1024,
+    "ops": (False, "print launches, KB and us per token of each op in training"),
+    "json": (False, "print JSON"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -192,7 +197,7 @@ def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the cost of training with each LoRA backend, then of a decode step."""
     shape = SHAPES[size]
     tokens = settings.tenants * settings.length
-    for name in settings.lora.split(","):
+    for name in settings.lora:
         own = argparse.Namespace(**{**vars(settings), "backend": name})
         (one, step), (two, _) = (train(shape, layers, own) for layers in LAYERS)
         costs = [cost_of(fake.log) for fake in (one, two)]
@@ -244,14 +249,14 @@ def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }
 
 
-def main() -> int:
-    settings = parse()
+def run(settings: argparse.Namespace, _: Report) -> int:
+    """Count in a process of its own, with the device preloaded, and print the counts."""
     if "fake-cuda" not in os.environ.get("LD_PRELOAD", ""):
-        ran = fake_cuda.preloaded("bench.cost", sys.argv[1:])
+        ran = fake_cuda.preloaded("bench", sys.argv[1:])
         print(ran.stdout, end="")
         print(ran.stderr, end="", file=sys.stderr)
         return ran.returncode
-    rows = [row for size in settings.sizes.split(",") for row in report(size, settings)]
+    rows = [row for size in settings.sizes for row in report(size, settings)]
     if settings.json:
         print(json.dumps(rows))
         return 0
@@ -271,28 +276,3 @@ def show(value: object) -> str:
         if isinstance(value, float) and value < 1e4
         else (f"{value:,.0f}" if isinstance(value, float) else str(value))
     )
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", default="8b")
-    parser.add_argument("--tenants", type=int, default=4)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--lora", default="fused,grouped,seg")
-    parser.add_argument("--recompute", default="never", choices=("never", "always"))
-    parser.add_argument(
-        "--plain", dest="fused", action="store_false", help="layers as transformers has them"
-    )
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--adapters", type=int, default=64)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument(
-        "--ops", action="store_true", help="launches, KB and us per token of each op in training"
-    )
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Decode throughput of the base model alone, one adapter and 32 adapters, against `generate` per adapter.
 
-    python -m bench.decode --device cpu|cuda --out bench/results [--sizes 5m] [--batches 1,16,64]
+    python -m bench decode --device cpu|cuda [--sizes 5m] [--batches 1,16,64]
 
 Needs torch, transformers, peft, safetensors and numpy; no server. Every request has a prompt of its own and
 generates a fixed number of tokens greedily. Times are medians over whole requests, prompts included, taken in
@@ -15,29 +15,22 @@ are read once. The bandwidth is that of a large copy measured in the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
-
-from collections.abc import Callable, Iterator
-
 import numpy as np
 import torch
-import transformers
 
-from bench.support.machine import machine, show
 from bench.support.model import SHAPES, build
+from bench.support.options import DEVICE, Choice, Options, names
+from bench.support.report import Report, show
 from bench.support.roofline import copy_bandwidth
-from bench.support.timing import timed
+from bench.support.timing import alternate, timed, turns
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
@@ -50,11 +43,18 @@ from tests.support.training import PeftOracle
 RANK, ADAPTERS = 8, 32
 PROMPT = {"cpu": 32, "cuda": 128}
 NEW_TOKENS = {"cpu": 48, "cuda": 128}
-CEILING_BATCH, CEILING_CONTEXT = 128, 1024
-CEILING_ADAPTERS, CEILING_RANK = 64, 16
+CEILING_CONTEXT, CEILING_RANK = 1024, 16
 CEILING_BLOCKS, BLOCK_STEPS = 5, 16  # per way, in alternation
 CEILING_STEPS = 2 * CEILING_BLOCKS * (BLOCK_STEPS + 4)
 TARGET_RATIO, TARGET_SPEEDUP = 1.3, 3.0
+
+OPTIONS: Options = {
+    **DEVICE,
+    "sizes": (names, f"of {', '.join(SHAPES)}; by default 5m on a CPU, else 0.6b"),
+    "batches": [1, 16, 64], "rounds": 5,
+    "ceiling_size": (Choice(tuple(SHAPES)), "by default 8b on CUDA, none on a CPU"),
+    "ceiling_batch": 128, "ceiling_adapters": 64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,50 +118,27 @@ class Bench:
         return work
 
 
-def main() -> int:
-    args = parse()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    report: dict[str, Any] = {"machine": machine(args.device), "rank": RANK}
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Measure the throughput of each size, then decode steps alone."""
+    is_cuda = args.device == "cuda"
+    if args.sizes is None:
+        args.sizes = ["0.6b" if is_cuda else "5m"]
+    if is_cuda:
+        args.ceiling_size = args.ceiling_size or "8b"
+    report["rank"] = RANK
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.models or Path(scratch)
         report["throughput"] = [
-            row for size in args.sizes.split(",") if size for row in throughput(folder, size, args)
+            row for size in args.sizes for row in throughput(folder, size, args)
         ]
         if args.ceiling_size:
             report["ceiling"] = ceiling(folder, args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    name = f"decode-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    (args.out / name).write_text(json.dumps(report, indent=2) + "\n")
-    return 0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", type=Path, help="where to keep the random models between calls")
-    parser.add_argument("--sizes", help=f"of {', '.join(SHAPES)} (default: by device)")
-    parser.add_argument("--batches", default="1,16,64")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--ceiling-size", choices=tuple(SHAPES), help="default: 8b on CUDA, none")
-    parser.add_argument("--ceiling-batch", type=int, default=CEILING_BATCH)
-    parser.add_argument("--ceiling-adapters", type=int, default=CEILING_ADAPTERS)
-    args = parser.parse_args()
-    if args.sizes is None:
-        args.sizes = "5m" if args.device == "cpu" else "0.6b"
-    if args.device == "cuda":
-        args.ceiling_size = args.ceiling_size or "8b"
-    return args
 
 
 def throughput(folder: Path, size: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield tokens/s per batch size, and the cost and speedup of 32 adapters."""
     bench = load(folder, size, args.device)
-    for batch in map(int, args.batches.split(",")):
+    for batch in args.batches:
         ways = {
             "base": bench.decode(batch, 0),
             "one": bench.decode(batch, 1),
@@ -169,13 +146,9 @@ def throughput(folder: Path, size: str, args: argparse.Namespace) -> Iterator[di
             "generate_one": bench.generate(batch, 1),
             "generate_many": bench.generate(batch, ADAPTERS),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for round_ in range(args.rounds + 1):
-            for name, way in ways.items():
-                taken = timed(way, args.device)
-                if round_:  # the first round is for warm-up
-                    seconds[name].append(taken)
-        median = {name: statistics.median(times) for name, times in seconds.items()}
+        timed_ways = {name: partial(timed, way, args.device) for name, way in ways.items()}
+        took = alternate(timed_ways, args.rounds)
+        median = {name: statistics.median(times) for name, times in took.items()}
         tokens = batch * NEW_TOKENS[args.device]
         row: dict[str, Any] = {"size": size, "batch": batch, "adapters": min(batch, ADAPTERS)}
         row |= {f"{name}_tokens_per_s": tokens / median[name] for name in ways}
@@ -243,8 +216,8 @@ def ceiling(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     while decoder.step().decoded_tokens < batch:  # prompts
         pass
     took: dict[bool, list[float]] = {False: [], True: []}
-    for at in range(2 * CEILING_BLOCKS):
-        decoder.overlaps = bool(at % 2)
+    for overlaps in turns((False, True), CEILING_BLOCKS):
+        decoder.overlaps = overlaps
         for _ in range(4):
             decoder.step()
         # Several steps are timed together, because waiting after each step would prevent the overlap.
@@ -280,7 +253,3 @@ def steps(decoder: EngineDecoder, batch: int) -> None:
     """Decode a block of steps."""
     for _ in range(BLOCK_STEPS):
         assert decoder.step().decoded_tokens == batch
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """CPU time of the host per decode step: total, and the part for which the device waits.
 
-    python -m bench.decode_host [--rows 128] [--adapters 64] [--steps 150] [--temperature 0] [--out bench/results]
+    python -m bench decode_host [--rows 128] [--adapters 64] [--steps 150] [--temperature 0]
 
 The decoder runs as on a GPU, with graphs, on a device that takes no time: a graph does nothing, and only a tiny head
 of the model exists. The device waits for the host from the moment when the tokens of a step are readable until the
@@ -11,41 +11,40 @@ ways are measured in alternation. A busy machine increases the figures and never
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
-
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import torch
-import transformers
 
-from bench.support.machine import machine, show
+from bench.decode import adapters_of
 from bench.support.model import build
+from bench.support.options import Options
+from bench.support.report import Report, prepare_torch, show
+from bench.support.timing import turns
 from cotrain_workers.engine.decoding import cuda_kernels, model_runner, next_tokens
 from cotrain_workers.engine.decoding.cuda_graphs import DecodeGraphs
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.kv_cache import SHARED_STEP_TOKENS
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Create, HostWeights, Save, SaveOutput
-from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.ops import HostWeights
 from tests.support.decoding import request
 
 PAGE, PROMPT, RANK = 256, 40, 8
 WAYS = {"one after the other": False, "overlapped": True}
+
+OPTIONS: Options = {
+    "rows": 128, "adapters": 64, "tenants": (1, "that share them"), "steps": 150, "rounds": 3,
+    "temperature": 0.0, "context": (40_960, "that pages have room for"),
+}  # fmt: skip
 
 
 class Watch:
@@ -66,33 +65,13 @@ class Watch:
         self._readable_at = None if has_work else time.thread_time()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Measure both ways on a tiny model."""
+    prepare_torch(threads=1)
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine.load(str(build(Path(folder) / "tiny", "tiny")))
-        weights = adapters_of(engine, args.adapters)
-        rows = [show(row) for row in measure(engine, weights, args)]
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        path = args.out / f"decode_host-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-        path.write_text(json.dumps({"machine": machine("cpu"), "steps": rows}, indent=1) + "\n")
-    return 0
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--adapters", type=int, default=64)
-    parser.add_argument("--tenants", type=int, default=1, help="that share them")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--context", type=int, default=40_960, help="that pages have room for")
-    parser.add_argument("--out", type=Path, help="a folder for the record")
-    return parser.parse_args(argv)
+        weights = adapters_of(engine, args.adapters, RANK)
+        report["steps"] = [show(row) for row in measure(engine, weights, args)]
 
 
 def measure(
@@ -101,15 +80,14 @@ def measure(
     """Time steps of both ways in alternation; return the minimum and median CPU time per step in ms."""
     took: dict[str, list[float]] = {name: [] for name in WAYS}
     waited: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(args.rounds):
-        for name, overlaps in WAYS.items():
-            with ExitStack() as stack:
-                watch = Watch()
-                decoder = decoder_of(engine, weights, args, watch, stack)
-                decoder.overlaps = overlaps
-                for each in steps(decoder, args, watch):
-                    took[name].append(each[0])
-                    waited[name].append(each[1])
+    for name in turns(list(WAYS), args.rounds):
+        with ExitStack() as stack:
+            watch = Watch()
+            decoder = decoder_of(engine, weights, args, watch, stack)
+            decoder.overlaps = WAYS[name]
+            for each in steps(decoder, args, watch):
+                took[name].append(each[0])
+                waited[name].append(each[1])
     return [
         {
             "way": name,
@@ -125,18 +103,6 @@ def measure(
         }
         for name in WAYS
     ]
-
-
-def adapters_of(engine: Engine, count: int) -> dict[str, HostWeights]:
-    """Return sampler weights of new runs."""
-    weights = {}
-    for at in range(count):
-        engine.run([Create(f"t{at}", 0, AdapterSpec(RANK, seed=at))])
-        saved = engine.run([Save(f"t{at}", 1)]).outputs[f"t{at}", 1]
-        assert isinstance(saved, SaveOutput)
-        weights[f"t{at}"] = saved.weights
-        engine.adapters.drop(f"t{at}")
-    return weights
 
 
 def decoder_of(
@@ -208,7 +174,3 @@ def steps(
     for at in range(args.rows):
         decoder.cancel(str(at))
     return found
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

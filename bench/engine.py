@@ -1,11 +1,9 @@
-#!/usr/bin/env python3
 """Benchmark of the training engine without a server: tenants, PEFT, and the limits of the machine.
 
-    python bench/engine.py --device cpu|cuda [--preset h200] [--parts tenants,phases] [--out DIR]
+    python -m bench engine --device cpu|cuda [--preset h200] [--parts tenants,phases]
 
-Run it from the root of the repository. It needs torch, transformers, peft, safetensors and numpy (and
-matplotlib for the picture). Models are Qwen3 shapes with random weights. Ways are timed in alternation, and the
-minimum counts. Parts:
+It needs torch, transformers, peft, safetensors and numpy, and no package of ours installed. Models are Qwen3 shapes
+with random weights. Ways are timed in alternation, and the minimum counts. Parts:
 
 * `tenants`: the same tokens shared by 1 to 64 tenants, next to the roofline
 * `memory`: bytes against the formulas
@@ -17,40 +15,42 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import sys
 import tempfile
 import time
-from datetime import UTC, datetime
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
-
-from collections.abc import Iterator, Sequence
-
 import torch
-import transformers
 
-from bench.cycle import tables
 from bench.cycle.by_hand import forget, measure_by_hand
 from bench.cycle.load import RANK
 from bench.cycle.memory import measure_memory
 from bench.cycle.phases import measure_phases
-from bench.cycle.plot import plot
-from bench.cycle.presets import PRESETS, Preset
+from bench.cycle.presets import PRESETS, TABLES, Preset
 from bench.cycle.tenants import beside_ceiling, measure_tenants
 from bench.cycle.verdict import judge, judge_order
-from bench.support.machine import machine, show
 from bench.support.model import SHAPES, build
+from bench.support.options import DEVICE, Choice, Options, Some, names
+from bench.support.report import Report, show, table
 from bench.support.roofline import adapter_bytes, measure_rates
 from cotrain_workers.engine.engine import Engine
 
+#: Figures of a profiled cycle next to its phases.
+COUNTS = ("wall_ms", "profiled_ms", "ops", "launches", "waits")
 PARTS = ("tenants", "memory", "phases", "by_hand")
 #: Share of the time limit after which a part starts no further round.
 SHARE = {"tenants": 0.45, "by_hand": 0.9}
+
+OPTIONS: Options = {
+    **DEVICE,
+    "preset": (Choice(tuple(PRESETS)), "by default from the device's memory"),
+    "sizes": (names, f"of {', '.join(SHAPES)}"), "parts": Some(PARTS),
+    "lora_backend": (["auto"], "of auto, seg, grouped, fused"),
+    "recompute": Choice(("auto", "always", "never")), "micro_batch_tokens": int, "adapter_bytes": int,
+    "rounds": (0, "0: of the preset"), "limit_s": (float, "no round or part begins near it"),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,14 +161,11 @@ class Bench:
         return False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write the report; return 0 for any result, because a slow machine is not an error."""
-    args = parse(argv)
-    quiet: Any = transformers.utils.logging
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Measure, print and record; a slow machine is not an error."""
+    if args.preset is None:
+        is_cpu = args.device == "cpu"
+        args.preset = "cpu" if is_cpu else preset_of(torch.cuda.get_device_properties())
     preset = PRESETS[args.preset]
     if args.sizes:
         preset = dataclasses.replace(preset, sizes=tuple(args.sizes))
@@ -176,29 +173,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         preset = dataclasses.replace(preset, limit_s=args.limit_s)
     args.rounds = args.rounds or preset.rounds
     bench = Bench(args, preset, time.monotonic())
-    report: dict[str, Any] = {"machine": machine(args.device), "preset": args.preset, "sizes": {}}
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"engine-{args.preset}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    report |= {"preset": args.preset, "sizes": {}}
     with tempfile.TemporaryDirectory() as scratch:
         for size in preset.sizes:
             model = build((args.models or Path(scratch)) / size, size, bench.dtype, args.device)
             forget(args.device)
-            measure_size(bench, size, model, report, path)
-    print(f"wrote {path}")
-    if plot(report, path.with_suffix(".png")):
-        print(f"wrote {path.with_suffix('.png')}")
-    else:
-        print("no picture: matplotlib is not installed")
-    return 0
+            measure_size(bench, size, model, report)
 
 
-def measure_size(bench: Bench, size: str, model: Path, report: dict[str, Any], path: Path) -> None:
+def measure_size(bench: Bench, size: str, model: Path, report: Report) -> None:
     """Measure one model. The report is written after each part, so that a killed run leaves partial results."""
     rates = measure_rates(bench.args.device, bench.dtype)
     parts: dict[str, Any] = report["sizes"].setdefault(size, {})
     for part, rows in bench.parts(size, model):
         parts.setdefault(part, []).extend(rows)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        report.write()
         for row in rows:
             show({"part": part, **row})
     rates = rates.fastest(measure_rates(bench.args.device, bench.dtype))
@@ -210,7 +199,7 @@ def measure_size(bench: Bench, size: str, model: Path, report: dict[str, Any], p
         for target in bench.preset.targets
     ]
     parts["order"] = judge_order(parts["tenants"])
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    report.write()
     print_size(size, parts)
 
 
@@ -220,53 +209,25 @@ def print_size(size: str, parts: dict[str, Any]) -> None:
     show(parts["rates"])
     for each in parts.get("numerics", []):
         show(each)
-    for name, formats in (
-        ("tenants", tables.TENANTS),
-        ("by_hand", tables.BY_HAND),
-        ("memory", tables.MEMORY),
-    ):
+    for name, formats in TABLES.items():
         if parts.get(name):
-            print(f"\n{name}\n{tables.table(parts[name], formats)}")
+            print(f"\n{name}\n{table(parts[name], formats)}")
     if parts.get("phases"):
-        print(f"\nphases\n{tables.phase_table(parts['phases'])}")
+        print(f"\nphases\n{phase_table(parts['phases'])}")
     print("\n" + "\n".join([*parts["verdicts"], *parts["order"]]), flush=True)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--preset", choices=tuple(PRESETS), help="default: by the device's memory")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--models", type=Path, help="where to keep the random models between calls")
-    parser.add_argument("--sizes", type=names, help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--parts", type=names, default=list(PARTS), help=f"of {', '.join(PARTS)}")
-    parser.add_argument(
-        "--lora-backend", type=names, default=["auto"], help="auto, seg, grouped, fused"
-    )
-    parser.add_argument("--recompute", choices=("auto", "always", "never"))
-    parser.add_argument("--micro-batch-tokens", type=int)
-    parser.add_argument("--adapter-bytes", type=int)
-    parser.add_argument("--rounds", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, help="no round or part begins near it")
-    args = parser.parse_args(argv)
-    if args.preset is None:
-        args.preset = (
-            "cpu" if args.device == "cpu" else preset_of(torch.cuda.get_device_properties())
-        )
-    return args
+def phase_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return milliseconds by phase, one column per profiled row."""
+    heads = [f"{row['backend']}, {row['tenants']} x {row['length']}" for row in rows]
+    lines = [{"ms": phase} for phase in rows[0]["ms"]]
+    lines += [{"ms": name} for name in COUNTS if name in rows[0]]
+    for head, row in zip(heads, rows, strict=True):
+        for line in lines:
+            line[head] = {**row, **row["ms"]}[line["ms"]]
+    return table(lines, {"ms": "{}", **dict.fromkeys(heads, "{:.1f}")})
 
 
 def preset_of(card: Any) -> str:
     """Return the preset of a card by its memory."""
     return "h200" if card.total_memory > 100e9 else "h100" if card.total_memory > 60e9 else "cuda"
-
-
-def names(text: str) -> list[str]:
-    """Return the names in a comma-separated list."""
-    return text.split(",")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

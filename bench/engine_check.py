@@ -1,32 +1,24 @@
-#!/usr/bin/env python3
-"""Check of the training engine's guarantees on one machine, without a server; `bench/engine.py` measures it.
+"""Check of the training engine's guarantees on one machine, without a server; `bench engine` measures it.
 
-    python bench/engine_check.py --device cuda --out DIR
+    python -m bench engine_check --device cuda
 
-Run it from the root of the repository. It needs torch, transformers, peft, safetensors and numpy. It prints and
-writes DIR/engine_check.json: parity with plain PEFT, mixed against alone, the cosine of bf16 gradients,
+It needs torch, transformers, peft, safetensors and numpy. It prints and records parity with plain PEFT, mixed against alone, the cosine of bf16 gradients,
 and the gap between sampling and training. The exit status is 1 if a guarantee is broken.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
-
-from collections.abc import Iterator, Sequence
-
 import torch
-import transformers
 
-from bench.support.machine import machine, show
+from bench.support.options import DEVICE, Options, Some
+from bench.support.report import Report, show
 from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import gap_to_trainer, is_same_alone
 from tests.support.engine_checks import (
@@ -36,27 +28,14 @@ from tests.support.engine_checks import (
 )
 from tests.support.tiny_models import FAMILIES, build_tiny
 
+OPTIONS: Options = {**DEVICE, "families": Some(tuple(FAMILIES))}
 
-def main() -> int:
-    args = parse()
-    transformers.utils.logging.disable_progress_bar()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    report: dict[str, Any] = {"machine": machine(args.device)}
+
+def run(args: argparse.Namespace, report: Report) -> bool:
+    """Check every guarantee; return True if one is broken."""
     with tempfile.TemporaryDirectory() as folder:
         report["checks"] = list(checks(Path(folder), args.device, args.families))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "engine_check.json").write_text(json.dumps(report, indent=2) + "\n")
-    return 0 if all(check["kept"] for check in report["checks"]) else 1
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--families", type=lambda text: text.split(","), default=FAMILIES)
-    return parser.parse_args()
+    return not all(check["kept"] for check in report["checks"])
 
 
 def checks(folder: Path, device: str, families: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -91,7 +70,3 @@ def sampling_checks(family: str, model: Path, device: str) -> Iterator[dict[str,
             yield show(
                 {"check": "sample mixed = alone", "family": family, "kept": same, "same": same}
             )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Digests of all responses of a server to a fixed workload, to compare two versions bit by bit.
 
-python -m bench.golden --base-url http://127.0.0.1:8000 --api-key tml-… --base-model tiny >after.json
+    python -m bench golden --base-url http://127.0.0.1:8000 --api-key tml-… --base-model tiny >after.json
 
 Six runs of mixed ranks, targets and losses train together, pipelined, for some steps; each saves, loads and
 samples. Nothing of cotrain is imported, so the same file works with any version. Run it against both versions on one
@@ -16,10 +16,12 @@ import io
 import json
 import random
 import tarfile
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
+
+from bench.support.options import Options
+from bench.support.report import Report
 
 STEPS = 3
 VOCAB = 128
@@ -33,6 +35,10 @@ RUNS = (
     (32, {"train_attn": True, "train_mlp": True, "train_unembed": True}, "cross_entropy"),
 )
 AGAIN = {408, 429, 503}
+
+OPTIONS: Options = {
+    "base_url": "http://127.0.0.1:8000", "api_key": (str, "of any tenant"), "base_model": "tiny",
+}  # fmt: skip
 
 
 class Server:
@@ -184,17 +190,7 @@ async def golden(base_url: str, api_key: str, base_model: str) -> dict[str, str]
     return {name: value for seen in each for name, value in seen.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace, _: Report) -> None:
     """Print the digests as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name in ("--base-url", "--api-key", "--base-model"):
-        parser.add_argument(name, required=True)
-    given = parser.parse_args(arguments)
-    seen = asyncio.run(golden(given.base_url, given.api_key, given.base_model))
+    seen = asyncio.run(golden(args.base_url, args.api_key, args.base_model))
     print(json.dumps(dict(sorted(seen.items())), indent=2))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 #
 #     bench/gpu_all.sh smoke|kernels|training|decoding|checks|peft|memory|refresh|sanitizer [OUT]
 #     bench/gpu_all.sh all [OUT]        all parts, 20 minutes
-#     bench/gpu_all.sh rehearse OUT     every script on a CPU, with a tiny model
+#     bench/gpu_all.sh rehearse OUT     every benchmark on a CPU, with a tiny model
 #
 # Run from the root of the repository; PYTHON picks the interpreter, which needs torch, transformers, peft,
 # safetensors and numpy, and pytest (with xdist, if it is there) for the tests. Nothing of ours has to be installed.
@@ -41,10 +41,10 @@ gpu_tests() { # seconds, name, arguments of pytest…
         --tb=short --durations 10 "$@"
 }
 
-engine() { # seconds, name, arguments of the script…
+engine() { # seconds, name, options…
     limit=$1 name=$2
     shift 2
-    part "$limit" "$name" "$python" bench/engine.py --device cuda --models "$models" --out "$out" --limit-s "$limit" "$@"
+    part "$limit" "$name" "$python" -m bench engine --device cuda --models "$models" --out "$out" --limit-s "$limit" "$@"
 }
 
 smoke() {
@@ -52,7 +52,7 @@ smoke() {
 }
 
 kernels() {
-    part 60 kernels "$python" bench/kernel_rates.py --out "$out"
+    part 60 kernels "$python" -m bench kernel_rates --out "$out"
 }
 
 training() {
@@ -60,12 +60,12 @@ training() {
 }
 
 decoding() {
-    part 90 decoding "$python" bench/decode.py --device cuda --sizes '' --ceiling-adapters 16 --models "$models" --out "$out"
+    part 90 decoding "$python" -m bench decode --device cuda --sizes '' --ceiling-adapters 16 --models "$models" --out "$out"
 }
 
 checks() {
     gpu_tests 170 gpu_tests tests/gpu
-    part 70 engine_check "$python" bench/engine_check.py --device cuda --families qwen3 --out "$out"
+    part 70 engine_check "$python" -m bench engine_check --device cuda --families qwen3 --out "$out"
 }
 
 peft() {
@@ -77,7 +77,7 @@ memory() {
 }
 
 refresh() {
-    part 120 refresh "$python" bench/sampler_refresh.py --device cuda --out "$out"
+    part 120 refresh "$python" -m bench sampler_refresh --device cuda --out "$out"
 }
 
 sanitizer() {
@@ -91,11 +91,11 @@ print(disagreement(torch.device("cuda"), torch.bfloat16, backend="fused"))'
 
 rehearse() {
     gpu_tests 300 gpu_tests --collect-only tests/gpu
-    part 300 engine_tiny "$python" bench/engine.py --device cpu --preset smoke --lora-backend seg,grouped --out "$out"
-    part 300 decode_tiny "$python" bench/decode.py --device cpu --sizes tiny --batches 2 --rounds 1 \
+    part 300 engine_tiny "$python" -m bench engine --device cpu --preset smoke --lora-backend seg,grouped --out "$out"
+    part 300 decode_tiny "$python" -m bench decode --device cpu --sizes tiny --batches 2 --rounds 1 \
         --ceiling-size tiny --ceiling-batch 8 --ceiling-adapters 4 --out "$out"
-    part 120 refresh_tiny "$python" bench/sampler_refresh.py --device cpu --size tiny --tenants 3 --rounds 1 --out "$out"
-    part 300 engine_check "$python" bench/engine_check.py --device cpu --families qwen3 --out "$out"
+    part 120 refresh_tiny "$python" -m bench sampler_refresh --device cpu --size tiny --tenants 3 --rounds 1 --out "$out"
+    part 300 engine_check "$python" -m bench engine_check --device cpu --families qwen3 --out "$out"
 }
 
 case $call in

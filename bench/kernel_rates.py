@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Rates of the engine's GPU kernels one by one, next to those of torch, for the products of one Qwen3 layer.
 
-    python bench/kernel_rates.py [--size 8b] [--rows 1536,4096,8192] [--out DIR]
+    python -m bench kernel_rates [--size 8b] [--rows 1536,4096,8192]
 
 It needs a CUDA device, torch, Triton, transformers and numpy, and no model. Products are given in TFLOP/s, next to
 cuBLAS on the same matrices. Products with LoRA matrices only are given in GB/s of the wide operand, which is read
@@ -11,22 +10,15 @@ once. Times are medians of `triton.testing.do_bench`, which empties the L2 cache
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
 
 import torch
 from torch.nn import functional
 
-from bench.support.machine import machine, show
 from bench.support.model import SHAPES, Shape
+from bench.support.options import Options
+from bench.support.report import Report, show
 from bench.support.roofline import copy_bandwidth, matmul_flops
 from cotrain_workers.engine.lora.fused.fused_lora import A, B, Products
 from cotrain_workers.engine.lora.fused.operators import SILU
@@ -39,6 +31,10 @@ RANK = 16
 SEGMENTS = (1, 4, 32)
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CUDA = torch.device("cuda")
+
+OPTIONS: Options = {
+    "device": "cuda", "threads": (0, "of torch; 0: its own choice"), "size": "8b", "rows": [1536, 4096, 8192],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,28 +127,15 @@ def rates_of(group: Group) -> dict[str, float]:
     return rates
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=tuple(SHAPES), default="8b")
-    parser.add_argument("--rows", default="1536,4096,8192")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
-    args = parser.parse_args(argv)
-    report: dict[str, Any] = {"machine": machine("cuda"), "size": args.size, "rows": []}
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Measure and print the rates."""
     report["matmul_tflops"] = matmul_flops("cuda", torch.bfloat16) / 1e12
     report["copy_gb_s"] = copy_bandwidth("cuda") / 1e9
     show({name: report[name] for name in ("matmul_tflops", "copy_gb_s")})
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"kernels-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    for rows in map(int, args.rows.split(",")):
-        for segments in SEGMENTS if rows == max(map(int, args.rows.split(","))) else SEGMENTS[:1]:
+    report["rows"] = []
+    for rows in args.rows:
+        for segments in SEGMENTS if rows == max(args.rows) else SEGMENTS[:1]:
             for group in groups_of(SHAPES[args.size], rows, segments):
                 row = {"rows": rows, "adapters": segments, "modules": group.name}
                 report["rows"].append(show(row | rates_of(group)))
-                path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"wrote {path}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+                report.write()

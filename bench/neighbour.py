@@ -1,6 +1,6 @@
 """Effect of a bad neighbour: waits of an ordinary tenant next to each of 24 bad ones, and alone.
 
-    python -m bench.neighbour [long_pass,heavy_sampler,…] [--seconds 45] [--out bench/results]
+    python -m bench neighbour [--neighbours long_pass,heavy_sampler,…] [--seconds 45]
 
 Each neighbour gets a new `cotrain serve` on a small random model. Three probes use that server
 (`bench/neighbours/ordinary.py`): a tenant that trains 256 tokens per step, one that samples 8 tokens, and a
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import math
 import os
 import subprocess
@@ -25,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +31,15 @@ import httpx
 
 from bench.neighbours.attacks import ATTACKS
 from bench.neighbours.ordinary import Probe, ordinary
-from bench.neighbours.picture import plot
 from bench.neighbours.samplers import SAMPLERS
 from bench.neighbours.tokenizer import add_tokenizer
 from bench.neighbours.trainers import TRAINERS
-from bench.support.machine import machine
 from bench.support.model import build
+from bench.support.options import Choice, Options, Some
+from bench.support.processes import tethered
+from bench.support.report import Report
 from bench.support.serving import OPERATOR, serving
-from bench.support.tethered import tethered
+from bench.support.timing import percentile
 
 Neighbour = Callable[[str, str], Awaitable[None]]
 
@@ -52,26 +51,29 @@ SETTLING_S = 8.0
 BEGUN = "begun"
 
 
-def main() -> None:
-    args = parse()
+OPTIONS: Options = {
+    "neighbours": Some(tuple(NEIGHBOURS)),
+    "seconds": (45.0, "beside each neighbour"), "alone_seconds": 15.0,
+    "threads": (os.cpu_count() or 1, "of torch"),
+    "be": (Choice(tuple(NEIGHBOURS)), "run this neighbour until it is killed, and measure nothing"),
+    "address": (str, "URL of a server, for --be"), "key": (KEYS[2], "API key, for --be"),
+}  # fmt: skip
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Measure next to each neighbour, or be one."""
     if args.be:
         print(BEGUN, flush=True)
-        asyncio.run(NEIGHBOURS[args.be](args.address, KEYS[2]))  # type: ignore[arg-type]
+        asyncio.run(NEIGHBOURS[args.be](args.address, args.key))  # type: ignore[arg-type]
         return
     with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch:
         model = add_tokenizer(build(Path(scratch) / "model"))
-        rows = [
+        rows = report["rows"] = [
             row
             for name in args.neighbours
             for row in beside(name, args, model, Path(scratch) / name)
         ]
-    report = {"machine": machine("cpu"), "shape": vars(args), "rows": rows}
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"neighbour-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    plot(rows, path.with_suffix(".png"))
-    kept = sum(row["kept"] for row in rows)
-    print(f"{kept} of {len(rows)} promises kept; wrote {path}")
+    print(f"{sum(row['kept'] for row in rows)} of {len(rows)} promises kept")
 
 
 def beside(name: str, args: argparse.Namespace, model: Path, folder: Path) -> list[dict[str, Any]]:
@@ -80,7 +82,7 @@ def beside(name: str, args: argparse.Namespace, model: Path, folder: Path) -> li
         address = stack.enter_context(serving(model, folder, list(KEYS), args.threads))
         probes = ordinary(address, KEYS[:2], stack)
         alone = watched(probes, args.alone_seconds)
-        command = [sys.executable, "-m", "bench.neighbour", "--be", name, "--address", address]
+        command = [sys.executable, "-m", "bench", "neighbour", "--be", name, "--address", address]
         log = stack.enter_context(folder.with_suffix(".log").open("w"))
         neighbour = subprocess.Popen(
             tethered(command), stdout=subprocess.PIPE, stderr=log, text=True
@@ -126,17 +128,11 @@ def watched(probes: Sequence[Probe], seconds: float) -> dict[str, dict[str, Any]
     found = {}
     for probe in probes:
         waits, failures = probe.take()
-        waits.sort()
         found[probe.name] = {
-            "count": len(waits), "p50_s": at(waits, 0.5), "p99_s": at(waits, 0.99),
+            "count": len(waits), "p50_s": percentile(waits, 0.5, math.inf), "p99_s": percentile(waits, 0.99, math.inf),
             "failures": len(failures), "first_failure": failures[:1],
         }  # fmt: skip
     return found
-
-
-def at(waits: Sequence[float], part: float) -> float:
-    """Return a percentile by nearest rank; infinite for an empty list."""
-    return waits[min(len(waits) - 1, math.ceil(part * len(waits)) - 1)] if waits else math.inf
 
 
 def judged(probe: str, alone: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -163,24 +159,3 @@ def show(row: dict[str, Any]) -> None:
 def last_line(log: Path) -> str:
     """Return the last line of the neighbour's log."""
     return (log.read_text().strip().splitlines() or [""])[-1]
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "neighbours", nargs="?", type=lambda s: s.split(","), default=list(NEIGHBOURS),
-        help=f"of {', '.join(NEIGHBOURS)}; all",
-    )  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=45.0, help="beside each neighbour")
-    parser.add_argument("--alone-seconds", type=float, default=15.0)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    parser.add_argument("--be", choices=list(NEIGHBOURS), help=argparse.SUPPRESS)
-    parser.add_argument("--address", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

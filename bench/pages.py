@@ -1,6 +1,6 @@
 """Response time and size of each page, with 10,000 runs of 1,000 tenants.
 
-    python -m bench.pages
+    python -m bench pages
 
 The store is a real Redis filled with records in the server's format; the API runs in this process. Each page is
 requested REPEATS times over ASGI. Prints the first response time, the slowest of the others, and the minimum CPU time
@@ -13,7 +13,11 @@ import argparse
 import asyncio
 import json
 import time
+from typing import Any
 
+from bench.support.options import Options
+from bench.support.report import Report, show
+from bench.support.timing import Took
 from cotrain_server.ui.navigation import PAGES
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
 from cotrain_store.keys.fleet_keys import minute_of
@@ -91,43 +95,48 @@ def fill(connection: SyncConnection, now: float) -> None:
     whole.execute()
 
 
-async def measure(api: Api, key: str) -> None:
-    """Request each page that the owner of this key can see."""
+async def measure(api: Api, key: str) -> list[dict[str, Any]]:
+    """Request each page that the owner of this key can see; return times and sizes."""
     await log_in(api.http, key)
     newest = (await api.http.get("/ui/runs.json")).json()["runs"]
     paths = [page.path for page in PAGES if "{" not in page.path]
     if newest:
         paths.append(f"/ui/runs/{newest[0]['run']}")
+    rows = []
     for path in paths:
-        times_ms, cpu_ms, answers = [], [], []
+        took: list[Took] = []
+        answers = []
         for _ in range(REPEATS):
-            started, cpu_started = time.perf_counter(), time.process_time()
+            cpu, wall = time.process_time(), time.perf_counter()
             answers.append(await api.http.get(path))
-            times_ms.append((time.perf_counter() - started) * 1000)
-            cpu_ms.append((time.process_time() - cpu_started) * 1000)
+            took.append(Took(time.perf_counter() - wall, time.process_time() - cpu))
         answer = answers[-1]
         if answer.status_code == 200:
-            name = path if len(path) < 30 else "/ui/runs/<run>"
-            print(
-                f"{name:24} first {times_ms[0]:7.1f} ms  then at most {max(times_ms[1:]):7.1f} ms  "
-                f"CPU {min(cpu_ms):6.1f} ms  {len(answer.content) / 1000:7.1f} kB"
-            )
+            row = {
+                "page": path if len(path) < 30 else "/ui/runs/<run>",
+                "first_ms": 1000 * took[0].wall_s,
+                "others_at_most_ms": 1000 * max(each.wall_s for each in took[1:]),
+                "cpu_ms": 1000 * min(each.cpu_s for each in took),
+                "kb": len(answer.content) / 1000,
+            }
+            rows.append(show(row))
+    return rows
 
 
-async def main() -> None:
+OPTIONS: Options = {}
+
+
+def run(_: argparse.Namespace, report: Report) -> None:
     """Fill a Redis, then measure as the operator and as a tenant."""
+    asyncio.run(measure_all(report))
+
+
+async def measure_all(report: Report) -> None:
     with EmbeddedRedis() as redis:
         connection = open_sync_connection(redis.url)
         fill(connection, time.time())
         for name, key in (("operator", ADMIN_KEY), ("a tenant", ALICE)):
             async with running_api(redis.url) as api:
                 print(f"--- as {name}")
-                await measure(api, key)
+                report[name] = await measure(api, key)
         connection.close()
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    asyncio.run(main())

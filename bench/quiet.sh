@@ -5,7 +5,7 @@
 #
 # 1. Tokens/s of all tenants together, in alternation: as it is, with micro-batches of 8,192 tokens, and, where
 #    BEFORE is a folder with an earlier version's sources, of that. Promised: within 3 % of either.
-# 2. Every bad neighbour (bench/neighbour.py). 3. The fleet with up to 10,000 runs (bench/fleet.py).
+# 2. Every bad neighbour (bench neighbour). 3. The fleet with up to 10,000 runs (bench fleet).
 # Run from the root of the repository; PYTHON picks the interpreter.
 set -eu
 out=$(mkdir -p "${1:?a folder for what is measured}" && cd "$1" && pwd)
@@ -15,7 +15,7 @@ case $python in /*) ;; *) python=$PWD/$python ;; esac
 
 throughput() { # name, sources, micro-batch
     (cd "$2" && PYTHONPATH=client:scheduler:server:workers COTRAIN_MICRO_BATCH_TOKENS=$3 \
-        "$python" -m bench.through_http --batch 8 --tenants 4,16,64 --steps 3 --repeats 3 --overhead-steps 10 --out "$out/$1")
+        "$python" -m bench through_http --batch 8 --tenants 4,16,64 --steps 3 --repeats 3 --overhead-steps 10 --out "$out/$1")
 }
 
 for _ in 1 2 3; do
@@ -35,5 +35,5 @@ median = {key: statistics.median(values) for key, values in found.items()}
 for (name, tenants), rate in sorted(median.items()):
     print(f"{name:8} T={tenants:<3} {rate:7.0f} tokens/s   now / this {median['now', tenants] / rate:.3f}")
 PYTHON
-PYTHONPATH=client:scheduler:server:workers "$python" -m bench.neighbour --seconds 30 --alone-seconds 10 --out "$out"
-PYTHONPATH=client:scheduler:server:workers "$python" -m bench.fleet --turns 8 --out "$out"
+PYTHONPATH=client:scheduler:server:workers "$python" -m bench neighbour --seconds 30 --alone-seconds 10 --out "$out"
+PYTHONPATH=client:scheduler:server:workers "$python" -m bench fleet --turns 8 --out "$out"

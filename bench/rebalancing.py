@@ -1,6 +1,6 @@
 """Rebalancing of a server's runs when a second worker joins: timing, and bit-identical results.
 
-    nice python -m bench.rebalancing [--runs 8] [--joins-after 45] [--seconds 720] [--alone 3] [--out bench/results]
+    nice python -m bench rebalancing [--runs 8] [--joins-after 45] [--seconds 720] [--alone 3]
 
 `cotrain serve` with one worker trains `--runs` runs, each of a tenant of its own, with two steps in flight. After
 `--joins-after` seconds `cotrain worker` joins from a process of its own. The bench reads directly from Redis which
@@ -21,27 +21,23 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from redis import ConnectionError as RedisConnectionError
-
-from bench.support.machine import machine
 from bench.support.model import build
-from bench.support.serving import ADAM, Load, serving, tenant
-from bench.support.tethered import tethered
+from bench.support.options import Options
+from bench.support.processes import COTRAIN, a_redis, running
+from bench.support.report import Report
+from bench.support.serving import Load, serving, tenant, train
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import RunId, WorkerId
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
-from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 from cotrain_store.settings.worker import pool_of
 
 POOL = pool_of("bench")
@@ -91,12 +87,17 @@ class Watch:
         self._last = max([self._last, *records])
 
 
-def main() -> None:
-    args = parse()
+OPTIONS: Options = {
+    "runs": 8, "batch": 2, "length": 64, "rank": 8, "threads": 1, "joins_after": 45.0, "seconds": 720.0, "alone": 3,
+}  # fmt: skip
+
+
+def run(args: argparse.Namespace, report: Report) -> bool:
+    """Train, let the worker join, and train some runs alone; return True if a guarantee is broken."""
     with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
         folder = Path(scratch)
         model = build(folder / "model")
-        url = stack.enter_context(a_redis(folder))
+        url, _ = stack.enter_context(a_redis(folder))
         os.environ["COTRAIN_REDIS_URL"] = url
         keys = [f"tml-bench-{number:012}" for number in range(args.runs)]
         address = stack.enter_context(serving(model, folder / "data", keys, args.threads))
@@ -113,16 +114,12 @@ def main() -> None:
         for number in range(0, args.runs, max(1, args.runs // max(1, args.alone)))[: args.alone]:
             load = tenant(args, address, keys[number], stack, args.batch, seed=number)
             steps, digest = together[number]
-            _, alone = asyncio.run(train(load, lambda done, most=steps: done < most))  # type: ignore[misc]
+            _, alone = asyncio.run(digested(load, lambda done, most=steps: done < most))  # type: ignore[misc]
             same[number] = alone == digest
             print(f"run {number}: {steps} steps, together {digest}, alone {alone}", flush=True)
             load.run.unload()
-    report = summary(args, watch, began_s, together, same, runs) | machine("cpu")
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"rebalancing-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    print(f"wrote {path}")
-    sys.exit(0 if report["kept"] else 1)
+    report |= summary(args, watch, began_s, together, same, runs)
+    return not report["kept"]
 
 
 async def phase(
@@ -130,11 +127,15 @@ async def phase(
 ) -> tuple[float, list[tuple[int, str]]]:  # fmt: skip
     """Train all runs and let the second worker join; return its start time, and steps and digest of each run."""
     over = False
-    trained = asyncio.gather(*(train(load, lambda _: not over) for load in loads))
+    trained = asyncio.gather(*(digested(load, lambda _: not over) for load in loads))
     started_at = 0.0
     while (now := time.monotonic() - watch.began) < args.seconds:
         if not started_at and now >= args.joins_after:
-            stack.enter_context(a_worker(folder, model, url, args.threads))
+            command: list[str | Path] = [
+                COTRAIN, "worker", "--base-model", f"bench={model}", "--redis-url", url, "--data-dir", folder / "data",
+                "--name", "second", "--torch-threads", str(args.threads),
+            ]  # fmt: skip
+            stack.enter_context(running(command, stdout=subprocess.DEVNULL))
             started_at = now
         await asyncio.to_thread(watch.look)
         await asyncio.sleep(LOOK_S)
@@ -142,25 +143,16 @@ async def phase(
     return started_at, await trained
 
 
-async def train(load: Load, goes_on: Callable[[int], bool]) -> tuple[int, str]:
-    """Train with two steps in flight; return the number of steps, and a digest of all results."""
-    digest, flying, steps = hashlib.sha256(), list[Any](), 0
+async def digested(load: Load, goes_on: Callable[[int], bool]) -> tuple[int, str]:
+    """Train; return the number of steps, and a digest of all results."""
+    digest = hashlib.sha256()
 
-    async def take() -> None:
-        passed, stepped = await flying.pop(0), await flying.pop(0)
+    def add(passed: Any, stepped: Any) -> None:
         outputs = [{k: v.data for k, v in sorted(row.items())} for row in passed.loss_fn_outputs]
         norm = (stepped.metrics or {}).get("grad_norm")
         digest.update(json.dumps([outputs, norm]).encode())
 
-    while goes_on(steps):
-        flying.append(await load.run.forward_backward_async(load.data, "cross_entropy"))
-        flying.append(await load.run.optim_step_async(ADAM))
-        steps += 1
-        if len(flying) > 2:
-            await take()
-    while flying:
-        await take()
-    return steps, digest.hexdigest()[:16]
+    return await train(load, goes_on, add), digest.hexdigest()[:16]
 
 
 def summary(
@@ -190,65 +182,7 @@ def summary(
         "serving": round(serving_at - started_at, 1), "first_run": first_run, "first_cycle": first_cycle,
         "watched_s": round(args.seconds - serving_at, 1), "cycles": dict(watch.cycles), "moves": moves,
         "moved_twice": twice, "steps": [steps for steps, _ in together], "same_as_alone": same, "kept": is_kept,
-        "shape": vars(args),
     }  # fmt: skip
     print({name: found[name] for name in ("serving", "first_run", "first_cycle", "cycles", "moved_twice",
                                           "same_as_alone", "kept")})  # fmt: skip
     return found
-
-
-@contextmanager
-def a_redis(folder: Path) -> Iterator[str]:
-    """Run a Redis that both workers can reach; yield its address."""
-    (folder / "redis").mkdir()
-    url = f"unix://{folder}/r.sock"
-    command = redis_command(find_redis_binary(), folder / "redis", folder / "r.sock")
-    process = subprocess.Popen(tethered(command), stdout=subprocess.DEVNULL)
-    try:
-        with closing(open_sync_connection(url)) as store:
-            while True:
-                try:
-                    store.ping()
-                    break
-                except RedisConnectionError:
-                    time.sleep(0.05)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-@contextmanager
-def a_worker(folder: Path, model: Path, url: str, threads: int) -> Iterator[None]:
-    """Run `cotrain worker` as a member of the server."""
-    cotrain = Path(sys.executable).with_name("cotrain")
-    command: list[str | Path] = [
-        cotrain, "worker", "--base-model", f"bench={model}", "--redis-url", url, "--data-dir", folder / "data",
-        "--name", "second", "--torch-threads", str(threads),
-    ]  # fmt: skip
-    process = subprocess.Popen(tethered(command), stdout=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--joins-after", type=float, default=45.0)
-    parser.add_argument("--seconds", type=float, default=720.0)
-    parser.add_argument("--alone", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

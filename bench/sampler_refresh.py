@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Time for samplers to get new weights: saves of many tenants, and loading into the decoder.
 
-    python bench/sampler_refresh.py --device cpu|cuda [--size 8b] [--tenants 32] [--out DIR]
+    python -m bench sampler_refresh --device cpu|cuda [--size 8b] [--tenants 32]
 
-Run it from the root of the repository. It needs torch, transformers, safetensors and numpy. Each round every
+It needs torch, transformers, safetensors and numpy. Each round every
 tenant's weights change and are saved, and a decoder loads them, from the adapter if it is on the device, or from host
 memory. The limit by memory bandwidth is printed as well: each adapter is read once in fp32, its slot zeroed and
 written once. Ways alternate, and the minimum counts.
@@ -12,59 +11,39 @@ written once. Ways alternate, and the minimum counts.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "scheduler")]
-
-from collections.abc import Mapping, Sequence
-
 import torch
-import transformers
 
 from bench.cycle.load import RANK, create_runs
-from bench.support.machine import machine, show
 from bench.support.model import SHAPES, build
+from bench.support.options import DEVICE, Choice, Options
+from bench.support.report import Report, show
 from bench.support.roofline import copy_bandwidth
-from bench.support.timing import Took, measure
+from bench.support.timing import Took, measure, turns
 from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Save, SaveOutput
 
+OPTIONS: Options = {
+    **DEVICE,
+    "size": (Choice(tuple(SHAPES)), "by default 5m on a CPU, else 8b"), "tenants": 32, "rounds": 4,
+}  # fmt: skip
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Measure one model."""
+    size = args.size or ("5m" if args.device == "cpu" else "8b")
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
-        model = build((args.models or Path(folder)) / args.size, args.size, dtype, args.device)
+        model = build((args.models or Path(folder)) / size, size, dtype, args.device)
         engine = Engine.load(str(model), device=args.device, dtype=dtype)
-    row = show({"size": args.size, **refresh(engine, args, dtype)})
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"sampler_refresh-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps({"machine": machine(args.device), **row}, indent=1) + "\n")
-    return 0
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--models", type=Path, help="where to keep the random models between calls")
-    parser.add_argument("--size", choices=tuple(SHAPES))
-    parser.add_argument("--tenants", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=4)
-    args = parser.parse_args(argv)
-    args.size = args.size or ("5m" if args.device == "cpu" else "8b")
-    return args
+    report |= show({"size": size, **refresh(engine, args, dtype)})
 
 
 def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
@@ -74,27 +53,26 @@ def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dic
     layout = slot_layout(engine.targets, RANK)
     slot_bytes = layout.size * dtype.itemsize
     best: dict[str, Took] = {}
-    for _ in range(args.rounds + 1):
-        for way in ("from the device", "from the host"):
-            for run in runs:
-                engine.adapters[run].weights.add_(1e-6)
-                engine.adapters[run].weights_changed()
-            weights: dict[str, HostWeights] = {}
-            decoder = engine.decoder(
-                weights.__getitem__,
-                kv_tokens=4096,
-                text=None,
-                weights_bytes=(args.tenants + ZERO_SLOTS) * slot_bytes,
-            )
-            took = {"save": measure(partial(save, engine, runs, weights), args.device)}
-            if way == "from the host":
-                took["arrive"] = measure(partial(flat_values, weights), args.device)
-                weights |= {
-                    run: HostWeights(each.spec, each.flat.clone()) for run, each in weights.items()
-                }
-            took[way] = measure(partial(pin_all, decoder.slots, runs), args.device)
-            for name, each in took.items():
-                best[name] = each.fastest(best.get(name, each))
+    for way in turns(("from the device", "from the host"), args.rounds + 1):
+        for run in runs:
+            engine.adapters[run].weights.add_(1e-6)
+            engine.adapters[run].weights_changed()
+        weights: dict[str, HostWeights] = {}
+        decoder = engine.decoder(
+            weights.__getitem__,
+            kv_tokens=4096,
+            text=None,
+            weights_bytes=(args.tenants + ZERO_SLOTS) * slot_bytes,
+        )
+        took = {"save": measure(partial(save, engine, runs, weights), args.device)}
+        if way == "from the host":
+            took["arrive"] = measure(partial(flat_values, weights), args.device)
+            weights |= {
+                run: HostWeights(each.spec, each.flat.clone()) for run, each in weights.items()
+            }
+        took[way] = measure(partial(pin_all, decoder.slots, runs), args.device)
+        for name, each in took.items():
+            best[name] = each.fastest(best.get(name, each))
     values = engine.adapters[runs[0]].weights.numel()
     moved = args.tenants * (4 * values + 2 * slot_bytes)
     possible_s = moved / copy_bandwidth(args.device)
@@ -126,7 +104,3 @@ def save(engine: Engine, runs: Sequence[str], into: dict[str, HostWeights]) -> N
         saved = outputs[run, 1]
         assert isinstance(saved, SaveOutput), saved
         into[run] = saved.weights
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Sample requests through HTTP over several adapters, alone and next to training.
 
-    python -m bench.sampling_through_http [--requests 200] [--adapters 8] [--room 16] [--out bench/results]
+    python -m bench sampling_through_http [--requests 200] [--adapters 8] [--room 16]
 
 It starts `cotrain serve` on a small random model with a KV cache for `--room` of the sequences. Then it sends all
 requests at once, each tenant from a client of its own. This is repeated next to a tenant that trains without a
@@ -16,28 +16,33 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 
 from bench.support.model import VOCAB, build
-from bench.support.serving import ADAM, OPERATOR, Load, drive, host, serving, tenant
+from bench.support.options import Options
+from bench.support.report import Report
+from bench.support.serving import OPERATOR, Load, drive, serving, tenant, train
+from bench.support.timing import percentile
 from cotrain import ModelInput, SamplingClient, SamplingParams
 
+OPTIONS: Options = {
+    "requests": 200, "adapters": 8, "room": (16, "sequences the KV cache can hold"),
+    "prompt": (64, "tokens of a prompt"), "generate": (64, "tokens generated for it"),
+    "batch": 8, "length": 128, "rank": 8, "steps": 10, "threads": 2,
+}  # fmt: skip
 
-def main() -> None:
-    args = parse()
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Measure the requests alone, the training alone, and both together."""
     os.environ["COTRAIN_KV_CACHE_TOKENS"] = str(args.room * (args.prompt + args.generate))
     with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
         model = build(Path(scratch) / "model")
@@ -56,16 +61,16 @@ def main() -> None:
     speed = training.tokens_per_s / training_alone
     print(f"training beside them: {time_share:.3f} of the worker's time")
     print(f"   {speed:.2f} of its speed alone ({training_alone:.0f} tokens/s)")
-    command = " ".join(["python -m bench.sampling_through_http", *sys.argv[1:]])
-    report = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": host(args.threads),
-              "shape": vars(args), "alone": alone, "beside_training": beside,
-              "training": {"alone_tokens_per_s": training_alone,
-                           "beside_tokens_per_s": training.tokens_per_s,
-                           "speed": speed, "share_of_time": time_share}}  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"sampling_through_http-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    print(f"wrote {path}")
+    report |= {
+        "alone": alone,
+        "beside_training": beside,
+        "training": {
+            "alone_tokens_per_s": training_alone,
+            "beside_tokens_per_s": training.tokens_per_s,
+            "speed": speed,
+            "share_of_time": time_share,
+        },
+    }
 
 
 class Training:
@@ -87,31 +92,27 @@ class Training:
         self._thread.join()
 
     def _train(self) -> None:
-        """Keep two steps in flight; count those that finish inside the block."""
-        flying: list[Any] = []
+        """Count the steps that finish inside the block."""
         began, ended, steps = time.perf_counter(), 0.0, 0
-        while not self._leaving.is_set():
-            passed = self._load.run.forward_backward(self._load.data, "cross_entropy")
-            flying.append((passed, self._load.run.optim_step(ADAM)))
-            if len(flying) == 2:
-                for future in flying.pop(0):
-                    future.result()
-                steps, ended = steps + 1, time.perf_counter()
-        for pair in flying:
-            for future in pair:
-                future.result()
+
+        def count(*_: object) -> None:
+            nonlocal ended, steps
+            if not self._leaving.is_set():
+                ended, steps = time.perf_counter(), steps + 1
+
+        asyncio.run(train(self._load, lambda _: not self._leaving.is_set(), count))
         self.tokens_per_s = steps * self._tokens / (ended - began) if steps else 0.0
 
 
 def measure(args: argparse.Namespace, samplers: list[SamplingClient]) -> dict[str, float]:
     """Send all requests at once; return latencies and throughput."""
     began = time.perf_counter()
-    latencies = sorted(asyncio.run(sample(args, samplers, count=args.requests)))
+    latencies = asyncio.run(sample(args, samplers, count=args.requests))
     elapsed = time.perf_counter() - began
     row = {
         "requests": len(latencies),
         "p50_s": statistics.median(latencies),
-        "p95_s": latencies[int(0.95 * len(latencies))],
+        "p95_s": percentile(latencies, 0.95),
         "tokens_per_s": args.requests * args.generate / elapsed,
         "elapsed_s": elapsed,
     }
@@ -154,25 +155,3 @@ async def sample(
         return time.perf_counter() - began
 
     return list(await asyncio.gather(*(one(number) for number in range(count))))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--adapters", type=int, default=8)
-    parser.add_argument("--room", type=int, default=16, help="sequences the KV cache can hold")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--generate", type=int, default=64, help="tokens generated for it")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

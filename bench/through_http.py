@@ -1,6 +1,6 @@
 """Training through HTTP: many tenants against one, against PEFT without a server, and the overhead.
 
-    python -m bench.through_http [--tenants 1,4,16,64] [--out bench/results]
+    python -m bench through_http [--tenants 1,4,16,64]
 
 It starts `cotrain serve` on a small random model and drives it with our client, with one API key and one session per
 tenant and two steps in flight. Ratios are measured within one run, in alternation, because absolute figures depend
@@ -21,34 +21,37 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from bench.support.model import build
-from bench.support.serving import ADAM, OPERATOR, drive, host, serving, tenant
+from bench.support.options import Options
+from bench.support.report import Report
+from bench.support.serving import ADAM, OPERATOR, drive, serving, tenant
+from bench.support.timing import alternate, median_ratio, percentile
+
+OPTIONS: Options = {
+    "tenants": [1, 4, 8, 16, 64], "batch": 2, "length": 128, "rank": 8, "steps": 5, "repeats": 3,
+    "overhead_steps": 30, "threads": 2,
+}  # fmt: skip
 
 
-def main() -> None:
-    args = parse()
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Measure each number of tenants, then the overhead."""
     with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
         model = build(Path(scratch) / "model")
         keys = [f"tml-bench-{number:012}" for number in range(max(args.tenants) + 1)]
         url = stack.enter_context(serving(model, Path(scratch) / "data", keys, args.threads))
-        rows = [measure(args, url, keys, model, stack, tenants) for tenants in args.tenants]
-        overhead = measure_overhead(args, url, keys[-1], stack)
+        report["rows"] = [
+            measure(args, url, keys, model, stack, tenants) for tenants in args.tenants
+        ]
+        overhead = report["overhead"] = measure_overhead(args, url, keys[-1], stack)
     print(
         f"overhead p50 {overhead['p50_ms']:.1f} ms above engine time, p90 {overhead['p90_ms']:.1f}"
     )
-    command = " ".join(["python -m bench.through_http", *sys.argv[1:]])
-    report = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": host(args.threads),
-              "shape": vars(args), "rows": rows, "overhead": overhead}  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"through_http-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    print(f"wrote {path}")
 
 
 def measure(
@@ -62,13 +65,13 @@ def measure(
     """Measure one number of tenants: solo and many in alternation, with PEFT in between."""
     solo = [tenant(args, url, keys[-1], stack, tenants * args.batch, seed=999)]
     many = [tenant(args, url, keys[i], stack, args.batch, seed=i) for i in range(tenants)]
-    drive(solo, 1)
-    drive(many, 1)
-    solo_s, many_s, by_hand = [], [], []
-    for _ in range(args.repeats):
-        solo_s.append(drive(solo, args.steps))
-        many_s.append(drive(many, args.steps))
-        by_hand.append(peft(args, model, tenants))
+    ways = {
+        "solo_s": partial(drive, solo, args.steps),
+        "many_s": partial(drive, many, args.steps),
+        "peft_tokens_per_s": partial(peft, args, model, tenants),
+    }
+    found = alternate(ways, args.repeats)
+    solo_s, many_s, by_hand = found.values()
     for load in solo + many:
         load.run.unload()
     tokens = tenants * args.batch * args.length
@@ -77,11 +80,11 @@ def measure(
         "tenants": tenants,
         "solo_s_per_step": statistics.median(solo_s),
         "many_s_per_step": statistics.median(many_s),
-        "many_over_solo": statistics.median(m / s for m, s in zip(many_s, solo_s, strict=True)),
+        "many_over_solo": median_ratio(many_s, solo_s),
         "tokens_per_s": statistics.median(ours),
         "peft_tokens_per_s": statistics.median(by_hand),
-        "over_peft": statistics.median(o / p for o, p in zip(ours, by_hand, strict=True)),
-        "all": {"solo_s": solo_s, "many_s": many_s, "peft_tokens_per_s": by_hand},
+        "over_peft": median_ratio(ours, by_hand),
+        "all": found,
     }
     print(
         f"T={tenants:<3} many/solo {row['many_over_solo']:.2f}   ours {row['tokens_per_s']:6.0f} tok/s"
@@ -105,8 +108,7 @@ def measure_overhead(
         latency_ms = (time.perf_counter() - began) * 1000
         cycles = {int(m["clock_cycle:unique"]) for m in metrics if m}
         over_ms.append(latency_ms - engine_ms(url, cycles))
-    over_ms.sort()
-    return {"p50_ms": statistics.median(over_ms), "p90_ms": over_ms[int(0.9 * len(over_ms))]}
+    return {"p50_ms": statistics.median(over_ms), "p90_ms": percentile(over_ms, 0.9)}
 
 
 def engine_ms(url: str, cycles: set[int]) -> float:
@@ -126,25 +128,3 @@ def peft(args: argparse.Namespace, model: Path, tenants: int) -> float:
         [*command, "--tenants", str(tenants)], capture_output=True, text=True, check=True
     )
     return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--tenants", type=lambda s: [int(x) for x in s.split(",")], default=[1, 4, 8, 16, 64]
-    )
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--overhead-steps", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

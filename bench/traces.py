@@ -1,6 +1,6 @@
 """Cost of traces: a server without them, one that reports every request, and one without a reachable collector.
 
-    python -m bench.traces [--rounds 12] [--tenants 4] [--out bench/results]
+    python -m bench traces [--rounds 12] [--tenants 4]
 
 Three `cotrain serve` run on one small random model. A round drives each for a few steps, with two of them in flight.
 Ratios are taken within a round, of the clients' wall time and of the CPU time of all processes of a server. Other
@@ -11,24 +11,24 @@ from __future__ import annotations
 
 import argparse
 import http.server
-import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from bench.support.model import build
-from bench.support.serving import drive, serving, tenant
+from bench.support.options import Options
+from bench.support.processes import cpu_s
+from bench.support.report import Report, show
+from bench.support.serving import Load, drive, serving, tenant
+from bench.support.timing import alternate, ratios
 from tests.support.ports import free_port
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -50,8 +50,19 @@ class Collector(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def main() -> None:
-    args = parse()
+OPTIONS: Options = {
+    "tenants": 4,
+    "batch": 2,
+    "length": 64,
+    "rank": 8,
+    "steps": 6,
+    "rounds": 12,
+    "threads": 1,
+}
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Start the three servers and drive them in alternation."""
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         model = build(Path(scratch) / "model")
         keys = [KEY.format(number) for number in range(args.tenants)]
@@ -60,57 +71,40 @@ def main() -> None:
             "on": stack.enter_context(collecting()),
             "gone": f"http://127.0.0.1:{free_port()}",
         }
-        loads, pids = {}, {}
+        ways = {}
         for arm, address in addresses.items():
             before = children()
             with_traces(address)
             url = stack.enter_context(serving(model, Path(scratch) / arm, keys, args.threads))
-            pids[arm] = sorted(children() - before)
-            loads[arm] = [
+            loads = [
                 tenant(args, url, key, stack, args.batch, seed=at) for at, key in enumerate(keys)
             ]
-            drive(loads[arm], 3)
-        rounds: list[dict[str, tuple[float, float]]] = []
-        for number in range(args.rounds):
-            took = {}
-            for arm in rotated(list(loads), number):
-                cpu_s = cpu_seconds(pids[arm])
-                wall_s = drive(loads[arm], args.steps)
-                took[arm] = (wall_s, (cpu_seconds(pids[arm]) - cpu_s) / args.steps)
-            rounds.append(took)
-    report = summary(rounds) | {
-        "command": " ".join(["python -m bench.traces", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(),
-        "machine": {"cpus": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version(),
-                    "torch": version("torch"), "opentelemetry": version("opentelemetry-sdk")},
-        "shape": vars(args), "received_bytes": Collector.received_bytes, "rounds": rounds,
+            ways[arm] = partial(step_of, loads, sorted(children() - before), args.steps)
+        took = alternate(ways, args.rounds)
+    for arm, steps in took.items():
+        for kind in ("wall", "cpu"):
+            report[f"{arm}_{kind}"] = summary(steps, took["off"], f"{kind}_s")
+            show({"arm": f"{arm} {kind}", **report[f"{arm}_{kind}"]})
+    report |= {"received_bytes": Collector.received_bytes, "rounds": took}
+
+
+def step_of(loads: list[Load], pids: list[int], steps: int) -> dict[str, float]:
+    """Return the seconds of a step: the clients' wall time, and CPU time of a server's processes."""
+    before_s = sum(map(cpu_s, pids))
+    wall_s = drive(loads, steps)
+    return {"wall_s": wall_s, "cpu_s": (sum(map(cpu_s, pids)) - before_s) / steps}
+
+
+def summary(
+    steps: list[dict[str, float]], off: list[dict[str, float]], kind: str
+) -> dict[str, float]:
+    """Return the median of a time, and the median, minimum and maximum of the ratios within a round."""
+    own, others = ([took[kind] for took in each] for each in (steps, off))
+    over = ratios(own, others)
+    return {
+        "s_per_step": statistics.median(own), "over_off": statistics.median(over),
+        "least": over[0], "most": over[-1],
     }  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"traces-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    print(f"wrote {path}")
-
-
-def summary(rounds: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
-    """Return medians, and the median, minimum and maximum of the ratios within a round."""
-    found: dict[str, Any] = {}
-    for arm in rounds[0]:
-        for at, kind in enumerate(("wall", "cpu")):
-            ratios = sorted(took[arm][at] / took["off"][at] for took in rounds)
-            seconds = statistics.median(took[arm][at] for took in rounds)
-            found[f"{arm}_{kind}"] = {
-                "s_per_step": seconds, "over_off": statistics.median(ratios),
-                "least": ratios[0], "most": ratios[-1],
-            }  # fmt: skip
-            print(
-                f"{arm:<5}{kind:<5} {seconds * 1000:8.1f} ms a step   over off"
-                f" {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-            )
-    return found
-
-
-def rotated(arms: list[str], by: int) -> list[str]:
-    return arms[by % len(arms) :] + arms[: by % len(arms)]
 
 
 @contextmanager
@@ -144,31 +138,3 @@ def children() -> set[int]:
         found |= set(mine)
         waiting += mine
     return found
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    """Return the sum of the CPU time of these processes in s."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tenants", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

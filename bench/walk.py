@@ -1,6 +1,6 @@
 """Call path of one forward_backward: the files that it enters, and its returns to files that it had left.
 
-    python -m bench.walk [--list] [--moves]
+    python -m bench walk [--list] [--moves]
 
 All four roles run in this process, with a real Redis and a tiny model: our client, the API behind a real socket, the
 scheduler's clock and a worker. A first pass warms caches. The second one is recorded, call by call, from
@@ -29,6 +29,8 @@ from typing import Any
 
 import uvicorn
 
+from bench.support.options import Options
+from bench.support.report import Report
 from cotrain import Datum, ModelInput, ServiceClient, TensorData
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
@@ -86,15 +88,14 @@ def walker() -> str:
     return "api"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--list", action="store_true", help="name the files, in the order of entry")
-    parser.add_argument(
-        "--moves", action="store_true", help="name each move, and the pairs they join"
-    )
-    args = parser.parse_args()
+OPTIONS: Options = {
+    "list": (False, "name the files, in the order of entry"),
+    "moves": (False, "name each move, and the pairs they join"),
+}
+
+
+def run(args: argparse.Namespace, _: Report) -> None:
+    """Record the path of a pass and print it."""
     recorder = Recorder()
     threading.setprofile(recorder)
     sys.setprofile(recorder)
@@ -102,7 +103,7 @@ def main() -> None:
         asyncio.run(walk(Path(folder), redis.url, recorder))
     sys.setprofile(None)
     threading.setprofile(None)
-    report(recorder, lists=args.list, moves=args.moves)
+    show(recorder, lists=args.list, moves=args.moves)
 
 
 async def walk(folder: Path, url: str, recorder: Recorder) -> None:
@@ -146,7 +147,7 @@ def two_passes(url: str, recorder: Recorder) -> None:
     recorder.is_on = False
 
 
-def report(recorder: Recorder, *, lists: bool, moves: bool) -> None:
+def show(recorder: Recorder, *, lists: bool, moves: bool) -> None:
     """Print the recorded files and moves, thread by thread."""
     files = Counter(
         path.split("/")[0]
@@ -168,7 +169,3 @@ def report(recorder: Recorder, *, lists: bool, moves: bool) -> None:
             pairs = Counter(tuple(sorted((before[0], after[0]))) for before, after in steps)
             for (one, other), times in pairs.most_common(15):
                 print(f"    {times} times between {one} and {other}")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ import torch
 
 from bench.cycle.load import RANK, Load, create_runs, cycle
 from bench.cycle.peft_loop import ByHand
-from bench.support.timing import Work, alternate, timed
+from bench.support.timing import Work, fastest, timed
 from cotrain_workers.engine.engine import Engine
 
 
@@ -52,7 +52,7 @@ def measure_by_hand(
         ways = {"ours": cycle(engine, load, tenants)} | {
             name: way for name, way in ways.items() if name not in lost
         }
-        took = alternate(ways, device, rounds=rounds, until=until)
+        took = fastest(ways, device, rounds=rounds, until=until)
         rows.append(row_of(load, tenants, took) | {"out_of_memory": lost})
         del ways, engine, hand
         forget(device)

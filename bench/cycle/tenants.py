@@ -8,7 +8,7 @@ from typing import Any
 from bench.cycle.load import RANK, Load, create_runs, cycle
 from bench.support.model import SHAPES
 from bench.support.roofline import Rates, ceiling
-from bench.support.timing import Work, alternate
+from bench.support.timing import Work, fastest
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput
 
@@ -27,7 +27,7 @@ def measure_tenants(
         for tenants in load.tenants:
             key = backend, tenants
             ways[key] = counted(cycle(engine, load, tenants), key, forwards)
-    took = alternate(ways, device, rounds=rounds, until=until)
+    took = fastest(ways, device, rounds=rounds, until=until)
     rows = []
     for (backend, tenants), best in took.items():
         one = took[backend, min(load.tenants)]

@@ -19,18 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from redis import ConnectionError as RedisConnectionError
-
 from bench.load.null_worker import publish_pool
+from bench.support.processes import PATIENCE_S, cpu_s, start_redis
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
-from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [str(ROOT / name) for name in ("client", "scheduler", "server", "workers", ".")]
-PATIENCE_S = 60.0
 ADMIN_KEY = "key-of-the-operator"
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -102,18 +98,8 @@ class LocalServer:
 
     def start_redis(self) -> None:
         """Start or restart Redis with the flags of `cotrain serve`."""
-        folder = self.folder / "redis"
-        folder.mkdir(exist_ok=True)
-        command = redis_command(find_redis_binary(), folder, self.folder / "redis.sock")
-        self._start("redis", command)
-        deadline = time.monotonic() + PATIENCE_S
-        with contextlib.closing(open_sync_connection(self.redis_url)) as connection:
-            while time.monotonic() < deadline:
-                with contextlib.suppress(RedisConnectionError):
-                    connection.ping()
-                    return
-                time.sleep(0.01)
-        raise RuntimeError("Redis did not come up")
+        with (self.folder / "redis.log").open("ab") as log:
+            self.running["redis"] = Running("redis", start_redis(self.folder, log))
 
     def start_scheduler(self) -> Running:
         return self._start("scheduler", [sys.executable, "-m", "cotrain_scheduler"])
@@ -169,14 +155,3 @@ def local_server() -> Iterator[LocalServer]:
         LocalServer(Path(folder)) as server,
     ):
         yield server
-
-
-def cpu_s(pid: int | str = "self") -> float:
-    """Return the processor time of a process so far, in s."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the percentile of values by nearest rank."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]

@@ -20,10 +20,10 @@ import numpy as np
 from cotrain_store.bodies.pass_body import encode_pass_output
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import PoolId, RunId, WorkerId
+from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, run_id
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST, open_sync_connection
 
@@ -112,6 +112,15 @@ def publish_pool(redis_url: str, spool: Spool) -> None:
     execution.claim()
     execution.publish(POOL)
     connection.close()
+
+
+def run_record(number: int, tenant: TenantId) -> RunRecord:
+    """Return the record of a run with a session of its own."""
+    session = SessionId(f"{number:032x}")
+    return RunRecord(
+        id=run_id(session, 0), tenant=tenant, session=session, pool=POOL.id, base_model=POOL.base_model,
+        lora=LoraSpec(rank=4, seed=0), created_at=time.time(),
+    )  # fmt: skip
 
 
 def _result(op: QueuedOp) -> Result:

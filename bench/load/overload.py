@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.load.http import Client, new_run, pass_body, persist
-from bench.load.local_server import LocalServer, local_server, percentile
+from bench.load.local_server import LocalServer, local_server
 from bench.load.null_worker import TOKENS_PER_OP
+from bench.support.timing import percentile
 
 TENANTS = 32
 CAPACITY_PER_S = 60.0

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.load.http import Client, new_run, persist, trained
-from bench.load.local_server import PATIENCE_S, LocalServer, local_server
+from bench.load.local_server import LocalServer, local_server
 from bench.load.waiting import LONG_POLL_S, Waiting, accept, keys_for, until_held
+from bench.support.processes import PATIENCE_S
 from cotrain_store.keys import result_keys
 
 WAITING = 2_000

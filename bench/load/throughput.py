@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.load.http import Client, new_run, pass_body, trained
-from bench.load.local_server import LocalServer, cpu_s, local_server, percentile
-from bench.load.null_worker import POOL, TOKENS_PER_OP
+from bench.load.local_server import LocalServer, local_server
+from bench.load.null_worker import TOKENS_PER_OP, run_record
+from bench.support.processes import cpu_s
+from bench.support.timing import percentile
 from cotrain_store.disk.spool import Spool, new_writer
-from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId, run_id
+from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection
@@ -100,7 +102,7 @@ async def _through_the_store(server: LocalServer, args: argparse.Namespace) -> d
         intake = Intake(connection, spool, always(TenantLimits()))
 
         async def tenant(number: int) -> Ask:
-            run = _run_of(number)
+            run = run_record(number, TenantId(f"t{number}"))
             await _answered(futures, run, await intake.create_run(run))
 
             async def ask(seq: int) -> None:
@@ -153,11 +155,3 @@ async def _through_http(
 async def _answered(futures: Futures, run: RunRecord, request: RequestId) -> None:
     while isinstance(await futures.wait(run.tenant, request, 30.0), Pending):
         pass
-
-
-def _run_of(number: int) -> RunRecord:
-    session = SessionId(f"{number:032x}")
-    return RunRecord(
-        id=RunId(run_id(session, 0)), tenant=TenantId(f"t{number}"), session=session, pool=POOL.id,
-        base_model=POOL.base_model, lora=LoraSpec(rank=4, seed=0), created_at=time.time(),
-    )  # fmt: skip

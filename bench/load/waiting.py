@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.load.http import Client, pass_body, persist
-from bench.load.local_server import ADMIN_KEY, PATIENCE_S, LocalServer, local_server, percentile
-from bench.load.null_worker import POOL, TOKENS_PER_OP
+from bench.load.local_server import ADMIN_KEY, LocalServer, local_server
+from bench.load.null_worker import TOKENS_PER_OP, run_record
+from bench.support.processes import PATIENCE_S
+from bench.support.timing import percentile
 from cotrain_store.disk.spool import Spool, new_writer
-from cotrain_store.messages.ids import RequestId, SessionId, run_id
+from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection
@@ -104,11 +105,7 @@ async def accept(server: LocalServer, keys: Sequence[str], count: int) -> list[W
 
     async def of_one_tenant(number: int, key: str) -> list[Waiting]:
         tenant = await tenants.authenticate(key)
-        session = SessionId(f"{number:032x}")
-        run = RunRecord(
-            id=run_id(session, 0), tenant=tenant.id, session=session, pool=POOL.id,
-            base_model=POOL.base_model, lora=LoraSpec(rank=4, seed=0), created_at=time.time(),
-        )  # fmt: skip
+        run = run_record(number, tenant.id)
         requests = [await intake.create_run(run)]
         for seq in range(1, REQUESTS_PER_TENANT):
             body = pass_body(run.id, seq, TOKENS_PER_OP)

@@ -4,12 +4,11 @@ The argument `address` is a server's base URL (`http://127.0.0.1:8000`), `key` a
 that need no key say so. Responses are read and ignored, because a rejection is no obstacle to an attacker.
 The mapping `ATTACKS` contains all of them. Request bodies have functions of their own, for tests of their cost.
 
-    python -m bench.neighbours.attacks ADDRESS KEY NAME [--seconds 20]
+    python -m bench neighbour --be NAME --address ADDRESS --key KEY
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -280,25 +279,3 @@ async def _sampler(address: str, key: str) -> str:
     path, body = "/api/v1/create_sampling_session", json.dumps(wanted).encode()
     sampler: str = json.loads(await _post(address, key, path, body, JSON))["sampling_session_id"]
     return sampler
-
-
-async def _run(attack: Attack, address: str, key: str, seconds: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await attack(address, key)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("address")
-    parser.add_argument("key")
-    parser.add_argument("name", choices=ATTACKS)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    args = parser.parse_args()
-    asyncio.run(_run(ATTACKS[args.name], args.address, args.key, args.seconds))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bench.support.timing import percentile
+
 #: Fair turns after which the remaining imbalance of each tenant changes Jain's index by less than 0.005.
 LEAST_TURNS = 8
 
@@ -92,9 +94,3 @@ def waits(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
         kind: {f"p{share}": percentile(found, share / 100) for share in (50, 99)}
         for kind, found in times.items()
     }
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    """Return the percentile of values by nearest rank; 0 for none."""
-    found = sorted(values)
-    return found[min(len(found) - 1, int(share * len(found)))] if found else 0.0

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.pool.clients import KINDS, Loop, Request
-from bench.pool.measures import Turns, percentile, waits
+from bench.pool.measures import Turns, waits
 from bench.pool.scheduler import Scheduler
 from bench.pool.worker import RateWorker
+from bench.support.timing import percentile
 from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.disk.spool import Spool
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, run_id

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
-from bench.support.model import Shape
+from bench.support.model import Shape, config_of
 from cotrain_workers.engine.adapters import bank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
@@ -32,16 +33,7 @@ class FakeEngine:
     def __init__(self, shape: Shape, layers: int, settings: argparse.Namespace) -> None:
         self.reads: Counter[str] = Counter()
         self.log = fake_cuda.LaunchLog()
-        config = Qwen3Config(
-            num_hidden_layers=layers,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.mlp,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head,
-            vocab_size=shape.vocab,
-            tie_word_embeddings=False,
-        )
+        config = config_of(replace(shape, layers=layers))
         self._config, self._settings = config, settings
 
     def load(self) -> Engine:
@@ -51,9 +43,9 @@ class FakeEngine:
             device="cuda:0",
             dtype=BF16,
             micro_batch_tokens=max(self._settings.tenants * self._settings.length, 256),
-            recompute=self._settings.recompute,
+            recompute="always" if self._settings.recompute else "never",
             lora_backend=self._settings.backend,
-            fusion=self._settings.fused,
+            fusion=not self._settings.plain,
             adapter_bytes=60_000_000_000,
         )
 

@@ -1,11 +1,7 @@
-"""Models of the benchmarks: Qwen3 shapes with random weights, without a tokenizer.
-
-python -m bench.support.model FOLDER          # 5.2M parameters: hidden 256, 4 layers, vocabulary 4096
-"""
+"""Models of the benchmarks: Qwen3 shapes with random weights, without a tokenizer."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,14 +44,9 @@ SHAPES = {
 }
 
 
-def build(
-    folder: Path, size: str = "5m", dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Path:
-    """Write the model to a folder, unless it exists there, and return the folder."""
-    if (folder / "config.json").exists():
-        return folder
-    shape = SHAPES[size]
-    config = Qwen3Config(
+def config_of(shape: Shape) -> Qwen3Config:
+    """Return the configuration of a Qwen3 of this shape."""
+    return Qwen3Config(
         num_hidden_layers=shape.layers,
         hidden_size=shape.hidden,
         intermediate_size=shape.mlp,
@@ -66,12 +57,17 @@ def build(
         max_position_embeddings=32_768,
         tie_word_embeddings=False,
     )
+
+
+def build(
+    folder: Path, size: str = "5m", dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Path:
+    """Write the model to a folder, unless it exists there, and return the folder."""
+    if (folder / "config.json").exists():
+        return folder
+    config = config_of(SHAPES[size])
     torch.manual_seed(0)
     with torch.device(device):
         network = AutoModelForCausalLM.from_config(config, dtype=dtype)
     network.save_pretrained(folder)
     return folder
-
-
-if __name__ == "__main__":
-    print(build(Path(sys.argv[1])))

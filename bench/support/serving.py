@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import platform
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.support.model import VOCAB
-from bench.support.tethered import tethered
+from bench.support.processes import COTRAIN, running
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TensorData, TrainingClient
 
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -37,25 +34,18 @@ class Load:
 @contextmanager
 def serving(model: Path, data_dir: Path, keys: list[str], threads: int) -> Iterator[str]:
     """Run `cotrain serve` on a free port; yield its URL."""
-    cotrain = Path(sys.executable).with_name("cotrain")
-    command = [str(cotrain), "serve", "--base-model", f"bench={model}",
+    command = [str(COTRAIN), "serve", "--base-model", f"bench={model}",
                "--port", "0", "--data-dir", str(data_dir), "--torch-threads", str(threads)]  # fmt: skip
     environment = {
         **os.environ, "COTRAIN_API_KEYS": ",".join(keys), "COTRAIN_ADMIN_KEY": OPERATOR["X-API-Key"],
     }  # fmt: skip
-    process = subprocess.Popen(
-        tethered(command), stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout
-    try:
+    with running(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout
         for line in process.stdout:
             if "cotrain ready at " in line:
                 yield line.split("cotrain ready at ")[1].split()[0]
                 return
         raise RuntimeError("cotrain serve ended before it was ready")
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
 
 
 def tenant(
@@ -77,31 +67,33 @@ def datum(row: list[int]) -> Datum:
     return Datum(model_input=ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)
 
 
-def drive(loads: list[Load], steps: int) -> float:
-    """Train all tenants concurrently with two steps in flight each; return seconds per step."""
+async def train(
+    load: Load,
+    goes_on: Callable[[int], bool],
+    done: Callable[[Any, Any], None] = lambda passed, stepped: None,
+) -> int:
+    """Train with two steps in flight as long as `goes_on(steps)`; return the number of steps.
 
-    async def one(load: Load) -> None:
-        flying: list[Any] = []
-        for _ in range(steps):
-            flying.append(await load.run.forward_backward_async(load.data, "cross_entropy"))
-            flying.append(await load.run.optim_step_async(ADAM))
-            if len(flying) > 2:
-                await flying.pop(0)
-                await flying.pop(0)
-        for future in flying:
-            await future
+    The results of each step are passed to `done` in order.
+    """
+    flying, steps = list[Any](), 0
+    while goes_on(steps):
+        flying.append(await load.run.forward_backward_async(load.data, "cross_entropy"))
+        flying.append(await load.run.optim_step_async(ADAM))
+        steps += 1
+        if len(flying) > 2:
+            done(await flying.pop(0), await flying.pop(0))
+    while flying:
+        done(await flying.pop(0), await flying.pop(0))
+    return steps
+
+
+def drive(loads: list[Load], steps: int) -> float:
+    """Train all tenants concurrently; return seconds per step."""
 
     async def everyone() -> None:
-        await asyncio.gather(*(one(load) for load in loads))
+        await asyncio.gather(*(train(load, lambda done: done < steps) for load in loads))
 
     began = time.perf_counter()
     asyncio.run(everyone())
     return (time.perf_counter() - began) / steps
-
-
-def host(threads: int) -> dict[str, Any]:
-    """Return facts about the machine that server and clients share, for a report."""
-    packages = ("torch", "transformers", "peft", "redis", "fastapi", "uvicorn")
-    return {"cpus": os.cpu_count(), "threads": threads, "platform": platform.platform(),
-            "load": os.getloadavg(), "python": platform.python_version(),
-            **{name: version(name) for name in packages}}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The decoder on CUDA; `bench/engine_check.py` and `bench/decode.py` print the figures."""
+"""The decoder on CUDA; `bench engine_check` and `bench decode` print the figures."""
 
 from __future__ import annotations
 

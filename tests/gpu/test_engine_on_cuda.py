@@ -1,4 +1,4 @@
-"""The promises of the engine on CUDA; `bench/engine_check.py` prints the same figures, `bench/engine.py` the speed."""
+"""The promises of the engine on CUDA; `bench engine_check` prints the same figures, `bench engine` the speed."""
 
 from __future__ import annotations
 

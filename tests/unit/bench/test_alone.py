@@ -20,10 +20,11 @@ for name in [*sys.modules]:
         del sys.modules[name]
 sys.modules.update(dict.fromkeys(absent))
 sys.path[:] = [path for path in sys.path if "site-packages" in path or not path.startswith({str(ROOT)!r})]
-for name in ("engine", "engine_check", "decode"):
-    sys.argv = [f"bench/{{name}}.py", "--help"]
+sys.path.insert(0, {str(ROOT)!r})
+for name in ("engine", "engine_check", "decode", "sampler_refresh", "kernel_rates"):
+    sys.argv = ["bench", name, "--help"]
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        runpy.run_module("bench", run_name="__main__")
     except SystemExit as ended:
         assert ended.code == 0
 """
@@ -34,4 +35,4 @@ def test_the_engine_benches_run_without_our_packages_installed() -> None:
     ran = run([sys.executable, "-c", BARE], cwd=ROOT, env=bare)
 
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.count("--device {cpu,cuda}") >= 3
+    assert ran.stdout.count("--device") >= 5

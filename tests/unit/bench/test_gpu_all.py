@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import scenarios
+
 ROOT = Path(__file__).resolve().parents[3]
 #: Scripts of the later parts, in the order of `all`.
 MORE = (
-    *("bench/engine.py", "bench/decode.py", "tests/gpu", "bench/engine_check.py"),
-    *("bench/engine.py", "bench/engine.py", "bench/sampler_refresh.py"),
+    *("-m bench engine", "-m bench decode", "tests/gpu", "-m bench engine_check"),
+    *("-m bench engine", "-m bench engine", "-m bench sampler_refresh"),
 )
 
 
@@ -41,24 +43,24 @@ def call(
     ("name", "scripts"),
     [
         ("smoke", ["tests/gpu/test_smoke_on_cuda.py"]),
-        ("kernels", ["bench/kernel_rates.py"]),
-        ("training", ["bench/engine.py"]),
-        ("decoding", ["bench/decode.py"]),
-        ("checks", ["tests/gpu", "bench/engine_check.py"]),
-        ("peft", ["bench/engine.py"]),
-        ("memory", ["bench/engine.py"]),
-        ("refresh", ["bench/sampler_refresh.py"]),
+        ("kernels", ["-m bench kernel_rates"]),
+        ("training", ["-m bench engine"]),
+        ("decoding", ["-m bench decode"]),
+        ("checks", ["tests/gpu", "-m bench engine_check"]),
+        ("peft", ["-m bench engine"]),
+        ("memory", ["-m bench engine"]),
+        ("refresh", ["-m bench sampler_refresh"]),
         (
             "rehearse",
             [
                 "tests/gpu",
-                "bench/engine.py",
-                "bench/decode.py",
-                "bench/sampler_refresh.py",
-                "bench/engine_check.py",
+                "-m bench engine",
+                "-m bench decode",
+                "-m bench sampler_refresh",
+                "-m bench engine_check",
             ],
         ),
-        ("all", ["tests/gpu/test_smoke_on_cuda.py", "bench/kernel_rates.py", *MORE]),
+        ("all", ["tests/gpu/test_smoke_on_cuda.py", "-m bench kernel_rates", *MORE]),
     ],
 )
 def test_a_failed_part_does_not_stop_the_others(
@@ -69,7 +71,8 @@ def test_a_failed_part_does_not_stop_the_others(
     assert status == 1
     assert all(script in line for script, line in zip(scripts, started, strict=True))
     assert (tmp_path / "out/logs.tgz").exists()
-    assert all((ROOT / script).exists() for script in scripts)
+    names = [script.removeprefix("-m bench ") for script in scripts if script.startswith("-m")]
+    assert set(names) <= scenarios().keys()
 
 
 def test_an_unknown_call_starts_nothing(tmp_path: Path) -> None:

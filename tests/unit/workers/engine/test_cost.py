@@ -20,7 +20,7 @@ def rows() -> dict[str, dict[str, Any]]:
     128 sequences.
     """
     try:
-        ran = preloaded("bench.cost", ["--json"])
+        ran = preloaded("bench", ["cost", "--json"])
     except NoCompiler:
         pytest.skip("no C++ compiler here: what the engine costs on CUDA is not counted")
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -11,7 +11,7 @@ from tests.support.waiting import until
 PROGRAM = """
 import time
 from pathlib import Path
-from bench.fleet import a_redis
+from bench.support.processes import a_redis
 with a_redis(Path({folder!r})) as (_, pid):
     print(pid, flush=True)
     time.sleep(600)

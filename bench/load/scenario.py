@@ -1,0 +1,56 @@
+"""Limits of the server without an engine: throughput, waiting clients, overload, restarts.
+
+    python -m bench load [--parts store,http,waiting,overload,api_restart,redis_restart]
+
+Real processes use a real Redis that fsyncs every write, and the worker commits planned ops without computing. All
+clients run on the same cores. Rates depend on the machine and on its other load. The report has the load average
+before and after each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+from typing import Any
+
+from bench.load import overload, restarts, throughput, waiting
+from bench.support.options import Options, Some
+from bench.support.report import Report
+
+PARTS = {
+    "store": throughput.measure_store,
+    "http": throughput.measure_http,
+    "waiting": waiting.measure,
+    "overload": overload.measure,
+    "api_restart": restarts.measure_api,
+    "redis_restart": restarts.measure_redis,
+}
+
+
+OPTIONS: Options = {
+    "parts": Some(tuple(PARTS)), "tenants": 256, "depth": (4, "requests in flight per tenant"),
+    "seconds": (15.0, "of store, http and overload"), "waiting": (10_000, "futures outstanding at once"),
+    "wakes_per_s": 500.0,
+}  # fmt: skip
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    """Measure each part on a server of its own."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    report["parts"] = {}
+    for name in args.parts:
+        before = os.getloadavg()[0]
+        found = {**PARTS[name](args), "load_before": before, "load_after": os.getloadavg()[0]}
+        show(name, found)
+        report["parts"][name] = found
+
+
+def show(name: str, row: dict[str, Any]) -> None:
+    print(name)
+    for field, value in row.items():
+        for label, number in value.items() if isinstance(value, dict) else ((field, value),):
+            prefix = f"{field}: " if label != field else ""
+            shown = f"{number:,.2f}" if isinstance(number, float) else f"{number}"
+            print(f"  {prefix + label:<40} {shown:>14}", flush=True)
