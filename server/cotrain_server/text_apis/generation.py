@@ -94,8 +94,8 @@ class Generation:
             TOO_MANY_POLLS, and the errors of `SampleIntake.submit`.
         """
         generation = cls(services, target)
-        # An error in the block cancels the submitted requests. `pop_all` leaves that to `close`.
         quotas = await services.quotas.of(target.sampler.tenant)
+        # An error in this block cancels the submitted requests. After `pop_all`, `close` does so.
         with generation._cleanup as cleanup:
             cleanup.enter_context(
                 services.polls_by_tenant.of(target.sampler.tenant, 1, most=quotas.polls)

@@ -158,8 +158,8 @@ class AdapterBank:
     def copy_out(self, run: str) -> StateCopy:
         """Start a copy of a run's adapter to the host, and return at once.
 
-        Call it only between cycles, because computation does not wait for the copy. Raises
-        KeyError for an unknown run.
+        Call it only between cycles, because the next cycle waits for the copy, and a running one
+        does not. Raises KeyError for an unknown run.
         """
         adapter = self._adapter_by_run[run]
         copied = adapter.on_host

@@ -67,10 +67,12 @@ async def check_server(
         raise VllmUnusable(f"vLLM answers {refused.status}: {refused}.{hint}") from refused
     except AdapterUnknown as unknown:  # the check of another worker has unloaded the same probe
         raise VllmUnavailable(f"lost a probe: {unknown}", is_reached=False) from unknown
-    except (KeyError, TypeError, ValueError) as strange:
-        raise VllmUnusable(f"This is no vLLM that cotrain knows: {strange!r}.") from strange
-    except OSError as unwritten:
-        raise VllmUnusable(f"No adapter can be written to {shared}: {unwritten}.") from unwritten
+    except (KeyError, TypeError, ValueError) as error:
+        raise VllmUnusable(
+            f"The server does not answer as a supported vLLM does: {error!r}."
+        ) from error
+    except OSError as error:
+        raise VllmUnusable(f"No adapter can be written to {shared}: {error}.") from error
 
 
 def base_card(base_model: str, cards: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def test_a_server_other_than_vllm_is_detected(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
 ) -> None:
     vllm.answers["/v1/models"] = [(200, {"models": []})]
-    with pytest.raises(VllmUnusable, match="no vLLM that cotrain knows"):
+    with pytest.raises(VllmUnusable, match="not answer as a supported vLLM"):
         check(vllm, targets, tmp_path)
 
 
