@@ -23,7 +23,7 @@ from cotrain_workers.engine.training import pass_state as state
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import MAX_TOKENS
 from cotrain_workers.engine.training.memory_probe import cuda_peak, measure, probe
-from tests.support.engine_checks import gradient_passes
+from tests.support.engine_checks import gradient_passes, unclipped
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, same_bits
 
@@ -33,6 +33,11 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda", 0)
+#: Minimum cosine of two bf16 gradients that differ in the place of roundings. Each of them is off from fp32 by its own
+#: roundings, and both errors add up. The run `all-5` on `llama` has the largest ones: on a CPU, 0.99915 without kernels
+#: and 0.99890 with them in the interpreter, and 0.99892 between both. Other families have twice as little. The bound
+#: leaves three times that difference.
+SAME_DIRECTION = 0.997
 
 
 def test_gemma_2_trains_and_logs_that_it_is_slow(
@@ -52,6 +57,7 @@ def test_gemma_2_trains_and_logs_that_it_is_slow(
 def test_gradients_of_a_fused_model_point_where_the_plain_ones_do(
     tmp_path: Path, family: str
 ) -> None:
+    """No ratio is clipped, because the gradient jumps at the bound of a ratio: one token moved a cosine to 0.965."""
     folder = str(build_tiny(family, tmp_path))
     fused, plain = (Engine.load(folder, device="cuda", fusion=each) for each in (True, False))
     for each in (fused, plain):
@@ -59,15 +65,17 @@ def test_gradients_of_a_fused_model_point_where_the_plain_ones_do(
     for tenant in MIX:
         fused.adapters.restore(tenant.run, plain.adapters.state(tenant.run))
     for each in (fused, plain):
-        each.run(gradient_passes())
+        each.run([unclipped(op) for op in gradient_passes()])
 
     wanted = {"norms", "heads", "mlp", "softmax"}
     wanted |= {"residuals"} if family not in ("gemma2", "gemma3") else set()
     assert set(fused.facts.numerics.fused.split()) == wanted
     assert plain.facts.numerics.fused == ""
+    found = {}
     for tenant in MIX:
         ours, theirs = (each.adapters.state(tenant.run).grads for each in (fused, plain))
-        assert torch.cosine_similarity(ours, theirs, dim=0) > 0.999
+        found[tenant.run] = float(torch.cosine_similarity(ours, theirs, dim=0))
+    assert min(found.values()) > SAME_DIRECTION, found
 
 
 ONE_CYCLE = """
