@@ -3,6 +3,7 @@ without waits."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -124,7 +125,12 @@ def test_no_bit_depends_on_recomputing(tmp_path: Path, family: str) -> None:
 
 
 def test_the_fitted_line_predicts_a_larger_micro_batch(tmp_path: Path) -> None:
-    folder = build_tiny("qwen3", tmp_path, hidden=512, layers=4, vocab=4096)
+    """The layers need more memory than a chunk of the head at both measured sizes.
+
+    With a vocabulary of 4,096 the head needs more at the smaller sizes, and recomputed layers more at the larger one.
+    The line's slope is then too low: at a quarter of both widths it predicted 43 MB of 71 on the simulated device.
+    """
+    folder = build_tiny("qwen3", tmp_path, hidden=512, layers=4, vocab=512)
     loaded = Engine.load(str(folder), device="cuda")
     base = loaded._base
 
@@ -132,13 +138,18 @@ def test_the_fitted_line_predicts_a_larger_micro_batch(tmp_path: Path) -> None:
         return ForwardBackward(base, loaded._forward_backward._lora, head_chunk_rows=1024, **sizes)
 
     bank = AdapterBank(base.targets, CUDA, torch.bfloat16)
-    found = measure(base, new_forward_backward, bank, lambda run: cuda_peak(CUDA, run))
+
+    def peak_of(run: Callable[[], bool]) -> int | None:
+        gc.collect()  # engines of earlier tests, whose release during a run would lower its peak
+        return cuda_peak(CUDA, run)
+
+    found = measure(base, new_forward_backward, bank, peak_of)
     assert found.kept is not None
     assert found.recomputed is not None
     for choice, line in (("never", found.kept), ("always", found.recomputed)):
         run = partial(probe, new_forward_backward, bank, choice, length=512, tokens=8192)  # type: ignore[arg-type]
-        peak = cuda_peak(CUDA, run)
-        assert peak == pytest.approx(line.fixed_bytes + 8192 * line.bytes_per_token, rel=0.25)
+        expected = line.fixed_bytes + 8192 * line.bytes_per_token
+        assert peak_of(run) == pytest.approx(expected, rel=0.25), (choice, found)
     assert found.recomputed.bytes_per_token < found.kept.bytes_per_token / 2
 
 
