@@ -1,16 +1,16 @@
-# Three images from one file; torch is only in the second.
+# Three images. Only the second contains torch.
 #
 #   docker build --target server -t cotrain-server .     the API and the scheduler
 #   docker build --target worker -t cotrain-worker .     the engine
-#   docker build --target redis -t cotrain-redis .       Redis, with our settings and a user of no rights
+#   docker build --target redis -t cotrain-redis .       Redis, with our settings and an unprivileged user
 #
-# Every package is checked against pins/hashes.txt but torch, whose build is the index's. Libraries of a
-# CUDA build other than PyPI's have other versions: PINS=constraints.txt then takes packages unchecked.
+# Every package except torch is checked against pins/hashes.txt. Libraries of a CUDA build other than PyPI's
+# have other versions. PINS=constraints.txt installs them unchecked.
 #
-# Which torch: the version stands in constraints.txt, the build comes from TORCH_INDEX_URL (CPU by
-# default; empty takes PyPI's CUDA build) or from a wheel in docker/wheels. The CUDA wheels carry
-# their own libraries, so the base image needs only Python; the driver comes from the host through
-# the NVIDIA container toolkit. No BuildKit feature is used: any builder will do.
+# constraints.txt has the version of torch. Its build comes from TORCH_INDEX_URL (CPU by default; PyPI's CUDA
+# build if empty) or from a wheel in docker/wheels. The CUDA wheels contain their own libraries, so the base
+# image needs only Python. The driver comes from the host through the NVIDIA container toolkit. Any builder
+# works, because no BuildKit feature is used.
 ARG PYTHON_IMAGE=python:3.11-slim
 ARG REDIS_IMAGE=valkey/valkey:8.1
 
@@ -30,7 +30,7 @@ FROM ${PYTHON_IMAGE} AS build
 # Optional mirror of PyPI.
 ARG PIP_INDEX_URL
 ARG PINS=pins/hashes.txt
-# ENV is inherited by the stages below; each of them must repeat an ARG.
+# Later stages inherit ENV. Each of them must repeat an ARG.
 ENV PATH=/opt/cotrain/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PINS=$PINS
 WORKDIR /src
 COPY constraints.txt ./
@@ -56,7 +56,7 @@ RUN pip install --find-links /wheels --constraint $PINS --requirement server.txt
 
 # ── what both run on ─────────────────────────────────────────────────────────────────────────────
 FROM ${PYTHON_IMAGE} AS runtime
-# Owned by the user, so that a fresh volume mounted there is writable; nothing else is written to.
+# Owned by the user, so that a fresh volume mounted there is writable. Processes write nowhere else.
 RUN groupadd --gid 10001 cotrain \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /data --shell /usr/sbin/nologin cotrain \
  && mkdir -p /data /models /secret && chown 10001:10001 /data /secret
@@ -72,7 +72,7 @@ COPY --from=wheel /dist /dist
 RUN pip install --no-deps --no-index /dist/*.whl
 
 FROM runtime AS server
-# Neither the API nor the scheduler multiplies matrices: without this, numpy keeps a thread per core for it.
+# Neither the API nor the scheduler multiplies matrices. Without this, numpy keeps a thread per core for it.
 ENV OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 RAYON_NUM_THREADS=2
 COPY --from=server-installed /opt/cotrain /opt/cotrain
 EXPOSE 8000
@@ -82,7 +82,7 @@ CMD ["python", "-m", "cotrain_server"]
 FROM build AS worker-packages
 ARG PIP_INDEX_URL
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
-# torch first and alone: only torch may come from that index, and its layer outlives other changes.
+# torch comes first and alone. Only torch may come from that index, and its layer survives other changes.
 RUN pip install --find-links /wheels ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} \
     --constraint constraints.txt --no-deps torch
 RUN pip install --find-links /wheels --constraint $PINS --requirement workers.txt
@@ -92,9 +92,9 @@ COPY --from=wheel /dist /dist
 RUN pip install --no-deps --no-index /dist/*.whl
 
 FROM runtime AS worker
-# Threads that wait for one another soon give their cores to other processes, as under `cotrain serve`.
+# Threads that wait for one another yield their cores to other processes soon, as under `cotrain serve`.
 ENV GOMP_SPINCOUNT=10000
-# A GPU needs a C compiler here: Triton compiles what launches its kernels.
+# On a GPU a C compiler is needed, because Triton compiles the launchers of its kernels.
 ARG WORKER_PACKAGES=""
 USER root
 RUN if [ -n "$WORKER_PACKAGES" ]; then \

@@ -1,5 +1,5 @@
-# `make demo` and `make test` are all a newcomer types; each target makes what it needs.
-# PYTHON picks the interpreter for .venv (3.11 to 3.13), ARGS goes to pytest or the benchmark.
+# A newcomer needs only `make demo` and `make test`. Each target makes its prerequisites.
+# PYTHON is the interpreter for .venv (3.11 to 3.13). ARGS is passed to pytest or the benchmark.
 # `make test ARGS="--hypothesis-profile=explore"` draws examples that no run has tried before.
 
 PYTHON ?= python3
@@ -7,10 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-# What drives a browser is installed where there is one.
+# The driver of a browser is installed only next to a browser.
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser)
 
-# Compose v2 where it is there, else docker-compose 1.29. `make up GPU=1` adds the GPU.
+# Compose v2 if it is installed, else docker-compose 1.29. `make up GPU=1` adds the GPU.
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
@@ -22,9 +22,9 @@ help: ## Show this list
 
 install: $(INSTALLED) ## Make .venv with everything in it
 
-# Every package is checked against pins/hashes.txt, except torch, whose build the index chooses. pip checks hashes
-# of a list only, not of a project folder, so the list is installed first, then the project. Modules are compiled
-# at their first import, because most are never imported.
+# Every package is checked against pins/hashes.txt, except torch, whose build the index chooses. For a list of
+# packages pip checks hashes, but not for a project folder. So the list is installed first, then the project.
+# Modules are compiled at their first import, because most are never imported.
 $(INSTALLED): pyproject.toml constraints.txt pins/hashes.txt
 	@echo "Making $(VENV), some two minutes: 1/4 an empty one, and pip …"
 	$(PYTHON) -m venv $(VENV)

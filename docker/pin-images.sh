@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Ask the registry what the tags of our base images are now, and write the digests into .env, which compose
-# reads: from then on the same images are built from, whatever the tags come to mean.
+# Write the current digests of the base images into .env, which compose reads. Later builds then use the same
+# images, even if the registry moves the tags. Run it again to update the digests.
 #
-#   docker/pin-images.sh            again: what the tags mean by then
+#   docker/pin-images.sh
 #
-# Digests stand in no file of the repository: they would be those of one day, without later security fixes.
+# No file of the repository contains digests, because they would exclude later security fixes.
 set -euo pipefail
 env_file=${ENV_FILE:-.env}
 
-digest_of() {  # TAG: name@sha256:… of all its platforms
+digest_of() {  # TAG: print name@sha256:…, the digest for all its platforms
   docker pull --quiet "$1" >/dev/null
   local digest
   digest=$(docker image inspect --format '{{range .RepoDigests}}{{println .}}{{end}}' "$1" | head -n 1)
@@ -16,7 +16,7 @@ digest_of() {  # TAG: name@sha256:… of all its platforms
   echo "$digest"
 }
 
-# Both before anything is written.
+# Read both digests before the first write.
 python=$(digest_of "${PYTHON_TAG:-python:3.11-slim}")
 redis=$(digest_of "${REDIS_TAG:-valkey/valkey:8.1}")
 touch "$env_file"

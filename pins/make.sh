@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Write hashes.txt and pip.txt anew from ../constraints.txt: every file that the index has of each version,
-# so that they hold on every platform and Python. uv asks the index for them; it builds and installs nothing.
+# Write hashes.txt and pip.txt from ../constraints.txt. They list every file of each version on the package
+# index, so they apply to every platform and Python. uv reads the index, and builds and installs nothing.
 #
 #   pins/make.sh            after a change of constraints.txt
 set -euo pipefail
@@ -11,8 +11,8 @@ compile() {
   "$uv" pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes \
     --no-annotate --no-header "$@"
 }
-# torch has no hash here: which build of it is installed, the index decides (CPU, CUDA). Libraries that its
-# CUDA build asks for do.
+# torch has no hash here, because the index determines its build (CPU or CUDA). The libraries that its CUDA
+# build requires have one.
 { echo "$header"; compile --no-emit-package torch ../constraints.txt; } >hashes.txt.new
 { echo "$header"; grep '^pip==' ../constraints.txt | compile --no-deps -; } >pip.txt.new
 mv hashes.txt.new hashes.txt

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Whether Redis answers who knows its password: it has read its log then.
+# Succeed if Redis answers a client with its password. It does so once it has read its log.
 set -eu
 REDISCLI_AUTH=$(cat "${REDIS_PASSWORD_FILE:-/secret/redis-password}")
 export REDISCLI_AUTH

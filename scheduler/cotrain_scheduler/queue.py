@@ -220,7 +220,7 @@ class PoolQueue:
         for run, seq in last.items():
             queue = self._runs[run]
             if not queue.done_tokens:  # a pass that continues was counted when it started
-                self.recent.note(run, worker, tokens[run], now)
+                self.recent.add(run, worker, tokens[run], now)
             left = tuple(op for op in queue.ops if op.seq > seq)
             self._remove(queue)
             if left:

@@ -18,7 +18,7 @@ ROUNDING = 1e-5
 
 
 def test_rl_loop_learns_from_its_own_samples(bench: Bench) -> None:
-    options = {"batch_size": 8, "group_size": 16, "max_tokens": 8, "max_steps": 8, "lora_rank": 8}
+    options = {"batch_size": 8, "group_size": 8, "max_tokens": 8, "max_steps": 8, "lora_rank": 8}
     ran = bench.run("rl_loop", "rl_loop", **SMALL, **LOSS, **options)
     assert ran.status == 0, ran.output
     rewards = ran.series("reward/total")

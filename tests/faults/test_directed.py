@@ -26,20 +26,19 @@ PACKS = {
         "spool.half_written",
         "spool.before_sync",
         "spool.after_sync",
+        "sample.after_resolve",
     ),
     "scheduler": ("scheduler.before_plan", "scheduler.after_plan", "sample.before_resolve"),
-    "samples": ("sample.after_resolve",),
 }
 UNSAMPLED_PACKS = {
     "start": ("worker.entered", "worker.replayed"),
     "step": ("worker.before_run", "worker.after_run", "worker.before_commit"),
-    "stepped": ("worker.after_commit",),
     "copy": ("snapshot.before_write", "snapshot.half_written", "snapshot.before_rename"),
     "copied": ("snapshot.renamed", "snapshot.before_register", "snapshot.registered"),
     "save": ("weights.half_written", "weights.before_rename", "weights.renamed"),
     "saved": ("weights.before_stored", "weights.stored", "optimizer.half_written"),
     "optimizer": ("optimizer.before_rename", "optimizer.renamed", "external.half_written"),
-    "export": ("external.before_rename", "external.renamed"),
+    "export": ("worker.after_commit", "external.before_rename", "external.renamed"),
 }
 #: Failpoints of other trials and tests: large passes, bisection, worker ids, rollbacks, groups.
 ELSEWHERE = (

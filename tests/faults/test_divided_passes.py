@@ -34,7 +34,7 @@ POOL = pool_of(MODEL)
 #: Minimum size of a micro-batch, and the size of a datum, of which a micro-batch holds one: a
 #: slice.
 MICRO_BATCH_TOKENS, DATUM_TOKENS = 256, 200
-RUNS = 3
+RUNS = 2
 #: Requests of a run before its large passes. Their state at the time of the faults does not matter.
 SMALL = 9
 #: The fourth step with a large pass: at least one and at most three slices of it have run.
@@ -111,7 +111,7 @@ async def calm(nursery: Nursery, folder: Path, asked: Sequence[Program]) -> Endi
 async def test_a_kill_in_the_middle_of_a_pass_changes_nothing(
     small_slices: Nursery, folder: Path
 ) -> None:
-    asked = programs(passes=len(FOREGROUND), slices=7)
+    asked = programs(passes=len(FOREGROUND), slices=5)
     left: dict[str, str] = {}  # failpoint -> the request in whose middle a process is killed there
     missed = []
 
@@ -142,7 +142,7 @@ async def test_a_kill_in_the_middle_of_a_pass_changes_nothing(
     assert (left, missed) == ({}, [])
     assert outcome.killed == {"w0": 1 + 4, "scheduler": 1 + 2}
     assert outcome.ending
-    tokens = sum(5 * SMALL + len(FOREGROUND) * 7 * DATUM_TOKENS for _ in asked)
+    tokens = sum(5 * SMALL + len(FOREGROUND) * 5 * DATUM_TOKENS for _ in asked)
     assert outcome.ending.counted["tokens"] == outcome.ending.counted["training_tokens"] == tokens
 
 

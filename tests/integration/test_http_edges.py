@@ -191,7 +191,7 @@ async def test_a_redis_that_stands_still_is_told_and_not_waited_for(
     own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (collector, status):
-        monkeypatch.setattr(module, "LOOK_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(module, "FLEET_TIMEOUT_S", 0.2)
     async with running_api(own_redis.url) as api:
         own_redis.stand_still()
         try:

@@ -29,6 +29,7 @@ from cotrain_server.app import create_app
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.redis_client.connection import open_connection
+from tests.support.draws import examples
 from tests.support.http_api import ALICE, BOB, POOL, pass_body, publish_pool, sample_body
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import FILES, stand_in
@@ -104,7 +105,7 @@ def operations(server: Server) -> list[Any]:
 
 
 def test_no_valid_request_causes_a_server_error(server: Server, operations: list[Any]) -> None:
-    answered = fuzz(server, operations, GenerationMode.POSITIVE, examples=6)
+    answered = fuzz(server, operations, GenerationMode.POSITIVE, examples(12, at_least=4))
     # Half of the requests name existing objects, so a good part must be served.
     assert answered["served"] > answered["refused"] / 3
 
@@ -112,7 +113,7 @@ def test_no_valid_request_causes_a_server_error(server: Server, operations: list
 def test_no_request_that_violates_the_schema_causes_a_server_error(
     server: Server, operations: list[Any]
 ) -> None:
-    answered = fuzz(server, operations, GenerationMode.NEGATIVE, examples=3)
+    answered = fuzz(server, operations, GenerationMode.NEGATIVE, examples(6, at_least=2))
     assert answered["refused"] > answered["served"]
 
 
@@ -129,15 +130,13 @@ def test_no_unauthenticated_request_causes_a_server_error(operations: list[Any])
         ask()
 
 
-def fuzz(
-    server: Server, operations: list[Any], mode: GenerationMode, examples: int
-) -> Counter[str]:
+def fuzz(server: Server, operations: list[Any], mode: GenerationMode, most: int) -> Counter[str]:
     """Send requests of every operation in many variants. Count the outcomes."""
     real = make_ids(server)
     answered = Counter[str]()
     for operation in operations:
 
-        @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=most, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy(generation_mode=mode), asks_for_real=st.booleans())
         def ask(case: Any, asks_for_real: bool) -> None:
             assume(len(str(case.query)) < LONGEST_QUERY)

@@ -36,7 +36,7 @@ def limit_rows(engine: Engine) -> Iterator[LimitRows]:
     hook = engine._base.backbone.register_forward_pre_hook(refuse, with_kwargs=True)
     yield limit
     hook.remove()
-    engine._forward_backward.safe_tokens = before
+    engine._forward_backward.limits.tokens = before
 
 
 async def test_a_run_split_for_lack_of_memory_resumes_with_more_memory(

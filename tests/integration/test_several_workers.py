@@ -28,7 +28,7 @@ from tests.support.tiny_models import build_tiny_qwen3
 from tests.warm.popen import Popen, run
 from tests.warm.sources import COMMAND
 
-TENANTS, STEPS = 16, 3
+TENANTS, STEPS = 8, 3
 KEYS = [f"tml-tenant{number}_of-the-lab-{number}" for number in range(TENANTS)]
 PATIENCE_S = 300
 #: Command that works with and without installed entry points.
@@ -45,7 +45,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Tenants:
-    """Sixteen runs, each of a different tenant, that train concurrently."""
+    """Runs, each of a different tenant, that train concurrently."""
 
     def __init__(self, address: str, clients: ExitStack) -> None:
         services = [ServiceClient(base_url=address, api_key=key) for key in KEYS]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import settings
 
 
-def examples(many: int) -> int:
+def examples(many: int, at_least: int = 10) -> int:
     """Return `many` under `--hypothesis-profile=explore`, otherwise a third of it, which is the
-    same in every run.
+    same in every run, and not less than `at_least`.
     """
-    return many if settings.get_current_profile_name() == "explore" else max(10, many // 3)
+    is_search = settings.get_current_profile_name() == "explore"
+    return many if is_search else max(at_least, many // 3)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 aten: Any = torch.ops.aten
 NARROW = (torch.bfloat16, torch.float16)
+MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def wide_mm(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
@@ -83,6 +84,7 @@ def flash_backward(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
     q, k, v, slope = (given[name].held for name in ("query", "key", "value", "grad_out"))
     gq, gk, gv = (torch.zeros_like(each, dtype=torch.float32) for each in (q, k, v))
+    sums = query_sums(len(given["cu_seq_q"].held) - 1, *q.shape)
     shared = q.shape[1] // k.shape[1]
     starts = given["cu_seq_q"].held.tolist()
     for at, (span, keys, values, seen) in enumerate(spans(given)):
@@ -96,7 +98,18 @@ def flash_backward(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
         of_values = torch.einsum("hqk,qhd->khd", p, g)
         for total, part in ((gk, of_keys), (gv, of_values)):
             total[rows] = part.unflatten(1, (-1, shared)).sum(2)
+    del sums
     return tuple(OnDevice(each.to(q.dtype)) for each in (gq, gk, gv))
+
+
+def query_sums(sequences: int, tokens: int, heads: int, size: int) -> OnDevice:
+    """Return fp32 memory for the sums of the queries' gradient, as FlashAttention 2 allocates it.
+
+    In deterministic mode it has a part for each program that adds to the same rows.
+    """
+    splits = -(-MULTIPROCESSORS // (sequences * heads))
+    parts = splits if torch.are_deterministic_algorithms_enabled() else 1
+    return OnDevice(torch.empty(parts, tokens + 128 * sequences, heads, size))
 
 
 def check_flash(given: dict[str, Any]) -> None:

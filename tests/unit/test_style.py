@@ -25,6 +25,15 @@ CODE_SPAN = re.compile(r"``?[^`\n]+``?|https?://\S+")
 FENCE = re.compile(r"^```.*?^```|<!--.*?-->", re.MULTILINE | re.DOTALL)
 #: Behind code, or alone on its line; a `#` in a string has no two blanks in front.
 COMMENT = re.compile(r"(?:^\s*|(?<=\S)\s{2})#:? (.*)$")
+#: Scripts, settings and charts, without their examples, which are indented.
+SCRIPTS = (
+    "docker/**/*.sh", "docker/**/*.yml", "docker/**/*.conf", "docker-compose*.yml", "Dockerfile",
+    "deploy/**/*.yaml", "deploy/**/*.tpl", "client/**/*.sh", "scheduler/**/*.lua", "pins/*.sh", ".ci/run",
+    "Makefile", "pyproject.toml", "mkdocs.yml", ".pre-commit-config.yaml",
+)  # fmt: skip
+SCRIPT_COMMENT = re.compile(
+    r"(?:^\s*|(?<=\S)\s{1,2})# (?!  )(.*)$|\{\{- /\* (.*) \*/|(?:^\s*|(?<=\S) )-- (?!needs: )(.*)$"
+)
 SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z*`\"(])|\n\s*\n|\n\s*[*\-#|\d>]")
 
 
@@ -32,7 +41,13 @@ SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z*`\"(])|\n\s*\n|\n\s*[*\-#|\d>]
 def faults(path: Path) -> list[str]:
     """Return the rules that a file breaks, each with its line."""
     text = path.read_text(encoding="utf-8")
-    found = _of_page(text) if path.suffix == ".md" else [*_of_docstrings(text), *_of_comments(text)]
+    match path.suffix:
+        case ".md":
+            found = list(_of_page(text))
+        case ".py":
+            found = [*_of_docstrings(text), *_of_comments(text, COMMENT)]
+        case _:
+            found = list(_of_comments(text, SCRIPT_COMMENT))
     return [f"{path.relative_to(ROOT)}:{line}: {fault}" for line, fault in found]
 
 
@@ -101,28 +116,29 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _statements(inner)
 
 
-def _of_comments(text: str) -> Iterator[tuple[int, str]]:
+def _of_comments(text: str, comment: re.Pattern[str]) -> Iterator[tuple[int, str]]:
     """Yield faults of comments. Consecutive lines without code are one text."""
     start, lines = 0, list[str]()
     for number, line in enumerate([*text.splitlines(), ""], 1):
-        found = COMMENT.search(line)
+        found = comment.search(line)
         if lines and (not found or found.start() > 0):
             for fault in faults_of_prose(" ".join(lines)):
                 yield start, fault
             lines = []
         if found:
             start = start if lines else number
-            lines.append(found[1])
+            lines.append(next(filter(None, found.groups()), ""))
 
 
 def files() -> list[Path]:
-    """Return every page and every Python file that is written here."""
+    """Return every page, Python file, script and chart that is written here."""
     code = [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    scripts = [path for pattern in SCRIPTS for path in ROOT.glob(pattern)]
     generated = {"compatibility.md", "style.md"}  # the second quotes what it forbids
     return sorted(
         path
-        for path in [*code, *pages]
+        for path in [*code, *pages, *scripts]
         if "_pb2" not in path.name and path.name not in generated and path != Path(__file__)
     )
 
@@ -134,12 +150,27 @@ def test_a_clause_a_word_of_the_dialect_and_a_long_sentence_are_found(tmp_path: 
         "    # and this shall be found, " + "word " * 30 + "\n"
     )
     text = module.read_text()
-    found = [fault for _, fault in (*_of_docstrings(text), *_of_comments(text))]
+    found = [fault for _, fault in (*_of_docstrings(text), *_of_comments(text, COMMENT))]
     assert {"opens with “What”", "opens with “Say”", "“so many”", "“shall”"} <= set(found)
     assert any("a sentence of" in fault for fault in found)
 
 
-@pytest.mark.parametrize("folder", [*CODE, "."])
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("start.sh", "# this shall be found"),
+        ("values.yaml", "port: 1  # what is reached"),
+        ("_helpers.tpl", "{{- /* this shall be found */ -}}"),
+        ("script.lua", "local a = 1 -- so many things"),
+    ],
+)
+def test_comments_of_scripts_and_charts_are_checked(tmp_path: Path, name: str, line: str) -> None:
+    script = tmp_path / name
+    script.write_text(f"{line}\n#   so many examples\n")
+    assert len(list(_of_comments(script.read_text(), SCRIPT_COMMENT))) == 1
+
+
+@pytest.mark.parametrize("folder", [*CODE, "docker", "deploy", "pins", ".ci", "."])
 def test_every_file_keeps_the_rules(folder: str) -> None:
     found = []
     for path in files():

@@ -13,3 +13,8 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 # torch reads it only at the first CUDA product of a process, which may precede the load of an engine.
 # Without it, torch rejects all products once deterministic algorithms are enabled.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# The lengths of micro-batches vary, and freed blocks of one length rarely fit the next. Segments that
+# expand leave no such gaps. torch reads this when it initializes CUDA. `PYTORCH_ALLOC_CONF` is its
+# newer name.
+if "PYTORCH_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

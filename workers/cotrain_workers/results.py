@@ -1,7 +1,8 @@
-"""Results of a step: engine outputs become results of futures, and these the step's commit.
+"""Commit of a step, made from the outputs of the engine: results, saves, cycle record, counters, usage.
 
-`commit_of` builds the whole commit: results, saves, the cycle record, counters and usage.
-`result_of` encodes one output; a replay compares it with the stored result.
+`commit_of` builds all of it. A *finished* op of a step has an output. The others are open passes, or wait behind
+one. They return to their queues. `result_of` encodes one output as the result of a future; a replay
+compares it with the stored result.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class StepRun:
     """False if memory ran out, so that the last bits of some op differ from this worker's
     numerics.
     """
-    found: Mapping[OpId, HistoryEntry] = field(default_factory=dict)
+    history: Mapping[OpId, HistoryEntry] = field(default_factory=dict)
     """History entries of the finished ops."""
     earlier_s: Mapping[OpId, float] = field(default_factory=dict)
     """Compute time in s of earlier steps, for passes that this step continued."""
@@ -85,7 +86,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class DoneSave:
-    """Successful save: the records that its commit writes, the content of its files, its result."""
+    """Successful save, with the records that its commit writes, the content of its files, and its result."""
 
     records: SaveRecords
     saved: Saved
@@ -95,7 +96,7 @@ class DoneSave:
 
     @property
     def is_named(self) -> bool:
-        """True if the result becomes visible only when the files are durable."""
+        """True for a save with a name, whose result becomes visible only when its files are durable."""
         return isinstance(self.records.user, CheckpointRecord)
 
 
@@ -105,15 +106,18 @@ class StepCommit:
 
     results: Mapping[OpId, Result]
     record: Mapping[str, Any]
+    """Record of the cycle (`cycle_record`)."""
     counted: Mapping[str, float]
+    """Increments of the pool's totals (`counted_cycle`)."""
     crashed: frozenset[OpId]
+    """Failed ops that must never run again, not even in a replay."""
     saves: Mapping[OpId, DoneSave]
     usage: Mapping[RunId, RunUsage]
     opened: Mapping[OpId, int]
     """Open passes, each with the number of its tokens that have run."""
     device_s: Mapping[OpId, float]
     """Compute time of each op in s; for open passes, so far."""
-    found: Mapping[OpId, HistoryEntry]
+    history: Mapping[OpId, HistoryEntry]
     """Entries that ops add to the histories of their runs."""
     ended: tuple[RunId, ...]
     """Runs whose last save failed."""
@@ -130,34 +134,34 @@ def commit_of(
 ) -> StepCommit:
     """Return the commit of an executed step.
 
-    Unresolved ops appear only in the cycle record, with their tokens of this step. Counters of a
-    tenant or a pool count an op once, when it is resolved.
+    Unfinished ops appear only in the cycle record, with their tokens of this step. Counters of a
+    tenant or a pool count an op once, when it is finished.
     """
     outputs, cost = ran.outputs, ran.cost
-    done = resolved(step, outputs)
-    saves = saves_of(done, bodies, outputs, record.id, record.base_model)
+    ops = finished_ops(step, outputs)
+    saves = saves_of(replace(step, ops=ops), bodies, outputs, record.id, record.base_model)
     results = {
-        at: saves[at].result if at in saves else result_of(op, outputs[at], step.cycle)
-        for op in done.ops
-        for at in [(op.run, op.seq)]
+        op_id: saves[op_id].result if op_id in saves else result_of(op, outputs[op_id], step.cycle)
+        for op in ops
+        for op_id in [(op.run, op.seq)]
     }
     cycle = cycle_record(step, outputs, cost, times)
-    compute_s = cost.wave_s + cost.optim_s if cost else times.duration_s
-    taken_s = computing_time(step, outputs, cost, compute_s, ran.earlier_s)
-    failed = [op for op in done.ops if isinstance(outputs[op.run, op.seq], Failure)]
+    step_s = cost.wave_s + cost.optim_s if cost else times.duration_s
+    device_s = compute_seconds(step, outputs, cost, step_s, ran.earlier_s)
+    failed = [op for op in ops if isinstance(outputs[op.run, op.seq], Failure)]
     open_tokens = cost.open_tokens if cost else {}
-    ids = [(op.run, op.seq) for op in step.ops]
+    op_ids = [(op.run, op.seq) for op in step.ops]
     return StepCommit(
         results=results,
         record=cycle,
         counted=counted_cycle(step, outputs, cost, cycle),
-        crashed=frozenset((op.run, op.seq) for op in failed if runs_once(op, outputs)),
+        crashed=frozenset((op.run, op.seq) for op in failed if must_not_rerun(op, outputs)),
         saves=saves,
-        usage=usage_of(step, outputs, taken_s),
-        opened={at: open_tokens[at] for at in ids if at in open_tokens},
-        device_s=taken_s,
-        found=ran.found,
-        ended=tuple(op.run for op in failed if is_last(op, bodies[op.run, op.seq])),
+        usage=usage_of(step, outputs, device_s),
+        opened={op_id: open_tokens[op_id] for op_id in op_ids if op_id in open_tokens},
+        device_s=device_s,
+        history=ran.history,
+        ended=tuple(op.run for op in failed if ends_run(op, bodies[op.run, op.seq])),
         is_exact=ran.is_exact,
     )
 
@@ -280,7 +284,7 @@ def history_by(
     found: dict[OpId, HistoryEntry] = {}
     for request in requests:
         entry = _entry(request, outputs.get((request.run, request.seq)))
-        if entry and all(map(isfinite, vars(entry).values())):  # JSON has no other numbers
+        if entry and all(map(isfinite, vars(entry).values())):  # JSON has no NaN and no infinity
             found[RunId(request.run), request.seq] = entry
     return found
 
@@ -307,12 +311,12 @@ def _weight(request: Pass | ReverseKl) -> float:
     return float(sum(each.sum(dtype=np.float64) for each in weights))
 
 
-def runs_once(op: QueuedOp, outputs: Mapping[tuple[str, int], Output]) -> bool:
-    """Return True if a failed op must never run again, because it might succeed or crash the next
-    time.
+def must_not_rerun(op: QueuedOp, outputs: Mapping[tuple[str, int], Output]) -> bool:
+    """Return True if a failed op must not run in a replay, because it might succeed or crash there.
 
     A fault of the request itself (category user) fails in a replay, too, unless it crashes the
-    process. A replay omits loads without checking their outcome (`recovery/replay.py`).
+    process (`too_large`). A failed load counts, too, because a replay drops the ops before the
+    newest load without checking its outcome (`recovery/replay.py`).
     """
     output = outputs[op.run, op.seq]
     return op.kind is OpKind.LOAD or (
@@ -320,16 +324,16 @@ def runs_once(op: QueuedOp, outputs: Mapping[tuple[str, int], Output]) -> bool:
     )
 
 
-def is_last(op: QueuedOp, body: bytes) -> bool:
+def ends_run(op: QueuedOp, body: bytes) -> bool:
     """Return True for a save after which the run ends. An empty body means that the run has
     already ended.
     """
     return op.kind is OpKind.SAVE and body != b"" and SaveRequest.parse(body).last
 
 
-def resolved(step: Step, outputs: Mapping[tuple[str, int], Output]) -> Step:
-    """Return the step with its finished ops only. The others stay open, or wait behind open ones."""
-    return replace(step, ops=tuple(op for op in step.ops if (op.run, op.seq) in outputs))
+def finished_ops(step: Step, outputs: Mapping[tuple[str, int], Output]) -> tuple[QueuedOp, ...]:
+    """Return the ops of a step that have an output, in the order of the plan."""
+    return tuple(op for op in step.ops if (op.run, op.seq) in outputs)
 
 
 def tokens_now(
@@ -341,25 +345,27 @@ def tokens_now(
     return op.tokens if (op.run, op.seq) in outputs else None
 
 
-def computing_time(
+def compute_seconds(
     step: Step,
     outputs: Mapping[tuple[str, int], Output],
     cost: CycleOutput | None,
-    compute_s: float,
-    before: Mapping[OpId, float],
+    step_s: float,
+    earlier_s: Mapping[OpId, float],
 ) -> dict[OpId, float]:
-    """Return the computing time of each op: its share of the step by tokens, plus the time in
-    `before`.
+    """Return the compute time in s of each op that ran: its share of `step_s`, plus its `earlier_s`.
 
-    An op without tokens counts as one token.
+    Shares are proportional to tokens. An op without tokens counts as one token.
     """
-    parts = {
+    tokens_by_op = {
         (op.run, op.seq): tokens or 1
         for op in step.ops
         if (tokens := tokens_now(op, outputs, cost)) is not None
     }
-    total = sum(parts.values())
-    return {at: before.get(at, 0.0) + compute_s * part / total for at, part in parts.items()}
+    total = sum(tokens_by_op.values())
+    return {
+        op_id: earlier_s.get(op_id, 0.0) + step_s * tokens / total
+        for op_id, tokens in tokens_by_op.items()
+    }
 
 
 def usage_of(
@@ -367,11 +373,11 @@ def usage_of(
 ) -> dict[RunId, RunUsage]:
     """Return the usage of the finished ops by run. Tokens of failed ops are not counted as used."""
     usage: dict[RunId, RunUsage] = {}
-    for op in resolved(step, outputs).ops:
+    for op in finished_ops(step, outputs):
         used = 0 if isinstance(outputs[op.run, op.seq], Failure) else op.tokens
-        before = usage.get(op.run, RunUsage(0, 0.0))
-        taken_s = before.device_s + device_s[op.run, op.seq]
-        usage[op.run] = RunUsage(before.tokens + used, taken_s)
+        so_far = usage.get(op.run, RunUsage(0, 0.0))
+        total_s = so_far.device_s + device_s[op.run, op.seq]
+        usage[op.run] = RunUsage(so_far.tokens + used, total_s)
     return usage
 
 
@@ -426,7 +432,7 @@ def counted_cycle(
     record: Mapping[str, Any],
 ) -> dict[str, float]:
     """Return the increments of the pool's totals (`definitions.POOL_COUNTERS`)."""
-    ops = resolved(step, outputs).ops
+    ops = finished_ops(step, outputs)
     failed = [output for output in outputs.values() if isinstance(output, Failure)]
     return {
         "cycles": 1,

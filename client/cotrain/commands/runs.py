@@ -21,42 +21,6 @@ from cotrain.wire.rest import MAX_PAGE, TrainingRun
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
 
 
-def note(
-    run: Run,
-    text: Annotated[str, typer.Argument(help="Up to 2,000 characters; '' takes it away.")],
-    as_json: AsJson = False,
-) -> None:
-    """Write a note to a run."""
-    with opened() as service:
-        _print(service.create_rest_client().update_training_run(run, note=text).result(), as_json)
-
-
-def tag(
-    run: Run,
-    tags: Annotated[list[str] | None, typer.Argument(help="To add: up to 64 characters.")] = None,
-    remove: Annotated[list[str] | None, typer.Option(help="To take away; repeated.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Add and remove tags of a run; without any, show its tags."""
-    with opened() as service:
-        rest = service.create_rest_client()
-        found = rest.get_training_run(run).result()
-        kept = list(dict.fromkeys([*found.tags, *(tags or [])]))
-        wanted = [each for each in kept if each not in (remove or [])]
-        if wanted != found.tags:
-            found = rest.update_training_run(run, tags=wanted).result()
-    _print(found, as_json)
-
-
-def _print(run: TrainingRun, as_json: bool) -> None:
-    print_result(
-        {"training_run_id": run.training_run_id, "note": run.note, "tags": run.tags},
-        f"{run.training_run_id}: {', '.join(run.tags) or 'no tags'}",
-        *([run.note] if run.note else []),
-        as_json=as_json,
-    )
-
-
 app = typer.Typer(help="List your runs and look at one.", no_args_is_help=True)
 
 
@@ -75,9 +39,9 @@ def list_runs(
         rest = service.create_rest_client()
         page = rest.list_training_runs(limit, offset, tags=tag or (), text=text).result()
     print_result(page.training_runs, _table(page.training_runs), as_json=as_json)
-    left = page.cursor.total_count - offset - len(page.training_runs)
-    if left > 0 and not as_json:
-        typer.echo(f"{left} more: --limit, --offset", err=True)
+    remaining = page.cursor.total_count - offset - len(page.training_runs)
+    if remaining > 0 and not as_json:
+        typer.echo(f"{remaining} more: --limit, --offset", err=True)
 
 
 @app.command(epilog=examples("cotrain runs show 1f2e3d4c:train:0"))
@@ -89,25 +53,54 @@ def show(
     with opened() as service:
         rest = service.create_rest_client()
         is_path = run.startswith("tinker://")
-        ask = rest.get_training_run_by_tinker_path if is_path else rest.get_training_run
-        found = ask(run).result()
+        get = rest.get_training_run_by_tinker_path if is_path else rest.get_training_run
+        found = get(run).result()
         checkpoints = rest.list_checkpoints(found.training_run_id).result().checkpoints
     rows = facts(*_facts(found), *(("checkpoint", each.tinker_path) for each in checkpoints))
     print_result({**found.model_dump(), "checkpoints": checkpoints}, rows, as_json=as_json)
 
 
-app.command(
+@app.command(
     epilog=examples(
         "cotrain runs note 1f2e3d4c:train:0 'the one with the longer warm-up'",
         "cotrain runs list --text warm-up",
     )
-)(note)
-app.command(
+)
+def note(
+    run: Run,
+    text: Annotated[str, typer.Argument(help="Up to 2,000 characters; '' takes it away.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write a note to a run."""
+    with opened() as service:
+        _print_labels(
+            service.create_rest_client().update_training_run(run, note=text).result(), as_json
+        )
+
+
+@app.command(
     epilog=examples(
         "cotrain runs tag 1f2e3d4c:train:0 baseline paper --remove draft",
         "cotrain runs list --tag baseline",
     )
-)(tag)
+)
+def tag(
+    run: Run,
+    tags: Annotated[list[str] | None, typer.Argument(help="To add: up to 64 characters.")] = None,
+    remove: Annotated[list[str] | None, typer.Option(help="To take away; repeated.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Add and remove tags of a run; without any, show its tags."""
+    with opened() as service:
+        rest = service.create_rest_client()
+        found = rest.get_training_run(run).result()
+        both = list(dict.fromkeys([*found.tags, *(tags or [])]))
+        wanted = [each for each in both if each not in (remove or [])]
+        if wanted != found.tags:
+            found = rest.update_training_run(run, tags=wanted).result()
+    _print_labels(found, as_json)
+
+
 app.command(
     epilog=examples(
         "cotrain runs history 1f2e3d4c:train:0 --last 20",
@@ -120,6 +113,15 @@ app.command(
         "tensorboard --logdir runs/",
     )
 )(export)
+
+
+def _print_labels(run: TrainingRun, as_json: bool) -> None:
+    print_result(
+        {"training_run_id": run.training_run_id, "note": run.note, "tags": run.tags},
+        f"{run.training_run_id}: {', '.join(run.tags) or 'no tags'}",
+        *([run.note] if run.note else []),
+        as_json=as_json,
+    )
 
 
 def _table(runs: list[TrainingRun]) -> Table:
@@ -168,13 +170,13 @@ def models(as_json: AsJson = False) -> None:
         (
             model.model_name,
             f"{model.max_context_length:,}" if model.max_context_length else None,
-            _yes(model.trainable),
-            _yes(model.sampleable),
+            _yes_or_no(model.trainable),
+            _yes_or_no(model.sampleable),
         )
         for model in found
     )
     print_result(found, table(("model", "context", "train", "sample"), rows), as_json=as_json)
 
 
-def _yes(can: bool | None) -> str:
+def _yes_or_no(can: bool | None) -> str:
     return {True: "yes", False: "no", None: ""}[can]

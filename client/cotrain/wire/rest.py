@@ -44,7 +44,7 @@ FinishReasonType = Literal["success", "errored", "interrupted"]
 MAX_PAGE = 1_000
 MAX_SEARCH_PAGE = 200
 MAX_SEARCHED = 1_000
-"""Maximum number of projects, or of statuses, in one search: each session is compared with all of them."""
+"""Maximum number of projects, and of statuses, in one search. Each session is compared with all of them."""
 
 
 Note = Annotated[str, Field(max_length=2_000)]
@@ -102,7 +102,7 @@ class TrainingRun(WireModel):
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
     weights_epoch: int = 0
-    """Number of rollbacks: its newest state was lost with a disk, and it continued from a checkpoint."""
+    """Number of rollbacks. In each, the newest state was lost with a disk, and the run continued from a checkpoint."""
     rolled_back_to: str | None = None
     """Path of the checkpoint of the last rollback."""
     note: str | None = None
@@ -135,11 +135,11 @@ class HistoryPoint(WireModel):
 
     kind: Literal["optim_step", "forward"]
     step: int
-    """Number of optimizer steps so far. From 1 for a step, which counts itself; from 0 for forwards."""
+    """Number of optimizer steps so far, including this one if it is a step."""
     steps: int
-    """Number of consecutive points merged into this one, itself the newest: 1 up to 1,024 points."""
+    """Number of consecutive points that this one replaces, itself included. It is 1 in a run of up to 1,024 points."""
     seq: int
-    """Seq in the run's log: of the optimizer step, or of the newest forward."""
+    """Seq of the optimizer step, or of the newest forward, in the run's log."""
     time_s: float
     """Time when its result was available, in seconds since the epoch."""
     loss_sum: float
@@ -206,19 +206,19 @@ class TraceExportResponse(WireModel):
 
 
 class OwnSearchOwner(WireModel):
-    """Search of the caller's own sessions."""
+    """Search in the caller's own sessions."""
 
     type: Literal["own"] = "own"
 
 
 class AccessibleSearchOwner(WireModel):
-    """Search of every session that the caller may read: on this server, its own."""
+    """Search in every session that the caller may read: on this server, its own."""
 
     type: Literal["accessible"] = "accessible"
 
 
 class UserSearchOwner(WireModel):
-    """Search of the sessions of these owners."""
+    """Search in the sessions of these owners."""
 
     type: Literal["user"] = "user"
     owner_urns: list[Name] = Field(min_length=1, max_length=10)
@@ -230,25 +230,25 @@ SearchOwner = Annotated[
 
 
 class ActiveStatusQuery(WireModel):
-    """Session that is not finished and sent a heartbeat within the last minutes."""
+    """Search for sessions that are not finished and sent a heartbeat within the last 3 minutes."""
 
     type: Literal["active"] = "active"
 
 
 class CancelledStatusQuery(WireModel):
-    """Session cancelled from a console; this server has none."""
+    """Search for sessions cancelled from a console. This server has none."""
 
     type: Literal["cancelled"] = "cancelled"
 
 
 class FailedStatusQuery(WireModel):
-    """Session failed by one of its runs."""
+    """Search for sessions that failed with one of their runs."""
 
     type: Literal["failed"] = "failed"
 
 
 class ClientFinishedStatusQuery(WireModel):
-    """Session finished by its client."""
+    """Search for sessions that their client finished, for one of these reasons if any are given."""
 
     type: Literal["client_finished"] = "client_finished"
     reasons: list[FinishReasonType] | None = Field(default=None, min_length=1)
@@ -275,11 +275,11 @@ class SessionSearchRequest(WireModel):
     user_metadata: dict[str, str] = Field(default={})
     """Key-value pairs; all must match."""
     display_name: str | None = Field(default=None, min_length=1, max_length=1024)
-    """Words that are all part of the name. With `session_id`, one of both must match."""
+    """Words that must all be part of the name. With `session_id`, a match of either suffices."""
     tags: list[Tag] | None = Field(default=None, max_length=16)
-    """Tags that one run of the session all has."""
+    """Tags that one run of the session must all have."""
     text: str | None = Field(default=None, min_length=1, max_length=1024)
-    """Words that all occur in the note or in a tag of one run of the session."""
+    """Words that must all occur in the note or the tags of one run of the session."""
     owner: SearchOwner = OwnSearchOwner()
     statuses: list[StatusQuery] | None = Field(default=None, min_length=1, max_length=MAX_SEARCHED)
     limit: int = Field(default=50, ge=1, le=MAX_SEARCH_PAGE)
@@ -287,19 +287,19 @@ class SessionSearchRequest(WireModel):
 
 
 class SessionActive(WireModel):
-    """Session that is not finished and sent a heartbeat within the last minutes."""
+    """Status of a session that is not finished and sent a heartbeat within the last 3 minutes."""
 
     type: Literal["active"] = "active"
 
 
 class FinishReason(WireModel):
-    """Reason that the client reported when it finished."""
+    """Reason that a client reported when it finished its session."""
 
     type: FinishReasonType
 
 
 class SessionFinished(WireModel):
-    """Session finished by its client."""
+    """Status of a session that its client finished."""
 
     type: Literal["client_finished"] = "client_finished"
     reason: FinishReason
@@ -307,14 +307,14 @@ class SessionFinished(WireModel):
 
 
 class FailedRunReason(WireModel):
-    """Run that failed the session."""
+    """Run that the server stopped."""
 
     type: Literal["training_run"] = "training_run"
     training_run_id: str
 
 
 class SessionFailed(WireModel):
-    """Session failed because the server stopped one of its runs."""
+    """Status of a session of which the server stopped a run."""
 
     type: Literal["failed"] = "failed"
     category: Literal["user", "internal"] = "internal"
@@ -336,7 +336,7 @@ class SessionSummary(WireModel):
     project_id: str
     """Empty for a session without a project."""
     status: SessionStatus | None = None
-    """None: the session is not finished, but sent no heartbeat for minutes."""
+    """None: the session is not finished, but sent no heartbeat in the last 3 minutes."""
     checkpoints_count: int
     display_name: str | None = None
     user_metadata: dict[str, str] | None = None
@@ -344,7 +344,7 @@ class SessionSummary(WireModel):
 
 
 class SessionSearchResponse(WireModel):
-    """Page of a search, newest first. It may be short or even empty while there is a next one."""
+    """Page of a search, newest first. It may be empty although `next_cursor` is set."""
 
     sessions: list[SessionSummary]
     next_cursor: SessionSearchCursor | None = None

@@ -1,6 +1,6 @@
 """Codec for the body of a reverse-KL request, and encoder of its result.
 
-Settings are JSON, and long arrays are binary, as in the body of a sample request.
+A body is the length of a JSON text, the text with the settings, then the arrays of all datums in binary.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import WeightsRef
 
-#: Bytes of the JSON part.
+#: Length of the JSON text in bytes.
 _HEADER = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
 class KlArrays:
-    """Datum: a continuation of `n` tokens, and its two contexts."""
+    """Datum of reverse KL: a continuation of `n` tokens, and the two contexts that it follows."""
 
     student_context: np.ndarray  # int64 [s], s >= 1
     reference_context: np.ndarray  # int64 [r], r >= 1
@@ -31,7 +31,7 @@ class KlArrays:
 
     @property
     def student_tokens(self) -> np.ndarray:
-        """Input tokens of the run. The last target is only predicted."""
+        """Input tokens of the run. The last target is missing, because it is only predicted."""
         return np.concatenate([self.student_context, self.targets[:-1]])
 
     @property
@@ -79,7 +79,7 @@ def encode_reverse_kl(body: ReverseKlBody) -> bytes:
 
 
 def decode_reverse_kl(body: bytes) -> ReverseKlBody:
-    """Return the body of bytes from `encode_reverse_kl` of this version or the next.
+    """Return the body of bytes from `encode_reverse_kl`, also of the next version during an upgrade.
 
     Raises:
         MalformedBody: the bytes are not such a body.
@@ -106,9 +106,9 @@ def decode_reverse_kl(body: bytes) -> ReverseKlBody:
 
 
 def reverse_kl_answer(losses: Sequence[np.ndarray], metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Return the result of a request: for each datum the summed `loss`, in the format that `mint` reads.
+    """Return the result of a request, in the format that the `mint` SDK reads.
 
-    `token_losses` has the terms of that sum. `mint` 0.2.0 ignores it.
+    For each datum, `loss` is the sum of its `losses`, and `token_losses` has the terms. `mint` 0.2.0 ignores the latter.
     """
     outputs = [
         {

@@ -1,9 +1,9 @@
 -- reassign: transfer the work of a worker without a heartbeat to its successor, another worker of its pool.
--- Fenced by the scheduler's epoch and by the dead worker's own. The latter is increased, which fences the dead
+-- Fenced by the scheduler's epoch and by the lost worker's own. The latter is increased, which fences the lost
 -- worker's process in case it still runs. Idempotent.
 -- needs: sample_put_back, changed
 -- The successor receives the work that one worker must do: open steps, unstored weights, and the runs of both.
--- The other runs have no worker afterwards, because the dead one is removed from the workers.
+-- The other runs have no worker afterwards, because the lost one is removed from the workers.
 local scheduler_epoch, workers, dead_epoch, dead_heartbeat, successor_heartbeat, refs, notify, counters =
   unpack(KEYS)
 local args = cjson.decode(ARGV[1])

@@ -1,7 +1,7 @@
 -- sample_claim: claim waiting sample requests for a worker, round robin over tenants. A tenant may have at most
 -- `max_of_tenant` requests waiting at the worker, including those that `waiting` counts there.
 -- Fenced by the worker's epoch. Requests that only this worker can run come first, then those that any worker can
--- run. Last come requests for a dead worker whose weights are stored, so that any worker can run them.
+-- run. Last come requests for a lost worker whose weights are stored, so that any worker can run them.
 -- Paused tenants are skipped.
 -- Each row includes the current weight of the tenant, which the decoder applies.
 -- A repeated token means that the answer to a claim was lost, so the same answer is returned.

@@ -1,8 +1,8 @@
 -- view: return all that one tick of the scheduler reads, from one moment. Read-only.
 -- needs: queue_row
--- Returns the next change number, a flag for completeness, the number of ready runs, the number of the last cycle, the
--- workers (id, epoch, heartbeat, open steps), the requested moves, and the queues of `args.runs` and of the runs that
--- changed since `args.since`, in the order of the changes.
+-- Returns, in this order: the next change number, a flag for completeness, the number of ready runs, and the number of
+-- the last cycle. Then the workers (id, epoch, heartbeat, open steps), the requested moves, and the queues. These are
+-- of `args.runs`, and of the runs that changed since `args.since` in the order of the changes.
 local changed, counter, ready, cycle, workers, moves = unpack(KEYS)
 local args, slots, rows = cjson.decode(ARGV[1]), {}, {}
 local prefix = args.prefix

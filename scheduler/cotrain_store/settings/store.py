@@ -1,4 +1,4 @@
-"""Settings shared by all processes; each process adds its own. They are read once at start, then passed on."""
+"""Settings shared by all processes. Each process adds its own, reads them once at start and passes them on."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LogLevel = Annotated[
 class _Variables(PydanticBaseSettingsSource):
     """Settings source for the `COTRAIN_*` variables, each a text that its field's validators read.
 
-    The library's own source checks for every field whether it is JSON, and its sources of files check again.
-    Without these checks, settings load in a quarter of the time.
+    The sources of pydantic-settings check for every field whether its text is JSON. Without these checks, settings
+    load in a quarter of the time.
     """
 
     @override
@@ -46,7 +46,7 @@ class _Variables(PydanticBaseSettingsSource):
 
 
 class StoreSettings(BaseSettings):
-    """Locations of the shared state. Every field is also a `COTRAIN_*` variable."""
+    """Settings that every process reads. Every field is a `COTRAIN_*` variable."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
 
@@ -64,9 +64,11 @@ class StoreSettings(BaseSettings):
         return init_settings, _Variables(settings_cls)
 
     redis_url: str
-    """`unix:///path/redis.sock`, `redis://user:password@host:port/0`, with TLS, behind Sentinels (`address.py`)."""
+    """`unix:///path/redis.sock` or `redis://user:password@host:port/0`. `redis_client/address.py` describes the
+    forms for TLS and for Sentinels."""
     redis_password_file: Path | None = None
-    """File with the password of `redis_url`, which must then contain none. A file appears in no list of variables."""
+    """File with the password of `redis_url`, which must then contain none. Unlike a variable, a file is not visible
+    in the environment of the process."""
     data_dir: Path
     """Folder of the spool, snapshots, logs and the embedded Redis. One per server."""
     blobs: str = ""
@@ -80,7 +82,6 @@ class StoreSettings(BaseSettings):
     """Port on `metrics_host` on which this process publishes its metrics without authentication; 0: none."""
     disk_reserve_bytes: Annotated[int, Field(ge=0)] = 2 * 1024**3
     """Free disk space in bytes below which new work is rejected, so that accepted work can always finish."""
-
     gap_limit_s: Annotated[float, Field(gt=0)] = 900.0
     """Time in s after which requests that wait for a missing seq_id fail. The API reports it to waiting clients."""
 
@@ -94,13 +95,13 @@ class StoreSettings(BaseSettings):
 
     @field_validator("redis_url")
     @classmethod
-    def _is_an_address(cls, given: str) -> str:
+    def _check_redis_url(cls, given: str) -> str:
         parse_address(given)
         return given
 
     @field_validator("blobs")
     @classmethod
-    def _is_where_blobs_can_be(cls, given: str) -> str:
+    def _check_blobs(cls, given: str) -> str:
         if given:
             check_url(given)
         return given.rstrip("/")
@@ -121,7 +122,7 @@ class StoreSettings(BaseSettings):
 
 
 def with_password_of(url: str, file: Path) -> str:
-    """Return the URL of a Redis with the password of a file inserted.
+    """Return the URL of a Redis, with the password from a file inserted.
 
     Raises:
         ValueError: the URL already contains a password, or the file is empty or cannot be read.

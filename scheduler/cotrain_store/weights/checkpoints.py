@@ -20,7 +20,7 @@ from cotrain_store.redis_client.scripts import async_script
 
 
 class Checkpoints:
-    """Editor of checkpoints. A tenant can change only its own; others are reported as not found."""
+    """Changes to checkpoints. A tenant can change only its own; others are reported as not found."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
@@ -63,7 +63,7 @@ class Checkpoints:
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        key, expires_at = weights_keys.checkpoint(run, kind, name), _after(ttl_seconds)
+        key, expires_at = weights_keys.checkpoint(run, kind, name), _expiry(ttl_seconds)
         return await self._change(
             tenant, key, lambda record: replace(record, expires_at=expires_at)
         )
@@ -76,18 +76,18 @@ class Checkpoints:
         *,
         reader: TenantId | None = None,
     ) -> CheckpointRecord:
-        """Add a second name for the weights of a checkpoint, in a new closed run.
+        """Add a second name for the weights of a checkpoint, in the new run `destination`. Idempotent.
 
-        `source` must be readable for `reader` (its own or public), by default the tenant of `destination`.
-        Idempotent.
+        The run is closed from the start. `source` must be readable for `reader` (its own or public), by
+        default the tenant of `destination`.
 
         Raises:
             CheckpointNotFound: `source` was deleted.
-            SeqConflict: the run exists and is not this copy.
+            SeqConflict: the run exists, and is no copy of `source`.
         """
         copy = replace(
             source, run=destination.id, tenant=destination.tenant, created_at=time.time(),
-            expires_at=_after(ttl_seconds), public=False,
+            expires_at=_expiry(ttl_seconds), public=False,
         )  # fmt: skip
         script_keys = [
             weights_keys.checkpoint(source.run, source.kind, source.name),
@@ -119,12 +119,12 @@ class Checkpoints:
 
     async def strike_expired(self, tenant: TenantId) -> None:
         """Remove expired checkpoints from a tenant's lists. Call it before reading them."""
-        await self.stored_bytes(tenant)
+        await self.stored_bytes(tenant)  # the script removes them before it counts
 
     async def _change(
         self, tenant: TenantId, key: str, change: Callable[[CheckpointRecord], CheckpointRecord]
     ) -> CheckpointRecord:
-        while True:
+        while True:  # until no other process has changed the record in between
             before = await self._redis.get(key)
             record = _record(before) if before else None
             if record is None or record.tenant != tenant:
@@ -139,12 +139,12 @@ def _record(text: bytes) -> CheckpointRecord:
     return decode(CheckpointRecord, json.loads(text))
 
 
-def _after(ttl_seconds: int | None) -> float | None:
+def _expiry(ttl_seconds: int | None) -> float | None:
     return None if ttl_seconds is None else time.time() + ttl_seconds
 
 
-async def largest_checkpoint_bytes(connection: Connection, most: int) -> dict[TenantId, int]:
-    """Return the checkpoint bytes of the `most` tenants with the largest checkpoints in total."""
+async def largest_checkpoint_bytes(connection: Connection, count: int) -> dict[TenantId, int]:
+    """Return the checkpoint bytes of the `count` tenants with the most of them."""
     key = weights_keys.checkpoint_bytes()
-    rows = await connection.zrange(key, 0, most - 1, desc=True, withscores=True)
+    rows = await connection.zrange(key, 0, count - 1, desc=True, withscores=True)
     return {TenantId(name.decode()): int(size) for name, size in rows}

@@ -1,8 +1,8 @@
 """Trace span of an API request, from its first line to the last byte of its answer, if tracing is
 on.
 
-Waiting polls have no span. The poll that delivers a result is reported with its op
-(`trace_retrieval`).
+Polls have no span of their own, because most deliver no result. `trace_retrieval` reports the poll
+that does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cotrain_store.monitoring.tracing import (
 )
 
 _TRACED = ("/api/v1/", "/oai/", "/anthropic/")
-#: Requests that repeat constantly, from waiting clients and from health checks.
+#: Requests that waiting clients and health checks repeat every few seconds.
 _NOT_TRACED = frozenset(
     f"/api/v1/{name}"
     for name in (
@@ -40,11 +40,11 @@ _SERVER_ERROR = 500
 
 
 def begin_request(scope: Scope) -> Span | None:
-    """Start the span of a request as a child of its client's span (`traceparent`). Return None if
-    it has no span.
+    """Start the span of a request as a child of its client's span, and return it; None if tracing is off or requests
+    of this path have none.
 
-    From here on OpenTelemetry's current span is this one, or the one that a poll's client sent, and
-    log lines contain its trace id.
+    The header `traceparent` names the client's span. OpenTelemetry's current span becomes the new
+    one, or the client's if there is no new one. Log lines contain the trace id of a new span.
     """
     traces = tracer()
     if traces is None:
@@ -62,17 +62,15 @@ def begin_request(scope: Scope) -> Span | None:
 
 
 def end_request(span: Span, scope: Scope, route: str, status: int) -> None:
-    """Report an answered request, with the ids that its log lines contain."""
+    """End the span of a request, with the ids that its log lines contain. Status 0: no answer."""
     bound = structlog.contextvars.get_contextvars()
-    names = {
-        name: bound[name] for name in ("http_request", "tenant", "run", "seq") if name in bound
-    }
+    ids = {name: bound[name] for name in ("http_request", "tenant", "run", "seq") if name in bound}
     http = {
         "http.request.method": scope["method"], "http.route": route,
         "http.response.status_code": status,
     }  # fmt: skip
     span.update_name(f"{scope['method']} {route}")
-    span.set_attributes(named(**http, **names))
+    span.set_attributes(named(**http, **ids))
     if status >= _SERVER_ERROR or not status:
         span.set_status(StatusCode.ERROR)
     span.end()
@@ -81,16 +79,18 @@ def end_request(span: Span, scope: Scope, route: str, status: int) -> None:
 async def trace_retrieval(
     services: Services, tenant: TenantId, request: RequestId, began: float, result: Result
 ) -> None:
-    """Report the poll that delivered a result, as a child of its client's span or of its op's."""
+    """Record the poll that delivered a result, as a child of its client's span, or else of the span
+    of its op.
+    """
     traces = tracer()
     if traces is None:
         return
-    of_op = await services.futures.trace_of(tenant, request)
-    parent = current_traceparent() or of_op
+    op_span = await services.futures.trace_of(tenant, request)
+    parent = current_traceparent() or op_span
     if not parent:
         return
     is_failure = result.kind is ResultKind.FAILURE
     record(
-        traces, "retrieve_future", began, time.time(), parent, links=[of_op] if parent != of_op else [],
+        traces, "retrieve_future", began, time.time(), parent, links=[op_span] if parent != op_span else [],
         request=request, tenant=tenant, outcome="failed" if is_failure else "ok",
     )  # fmt: skip

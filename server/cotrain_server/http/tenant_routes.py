@@ -1,13 +1,9 @@
-"""Route classes and dependencies of tenants and of the operator.
+"""Route classes of tenants and of the operator, and the annotated types of their parameters.
 
-A `TenantRoute` authenticates before it reads the body. An unauthenticated client therefore cannot
+Both classes check the key before they read the body. An unauthenticated client therefore cannot
 make the server read, decompress or parse anything.
 
-An `OperatorRoute` checks the admin key first, then reads a small body.
-
-A route that parses its body without the framework documents it with `body_of`.
-
-The annotated types are the parameters of routes: services, tenant, and page of a list.
+Some routes parse their bodies without FastAPI. `body_of` documents such a body in the OpenAPI page.
 """
 
 from __future__ import annotations
@@ -32,8 +28,14 @@ from cotrain_store.messages.runs import Tenant
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
+#: Size limit of a body with settings, of one with tokens as JSON, and of one from the operator.
 SMALL_BODY_BYTES = 1024**2
 JSON_BODY_BYTES = 32 * 1024**2
+OPERATOR_BODY_BYTES = 64 * 1024
+#: Pseudo-tenant to which operator request bodies are charged. No tenant has this id.
+_OPERATOR = TenantId("operator")
+#: For the OpenAPI page only. The route classes check the key.
+api_key = Security(APIKeyHeader(name="X-API-Key", auto_error=False))
 
 
 class CheckedRequest(Request):
@@ -50,9 +52,9 @@ class CheckedRequest(Request):
 
 
 class TenantRoute(APIRoute):
-    """A route that authenticates its tenant (`request.state.tenant`) before it reads the body.
+    """A route with a tenant's key and a small body. It sets `request.state.tenant`.
 
-    The body is small, because such routes store it in Redis and the event loop itself parses it.
+    The body is small, because such routes store it in Redis and parse it in the event loop.
     """
 
     json_limits: ClassVar[JsonLimits] = FEW
@@ -67,8 +69,8 @@ class TenantRoute(APIRoute):
             tenant = await authenticate(request, services)
             limit_bytes = self.body_limit(request, services.settings)
             with (
-                services.tenant_requests.of(tenant.id, 1),
-                services.body_memory.of(tenant.id) as take,
+                services.tenant_requests.of(tenant.id, 1),  # counts towards its limit
+                services.body_memory.of(tenant.id) as take,  # released when the route has answered
             ):
                 reader = BodyReader(services.parser, tenant.id, limit_bytes, self.json_limits, take)
                 body = await reader.read(request)
@@ -82,7 +84,7 @@ class TenantRoute(APIRoute):
 
 
 class DataRoute(TenantRoute):
-    """A route whose body contains tokens, possibly millions. The `Parser` parses it."""
+    """A route whose body contains tokens, possibly millions. `services.parser` parses it."""
 
     json_limits: ClassVar[JsonLimits] = MANY
 
@@ -93,13 +95,8 @@ class DataRoute(TenantRoute):
         return min(JSON_BODY_BYTES, limit) if is_json(request) else limit
 
 
-BODY_BYTES = 64 * 1024
-#: Pseudo-tenant to which operator request bodies are charged. No tenant has this id.
-_OPERATOR = TenantId("operator")
-
-
 class OperatorRoute(APIRoute):
-    """A route for the admin key only. For any other key it does not exist."""
+    """A route for the admin key only. Any other key gets a 404. The body is small."""
 
     @override
     def get_route_handler(self) -> Handler:
@@ -110,9 +107,9 @@ class OperatorRoute(APIRoute):
             services: Services = request.app.state.services
             check_operator(request, services)
             with services.body_memory.of(_OPERATOR) as take:
-                body = await BodyReader(services.parser, _OPERATOR, BODY_BYTES, FEW, take).read(
-                    request
-                )
+                body = await BodyReader(
+                    services.parser, _OPERATOR, OPERATOR_BODY_BYTES, FEW, take
+                ).read(request)
                 return await handle(CheckedRequest(request, body))
 
         return guarded
@@ -121,7 +118,7 @@ class OperatorRoute(APIRoute):
 def tenant_router(
     tag: str, prefix: str = "/api/v1", kind: type[APIRoute] = TenantRoute
 ) -> APIRouter:
-    """Return a router of requests with a tenant's API key. The pages of the API show it by its tag."""
+    """Return a router of requests with a tenant's API key. `tag` is its heading in the OpenAPI page."""
     return APIRouter(prefix=prefix, tags=[tag], route_class=kind, dependencies=[api_key])
 
 
@@ -131,10 +128,10 @@ def operator_router(prefix: str) -> APIRouter:
 
 
 def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
-    """Return the OpenAPI schema of a JSON body of one of these models, with `binary` also of its
+    """Return the OpenAPI schema of a JSON body of one of these models; with `binary`, or of a
     protobuf message.
     """
-    schemas = [_whole(model.model_json_schema()) for model in models]
+    schemas = [_inlined(model.model_json_schema()) for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if binary:
@@ -142,15 +139,15 @@ def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def queues(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
-    """Return the options of a route that queues a request with a body of one of these models."""
+def queued_body(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
+    """Return the options of a route that queues its request, which has a body of one of these models."""
     return {
         "response_model_exclude_none": True,
         "openapi_extra": body_of(*models, binary=binary),
     }
 
 
-def _whole(schema: dict[str, Any]) -> dict[str, Any]:
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
     """Inline the definitions that a schema refers to, because its references do not resolve within
     the OpenAPI document.
     """
@@ -165,12 +162,8 @@ def _whole(schema: dict[str, Any]) -> dict[str, Any]:
             return resolve(definitions[node["$ref"].rpartition("/")[2]])
         return {key: resolve(value) for key, value in node.items() if key != "discriminator"}
 
-    whole: dict[str, Any] = resolve(schema)
-    return whole
-
-
-#: For the OpenAPI page only. The key is checked before the route runs.
-api_key = Security(APIKeyHeader(name="X-API-Key", auto_error=False))
+    inlined: dict[str, Any] = resolve(schema)
+    return inlined
 
 
 async def _services(request: Request) -> Services:

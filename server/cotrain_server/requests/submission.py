@@ -1,4 +1,4 @@
-"""Records of new runs, and submission of an accepted op to its run's log."""
+"""Records of new runs, submission of checked ops to the logs of runs, and the quota of checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def new_run(
     lora: LoraSpec,
     user_metadata: Mapping[str, Any] | None = None,
 ) -> RunRecord:
-    """Return the record of a new run. `number` is its own within the session."""
+    """Return the record of the run with this number in its session."""
     return RunRecord(
         id=run_id(session.id, number), tenant=session.tenant, session=session.id, pool=pool.id,
         base_model=pool.base_model, lora=lora, created_at=time.time(),
@@ -35,8 +35,8 @@ async def submit(
 ) -> UntypedAPIFuture:
     """Append an op to its run's log and return the future of its result.
 
-    Without `seq` the op follows all earlier requests of the run, and `idempotency_key` identifies
-    repeats.
+    An op above the tenant's quotas is appended as one that fails. Without `seq` the op follows all
+    earlier requests of the run, and `idempotency_key` identifies repeats.
     """
     quotas = await services.quotas.of(run.tenant)
     op = op.fitting(quotas.tokens, quotas.bytes)
@@ -48,14 +48,14 @@ async def submit(
 
 
 def idempotency_key(request: Request) -> str:
-    """Return the key that identifies repeats of a request without a position. SDKs reuse it for
-    each attempt.
+    """Return the key that identifies repeats of a request without a `seq_id`, or "". SDKs send the
+    same key with each attempt.
     """
     return request.headers.get("x-idempotency-key", "")[:256]
 
 
 async def quota_reached(services: Services, tenant: TenantId) -> str:
-    """Return the quota of stored checkpoints that a tenant has reached, or ""."""
+    """Return the sentence for a tenant that has reached its quota of stored checkpoints, else ""."""
     quotas = await services.quotas.of(tenant)
     count, size_bytes = await services.checkpoints.stored_bytes(tenant)
     if count >= quotas.checkpoints:

@@ -10,7 +10,7 @@ from cotrain.wire.checkpoints import CreateFromWeightsRequest, LoadWeightsReques
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain_server.errors import Invalid
 from cotrain_server.http.request_body import json_body
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queues, tenant_router
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queued_body, tenant_router
 from cotrain_server.requests.checkpoint_validation import (
     WRONG_PATH,
     Source,
@@ -32,7 +32,7 @@ from cotrain_store.messages.runs import SessionRecord, Tenant
 router = tenant_router("weights")
 
 
-@router.post("/load_weights", **queues(LoadWeightsRequest, CreateFromWeightsRequest))
+@router.post("/load_weights", **queued_body(LoadWeightsRequest, CreateFromWeightsRequest))
 async def load_weights(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:

@@ -15,7 +15,7 @@ from cotrain_server.http.tenant_routes import (
     TenantDep,
     TenantRoute,
     api_key,
-    queues,
+    queued_body,
 )
 from cotrain_server.requests.checkpoint_validation import WRONG_PATH, find_loadable
 from cotrain_server.requests.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
@@ -39,38 +39,39 @@ passes = APIRouter(route_class=DataRoute)
 checkpoints = APIRouter(route_class=TenantRoute)
 
 
-@passes.post("/forward_backward_reverse_kl", **queues(ReverseKlRequest))
+@passes.post("/forward_backward_reverse_kl", **queued_body(ReverseKlRequest))
 async def forward_backward_reverse_kl(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
     """Queue a pass that adds the gradient of `sum weight * KL(run || reference)` to the run's.
 
-    Without a `seq_id` it goes behind all that the run was sent so far.
+    Without a `seq_id` it follows all earlier requests of the run.
     """
     content, weight = await json_body(request), body_weight(request)
-    asked = await services.parser.parse_json(tenant.id, weight, read_reverse_kl, content)
-    run = await services.records.run(tenant.id, asked.model_id)
+    wanted = await services.parser.parse_json(tenant.id, weight, read_reverse_kl, content)
+    run = await services.records.run(tenant.id, wanted.model_id)
     pool = await services.records.pool(run.pool)
     if pool is None:
         raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
     key = idempotency_key(request)
     try:
-        reference = await _reference(services, tenant.id, asked, pool)
-        op = await services.parser.run(tenant.id, weight, reverse_kl_op, asked, reference, pool)
-        return await submit(services, run, asked.seq, op, key)
+        reference = await _reference(services, tenant.id, wanted, pool)
+        op = await services.parser.run(tenant.id, weight, reverse_kl_op, wanted, reference, pool)
+        return await submit(services, run, wanted.seq, op, key)
     except WRONG_PATH as error:
         message = f"reference_model_path: {error}"
-        op = await services.parser.run(tenant.id, weight, refused_reverse_kl, asked, message)
-        return await submit(services, run, asked.seq, op, key)
+        op = await services.parser.run(tenant.id, weight, refused_reverse_kl, wanted, message)
+        return await submit(services, run, wanted.seq, op, key)
 
 
 async def _reference(
-    services: Services, tenant: TenantId, asked: AddressedKl, pool: PoolRecord
+    services: Services, tenant: TenantId, wanted: AddressedKl, pool: PoolRecord
 ) -> WeightsRef | None:
-    """Return the weights of a reference. None is the base model alone, or a path that is not a
-    string.
+    """Return the weights that a request names as its reference; None for the base model alone.
+
+    None also stands for a path that is not a string, which `reverse_kl_op` refuses.
     """
-    path = asked.reference_path
+    path = wanted.reference_path
     if path is None or path == pool.base_model:
         return None
     if not path.startswith("tinker://"):
@@ -91,7 +92,8 @@ async def interpolate_checkpoints(
 ) -> UntypedAPIFuture:
     """Queue the creation of sampler weights whose change of the base model is `sum c_i * change_i`.
 
-    They have a run of their own, which starts with a load of all sources and ends with the save.
+    A change is the product B A of an adapter, times its scale. The result belongs to a new run, whose
+    log is a load of all sources and a save.
     """
     check_mix(wanted)
     sources = [
@@ -111,7 +113,7 @@ async def interpolate_checkpoints(
 async def _open_run(
     services: Services, tenant: Tenant, sources: Sequence[WeightsRecord]
 ) -> RunRecord:
-    """Return the run of a combination, in a session of its own that needs no client heartbeat."""
+    """Return the record of a run for an interpolation, in a new session without a client."""
     lora, pool = mixed_lora(sources), await services.records.pool_of(sources[0].base_model)
     try:
         check_rank(lora.rank, pool.max_rank)

@@ -24,7 +24,7 @@ from cotrain_server.http.tenant_routes import (
     DataRoute,
     ServicesDep,
     TenantDep,
-    queues,
+    queued_body,
     tenant_router,
 )
 from cotrain_server.requests.checkpoint_validation import check_loadable
@@ -94,7 +94,7 @@ async def _source(
 sampling_router = tenant_router("sampling", kind=DataRoute)
 
 
-@sampling_router.post("/asample", **queues(SampleRequest))
+@sampling_router.post("/asample", **queued_body(SampleRequest))
 async def asample(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue a sample request.
 

@@ -21,7 +21,7 @@ from cotrain_server.http.auth import authenticate, check_operator, is_operator
 from cotrain_server.http.tenant_routes import ServicesDep, tenant_router
 from cotrain_server.text_apis.tokenizer_cache import tokenizer_folder
 from cotrain_server.views.fleet_metrics import fleet_metrics, process_metrics
-from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready, restoring_notices
+from cotrain_server.views.readiness import FLEET_TIMEOUT_S, reasons_not_ready, restoring_notices
 from cotrain_server.views.server_status import own_status, whole_status
 from cotrain_store.errors import StoreUnavailable
 
@@ -52,7 +52,7 @@ async def readyz(services: ServicesDep) -> Response:
 async def status(request: Request, services: ServicesDep) -> dict[str, Any]:
     """Show the whole status to the operator, and its own part to a tenant (by its API key)."""
     try:
-        async with asyncio.timeout(LOOK_TIMEOUT_S):
+        async with asyncio.timeout(FLEET_TIMEOUT_S):
             if is_operator(request, services):
                 return await whole_status(services)
             return await own_status(services, (await authenticate(request, services)).id)

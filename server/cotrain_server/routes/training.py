@@ -23,7 +23,7 @@ from cotrain_server.http.tenant_routes import (
     DataRoute,
     ServicesDep,
     TenantDep,
-    queues,
+    queued_body,
     tenant_router,
 )
 from cotrain_server.requests.passes import (
@@ -43,7 +43,7 @@ from cotrain_store.messages.runs import PoolRecord, Tenant
 router = tenant_router("training", kind=DataRoute)
 
 
-@router.post("/forward_backward", **queues(ForwardBackwardRequest, binary=True))
+@router.post("/forward_backward", **queued_body(ForwardBackwardRequest, binary=True))
 async def forward_backward(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
@@ -51,13 +51,13 @@ async def forward_backward(
     return await _queue_pass(request, services, tenant, forward_only=False)
 
 
-@router.post("/forward", **queues(ForwardRequest, binary=True))
+@router.post("/forward", **queued_body(ForwardRequest, binary=True))
 async def forward(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue a pass without a gradient."""
     return await _queue_pass(request, services, tenant, forward_only=True)
 
 
-@router.post("/optim_step", **queues(OptimStepRequest))
+@router.post("/optim_step", **queued_body(OptimStepRequest))
 async def optim_step(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:

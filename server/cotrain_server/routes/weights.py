@@ -13,7 +13,7 @@ from cotrain.wire.checkpoints import (
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest
 from cotrain_server.http.request_body import json_body
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queues, tenant_router
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queued_body, tenant_router
 from cotrain_server.requests.checkpoint_validation import find_source
 from cotrain_server.requests.checkpoints import save_op
 from cotrain_server.requests.passes import read_fields
@@ -25,7 +25,7 @@ from cotrain_store.messages.saves import CheckpointKind
 router = tenant_router("weights")
 
 
-@router.post("/save_weights", **queues(SaveWeightsRequest))
+@router.post("/save_weights", **queued_body(SaveWeightsRequest))
 async def save_weights(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
@@ -33,7 +33,7 @@ async def save_weights(
     return await _save(request, services, tenant, "weights")
 
 
-@router.post("/save_weights_for_sampler", **queues(SaveWeightsForSamplerRequest))
+@router.post("/save_weights_for_sampler", **queued_body(SaveWeightsForSamplerRequest))
 async def save_weights_for_sampler(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
@@ -44,7 +44,7 @@ async def save_weights_for_sampler(
     return await _save(request, services, tenant, "sampler_weights")
 
 
-@router.post("/save_weights_external", **queues(SaveWeightsExternalRequest))
+@router.post("/save_weights_external", **queued_body(SaveWeightsExternalRequest))
 async def save_weights_external(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:

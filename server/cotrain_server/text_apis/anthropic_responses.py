@@ -11,7 +11,7 @@ from cotrain_server.text_apis.anthropic_requests import anthropic_error
 from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens
 from cotrain_server.text_apis.prompts import Target
 from cotrain_server.text_apis.route import REFUSED, event, refusal_of
-from cotrain_server.text_apis.tokenizer_cache import VisibleText
+from cotrain_server.text_apis.token_texts import VisibleText
 from cotrain_store.bodies.sample_body import SampleBody
 
 

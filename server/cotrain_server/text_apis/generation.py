@@ -1,8 +1,8 @@
-"""Sample requests for a caller that waits for their results: submit, follow, and cancel on
+"""Sample requests for an HTTP client that waits for its answer: submit, follow, and cancel on
 disconnect.
 
-Each is an ordinary sample request of the tenant, with the same queue, quota and result as an SDK's.
-This module handles tokens, not text.
+They have the same queue, quota and results as the sample requests of an SDK. This module handles
+tokens, not text.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.results.futures import Pending
 from cotrain_store.sampling.token_stream import TokenFeed
 
-#: Proxies close connections without traffic after about a minute.
+#: Time in s without an event after which `Idle` is sent. Proxies close connections without traffic
+#: after about a minute.
 IDLE_S = 15.0
-#: Tokens that arrive only with the result are sent in chunks of this size.
+#: Maximum number of tokens in one event for tokens that arrive only with the result.
 CHUNK_TOKENS = 256
 
 
 class GenerationFailed(StoreError):
-    """The request failed."""
+    """A sample request ended with a failure, whose message and category it carries."""
 
     def __init__(self, result: Result) -> None:
         failure = result.json()
@@ -45,7 +46,7 @@ class GenerationFailed(StoreError):
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The next tokens of one sequence. All events together contain the whole sequence."""
+    """The next tokens of one sequence. The events of a sequence contain each of its tokens once."""
 
     prompt: int
     sequence: int
@@ -77,10 +78,12 @@ class Generation:
     def __init__(self, services: Services, target: Target) -> None:
         self._services = services
         self._sampler = target.sampler
-        self._longest = target.pool.max_sequence_tokens
+        self._max_sequence_tokens = target.pool.max_sequence_tokens
         self._running: set[RequestId] = set()
         self._tasks: list[asyncio.Task[None]] = []
+        """One for each request, which puts its events into the queue."""
         self._events: asyncio.Queue[Event | asyncio.Task[None]] = asyncio.Queue()
+        """Events of all requests, and each task when it has ended."""
         self._cleanup = ExitStack()
 
     @classmethod
@@ -91,12 +94,13 @@ class Generation:
             TOO_MANY_POLLS, and the errors of `SampleIntake.submit`.
         """
         generation = cls(services, target)
+        # An error in the block cancels the submitted requests. `pop_all` leaves that to `close`.
         quotas = await services.quotas.of(target.sampler.tenant)
         with generation._cleanup as cleanup:
             cleanup.enter_context(
                 services.polls_by_tenant.of(target.sampler.tenant, 1, most=quotas.polls)
             )
-            cleanup.callback(generation._withdraw)
+            cleanup.callback(generation._cancel_unfinished)
             for prompt, body in enumerate(bodies):
                 await generation._submit(prompt, body)
             generation._cleanup = cleanup.pop_all()
@@ -112,8 +116,8 @@ class Generation:
         Raises:
             GenerationFailed, SHUTTING_DOWN: there is no result.
         """
-        left = len(self._tasks)
-        while left:
+        unfinished = len(self._tasks)
+        while unfinished:
             try:
                 async with asyncio.timeout(IDLE_S):
                     event = await self._events.get()
@@ -121,8 +125,8 @@ class Generation:
                 yield Idle()
                 continue
             if isinstance(event, asyncio.Task):
-                event.result()
-                left -= 1
+                event.result()  # raises the error of a failed request
+                unfinished -= 1
             else:
                 yield event
                 await asyncio.sleep(0)  # a long series of events must not block other tasks
@@ -139,36 +143,40 @@ class Generation:
         if body.stream:
             feed = self._cleanup.enter_context(self._services.token_stream.follow(request))
         self._running.add(request)
-        await self._services.sample_intake.submit(self._sampler, seq, body, self._longest)
+        await self._services.sample_intake.submit(
+            self._sampler, seq, body, self._max_sequence_tokens
+        )
         task = asyncio.create_task(self._follow(prompt, request, body, feed))
-        task.add_done_callback(self._note_end)
+        task.add_done_callback(self._report_end)
         self._tasks.append(task)
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
+    def _report_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # retrieve the exception even if the client has disconnected
+            task.exception()  # else asyncio logs it if the client has disconnected
             self._events.put_nowait(task)
 
     async def _follow(
         self, prompt: int, request: RequestId, body: SampleBody, feed: TokenFeed | None
     ) -> None:
+        """Send the events of one request: tokens of its feed, if any, then the rest of its result."""
         sent = [0] * body.num_samples
-        waiting = asyncio.create_task(self._result(request))
+        result = asyncio.create_task(self._result(request))
         try:
             if feed is not None:
-                waiting.add_done_callback(lambda _: feed.close())
-                await self._pass_on(prompt, feed, sent)
-            response = await waiting
+                result.add_done_callback(lambda _: feed.close())
+                await self._send_feed(prompt, feed, sent)
+            response = await result
         finally:
-            waiting.cancel()
+            result.cancel()
         for sequence, sampled in enumerate(response.sequences):
             for new in _rest(prompt, sequence, sampled, sent[sequence]):
                 self._events.put_nowait(new)
         self._events.put_nowait(Ended(prompt, response))
 
-    async def _pass_on(self, prompt: int, feed: TokenFeed, sent: list[int]) -> None:
+    async def _send_feed(self, prompt: int, feed: TokenFeed, sent: list[int]) -> None:
+        """Send tokens of a feed until it is closed. Count them in `sent`, by sequence."""
         async for new in feed:
-            # After a gap no further tokens are sent from the feed; the result contains them.
+            # A feed may lose tokens. The tokens after a gap are left to the result.
             if new.before == sent[new.sequence]:
                 sent[new.sequence] += len(new.tokens)
                 self._events.put_nowait(
@@ -183,9 +191,8 @@ class Generation:
             if self._services.draining:
                 raise Refused(Reason.SHUTTING_DOWN)
         self._running.discard(request)
-        with suppress(
-            StoreError, *CONNECTION_LOST
-        ):  # if unacknowledged, the result is stored for a day instead of minutes
+        # Without the acknowledgement, the result is stored for a day instead of minutes.
+        with suppress(StoreError, *CONNECTION_LOST):
             await self._services.completions.acknowledge(self._sampler, [request])
         if outcome.kind is ResultKind.FAILURE:
             raise GenerationFailed(outcome)
@@ -194,7 +201,7 @@ class Generation:
         parser, tenant = self._services.parser, self._sampler.tenant
         return await parser.run(tenant, weight, decode_sample_response, payload)
 
-    def _withdraw(self) -> None:
+    def _cancel_unfinished(self) -> None:
         for task in self._tasks:
             task.cancel()
         if self._running:
@@ -208,6 +215,7 @@ class Generation:
 
 
 def _rest(prompt: int, sequence: int, sampled: SampledSequence, sent: int) -> Iterator[NewTokens]:
+    """Yield the tokens of a sequence after the first `sent` ones, in chunks."""
     for start in range(sent, len(sampled.tokens), CHUNK_TOKENS):
         span = slice(start, start + CHUNK_TOKENS)
         logprobs, likeliest = sampled.logprobs or [], sampled.topk_logprobs or []

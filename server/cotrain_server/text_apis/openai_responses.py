@@ -16,8 +16,8 @@ from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens
 from cotrain_server.text_apis.openai_requests import openai_error
 from cotrain_server.text_apis.prompts import Target
 from cotrain_server.text_apis.route import REFUSED, event, refusal_of
-from cotrain_server.text_apis.token_texts import Part, TokenTexts
-from cotrain_server.text_apis.tokenizer_cache import Tokenizer, VisibleText
+from cotrain_server.text_apis.token_texts import Part, TokenTexts, VisibleText
+from cotrain_server.text_apis.tokenizer_cache import Tokenizer
 from cotrain_store.bodies.sample_body import SampleBody
 
 #: Value of OpenAI's API for the log-prob of an almost impossible token; JSON has no infinity.
@@ -235,7 +235,7 @@ class Choice:
             own = self._scored_prompt(response) + own
             parts = self._texts.of_prompt(self._reply.bodies[self._prompt].prompt, self._echo)
         parts += self._texts.of_answer(sequence.tokens)
-        logprobs = self._logprobs(own, self._texts.ended(parts))
+        logprobs = self._logprobs(own, self._texts.with_rest(parts))
         return self._written(content, logprobs, sequence.stop_reason)
 
     def opening(self) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Text parts of single tokens, for the log-probs of an answer."""
+"""Text of an answer: the visible text so far, and the part of each token for log-probs."""
 
 from __future__ import annotations
 
@@ -8,22 +8,84 @@ from dataclasses import dataclass, replace
 from cotrain_server.text_apis.tokenizer_cache import TextGrowth, Tokenizer
 
 
+class VisibleText:
+    """Text of one sequence to show. It ends before a stop string, and final tokens are not part of it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        final_tokens: Iterable[int],
+        *,
+        before: Sequence[int] = (),
+        begins: bool = False,
+    ) -> None:
+        """Create an empty text after the tokens `before`.
+
+        With `begins`, it loses a first space as if nothing preceded it.
+        """
+        self._growth = TextGrowth(tokenizer, before)
+        self._tokenizer = tokenizer
+        self._begins = begins
+        self._stop = tuple(stop)
+        self._final = frozenset(final_tokens)
+        self._pending = ""
+        self.stopped_by: str | None = None
+        """Stop string that ended the text; None if none did."""
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """Add tokens, and return the further text to show. A possible start of a stop string is
+        withheld.
+        """
+        grown = self._growth.push(token for token in tokens if token not in self._final)
+        return self._show(self._pending + grown, at_end=False)
+
+    def finish(self) -> str:
+        """Return the withheld text after the last token."""
+        return self._show(self._pending + self._growth.finish(), at_end=True)
+
+    def _show(self, text: str, *, at_end: bool) -> str:
+        if self.stopped_by is not None:
+            return ""
+        at, found = min(
+            ((text.find(stop), stop) for stop in self._stop if stop in text), default=(-1, None)
+        )
+        if found is not None:
+            self.stopped_by, self._pending = found, ""
+            return self._without_first_space(text[:at])
+        end = len(text) if at_end else len(text) - self._possible_start(text)
+        self._pending = text[end:]
+        return self._without_first_space(text[:end])
+
+    def _without_first_space(self, text: str) -> str:
+        if not (self._begins and text):
+            return text
+        self._begins = False
+        return self._tokenizer.without_first_space(text)
+
+    def _possible_start(self, text: str) -> int:
+        """Return the length of the longest suffix that could start a stop string."""
+        longest = min(len(text), max(map(len, self._stop), default=0))
+        counts = range(longest, 0, -1)
+        return next((n for n in counts if any(s.startswith(text[-n:]) for s in self._stop)), 0)
+
+
 @dataclass(frozen=True)
 class Part:
     """Part of the text that one token adds."""
 
     text: str
-    """The whole character for the token that completes it, nothing for the tokens before."""
+    """Empty for a token that does not complete its character."""
     content: bytes
     """Bytes of the token itself; empty for a token that is not part of the text."""
     offset: int
-    """Number of preceding characters."""
+    """Number of characters of the text before it."""
     begins: bool
-    """True if the text begins with it and loses a first space."""
+    """True if no token with text precedes it, so that it loses a first space."""
 
 
 class TokenTexts:
-    """Parts of one text, token by token. Joined, they are the text."""
+    """Text of one sequence, split into the parts of its tokens."""
 
     def __init__(
         self,
@@ -33,15 +95,16 @@ class TokenTexts:
         *,
         begins: bool = False,
     ) -> None:
-        """Create an empty text, like `VisibleText`."""
+        """Create an empty text, with the arguments of `VisibleText`."""
         self._tokenizer = tokenizer
         self._final = frozenset(final_tokens)
         self._growth = TextGrowth(tokenizer, before, begins=begins)
         self._length = 0
 
     def of_prompt(self, prompt: Sequence[int], echo: str) -> list[Part]:
-        """Add a prompt with the visible text `echo`, which excludes tokens that the tokenizer put
-        before it.
+        """Add a prompt of which the answer repeats the text `echo`, and return its parts.
+
+        Control tokens that `encode` added at its start are not in `echo`. Their parts are empty.
         """
         added = 0
         if self._tokenizer.decode(prompt, special=True) != echo:
@@ -50,7 +113,9 @@ class TokenTexts:
         return hidden + [self._add(token, special=True) for token in prompt[added:]]
 
     def of_answer(self, tokens: Sequence[int]) -> list[Part]:
-        """Add tokens of the answer. Control tokens and final tokens have no text."""
+        """Add tokens of the answer, and return their parts. Those of control and final tokens are
+        empty.
+        """
         return [
             Part("", b"", self._length, self._growth.begins)
             if token in self._final
@@ -58,9 +123,9 @@ class TokenTexts:
             for token in tokens
         ]
 
-    def ended(self, parts: list[Part]) -> list[Part]:
-        """Return all parts. The last one also gets the rest of the text: bytes of incomplete
-        characters.
+    def with_rest(self, parts: list[Part]) -> list[Part]:
+        """Return the parts at the end of the text, with bytes of an incomplete character in the
+        last one.
         """
         return parts and [
             *parts[:-1],

@@ -1,7 +1,8 @@
 """Tokenizers and chat templates of base models, read once per process.
 
-A `Tokenizer` converts text to tokens and back, with the files that a pool's worker published. It
-needs no model library: the `tokenizers` wheel reads the file. `chat_template` renders chats.
+The workers of a pool publish the files. A `Tokenizer` converts text to tokens and back, a
+`TextGrowth` does so for tokens that arrive one by one, and `language_of` reads and caches both
+tokenizer and chat template. No model library is needed: the `tokenizers` wheel reads the file.
 """
 
 from __future__ import annotations
@@ -29,20 +30,25 @@ from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.messages.runs import PoolRecord
 
+log = structlog.get_logger()
+
 #: Replacement for bytes of incomplete characters.
 PARTIAL = "\N{REPLACEMENT CHARACTER}"
 #: Spelling of a space in SentencePiece.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 #: A character has at most four bytes, so four tokens contain all bytes of the last character.
 _TOKENS_BEFORE = 4
+_TOKENIZER_FILE = "tokenizer.json"
+#: Number of cached languages. One with a large vocabulary takes about 100 MB.
+_MAX_CACHED = 8
 
 
 class Tokenizer:
     """Vocabulary of one model."""
 
     def __init__(self, vocabulary: tokenizers.Tokenizer) -> None:
-        # Both would change prompts unnoticed. `transformers` ignores these settings of the file,
-        # too.
+        # The file may turn on truncation and padding, which would change prompts unnoticed.
+        # `transformers` ignores these settings, too.
         vocabulary.no_truncation()
         vocabulary.no_padding()
         self._vocabulary = vocabulary
@@ -50,21 +56,23 @@ class Tokenizer:
         self._special = {token: one.content for token, one in added.items() if one.special}
         self._bytes_of = byte_reader(vocabulary)
         self._raw: dict[int, bytes | None] = {}
+        """Cache of `raw_bytes`."""
         self._full: dict[int, bytes] = {}
+        """Cache of `token_bytes` within a text."""
         self.drops_first_space, self.text_start = self._probe_first_space()
-        """True if a text loses the space of its first token; a token without text as decoding
-        context for others.
+        """`drops_first_space`: True if decoding removes the space of the first token of a text.
+        `text_start`: tokens without text, to decode others after them so that these keep their space.
         """
 
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read `tokenizer.json`. Raises OSError if it is missing."""
-        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        text = (folder / _TOKENIZER_FILE).read_text(encoding="utf-8")
         return cls(tokenizers.Tokenizer.from_str(text))
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Split text into tokens. `special` adds the model's control tokens at the start of a plain
-        text.
+        """Return the tokens of a text. With `special`, the control tokens that the model expects
+        around a plain text are added.
 
         A million characters take seconds, so call it in a thread.
 
@@ -73,12 +81,12 @@ class Tokenizer:
         """
         try:
             # Unlike `encode`, this releases the interpreter lock.
-            [cut] = self._vocabulary.encode_batch_fast([text], add_special_tokens=special)
+            [encoding] = self._vocabulary.encode_batch_fast([text], add_special_tokens=special)
         except TypeError as error:
             raise Unreadable(
                 "The text is not valid Unicode: it contains half of a surrogate pair."
             ) from error
-        ids: list[int] = cut.ids
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -87,9 +95,7 @@ class Tokenizer:
         return growth.push(tokens, special=special) + growth.finish()
 
     def without_first_space(self, text: str) -> str:
-        """Return the start of a text without the extra space that some vocabularies put before each
-        word.
-        """
+        """Return a text without its first space, if the vocabulary drops that space in decoding."""
         return text.removeprefix(" ") if self.drops_first_space else text
 
     def is_special(self, token: int) -> bool:
@@ -97,17 +103,18 @@ class Tokenizer:
         return token in self._special
 
     def has_text(self, token: int, *, special: bool = False) -> bool:
-        """Return True if a token adds to a text. A control token does only with `special`."""
+        """Return True if a token adds to a text. Control tokens do so only with `special`."""
         return special if self.is_special(token) else self.raw_bytes(token) != b""
 
     def last_with_text(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last tokens with text, as many as the next token can depend on."""
-        seen = (token for token in reversed(tokens) if self.has_text(token))
-        return list(islice(seen, _TOKENS_BEFORE))[::-1]
+        """Return the last tokens with text that may affect the text of the next token."""
+        with_text = (token for token in reversed(tokens) if self.has_text(token))
+        return list(islice(with_text, _TOKENS_BEFORE))[::-1]
 
     def raw_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of a token that may be part of a character, or None for a token of whole
-        text.
+        """Return the bytes of a token that may hold part of a character.
+
+        None stands for a token of whole characters, whose text depends on its position.
         """
         try:
             return self._raw[token]
@@ -125,20 +132,19 @@ class Tokenizer:
         )
 
     def token_bytes(self, token: int, *, begins: bool = False) -> bytes:
-        """Return the bytes that a token adds within a text, or at its start (`begins`). A control
-        token adds its name.
+        """Return the bytes that a token adds within a text, or as its first token (`begins`).
+
+        A control token adds its name.
         """
         found = self._full.get(token)
-        if found is None:  # log-probs contain the same few thousand tokens repeatedly
+        if found is None:
             raw = self._special[token].encode() if token in self._special else self.raw_bytes(token)
             found = self.text_behind(self.text_start, [token]).encode() if raw is None else raw
             self._full[token] = found
         return found.removeprefix(b" ") if begins and self.drops_first_space else found
 
     def token_name(self, token: int, *, begins: bool = False) -> str:
-        """Return one token as text: part of a character in OpenAI's notation, a control token by
-        its name.
-        """
+        """Return one token as text. Part of a character is written in OpenAI's notation for bytes."""
         content = self.token_bytes(token, begins=begins)
         try:
             return content.decode()
@@ -146,11 +152,12 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def text_behind(self, before: list[int], tokens: Sequence[int]) -> str:
-        """Return the text that tokens add after others. None of them may be part of a character."""
+        """Return the text that `tokens` add after `before`. No token may hold part of a character."""
         text: str = self._vocabulary.decode([*before, *tokens], skip_special_tokens=False)
         return text[len(self._vocabulary.decode(before, skip_special_tokens=False)) :]
 
     def _probe_first_space(self) -> tuple[bool, list[int]]:
+        """Return `drops_first_space` and `text_start`, from the decoding of two spaces."""
         space = self._vocabulary.token_to_id(_SPACE)
         if space is None:
             return False, []
@@ -159,6 +166,8 @@ class Tokenizer:
 
 
 class _Kind(Enum):
+    """Decoding of a token: by name, by the vocabulary's decoder, or from its bytes."""
+
     CONTROL = auto()
     TEXT = auto()
     BYTES = auto()
@@ -174,14 +183,15 @@ class TextGrowth:
     def __init__(
         self, tokenizer: Tokenizer, before: Sequence[int] = (), *, begins: bool = False
     ) -> None:
-        """Create an empty text after the tokens `before`, which are not part of it. With `begins`
-        it stands alone.
+        """Create an empty text after the tokens `before`, which are not part of it.
+
+        With `begins`, its first token loses a first space as if nothing preceded it.
         """
         self._tokenizer = tokenizer
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._last = tokenizer.text_start
         self.begins = False
-        self.push(tokenizer.last_with_text(before))
+        self.push(tokenizer.last_with_text(before))  # only their effect on the next token stays
         self.begins = begins
         """True if the next token is the first one, whose space some vocabularies drop."""
 
@@ -211,74 +221,6 @@ class TextGrowth:
         return _Kind.TEXT if self._tokenizer.raw_bytes(token) is None else _Kind.BYTES
 
 
-class VisibleText:
-    """Visible text of one sequence, which ends before a stop string or a final token."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str],
-        final_tokens: Iterable[int],
-        *,
-        before: Sequence[int] = (),
-        begins: bool = False,
-    ) -> None:
-        """Create an empty text after the tokens `before`. With `begins` it stands alone
-        nevertheless.
-        """
-        self._growth = TextGrowth(tokenizer, before)
-        self._tokenizer = tokenizer
-        self._begins = begins
-        self._stop = tuple(stop)
-        self._final = frozenset(final_tokens)
-        self._pending = ""
-        self.stopped_by: str | None = None
-        """Stop string that ended the text; None if none did."""
-
-    def push(self, tokens: Iterable[int]) -> str:
-        """Add tokens, and return the text that can be shown. A possible start of a stop string is
-        withheld.
-        """
-        grown = self._growth.push(token for token in tokens if token not in self._final)
-        return self._show(self._pending + grown, at_end=False)
-
-    def finish(self) -> str:
-        """Return the withheld text after the last token."""
-        return self._show(self._pending + self._growth.finish(), at_end=True)
-
-    def _show(self, text: str, *, at_end: bool) -> str:
-        if self.stopped_by is not None:
-            return ""
-        at, found = min(
-            ((text.find(stop), stop) for stop in self._stop if stop in text), default=(-1, None)
-        )
-        if found is not None:
-            self.stopped_by, self._pending = found, ""
-            return self._shown(text[:at])
-        shown = len(text) if at_end else len(text) - self._possible_start(text)
-        self._pending = text[shown:]
-        return self._shown(text[:shown])
-
-    def _shown(self, text: str) -> str:
-        if not (self._begins and text):
-            return text
-        self._begins = False
-        return self._tokenizer.without_first_space(text)
-
-    def _possible_start(self, text: str) -> int:
-        """Return the length of the longest suffix that could start a stop string."""
-        longest = min(len(text), max(map(len, self._stop), default=0))
-        counts = range(longest, 0, -1)
-        return next((n for n in counts if any(s.startswith(text[-n:]) for s in self._stop)), 0)
-
-
-log = structlog.get_logger()
-
-_READ_FIRST = "tokenizer.json"
-#: Number of cached languages. One with a large vocabulary takes about 100 MB.
-_KEPT = 8
-
-
 @dataclass(frozen=True)
 class Language:
     """Tokenizer and chat template of one base model."""
@@ -299,28 +241,29 @@ async def published_tokenizer(pool: PoolRecord, settings: ServerSettings) -> Pat
         folder = await asyncio.to_thread(_folder, settings.blob_store, settings.data_dir, pool)
     except BlobsUnavailable as unavailable:
         raise StoreUnavailable("The tokenizer cannot be read now.") from unavailable
-    if (folder / _READ_FIRST).exists():
+    if (folder / _TOKENIZER_FILE).exists():
         return folder.absolute()
     log.warning("tokenizer_missing", pool=pool.id, folder=str(folder))
     return None
 
 
 def _folder(blobs: Blobs, data_dir: Path, pool: PoolRecord) -> Path:
-    """Return a tokenizer's local folder, downloading it from an object store. Its name is a content
-    hash, so it never changes.
+    """Return a tokenizer's local folder, after a download if there is an object store.
+
+    Its name is a content hash, so it never changes.
     """
     if blobs.folder:
         return blobs.folder / "tokenizers" / pool.tokenizer
     of_pool, here = blobs.below(f"tokenizers/{pool.tokenizer}"), Folder(data_dir / "tokenizers")
-    if not here.exists(f"{pool.tokenizer}/{_READ_FIRST}"):
-        keys = sorted((blob.key for blob in of_pool.list()), key=lambda key: key == _READ_FIRST)
-        for key in keys:  # the last file marks the folder as complete
+    if not here.exists(f"{pool.tokenizer}/{_TOKENIZER_FILE}"):
+        keys = sorted((blob.key for blob in of_pool.list()), key=lambda key: key == _TOKENIZER_FILE)
+        for key in keys:  # the tokenizer comes last, and marks the folder as complete
             here.put(f"{pool.tokenizer}/{key}", of_pool.get(key))
     return data_dir / "tokenizers" / pool.tokenizer
 
 
 async def tokenizer_folder(pool: PoolRecord, settings: ServerSettings) -> Path:
-    """Return the folder that the pool's workers published. Raises Invalid if there is none, or
+    """Return the folder of `published_tokenizer`. Raises Invalid if there is none, and
     StoreUnavailable.
     """
     folder = await published_tokenizer(pool, settings)
@@ -332,18 +275,18 @@ async def tokenizer_folder(pool: PoolRecord, settings: ServerSettings) -> Path:
 
 
 async def language_of(pool: PoolRecord, settings: ServerSettings) -> Language:
-    """Return the language that the pool's workers published. Raises Invalid if there is none, or
+    """Return the tokenizer and chat template of a pool. Raises Invalid if there is no tokenizer, and
     StoreUnavailable.
     """
     return await asyncio.to_thread(_current, await tokenizer_folder(pool, settings))
 
 
 def _current(folder: Path) -> Language:
-    # A starting worker rewrites its pool's folder.
-    return _read(folder, (folder / _READ_FIRST).stat().st_mtime_ns)
+    # A worker that starts rewrites its pool's folder, so the time is part of the cache key.
+    return _read(folder, (folder / _TOKENIZER_FILE).stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_MAX_CACHED)
 def _read(folder: Path, written_at_ns: int) -> Language:
     try:
         template = ChatTemplate.load(folder)

@@ -20,7 +20,7 @@ from cotrain_server.services import Services
 from cotrain_server.ui.access.login import LOGIN
 from cotrain_server.ui.access.session import Visitor, check_operator, visitor_of
 from cotrain_server.ui.rendering import HEADERS, guarded, html
-from cotrain_server.views.readiness import LOOK_TIMEOUT_S
+from cotrain_server.views.readiness import FLEET_TIMEOUT_S
 from cotrain_store.errors import StoreUnavailable
 
 
@@ -139,7 +139,7 @@ async def _look(request: Request, page: Page) -> PageRequest:
 async def _data(page: Page, look: PageRequest) -> dict[str, Any]:
     """Return a page's data. Raises StoreUnavailable if Redis takes too long."""
     try:
-        async with asyncio.timeout(LOOK_TIMEOUT_S):
+        async with asyncio.timeout(FLEET_TIMEOUT_S):
             return await page.read(look)
     except TimeoutError:
         raise StoreUnavailable from None

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from cotrain_server.services import Services
-from cotrain_server.views.readiness import LOOK_TIMEOUT_S, reasons_not_ready
+from cotrain_server.views.readiness import FLEET_TIMEOUT_S, reasons_not_ready
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.definitions import METRICS, POOL_COUNTERS, Kind, Source
@@ -63,7 +63,7 @@ async def fleet_metrics(services: Services) -> bytes:
     found.add("cotrain_disk_reserve_bytes", settings.disk_reserve_bytes)
     found.add("cotrain_ready", not await reasons_not_ready(services))
     try:
-        async with asyncio.timeout(LOOK_TIMEOUT_S):
+        async with asyncio.timeout(FLEET_TIMEOUT_S):
             fleet = await read_fleet(services.connection)
             run_bytes = await largest_run_bytes(services.connection, TENANTS_SHOWN)
             checkpoints = await largest_checkpoint_bytes(services.connection, TENANTS_SHOWN)

@@ -14,8 +14,8 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.redis_client.refusals import REFUSALS
 
 REDIS_TIMEOUT_S = 1.0
-#: A server with an unavailable Redis answers before its caller times out. Prometheus waits 10 s.
-LOOK_TIMEOUT_S = 5.0
+#: Time limit of a page or a metrics response that reads the fleet. Prometheus gives up after 10 s.
+FLEET_TIMEOUT_S = 5.0
 
 
 async def reasons_not_ready(services: Services) -> list[str]:
@@ -33,7 +33,7 @@ async def reasons_not_ready(services: Services) -> list[str]:
 
 
 async def restoring_notices(services: Services) -> list[str]:
-    """List the workers that restore runs, in sentences: requests of those runs wait."""
+    """Return one sentence for each worker that restores runs, whose requests wait."""
     try:
         async with asyncio.timeout(REDIS_TIMEOUT_S):
             pools = await read_pools(services.connection, with_queues=False)
@@ -49,8 +49,8 @@ async def restoring_notices(services: Services) -> list[str]:
 
 def _fleet_reasons(fleet: Fleet, settings: ServerSettings) -> list[str]:
     reasons, redis = [], fleet.redis
-    durable = redis.appendonly and redis.appendfsync == "always"
-    if not durable and not settings.accept_data_loss:
+    is_durable = redis.appendonly and redis.appendfsync == "always"
+    if not is_durable and not settings.accept_data_loss:
         reasons.append("Redis could lose acknowledged writes.")
     if not redis.aof_last_write_ok:
         reasons.append("Redis could not write its append-only file.")
@@ -61,8 +61,9 @@ def _fleet_reasons(fleet: Fleet, settings: ServerSettings) -> list[str]:
     if not fleet.has_scheduler:
         reasons.append("No scheduler is running.")
     # Requests to a pool that can scale to zero are accepted, and wait for a worker.
-    fine = [pool for pool in fleet.pools if pool.has_worker or pool.may_have_none]
-    served = {pool.record.base_model for pool in fine}
+    served = {
+        pool.record.base_model for pool in fleet.pools if pool.has_worker or pool.may_have_none
+    }
     if settings.base_models:
         missing = [name for name in settings.base_models if name not in served]
         return reasons + [f"No worker for {name} is running." for name in missing]

@@ -104,7 +104,7 @@ def test_workers_differ_by_at_most_one_run_of_any_size(
 
 def test_recent_tokens_decay() -> None:
     recent = RecentTokens()
-    recent.note(RunId("a"), W0, 100.0, 50.0)
+    recent.add(RunId("a"), W0, 100.0, 50.0)
     assert recent.of(W0, 50.0) == 100.0
     assert recent.of(W0, 50.0 + MEMORY_S) == pytest.approx(100 / math.e)
     assert recent.of(W0, 0.0) == 100.0  # the host's clock was set back
@@ -115,7 +115,7 @@ def test_a_new_run_counts_as_an_average_one_before_its_first_request() -> None:
     recent = RecentTokens()
     recent.settle(RunId("first"), W0, 0.0)
     assert recent.of(W0, 0.0) == FIRST_TOKENS
-    recent.note(RunId("first"), W0, 1_000.0, 0.0)
+    recent.add(RunId("first"), W0, 1_000.0, 0.0)
     recent.settle(RunId("second"), W1, 0.0)
     assert recent.of(W1, 0.0) == FIRST_TOKENS + 1_000
     recent.settle(RunId("second"), W1, 0.0)
@@ -138,7 +138,7 @@ def test_the_tokens_of_a_run_count_for_its_current_worker(
     home: dict[str, WorkerId] = {}
     for run, worker, tokens, passed_s in acts:
         now += passed_s
-        recent.note(RunId(run), worker, tokens, now)
+        recent.add(RunId(run), worker, tokens, now)
         asked.append((run, tokens, now))
         home[run] = worker
     for worker in (W0, W1, W2):
@@ -153,7 +153,7 @@ def test_the_tokens_of_a_run_count_for_its_current_worker(
 def test_idle_runs_are_removed_from_the_recent_tokens() -> None:
     recent = RecentTokens()
     for number in range(10_000):
-        recent.note(RunId(f"run{number}"), W0, 5.0, float(number))
+        recent.add(RunId(f"run{number}"), W0, 5.0, float(number))
     assert len(recent._of_run) < 2_500
 
 

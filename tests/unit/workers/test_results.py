@@ -37,7 +37,7 @@ from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.results import (
     DoneSave,
     StepTimes,
-    computing_time,
+    compute_seconds,
     counted_cycle,
     cycle_record,
     history_by,
@@ -149,7 +149,7 @@ def test_of_a_pass_of_several_cycles_each_record_has_the_tokens_that_ran_in_it()
 
 def test_a_tenant_is_counted_a_pass_once_with_the_time_of_all_its_cycles() -> None:
     before = {(A, 1): 2.0, (B, 1): 4.0}
-    taken = computing_time(STEP, HALF.outputs, HALF, 1.0, before)
+    taken = compute_seconds(STEP, HALF.outputs, HALF, 1.0, before)
     assert taken == {(A, 1): 2.5, (B, 1): 4.5}
     assert usage_of(STEP, HALF.outputs, taken) == {A: RunUsage(30, 2.5)}
 

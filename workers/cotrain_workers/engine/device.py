@@ -1,7 +1,5 @@
-"""Device of the engine: memory use, copies to it, deterministic kernels, and the memory of the
-host.
-
-Some CUDA errors leave a process in which every call fails; `check_device` detects them.
+"""Device of the engine: errors, memory use, copies to it and deterministic kernels. Also the memory
+of the host.
 """
 
 from __future__ import annotations
@@ -17,18 +15,33 @@ from pathlib import Path
 import numpy as np
 import torch
 
-#: Exit code of a process whose device is lost. Its supervisor starts another.
+#: Exit code of a process whose device is lost. Its supervisor starts another process.
 EXIT_CODE = 70
-# malloc.h of glibc
+#: Parameters of `mallopt`, from malloc.h of glibc, and the greatest threshold.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 NEVER_TRIM_BYTES = 2**31 - 1
-#: Messages of out-of-memory errors for which torch has no exception type: on a CPU, and in a CUDA
-#: library.
-_SIGNS = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+#: Parts of the messages of out-of-memory errors without an exception type, in lower case.
+_SIGNS = (
+    "out of memory",  # CUDA's runtime and driver, pinned host memory, NCCL, Triton
+    "out_of_memory",  # names of error codes
+    "_alloc_failed",  # CUBLAS_STATUS_…, CUDNN_STATUS_…, CUSOLVER_STATUS_…
+    "_allocation_failed",  # CUDNN_STATUS_INTERNAL_ERROR_DEVICE_… and …_HOST_…, from cuDNN 9
+    "can't allocate memory",  # torch on a CPU
+    "cannot allocate memory",  # ENOMEM
+)
+#: Part of the message of an error that only reports that an earlier one ended a graph's capture.
+_OF_CAPTURE = "previous error during capture"
+
+MEMINFO = Path("/proc/meminfo")
+#: Control group that a container sees as its own. Outside a container it has no limit.
+CGROUP = Path("/sys/fs/cgroup")
+#: List of the control groups of this process.
+OWN_CGROUPS = Path("/proc/self/cgroup")
+_LIMIT_IN_CGROUP_V1 = "memory.limit_in_bytes"
 
 
 class DeviceLost(Exception):
-    """Error: no call on this device can succeed in this process."""
+    """Error that some CUDA errors leave behind: every later call on the device fails in this process."""
 
 
 def check_device(device: torch.device) -> None:
@@ -38,15 +51,15 @@ def check_device(device: torch.device) -> None:
     try:
         torch.cuda.synchronize(device)
         torch.ones(1, device=device).add_(1).item()
-    except torch.OutOfMemoryError:
-        return  # full, but working
-    except RuntimeError as lost:
-        raise DeviceLost(str(lost)) from lost
+    except RuntimeError as error:
+        if not is_out_of_memory(error):  # a full device still works
+            raise DeviceLost(str(error)) from error
 
 
 def memory_use(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of the device in use by any process, and its total; zeros on a CPU. Any
-    thread may call it.
+    """Return the bytes of the device in use by any process, and its total bytes; zeros on a CPU.
+
+    Any thread may call it.
     """
     if device.type != "cuda":
         return 0, 0
@@ -60,7 +73,7 @@ def memory_use(device: torch.device) -> tuple[int, int]:
 def make_cuda_deterministic() -> None:
     """Turn off atomics, TF32 and 16-bit reductions, for the whole process."""
     torch.use_deterministic_algorithms(mode=True)
-    # Otherwise every new tensor is filled with NaN first.
+    # Deterministic mode would fill every new tensor with NaN first, which takes time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -91,8 +104,7 @@ def to_device(
 
     On CUDA the copy goes through pinned memory, so that neither side waits. A copy from pageable
     memory waits for all pending work of the device. torch keeps the pinned block until it is read.
-    On the CPU the tensor may share the memory of `source`; so may one that is on the device
-    already.
+    The result may share the memory of `source` on a CPU, and if `source` is on the device already.
     """
     tensor = torch.as_tensor(source)
     if device.type == "cuda" and not tensor.is_cuda:
@@ -114,44 +126,48 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, NEVER_TRIM_BYTES))
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Return True if the same work may succeed in smaller parts."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an error for lack of memory. The same work may succeed in smaller parts."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error).lower()
+    if _OF_CAPTURE in message:
+        earlier = error.__cause__ or error.__context__
+        return earlier is not None and is_out_of_memory(earlier)
+    return any(sign in message for sign in _SIGNS)
 
 
 def release_memory(device: torch.device) -> None:
-    """Return cached blocks to the device, because the next allocations have other sizes."""
+    """Return torch's cached blocks to the device. Call it before allocations of other sizes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-MEMORY = Path("/proc/meminfo")
-#: Limit of the container; a process outside a container finds no limit there.
-GROUP = Path("/sys/fs/cgroup")
-OWN_GROUP = Path("/proc/self/cgroup")
-_OF_VERSION_1 = "memory.limit_in_bytes"
-
-
-def free_host_bytes(memory: Path = MEMORY, group: Path = GROUP) -> int:
+def free_host_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
     """Return the free bytes of the host, or of this container's limit if that is less.
 
     Pages that the kernel can reclaim count as free.
     """
-    of_host = _available(memory)
+    of_host = _available(meminfo)
     try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text()) - _cached(group / "memory.stat")
+        limit = int((cgroup / "memory.max").read_text())
+        cached = _page_cache_bytes(cgroup / "memory.stat")
+        used = int((cgroup / "memory.current").read_text()) - cached
     except (OSError, ValueError):  # another kind of control group, or the limit "max"
         return of_host
     return max(0, min(of_host, limit - used))
 
 
-def memory_limit_bytes(group: Path = GROUP, own: Path = OWN_GROUP) -> int:
-    """Return the least limit of this process: its own, that of its control group, or the memory of the host."""
+def memory_limit_bytes(cgroup: Path = CGROUP, own: Path = OWN_CGROUPS) -> int:
+    """Return the least of these limits: of this process, of its control groups, and the memory of the host."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in (*_limits_of(group, own), group / "memory.max", group / "memory" / _OF_VERSION_1):
+    for file in (
+        *_limit_files(cgroup, own),
+        cgroup / "memory.max",
+        cgroup / "memory" / _LIMIT_IN_CGROUP_V1,
+    ):
         with contextlib.suppress(OSError, ValueError):  # no such group, or the limit "max"
             limits.append(int(file.read_text()))
     limits += [
@@ -162,15 +178,15 @@ def memory_limit_bytes(group: Path = GROUP, own: Path = OWN_GROUP) -> int:
     return min(limits)
 
 
-def _limits_of(group: Path, own: Path) -> Iterator[Path]:
-    """Return the files with the limits of a process' own groups."""
+def _limit_files(cgroup: Path, own: Path) -> Iterator[Path]:
+    """Yield the files with the memory limits of a process' own groups, of cgroup version 2 or 1."""
     with contextlib.suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                yield group / path.lstrip("/") / "memory.max"
+                yield cgroup / path.lstrip("/") / "memory.max"
             elif "memory" in controllers.split(","):
-                yield group / "memory" / path.lstrip("/") / _OF_VERSION_1
+                yield cgroup / "memory" / path.lstrip("/") / _LIMIT_IN_CGROUP_V1
 
 
 def resident_bytes() -> int:
@@ -178,7 +194,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cached(statistics: Path) -> int:
+def _page_cache_bytes(statistics: Path) -> int:
     """Return the bytes of files in the page cache of a control group. They count as used, but can
     be reclaimed.
     """
@@ -190,9 +206,9 @@ def _cached(statistics: Path) -> int:
     return sum(int(rows.get(name, 0)) for name in ("active_file", "inactive_file"))
 
 
-def _available(memory: Path) -> int:
+def _available(meminfo: Path) -> int:
     try:
-        lines = memory.read_text().splitlines()
+        lines = meminfo.read_text().splitlines()
     except OSError:  # not Linux: use the total
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     kib_by_name = {line.split(":")[0]: line.split()[1] for line in lines}

@@ -91,7 +91,7 @@ class Engine:
 
         `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU).
         Idle adapters are offloaded to host memory, with `host_bytes` as the limit of
-        `over_budget`. "auto" for `micro_batch_tokens` measures the size on CUDA; the size is part
+        `runs_to_evict`. "auto" for `micro_batch_tokens` measures the size on CUDA; the size is part
         of the numerics in any case. With `recompute` "auto", decoder layers that do not fit
         otherwise are recomputed. On CUDA, `fusion` replaces layers of the base model by kernels.
         The function `load_base` loads the base model, whole or in part.
@@ -112,7 +112,11 @@ class Engine:
         if where.type != "cuda" and not base.lock_step.sharding:
             # not with sharding: memory freed by one layer would not fit the next one
             keep_freed_memory()
-        lora = find_backend(lora_backend, base.targets, base.head_weight, base.router.linears)
+        # Members of a group must take the same backend, so times do not decide there.
+        lora = find_backend(
+            lora_backend, base.targets, base.head_weight, base.router.linears,
+            times=not base.lock_step.sharding,
+        )  # fmt: skip
         fused: tuple[str, ...] = ()
         if fusion and (where.type == "cuda" or lora.name == "fused"):
             fused = fuse_layers(base, in_products=lora.name == "fused")

@@ -42,7 +42,7 @@ class Adapters(Protocol):
     def prefetch(self, runs: Sequence[str]) -> None:
         """Start to bring in the adapters of the next cycle."""
 
-    def over_budget(self) -> list[str]:
+    def runs_to_evict(self) -> list[str]:
         """Return the runs to evict so that host memory is within its limit."""
 
     def layout_of(self, spec: AdapterSpec) -> Layout:

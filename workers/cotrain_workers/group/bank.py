@@ -98,10 +98,10 @@ class GroupBank:
         """Start to load this member's adapters of the next cycle. The other members load theirs in the cycle."""
         self._own.prefetch([run for run in runs if run in self._own])
 
-    def over_budget(self) -> list[str]:
+    def runs_to_evict(self) -> list[str]:
         """Return the runs to evict so that each member keeps its host memory limit, member by member."""
-        elsewhere = (run for facts in self._followers.facts for run in facts.over_budget)
-        return [*self._own.over_budget(), *elsewhere]
+        elsewhere = (run for facts in self._followers.facts for run in facts.runs_to_evict)
+        return [*self._own.runs_to_evict(), *elsewhere]
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
         """Return the layout of an adapter's matrices in its arenas."""

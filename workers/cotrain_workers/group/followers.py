@@ -38,8 +38,8 @@ class MemberFacts:
     by_tier: Mapping[str, tuple[int, int]] | None = None
     """Same format as `AdapterBank.by_tier`."""
     offloaded: int = 0
-    over_budget: Sequence[str] = ()
-    """Same format as `AdapterBank.over_budget`."""
+    runs_to_evict: Sequence[str] = ()
+    """Same format as `AdapterBank.runs_to_evict`."""
     memory_bytes: int = 0
     """Resident memory of the member's process in bytes."""
 
@@ -120,7 +120,7 @@ def facts_of(engine: Engine) -> MemberFacts:
         open_passes=engine.open_passes.ids,
         by_tier=adapters.by_tier,
         offloaded=adapters.offloaded,
-        over_budget=adapters.over_budget(),
+        runs_to_evict=adapters.runs_to_evict(),
         memory_bytes=resident_bytes(),
     )
 

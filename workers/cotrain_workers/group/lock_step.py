@@ -1,7 +1,7 @@
-"""Lock step of a group: all members run the same passes of the base model, idle ones with dummy tokens.
+"""Lock-step of a group: all members run the same kinds of passes of the base model in the same order.
 
 Before each pass, every member requests a kind of pass, and the greatest kind runs (`engine/lock_step.py`). A
-member that requested another kind, or none, runs 16 zero tokens instead. No run uses their results.
+member that requested another kind, or none, runs a filler pass: 16 zero tokens, whose results no run uses.
 """
 
 from __future__ import annotations
@@ -35,27 +35,31 @@ class GroupLockStep:
         self._links = links
         self._name = f"member-{links.number}"
         self._filler: Filler | None = None
-        self._deadline_passed: Callable[[], bool] = lambda: False
-        self.is_over = False
-        """True if the first member's time for this cycle was over at the last pass."""
+        self._is_over_here: Callable[[], bool] = lambda: False
+        """Deadline of the cycle; only the first member has one."""
+        self._is_over_at_first = False
+        """True if the first member's deadline had passed at the last pass."""
 
     @property
     def sharding(self) -> str:
         """Description of the sharding of the base model."""
         return f"fsdp2/{self._links.size}"
 
-    def fill_with(self, base: BaseModel) -> None:
-        """Use this base model for dummy passes from now on."""
+    def use_for_fillers(self, base: BaseModel) -> None:
+        """Use this base model for filler passes from now on."""
         self._filler = Filler(base)
 
     def await_pass(self, wanted: Forward) -> Forward:
-        """Run dummy passes until this kind is agreed on. Return it, or RECOMPUTED for BACKWARD."""
+        """Run filler passes until the group agrees on the wanted kind, and return the kind to run.
+
+        It differs from `wanted` only between BACKWARD and RECOMPUTED.
+        """
         while True:
             agreed = self._agree(wanted)
             if agreed == wanted or (agreed.goes_back and wanted.goes_back):
                 failpoint("group.before_pass", self._name)
                 return agreed
-            self._go_along(agreed)
+            self._run_filler(agreed)
 
     def run(
         self,
@@ -64,38 +68,40 @@ class GroupLockStep:
         allowances: Mapping[tuple[str, int], int],
         is_over: Callable[[], bool] | None,
     ) -> Yielding[CycleOutput]:
-        """Run this member's part of a cycle, then dummy passes until all members have finished theirs.
+        """Run this member's part of a cycle, then filler passes until all members have finished theirs.
 
         Only the first member passes `is_over`. The others pass None and stop with the first one.
         """
-        with self._limited(is_over):
-            output = yield from engine.cycle(ops, allowances, is_over or (lambda: self.is_over))
+        with self._deadline(is_over):
+            stop = is_over or (lambda: self._is_over_at_first)
+            output = yield from engine.cycle(ops, allowances, stop)
             while (agreed := self._agree(Forward.NONE)) is not Forward.NONE:
-                self._go_along(agreed)
+                self._run_filler(agreed)
                 yield
         return output
 
     @contextmanager
-    def _limited(self, is_over: Callable[[], bool] | None) -> Iterator[None]:
-        self._deadline_passed, self.is_over = is_over or (lambda: False), False
+    def _deadline(self, is_over: Callable[[], bool] | None) -> Iterator[None]:
+        self._is_over_here, self._is_over_at_first = is_over or (lambda: False), False
         try:
             yield
         finally:
-            self._deadline_passed = lambda: False
+            self._is_over_here = lambda: False
 
     def _agree(self, wanted: Forward) -> Forward:
-        kind, is_over = self._links.agree(wanted, self._deadline_passed())
-        self.is_over = bool(is_over)
+        """Return the greatest kind that any member requests. All members must call it at the same time."""
+        kind, is_over = self._links.agree(wanted, self._is_over_here())
+        self._is_over_at_first = bool(is_over)
         return Forward(kind)
 
-    def _go_along(self, kind: Forward) -> None:
+    def _run_filler(self, kind: Forward) -> None:
         assert self._filler is not None
         failpoint("group.before_pass", self._name)
         self._filler.run(kind)
 
 
 class Filler:
-    """Dummy pass of a base model. An adapter in each layer makes its backward as deep as that of any run."""
+    """Filler pass of a base model. An adapter in each layer makes its backward as deep as that of any run."""
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
@@ -105,7 +111,7 @@ class Filler:
         self._adapter = bank.create("filler", spec)
 
     def run(self, kind: Forward) -> None:
-        """Run a dummy pass of this kind."""
+        """Run a filler pass of this kind."""
         base, adapter = self._base, self._adapter
         row = token_row([[np.zeros(FILLER_TOKENS, np.int64)]], FILLER_TOKENS)
         grads = adapter.gradient.views if kind.goes_back else None

@@ -1,7 +1,7 @@
-"""Loader of one member's part of a base model. It reads only the member's own rows of each matrix.
+"""Loader of one member's part of a base model, which holds some rows of each matrix.
 
 FSDP2 gathers the rows of a layer from all members when the layer runs, and frees them afterwards. The
-unembedding stays whole, because the head multiplies by it chunk by chunk.
+unembedding is not divided, because the head multiplies by it chunk by chunk.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,8 @@ from cotrain_workers.group.links import Links
 from cotrain_workers.group.lock_step import GroupLockStep
 
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
-#: Number of rows of two matrices that are compared at once.
-_ROWS = 4096
+#: Number of rows that a comparison of two stored matrices reads at once.
+_COMPARED_ROWS = 4096
 
 
 def load_sharded(
@@ -70,7 +69,7 @@ def load_sharded(
         base = _load(model, device, dtype, links, lock_step, local_files_only=local_files_only)
     except UnusableModel as unusable:
         raise type(unusable)(f"Base model {model} cannot be served: {unusable}") from unusable
-    lock_step.fill_with(base)
+    lock_step.use_for_fillers(base)
     report(f"its part of the base model takes {own_bytes(base) / 1e9:.2g} GB")
     links.await_all()
     return base
@@ -92,11 +91,11 @@ def _load(
     network.eval().requires_grad_(requires_grad=False)
     head_bytes = network.lm_head.weight.numel() * dtype.itemsize
     whole_bytes = network.num_parameters() * dtype.itemsize
-    own_bytes = (whole_bytes - head_bytes) // links.size + head_bytes
+    part_bytes = (whole_bytes - head_bytes) // links.size + head_bytes
     if device.type == "cpu":
-        refuse_too_large(own_bytes * links.size)  # they share this host
+        refuse_too_large(part_bytes * links.size)  # all members share this host
     report(
-        f"loading part {links.number} of {links.size} of its weights, {own_bytes / 1e9:.2g} of "
+        f"loading part {links.number} of {links.size} of its weights, {part_bytes / 1e9:.2g} of "
         f"{whole_bytes / 1e9:.2g} GB"
     )
     base = make_base_model(network, config, lock_step)
@@ -112,16 +111,19 @@ def _load(
 
 
 def shard(network: Any, device: torch.device, size: int) -> None:
-    """Shard a model without weights (device `meta`) over `size` processes; leave the own part uninitialized."""
+    """Allocate this process' part of a model without storage (device `meta`), divided over `size` processes.
+
+    The part is uninitialized. Buffers are filled, because no file holds them.
+    """
     head = network.lm_head.weight
     is_tied = network.model.embed_tokens.weight is head
-    buffers = made_buffers(network, device)
+    buffers = computed_buffers(network, device)
     mesh = init_device_mesh(device.type, (size,))
     for layer in network.model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     ignored = {head} if is_tied else set()
     fully_shard(network.model, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
-    network.model.to_empty(device=device)
+    network.model.to_empty(device=device)  # also discards the values of its buffers
     if is_tied:
         network.lm_head.weight = network.model.embed_tokens.weight
     else:
@@ -131,10 +133,10 @@ def shard(network: Any, device: torch.device, size: int) -> None:
         network.get_submodule(owner)._buffers[last] = buffer
 
 
-def made_buffers(network: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the buffers that no file holds: frequencies of rotations, the factor of Gemma's embedding.
+def computed_buffers(network: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the buffers that no file holds, with values: rotary frequencies, the factor of Gemma's embedding.
 
-    The library's own function, which it calls after it loads weights, fills them. Parameters have no storage yet.
+    `_init_weights` of transformers fills them. It writes to no parameter, because these have no storage yet.
     """
     found: dict[str, torch.Tensor] = {}
     for path, module in network.named_modules():
@@ -169,7 +171,7 @@ def weight_files(model: str, *, local_files_only: bool) -> dict[str, Path]:
             with safe_open(folder / ONE_FILE, "pt") as file:
                 return dict.fromkeys(file.keys(), folder / ONE_FILE)
     except Exception as error:
-        raise NoModel(f"its weights cannot be read ({error}): fetch or copy them again.") from error
+        raise _unreadable(error) from error
     raise NoModel(f"its weights are no safetensors ({ONE_FILE}, {INDEX}), which a group reads.")
 
 
@@ -179,46 +181,54 @@ def read_rows(network: nn.Module, files: Mapping[str, Path]) -> None:
 
     Raises NoModel if a parameter is missing or not finite, or if a tensor belongs to no parameter.
     """
-    by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
-    wanted = dict(network.named_parameters())
-    refuse_absent(wanted.keys() - files.keys())
-    refuse_unused(name for name in files.keys() - wanted.keys() if not _is_ignored(name, network))
-    if HEAD in files and HEAD not in wanted:
+    parameter_by_name = dict(network.named_parameters())
+    refuse_absent(parameter_by_name.keys() - files.keys())
+    extra = files.keys() - parameter_by_name.keys()
+    refuse_unused(name for name in extra if not _is_ignored(name, network))
+    if HEAD in extra:
         _refuse_other_head(files)
-    for name, parameter in wanted.items():
-        by_file.setdefault(files[name], []).append((name, parameter))
-    with ExitStack() as closing:
-        for path, parameters in by_file.items():
-            try:
-                file = closing.enter_context(safe_open(path, "pt"))
-            except Exception as error:
-                raise NoModel(
-                    f"its weights cannot be read ({error}): fetch or copy them again."
-                ) from error
-            for name, parameter in parameters:
-                _fill(parameter, file.get_slice(name), name)
-            closing.pop_all().close()
+    names_by_file: dict[Path, list[str]] = {}
+    for name in parameter_by_name:
+        names_by_file.setdefault(files[name], []).append(name)
+    for path, names in names_by_file.items():
+        with _opened(path) as file:
+            for name in names:
+                _fill(parameter_by_name[name], file.get_slice(name), name)
+
+
+def _opened(path: Path) -> Any:
+    """Open a file of tensors. Raises NoModel."""
+    try:
+        return safe_open(path, "pt")
+    except Exception as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: Exception) -> NoModel:
+    return NoModel(f"its weights cannot be read ({error}): fetch or copy them again.")
 
 
 def _is_ignored(name: str, network: Any) -> bool:
-    """Return True if a tensor without a parameter affects no result. The library uses the same rules."""
+    """Return True if a stored tensor without a parameter affects no result, by the rules of transformers."""
     patterns = {r"rotary_emb\.inv_freq", *(network._keys_to_ignore_on_load_unexpected or ())}
     is_tied_head = name == HEAD and network.lm_head.weight is network.model.embed_tokens.weight
     return is_tied_head or any(re.search(pattern, name) for pattern in patterns)
 
 
 def _refuse_other_head(files: Mapping[str, Path]) -> None:
+    """Raise NoModel if a tied model was stored with a head that differs from its embedding."""
     with safe_open(files[HEAD], "pt") as of_head, safe_open(files[EMBEDDING], "pt") as of_embedding:
         head, embedding = of_head.get_slice(HEAD), of_embedding.get_slice(EMBEDDING)
         if head.get_shape() != embedding.get_shape():
             raise untied()
-        for start in range(0, head.get_shape()[0], _ROWS):
-            rows = slice(start, start + _ROWS)
+        for start in range(0, head.get_shape()[0], _COMPARED_ROWS):
+            rows = slice(start, start + _COMPARED_ROWS)
             if not torch.equal(head[rows], embedding[rows]):
                 raise untied()
 
 
 def _fill(parameter: torch.Tensor, stored: Any, name: str) -> None:
+    """Copy this member's rows of a stored tensor, or all rows if the parameter is not divided."""
     if list(parameter.shape) != stored.get_shape():
         refuse_absent([name])
     if not isinstance(parameter, DTensor):

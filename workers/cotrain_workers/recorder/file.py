@@ -1,4 +1,4 @@
-"""File of one recorded cycle: its inputs and its outcome. A replay needs the base model and this file only.
+"""File format of a recorded cycle: its inputs and its outcome. A replay needs only the base model and this file.
 
 The file is an uncompressed zip archive of JSON and safetensors, without executable content:
 
@@ -7,10 +7,10 @@ The file is an uncompressed zip archive of JSON and safetensors, without executa
 * `before/<n>.safetensors`: a run's state before the cycle (`snapshot_file.encode_snapshot`)
 * `weights/<n>.safetensors`: weights that a load or a reverse KL read
 * `optimizers/<n>.safetensors`: the optimizer state that a load read
-* `outcome.json`: the outcome of every op, and every run's state after the cycle
-* `outcome.safetensors`: the numbers of the ops
+* `outcome.json`: fingerprints of every op's output, and of every run's state after the cycle
+* `outcome.safetensors`: the numbers in those fingerprints, such as log-probs
 
-The outcome is added at the end of the cycle. A cycle that killed its process has none.
+The outcome is added at the end of the cycle. A cycle during which the process ended has none.
 """
 
 from __future__ import annotations
@@ -40,6 +40,18 @@ from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.fingerprints import ArenaPrint, Fingerprint
 from cotrain_workers.recovery.snapshot_file import decode_snapshot, encode_snapshot
 
+FORMAT = "cotrain-cycle-1"
+#: Exceptions of Python's readers for a damaged file. They raise RuntimeError for content that is encrypted,
+#: compressed in an unknown way, or nested too deep.
+_READ_ERRORS = (
+    OSError, EOFError, zipfile.BadZipFile, zlib.error, SafetensorError, ValueError, KeyError,
+    TypeError, AttributeError, RuntimeError,
+)  # fmt: skip
+
+
+class RecordingUnreadable(Exception):
+    """The file is not a recorded cycle, or is damaged."""
+
 
 @dataclass(frozen=True)
 class CycleFacts:
@@ -57,7 +69,7 @@ class CycleFacts:
 
 @dataclass(frozen=True)
 class ReadCheckpoints:
-    """Checkpoints that the ops of a cycle read, keyed by the reference of their weights."""
+    """Checkpoints that the ops of a cycle have read, by the reference of their weights."""
 
     weights: Mapping[str, HostWeights] = field(default_factory=dict)
     optimizers: Mapping[str, HostOptimizer | None] = field(default_factory=dict)
@@ -73,13 +85,13 @@ class Findings:
 
 @dataclass(frozen=True)
 class RecordedCycle:
-    """Content of a file."""
+    """Content of a file with a cycle."""
 
     facts: CycleFacts
     bodies: Sequence[bytes]
     """Bodies in the order of the plan's ops."""
     before: Mapping[RunId, AdapterState]
-    """States before the cycle of all runs that the cycle did not create."""
+    """State before the cycle of each run that the cycle did not create."""
     read: ReadCheckpoints
     found: Findings | None
     """None if the process crashed during the cycle."""
@@ -88,7 +100,7 @@ class RecordedCycle:
 def only_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
     """Return the part of a cycle that belongs to one run.
 
-    A run's results do not depend on other runs. On a CPU this holds for every bit; elsewhere the last bits may differ.
+    It gives the same results, because these do not depend on other runs. On a GPU the last bits may differ.
     """
     step = cycle.facts.step
     kept = [(op, body) for op, body in zip(step.ops, cycle.bodies, strict=True) if op.run == run]
@@ -102,11 +114,11 @@ def only_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
             {ref: weights for ref, weights in cycle.read.weights.items() if ref in refs},
             {ref: optimizer for ref, optimizer in cycle.read.optimizers.items() if ref in refs},
         ),
-        cycle.found and _only_history(cycle.found, run),
+        cycle.found and _findings_of_run(cycle.found, run),
     )
 
 
-def _only_history(found: Findings, run: RunId) -> Findings:
+def _findings_of_run(found: Findings, run: RunId) -> Findings:
     return Findings(
         {op_id: each for op_id, each in found.by_op.items() if op_id[0] == run},
         {name: each for name, each in found.by_run.items() if name == run},
@@ -129,19 +141,6 @@ def checkpoints_of(op: QueuedOp, body: bytes) -> list[tuple[WeightsRef, bool]]:
     return []
 
 
-FORMAT = "cotrain-cycle-1"
-#: Exceptions of Python's readers for invalid bytes. A RuntimeError is raised for content that is
-#: encrypted, compressed in an unknown way, or nested too deep.
-_BROKEN = (
-    OSError, EOFError, zipfile.BadZipFile, zlib.error, SafetensorError, ValueError, KeyError,
-    TypeError, AttributeError, RuntimeError,
-)  # fmt: skip
-
-
-class RecordingUnreadable(Exception):
-    """The file is not a recorded cycle, or is damaged."""
-
-
 def write_inputs(
     path: Path,
     facts: CycleFacts,
@@ -149,7 +148,7 @@ def write_inputs(
     before: Iterable[tuple[RunId, AdapterState]],
     read: ReadCheckpoints,
 ) -> None:
-    """Write the inputs of a cycle. States of `before` are read one by one, because each may be large.
+    """Write the inputs of a cycle. `before` is consumed one state at a time, because each may be large.
 
     The file appears atomically. Only its owner can read it, because it holds the tenants' data and weights.
     """
@@ -164,9 +163,9 @@ def write_inputs(
             archive.writestr(f"before/{at}.safetensors", content)
         for at, weights in enumerate(read.weights.values()):
             archive.writestr(f"weights/{at}.safetensors", tensors.save({"flat": weights.flat}))
-        for at, state_read in enumerate(read.optimizers.values()):
-            if state_read:
-                moments = {"m": state_read.m, "v": state_read.v}
+        for at, optimizer in enumerate(read.optimizers.values()):
+            if optimizer:
+                moments = {"m": optimizer.m, "v": optimizer.v}
                 archive.writestr(f"optimizers/{at}.safetensors", tensors.save(moments))
     unfinished.rename(path)
 
@@ -184,7 +183,7 @@ def add_findings(path: Path, found: Findings) -> None:
 
 
 def write_cycle(path: Path, cycle: RecordedCycle) -> None:
-    """Write a cycle that was read from a file, or a part of it."""
+    """Write a recorded cycle, or the part of one that `only_run` returns."""
     write_inputs(path, cycle.facts, cycle.bodies, cycle.before.items(), cycle.read)
     if cycle.found:
         add_findings(path, cycle.found)
@@ -199,8 +198,8 @@ def read_cycle(path: Path) -> RecordedCycle:
     try:
         with zipfile.ZipFile(path) as archive:
             return _read(archive, path)
-    except _BROKEN as wrong:
-        raise RecordingUnreadable(f"{path} cannot be read: {wrong}") from wrong
+    except _READ_ERRORS as error:
+        raise RecordingUnreadable(f"{path} cannot be read: {error}") from error
 
 
 def read_facts(path: Path) -> CycleFacts:
@@ -208,8 +207,8 @@ def read_facts(path: Path) -> CycleFacts:
     try:
         with zipfile.ZipFile(path) as archive:
             return _parse_facts(_json(archive, "cycle.json"), path)
-    except _BROKEN as wrong:
-        raise RecordingUnreadable(f"{path} cannot be read: {wrong}") from wrong
+    except _READ_ERRORS as error:
+        raise RecordingUnreadable(f"{path} cannot be read: {error}") from error
 
 
 def _read(archive: zipfile.ZipFile, path: Path) -> RecordedCycle:
@@ -314,6 +313,7 @@ def _parse_facts(raw: Mapping[str, Any], path: Path) -> CycleFacts:
 
 
 def _seq_before(step: Step, run: RunId) -> int:
+    """Return the seq of a run's last op before a step."""
     return min(op.seq for op in step.ops if op.run == run) - 1
 
 

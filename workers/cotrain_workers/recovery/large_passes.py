@@ -1,8 +1,9 @@
 """Protection against passes that exceed the memory: the kernel may kill the process during one.
 
-A micro-batch larger than any before is recorded in the store while it runs. After a kill, the next process reads
-the record. It commits the other requests first. Then it runs the dangerous request alone, with less memory. A
-request that killed twice fails.
+A micro-batch larger than any before is recorded in the store while it runs. The next process after a kill reads
+the record and calls the request with most of its tokens *dangerous*. It first commits the other requests. Then it
+runs the dangerous request alone, with less memory. After a second kill, the request runs in smaller slices. It fails
+if one datum alone is too long.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class Part:
 
     ops: Sequence[Op]
     failures: Mapping[tuple[str, int], Failure] = field(default_factory=dict)
-    spares: int = 0
+    killing_tokens: int = 0
     """Tokens of the smallest micro-batch that killed a process; 0 if none did."""
-    is_apart: bool = False
-    """True if the only op is the dangerous request."""
+    is_alone: bool = False
+    """True if the only op is a dangerous request."""
 
 
 class LargePasses:
-    """Records of one worker about large micro-batches, and the kills that its predecessors left."""
+    """Records of one worker about large micro-batches, and the kills that earlier processes left."""
 
     def __init__(self, engine: Trainer, counts: CrashCounts, worker: WorkerId) -> None:
         self._counts = counts
@@ -61,26 +62,27 @@ class LargePasses:
         for kill in self._kills:
             # A record of another worker may belong to a process that still runs.
             if kill.worker == worker:
-                # Now, because the process may have ended in a replay, which precedes any step.
+                # Before any step, because the process may have ended in a replay.
                 engine.spare_memory(kill.tokens)
         self._deferred: set[str] = set()
-        self._apart = ""
-        """Dangerous request, while it runs alone; else empty."""
-        self._largest = dict.fromkeys((False, True), (LEAST_TOKENS, LEAST_TOKENS))
-        """Largest micro-batch and longest datum that have run, in tokens, keyed by "needs a gradient"."""
-        engine.watch_micro_batches(self._watched)
+        """Dangerous requests that other requests were run before."""
+        self._running_alone = ""
+        """Dangerous request that runs alone now; else empty."""
+        self._proven = dict.fromkeys((False, True), (LEAST_TOKENS, LEAST_TOKENS))
+        """Tokens of the largest micro-batch and of the longest datum that ran to their end, by `needs_grad`."""
+        engine.watch_micro_batches(self._recorded)
 
     def read(self) -> None:
         """Read the records again: a step of another worker may have arrived with its kills."""
         self._kills = kills_of(self._counts.by_part())
 
-    def concern(self, requests: Collection[str]) -> bool:
+    def has_kill_of(self, requests: Collection[str]) -> bool:
         """Return True if a process ended during one of these requests."""
         return any(kill.request in requests for kill in self._kills)
 
     def part_of(self, ops: Sequence[Op]) -> Part:
         """Return the ops of a step that run now: all of them, if no process ended during one."""
-        self._apart = ""
+        self._running_alone = ""
         requests = [_request(op) for op in ops]
         kills = [kill for kill in self._kills if kill.request in requests]
         if not kills:
@@ -90,25 +92,29 @@ class LargePasses:
         for op in ops:
             if (op.run, op.seq) in part.failures:
                 log.error("pass_too_large", request=_request(op), tokens=longest_of(op))
-        if part.is_apart:
-            self._apart = _request(part.ops[0])
-            log.warning("large_pass_apart", request=_request(part.ops[0]), tokens=part.spares)
+        if part.is_alone:
+            self._running_alone = _request(part.ops[0])
+            log.warning("large_pass_apart", request=self._running_alone, tokens=part.killing_tokens)
         return part
 
-    def are_over(self, requests: Collection[str]) -> None:
+    def forget(self, requests: Collection[str]) -> None:
         """Drop the kills of requests that have a result."""
         self._kills = [kill for kill in self._kills if kill.request not in requests]
 
     @contextmanager
-    def _watched(self, batch: UpcomingBatch) -> Iterator[None]:
-        tokens, longest = self._largest[batch.needs_grad]
+    def _recorded(self, batch: UpcomingBatch) -> Iterator[None]:
+        """Record a micro-batch while it runs, unless it is as small as one that ran to its end.
+
+        Every micro-batch of a request that runs alone is recorded.
+        """
+        tokens, longest = self._proven[batch.needs_grad]
         run, seq = batch.largest
         request = request_id(RunId(run), seq)
-        fits = batch.tokens <= tokens and batch.longest <= longest
-        if fits and request != self._apart:  # every micro-batch of that request is recorded
+        is_proven = batch.tokens <= tokens and batch.longest <= longest
+        if is_proven and request != self._running_alone:
             yield
             return
-        part = f"{request}@{batch.tokens}/{self._worker}"
+        part = _part_name(request, batch.tokens, self._worker)
         # Without a record it runs all the same; if it kills, bisection finds it.
         with suppress(*CONNECTION_LOST):
             self._counts.risk(part)
@@ -117,26 +123,31 @@ class LargePasses:
             yield
         finally:  # also after an out-of-memory error, which this process survives
             with suppress(*CONNECTION_LOST):  # then the commit removes the record
-                self._take_back(part)
-        self._largest[batch.needs_grad] = max(tokens, batch.tokens), max(longest, batch.longest)
+                self._remove_record(part)
+        self._proven[batch.needs_grad] = max(tokens, batch.tokens), max(longest, batch.longest)
 
-    def _take_back(self, part: str) -> None:
-        """Remove the record of this process. Those of its predecessors stay until the request is resolved."""
-        if any(part == f"{kill.request}@{kill.tokens}/{kill.worker}" for kill in self._kills):
+    def _remove_record(self, part: str) -> None:
+        """Remove the record of this process. Those of earlier processes stay until the request is resolved."""
+        if any(part == _part_name(kill.request, kill.tokens, kill.worker) for kill in self._kills):
             self._counts.take_back(part)
         else:
             self._counts.survived(part)
 
 
+def _part_name(request: str, tokens: int, worker: str) -> str:
+    """Return the name of a micro-batch among the crash counts. `kills_of` parses it."""
+    return f"{request}@{tokens}/{worker}"
+
+
 def kills_of(counts: Mapping[str, int]) -> list[Kill]:
-    """Return the kills among the crash counts. Pure."""
-    return [
-        Kill(request, int(tokens), worker, count)
-        for part, count in counts.items()
-        for request, is_batch, rest in [part.rpartition("@")]
-        for tokens, _, worker in [rest.partition("/")]
-        if is_batch and count > 0
-    ]
+    """Return the kills among the crash counts, whose other parts are groups of ops. Pure."""
+    kills = []
+    for part, count in counts.items():
+        request, is_micro_batch, rest = part.rpartition("@")
+        if is_micro_batch and count > 0:
+            tokens, _, worker = rest.partition("/")
+            kills.append(Kill(request, int(tokens), worker, count))
+    return kills
 
 
 def careful_part(
@@ -144,13 +155,15 @@ def careful_part(
 ) -> Part:
     """Return the part of a step that runs now, the ops of each run in order. Pure.
 
-    A request that killed twice is cut into smaller slices. It fails if its longest datum is at least as long as
-    the smallest micro-batch that killed. Ops before every dangerous request run first. A request in `deferred`
-    has waited for them once, so it runs now, alone.
+    Ops before the first dangerous request of their run go first. Then one dangerous request runs alone. The
+    requests in `deferred` have let other ops go first once, and do not wait again.
+
+    A request that killed twice is cut into slices of half the smallest micro-batch that killed. It fails if its
+    longest datum has as many tokens as that micro-batch, because a datum is not cut.
     """
-    spares = min(kill.tokens for kill in kills)
+    killing_tokens = min(kill.tokens for kill in kills)
     failures: dict[tuple[str, int], Failure] = {}
-    left: list[Op] = []
+    remaining: list[Op] = []
     for op in ops:
         own = [kill for kill in kills if kill.request == _request(op)]
         if isinstance(op, Pass | ReverseKl) and sum(kill.count for kill in own) >= MAX_CRASHES:
@@ -159,17 +172,21 @@ def careful_part(
                 failures[op.run, op.seq] = too_large(longest_of(op), limit_bytes)
                 continue
             op = replace(op, slice_tokens=tokens // 2)
-        left.append(op)
+        remaining.append(op)
     dangerous = {kill.request for kill in kills}
-    behind: dict[str, Op] = {}  # first dangerous op of each run
-    for op in left:
+    first_dangerous: dict[str, Op] = {}  # by run
+    for op in remaining:
         if _request(op) in dangerous:
-            behind.setdefault(op.run, op)
-    others = [op for op in left if op.run not in behind or op.seq < behind[op.run].seq]
-    waits = [op for op in behind.values() if _request(op) not in deferred]
-    if not behind or (others and waits):
-        return Part(others, failures, spares)
-    return Part([next(iter(behind.values()))], failures, spares, is_apart=True)
+            first_dangerous.setdefault(op.run, op)
+    harmless = [
+        op
+        for op in remaining
+        if op.run not in first_dangerous or op.seq < first_dangerous[op.run].seq
+    ]
+    may_wait = any(_request(op) not in deferred for op in first_dangerous.values())
+    if not first_dangerous or (harmless and may_wait):
+        return Part(harmless, failures, killing_tokens)
+    return Part([next(iter(first_dangerous.values()))], failures, killing_tokens, is_alone=True)
 
 
 def longest_of(op: Op) -> int:
@@ -179,7 +196,9 @@ def longest_of(op: Op) -> int:
 
 
 def too_large(tokens: int, limit_bytes: int) -> Failure:
-    """Return the failure of a pass with a datum that killed two processes, the second time alone."""
+    """Return the failure of a pass with a datum that killed two processes, at the second kill in a pass that ran
+    alone.
+    """
     return Failure(
         f"Request needs more memory than the worker has: its process was killed twice while it ran a datum of "
         f"{tokens:,} tokens, within a memory limit of {limit_bytes / 1e9:.1f} GB. Send shorter datums, or ask the "

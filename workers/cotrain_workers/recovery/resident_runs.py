@@ -190,7 +190,7 @@ class ResidentRuns:
             if self._policy.may_evict(backlog, now) and run not in self._writing:
                 self.forget_state(run)
                 log.info("run_evicted", run=run)
-        for name in self._engine.adapters.over_budget():
+        for name in self._engine.adapters.runs_to_evict():
             # A pass that loses its run here would start anew in every cycle.
             if name not in self._engine.open_passes.runs:
                 self._evict(RunId(name))

@@ -100,8 +100,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
 _PROBE_TOKENS = {"cpu": 256, "cuda": 1024}
 #: Of the shortest pass; less is padded to it.
 SHORTEST_TOKENS = 16
-#: Recomputation, LoRA backend and fusion were settings; files that were written then are still right.
-_ONCE_SETTINGS = ("auto", "auto", True)
+#: Version of the choice of a size (`memory_model.py`): stored sizes of another one are not used.
+_SIZING = "by time"
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _circumstances(settings: WorkerSettings, device: str) -> str:
         str(each)
         for each in (
             settings.model_source, hardware, settings.dtype, torch.__version__,
-            settings.adapter_bytes, *_ONCE_SETTINGS,
+            settings.adapter_bytes, _SIZING,
         )
     )  # fmt: skip
 

@@ -285,7 +285,7 @@ class WorkerLoop:
                 self._execution.commit(
                     step, commit.results, commit.record, counted,
                     commit.crashed, records, commit.usage,
-                    opened=commit.opened, found=commit.found, is_exact=commit.is_exact,
+                    opened=commit.opened, found=commit.history, is_exact=commit.is_exact,
                 )  # fmt: skip
             except PAUSES as pause:
                 log.warning("commit_retrying", cycle=step.cycle, reason=str(pause))

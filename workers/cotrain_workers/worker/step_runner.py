@@ -108,7 +108,7 @@ class StepRunner:
         without other work.
         """
         requests = [op.request_id for op in step.ops]
-        return self.crashes(step).count > 0 or self._large_passes.concern(requests)
+        return self.crashes(step).count > 0 or self._large_passes.has_kill_of(requests)
 
     def read(self, step: Step, runs: StepRuns) -> tuple[dict[tuple[str, int], bytes], StepRuns]:
         """Return the bodies of a step's ops. A run with a missing body is stopped."""
@@ -165,13 +165,13 @@ class StepRunner:
                 runnable.append(request)
         part = self._large_passes.part_of(runnable)
         runnable, outputs = [*part.ops], {**outputs, **part.failures}
-        if part.spares:
-            self._engine.spare_memory(part.spares)
-        if part.is_apart:
+        if part.killing_tokens:
+            self._engine.spare_memory(part.killing_tokens)
+        if part.is_alone:
             # Writes take memory, and a crash during one must not be attributed to the request.
             self._runs.await_writes()
         ran = yield from self._run(step, runnable, outputs, bodies, runs, is_over)
-        self._large_passes.are_over([request_id(RunId(run), seq) for run, seq in ran.outputs])
+        self._large_passes.forget([request_id(RunId(run), seq) for run, seq in ran.outputs])
         return ran
 
     def _run(

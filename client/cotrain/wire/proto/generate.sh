@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Write wire_pb2.py and wire_pb2.pyi from wire.proto, with a generator of its own.
+# Write wire_pb2.py and wire_pb2.pyi from wire.proto, with a generator in a temporary environment.
 #
-# Generated code runs on the protobuf it was made for and on every later one, so the generator is
-# pinned to the oldest runtime that pyproject.toml allows: grpcio-tools 1.71.0 writes for
+# Generated code runs on the protobuf version of its generator and on every later one. The generator is
+# therefore pinned to the oldest version that pyproject.toml allows: grpcio-tools 1.71.0 generates for
 # protobuf 5.29.0.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."

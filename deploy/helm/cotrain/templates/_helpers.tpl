@@ -20,7 +20,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- with .root.Values.images.registry }}{{ . }}/{{ end }}{{ .image }}:{{ $tag }}
 {{- end }}
 
-{{- /* The claims of all processes but Redis. */ -}}
+{{- /* The claim of all processes except Redis. */ -}}
 {{- define "cotrain.dataClaim" -}}
 {{ .Values.data.existingClaim | default (printf "%s-data" (include "cotrain.fullname" .)) }}
 {{- end }}
@@ -29,7 +29,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{ .Values.redis.external.url | default (printf "redis://%s-redis:6379/0" (include "cotrain.fullname" .)) }}
 {{- end }}
 
-{{- /* What a pod may: nothing that it does not need. Variables of services are left out, since COTRAIN_PORT is one of our settings. */ -}}
+{{- /* Restrictions of a pod. Kubernetes adds no variables of services, because COTRAIN_PORT is one of our settings. */ -}}
 {{- define "cotrain.pod" -}}
 automountServiceAccountToken: false
 {{- with .root.Values.blobs.serviceAccount }}
@@ -62,7 +62,7 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end }}
 
-{{- /* Variables: those of every process, then `own`, then what the values say of this kind. */ -}}
+{{- /* Variables of every process, then `own`, then those in the values of this kind of process. */ -}}
 {{- define "cotrain.env" -}}
 {{- $root := .root -}}
 {{- $all := dict
@@ -90,7 +90,7 @@ securityContext:
 {{- end }}
 {{- end }}
 
-{{- /* The data folder; of a worker with an object store, its own claim has this name. */ -}}
+{{- /* Volume of the data folder. With an object store, the own claim of a worker has this name. */ -}}
 {{- define "cotrain.dataVolume" -}}
 {{- if not .Values.blobs.url }}
 - name: data
@@ -105,7 +105,7 @@ securityContext:
 {{- end }}
 {{- end }}
 
-{{- /* How a process that stores blobs shows who it is. */ -}}
+{{- /* Credentials of a process that stores blobs. */ -}}
 {{- define "cotrain.blobsFrom" -}}
 {{- with .Values.blobs.secret }}
 envFrom: [{secretRef: {name: {{ . }}}}]
@@ -142,7 +142,7 @@ envFrom: [{secretRef: {name: {{ . }}}}]
 {{- end }}
 {{- end }}
 
-{{- /* The name under which clients ask for a base model. */ -}}
+{{- /* Name of a base model in requests of clients. */ -}}
 {{- define "cotrain.modelName" -}}
 {{ first (splitList "=" .baseModel) }}
 {{- end }}

@@ -35,7 +35,7 @@ local function close_run(prefix, run, tenant, state, failure, ttl_ms)
     if worker and state == 'closed' then
       redis.call('SADD', prefix .. 'drops:' .. worker, run)
       redis.call('PUBLISH', prefix .. 'notify:' .. worker, run)
-    elseif state == 'closed' then -- never planned: no worker calls `forget`; repeats are detected while results live
+    elseif state == 'closed' then -- never planned, so no worker calls `forget`; stored results detect repeats
       end_after(prefix .. 'digests:' .. run, ttl_ms)
       end_after(prefix .. 'riders:' .. run, ttl_ms)
       release_run(log)

@@ -112,7 +112,7 @@ async def _answer(
     tokenizer, final = target.language.tokenizer, target.pool.eos_token_ids
     begins = fields.get("mode") == "chat" or not tokenizer.last_with_text(body.prompt)
     texts = TokenTexts(tokenizer, final, body.prompt, begins=begins)
-    parts = texts.ended(texts.of_answer(sequence.tokens))
+    parts = texts.with_rest(texts.of_answer(sequence.tokens))
     logprobs: Sequence[float | None] = sequence.logprobs or [None] * len(sequence.tokens)
     return {
         "model": model,

@@ -36,7 +36,7 @@ def written(
     before: Sequence[int] = (),
 ) -> dict[str, Any]:
     texts = TokenTexts(language, [EOS], before, begins=not before)
-    parts = texts.ended(texts.of_answer(tokens))
+    parts = texts.with_rest(texts.of_answer(tokens))
     return shape.logprobs(language, scored(tokens, logprobs, likeliest), parts)
 
 

@@ -19,12 +19,11 @@ from tokenizers import decoders
 
 from cotrain_server.errors import Invalid, Unreadable
 from cotrain_server.settings import ServerSettings
-from cotrain_server.text_apis.token_texts import TokenTexts
+from cotrain_server.text_apis.token_texts import TokenTexts, VisibleText
 from cotrain_server.text_apis.tokenizer_cache import (
     PARTIAL,
     TextGrowth,
     Tokenizer,
-    VisibleText,
     language_of,
 )
 from tests.support.http_api import POOL
@@ -145,7 +144,7 @@ def test_texts_and_bytes_of_single_tokens_add_up_to_the_text(
     visible = VisibleText(language, [], [EOS], before=prompt, begins=begins)
     text = "".join(visible.push([token]) for token in tokens) + visible.finish()
     texts = TokenTexts(language, [EOS], prompt, begins=begins)
-    parts = texts.ended(texts.of_answer(tokens))
+    parts = texts.with_rest(texts.of_answer(tokens))
     if parts:
         assert "".join(part.text for part in parts) == text
     assert [part.offset for part in parts] == [

@@ -12,7 +12,13 @@ import torch
 
 import cotrain_workers
 from cotrain_workers.engine import device
-from cotrain_workers.engine.device import DeviceLost, check_device, to_device, unordered_writes
+from cotrain_workers.engine.device import (
+    DeviceLost,
+    check_device,
+    is_out_of_memory,
+    to_device,
+    unordered_writes,
+)
 from tests.warm.popen import run
 
 CPU = torch.device("cpu")
@@ -33,9 +39,57 @@ def test_a_device_on_which_every_call_fails_is_lost(monkeypatch: pytest.MonkeyPa
         check_device(CUDA)
 
 
-def test_a_full_device_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_with(torch.OutOfMemoryError(), monkeypatch)
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")]
+)
+def test_a_full_device_is_not_lost(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_with(error, monkeypatch)
     check_device(CUDA)
+
+
+CAPTURE = "CUDA error: operation failed due to a previous error during capture"
+FULL = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    MemoryError("std::bad_alloc"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in …"),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: cuModuleLoadData"),
+    RuntimeError("cudaHostAlloc failed: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
+    RuntimeError("NCCL error: Call to CUDA function failed. Cuda failure 2 'out of memory'"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("unable to mmap 8 bytes from file </m>: Cannot allocate memory (12)"),
+)
+NOT_FULL = (
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+    RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 232448"),
+    RuntimeError(CAPTURE),
+    ValueError("out of memory"),
+)
+
+
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_an_error_of_full_memory_is_recognized(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", NOT_FULL, ids=str)
+def test_another_error_is_not_one_of_full_memory(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("earlier", [FULL[0], NOT_FULL[0]], ids=["full", "another"])
+def test_a_failed_capture_counts_as_the_error_that_ended_it(earlier: Exception) -> None:
+    failed = RuntimeError(CAPTURE)
+    failed.__context__ = earlier  # as of an error raised while `torch.cuda.graph` is left
+
+    assert is_out_of_memory(failed) == is_out_of_memory(earlier)
 
 
 def test_a_cpu_is_never_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +105,28 @@ def test_products_on_cuda_may_precede_an_engine(monkeypatch: pytest.MonkeyPatch)
     runpy.run_path(cotrain_workers.__file__)  # as an import does
 
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
+    ],
+)
+def test_segments_of_cuda_memory_expand_unless_the_operator_chose(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    assert cotrain_workers.__file__
+    runpy.run_path(cotrain_workers.__file__)  # as an import does
+
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
 
 
 def test_unordered_writes_are_allowed_only_in_their_block() -> None:

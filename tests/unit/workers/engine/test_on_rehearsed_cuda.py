@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import attention
+from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.ops import (
     CycleOutput,
     Failure,
@@ -31,6 +34,7 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.spec import AdapterSpec, Target
 from cotrain_workers.engine.training import memory_probe as probe
+from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import MAX_TOKENS
 from tests.support.decoding import finish, graph_report, request
 from tests.support.kl import kl_datums, random_weights, started
@@ -139,12 +143,30 @@ def test_a_reverse_kl_does_not_wait_for_the_device(
 def test_sizes_are_measured(
     cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "PROBE_LENGTH", 64)
+    monkeypatch.setattr(probe, "FIRST_LENGTH", 64)
     sizes = {"micro_batch_tokens": "auto", "recompute": "auto", "head_chunk_rows": 64}
 
     engine = load(model_folder("qwen3"), **sizes)
 
     assert engine.facts.numerics.micro_batch_tokens == MAX_TOKENS
+
+
+def test_sequences_of_any_length_fit_into_the_measured_memory(
+    cuda: Rehearsal, model_folder: ModelFolder
+) -> None:
+    engine = load(model_folder("qwen3"))
+    base, lora = engine._base, engine._forward_backward._lora
+    passes = partial(ForwardBackward, base, lora, head_chunk_rows=32)
+    bank = AdapterBank(base.targets, DEVICE, torch.bfloat16)
+    peak = partial(probe.cuda_peak, DEVICE)
+
+    found = probe.measure(base, passes, bank, peak)
+
+    choices: dict[Choice, Any] = {"never": found.kept, "always": found.recomputed}
+    for (choice, line), length in product(choices.items(), (256, 32)):
+        used = peak(partial(probe.probe, passes, bank, choice, length=length, tokens=256))
+        assert used is not None
+        assert used <= 1.02 * (line.fixed_bytes + 256 * line.bytes_per_token), length
 
 
 def repeat(cuda: Rehearsal) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ def test_ops_before_a_dangerous_request_run_first() -> None:
 def test_a_dangerous_request_that_has_waited_runs_apart_and_later_ops_wait() -> None:
     part = careful_part(OPS[1:], [kill("a:2", 5000)], {"a:2"}, LIMIT_BYTES)
     assert [(op.run, op.seq) for op in part.ops] == [("a", 2)]
-    assert (part.is_apart, part.spares, part.failures) == (True, 5000, {})
+    assert (part.is_alone, part.killing_tokens, part.failures) == (True, 5000, {})
 
 
 def test_a_dangerous_request_without_neighbours_runs_at_once() -> None:
@@ -64,7 +64,7 @@ def test_of_two_dangerous_requests_one_runs_at_a_time() -> None:
 def test_a_datum_that_ended_two_processes_fails_and_the_others_run(kills: list[Kill]) -> None:
     part = careful_part(OPS, kills, (), LIMIT_BYTES)
     assert [(op.run, op.seq) for op in part.ops] == [("a", 1), ("a", 3), ("b", 1), ("b", 2)]
-    assert not part.is_apart
+    assert not part.is_alone
     failure = part.failures["a", 2]
     assert (failure.category, failure.code) == ("user", "too_large")
     assert "a datum of 5,000 tokens, within a memory limit of 2.0 GB." in failure.message
@@ -135,7 +135,7 @@ def test_a_micro_batch_is_recorded_while_it_is_the_largest_so_far() -> None:
 def test_every_micro_batch_of_a_dangerous_request_is_recorded() -> None:
     engine, counts = FakeEngine(), Counts(**{"r_1@2048/w0": 1})
     passes = LargePasses(engine, counts, WorkerId("w0"))  # type: ignore[arg-type]
-    assert passes.part_of([a_pass("r", 1, 2048)]).is_apart
+    assert passes.part_of([a_pass("r", 1, 2048)]).is_alone
     for tokens in (2048, 2048, 30):
         runs(engine, tokens, tokens)
     assert counts.seen == [
@@ -144,8 +144,8 @@ def test_every_micro_batch_of_a_dangerous_request_is_recorded() -> None:
         {"r:1@2048/w0": 1, "r:1@30/w0": 1},
     ]
     assert counts.found == {"r:1@2048/w0": 1}
-    passes.are_over(["r:1"])
-    assert not passes.concern(["r:1"])
+    passes.forget(["r:1"])
+    assert not passes.has_kill_of(["r:1"])
 
 
 def test_a_process_that_survives_running_out_of_memory_is_not_a_kill() -> None:

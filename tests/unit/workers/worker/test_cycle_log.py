@@ -36,7 +36,7 @@ STEP = Step(
 )
 NOTHING = StepCommit(
     results={}, record={}, counted={}, crashed=frozenset(), saves={}, usage={}, opened={},
-    device_s={}, ended=(), found={}, is_exact=True,
+    device_s={}, ended=(), history={}, is_exact=True,
 )  # fmt: skip
 
 

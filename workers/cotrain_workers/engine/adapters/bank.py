@@ -1,7 +1,7 @@
-"""Adapters in memory, with one flat arena each for weights, gradient and both Adam moments.
+"""Adapters in memory, each with four arenas: weights, gradient, and both Adam moments.
 
-Zeroing, clipping, Adam, hashing and copying are one operation on a 1-D tensor; every matrix is a
-view.
+An arena is one 1-D tensor with the matrices of all modules as views. Zeroing, clipping, Adam,
+hashing and copying are therefore one operation per arena.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from cotrain_workers.engine.adapters.residency import (
 from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 
-ARENAS_AT_REST = ("weights", "m", "v")  # and "grads" if a gradient is pending
-DRAWN_AT_ONCE = 1_000_000  # some 20 ms
+#: Arenas of an adapter between cycles, besides "grads" if a gradient is pending.
+ARENAS_AT_REST = ("weights", "m", "v")
+#: Number of random values between two yield points, which takes about 20 ms.
+DRAWN_AT_ONCE = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class StateCopy:
     def state(self) -> AdapterState:
         """Return the state once it has arrived; any thread may wait for it."""
         arenas = self.arenas.whole()
-        arenas.pop(OPEN_GRADIENT, None)
+        arenas.pop(OPEN_GRADIENT, None)  # an offloaded adapter has it, but it is not state
         grads = arenas.pop("grads", None)
         return AdapterState(
             self.spec,
@@ -86,7 +88,7 @@ class StateCopy:
 class AdapterBank:
     """Adapters of every run of this engine, on the device or offloaded to host memory.
 
-    `adapter_bytes` limits those on the device, `host_bytes` those on the host; None sets no limit.
+    `adapter_bytes` limits their bytes on the device, and `host_bytes` on the host. None is no limit.
     """
 
     def __init__(
@@ -108,14 +110,14 @@ class AdapterBank:
         self._copy_stream = copy_stream or (
             SideStream(device) if device.type == "cuda" else InLine()
         )
-        # the least recently used first
+        # Order: the least recently used first.
         self._adapter_by_run: OrderedDict[str, Adapter] = OrderedDict()
         self._in_use: frozenset[str] = frozenset()
         self.offloaded = 0
         """Number of adapters on the host alone. Any thread may read it."""
         self._layout_by_shape: dict[tuple[int, bool, bool, bool], Layout] = {}
         self.base_weights: Mapping[str, torch.Tensor] = {}
-        """By module; an upload may hold copies of them."""
+        """Weights of the base model by module, for uploads that contain copies of them."""
         self.on_drop: Callable[[str], None] = lambda run: None
         """Called with the run of each dropped adapter."""
 
@@ -146,17 +148,18 @@ class AdapterBank:
         """Remove a run's adapter, if any."""
         self.on_drop(run)
         dropped = self._adapter_by_run.pop(run, None)
-        self.offloaded -= dropped is not None and dropped.on_host is not None
+        if dropped is not None and dropped.on_host is not None:
+            self.offloaded -= 1
 
     def state(self, run: str) -> AdapterState:
         """Copy a run's adapter to the host. Raises KeyError for an unknown run."""
         return self.copy_out(run).state()
 
     def copy_out(self, run: str) -> StateCopy:
-        """Start a copy of a run's adapter to the host; its arrival is in the result.
+        """Start a copy of a run's adapter to the host, and return at once.
 
-        Call it only between cycles, because it does not hold back computation. Raises KeyError for
-        an unknown run.
+        Call it only between cycles, because computation does not wait for the copy. Raises
+        KeyError for an unknown run.
         """
         adapter = self._adapter_by_run[run]
         copied = adapter.on_host
@@ -164,16 +167,16 @@ class AdapterBank:
             arenas = adapter.worth_copying()
             arenas.pop(OPEN_GRADIENT, None)
             copied = carry_out(self._copy_stream, arenas)
-            adapter.arrival = copied.arrival  # behind that of any earlier copies
+            adapter.arrival = copied.arrival  # copies keep their order, so earlier ones end before
         return StateCopy(adapter.spec, adapter.step, adapter.grads_pending, copied)
 
-    def carry_out(self, run: str, *arenas: str) -> HostArenas:
+    def copy_arenas(self, run: str, *arenas: str) -> HostArenas:
         """Start a copy of some arenas of a run to the host, within a cycle that has it on the
         device.
         """
         adapter = self[run]
         copied = carry_out(self._copy_stream, {name: adapter.arenas[name] for name in arenas})
-        adapter.arrival = copied.arrival  # behind that of any earlier copies
+        adapter.arrival = copied.arrival
         return copied
 
     def restore(self, run: str, state: AdapterState) -> Adapter:
@@ -195,9 +198,9 @@ class AdapterBank:
             raise ValueError(f"The state holds {arenas['weights'].numel()} values, not {size}.")
         self.drop(run)
         sizes = [*self._sizes(), self._size_of(run, adapter)]
-        self._make(moves_for(sizes, {run, *self._in_use}, self._adapter_bytes))
+        self._apply(moves_for(sizes, {run, *self._in_use}, self._adapter_bytes))
         for name in dict.fromkeys((*ARENAS_AT_REST, *arenas)):
-            # Zeros are made on the device: copying them there would take as long as the weights.
+            # Zeros are created on the device, because a copy would take as long as the weights.
             adapter.arenas[name] = (
                 arenas[name].to(self._device, self._arena_dtype, copy=True)
                 if name in arenas
@@ -207,7 +210,7 @@ class AdapterBank:
         return adapter
 
     def device_groups(self, runs: Sequence[str]) -> list[list[str]]:
-        """Split the runs of a cycle into groups that fit on the device one at a time: mostly one."""
+        """Split the runs of a cycle into groups that each fit on the device; usually into one."""
         sizes = {run: self.device_bytes(self[run]) for run in runs if run in self}
         return device_groups(runs, sizes, self._adapter_bytes)
 
@@ -218,7 +221,7 @@ class AdapterBank:
         Return the adapters of the known runs.
         """
         known = {run: self[run] for run in runs if run in self}
-        self._make(moves_for(self._sizes(), known, self._adapter_bytes))
+        self._apply(moves_for(self._sizes(), known, self._adapter_bytes))
         for run, adapter in known.items():
             self._adapter_by_run.move_to_end(run)
             adapter.hold_compute()
@@ -230,20 +233,20 @@ class AdapterBank:
 
         Unknown runs are skipped. Call it between cycles or at their yield points.
         """
-        self._make(prefetch_moves(self._sizes(), runs, self._in_use, self._adapter_bytes))
+        self._apply(prefetch_moves(self._sizes(), runs, self._in_use, self._adapter_bytes))
         for run in runs:
             if run in self:
-                self._adapter_by_run.move_to_end(run)  # so that another is offloaded first
+                self._adapter_by_run.move_to_end(run)  # others are offloaded before it
 
     def release(self) -> None:
         """Mark the end of the cycle: all adapters may be offloaded."""
         self._in_use = frozenset()
 
-    def over_budget(self) -> list[str]:
-        """Return the runs to evict, the least recently used first, so that host memory is within
-        its limit.
+    def runs_to_evict(self) -> list[str]:
+        """Return the runs to drop until host memory is within its limit, the least recently used
+        first.
 
-        Copy each of them before dropping it.
+        The caller must store a snapshot of each before it drops it.
         """
         sizes = {run: self._host_bytes_of(adapter) for run, adapter in self._adapter_by_run.items()}
         on_host = {run: size for run, size in sizes.items() if size and run not in self._in_use}
@@ -267,6 +270,21 @@ class AdapterBank:
             "host": (len(on_host), sum(on_host)),
         }
 
+    def device_bytes(self, adapter: Adapter) -> int:
+        """Return the device bytes of a training adapter: four arenas, five with an open pass, and
+        the compute copy.
+        """
+        wide, narrow = self._arena_dtype, self._compute_dtype
+        copy = 0 if narrow == wide else narrow.itemsize
+        return adapter.layout.size * ((4 + adapter.has_open_gradient) * wide.itemsize + copy)
+
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        """Return the positions of the matrices of an adapter of this spec in its arenas."""
+        shape = (spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
+        if shape not in self._layout_by_shape:
+            self._layout_by_shape[shape] = plan_layout(spec, self._targets)
+        return self._layout_by_shape[shape]
+
     def _host_bytes_of(self, adapter: Adapter) -> int:
         if adapter.on_host is not None:
             return adapter.on_host.bytes
@@ -278,15 +296,7 @@ class AdapterBank:
     def _size_of(self, run: str, adapter: Adapter) -> AdapterSize:
         return AdapterSize(run, self.device_bytes(adapter), is_on_device=adapter.on_host is None)
 
-    def device_bytes(self, adapter: Adapter) -> int:
-        """Return the device bytes of a training adapter: four arenas, five with an open pass, and
-        the compute copy.
-        """
-        wide, narrow = self._arena_dtype, self._compute_dtype
-        copy = 0 if narrow == wide else narrow.itemsize
-        return adapter.layout.size * ((4 + adapter.has_open_gradient) * wide.itemsize + copy)
-
-    def _make(self, moves: Moves) -> None:
+    def _apply(self, moves: Moves) -> None:
         for run in moves.offload:
             adapter = self[run]
             adapter.on_host = carry_out(self._copy_stream, adapter.worth_copying())
@@ -300,15 +310,8 @@ class AdapterBank:
             )
             adapter.on_host = None
             if not adapter.has_open_gradient:
-                adapter.drop_open_gradient()  # its pass was dropped while it was on the host
+                adapter.drop_open_gradient()  # its pass ended while the adapter was on the host
             self.offloaded -= 1
-
-    def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return the positions of the matrices of such an adapter in its arenas."""
-        shape = (spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
-        if shape not in self._layout_by_shape:
-            self._layout_by_shape[shape] = plan_layout(spec, self._targets)
-        return self._layout_by_shape[shape]
 
 
 def initial_weights(spec: AdapterSpec, layout: Layout) -> torch.Tensor:

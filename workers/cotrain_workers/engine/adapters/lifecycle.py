@@ -256,10 +256,10 @@ def save(bank: AdapterBank, op: Save) -> SaveOutput | Failure:
     if op.run not in bank:
         return unknown_run()
     adapter = bank[op.run]
-    weights = SavedWeights(adapter, bank.carry_out(op.run, "weights"))
+    weights = SavedWeights(adapter, bank.copy_arenas(op.run, "weights"))
     if not op.optimizer:
         return SaveOutput(weights)
-    moments = bank.carry_out(op.run, "m", "v").whole()
+    moments = bank.copy_arenas(op.run, "m", "v").whole()
     m, v = moments["m"].float(), moments["v"].float()
     return SaveOutput(weights, HostOptimizer(adapter.spec, m, v, adapter.step))
 

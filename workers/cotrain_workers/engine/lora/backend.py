@@ -19,6 +19,7 @@ from cotrain_workers.engine.lora.fused.tables import ModuleGroup, plan_groups
 from cotrain_workers.engine.lora.grouped import MIN_RANK, ROWS, GroupedLora, stack_class
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import TARGETS, WIDE_TARGETS, disagreement
+from cotrain_workers.engine.lora.speed import faster_than_fused, layer_seconds
 from cotrain_workers.engine.routing import LinearWeights, Segment, Source, TrainingLora
 from cotrain_workers.engine.spec import Target
 
@@ -97,34 +98,68 @@ def find_backend(
     targets: Sequence[Target],
     weight: torch.Tensor,
     linears: Mapping[str, LinearWeights] = MappingProxyType({}),
+    *,
+    times: bool = True,
 ) -> LoraBackend:
     """Return the backend for a base model. `weight` is one of its weights, `linears` its modules by name.
 
-    "auto" is `seg` on a CPU for every micro-batch. On CUDA it is `fused` if its kernels are correct, else
-    `grouped` or `seg` by micro-batch, else `seg`; the log contains the reason. Raises BackendUnfit, KernelsBroken.
+    "auto" is `seg` on a CPU for every micro-batch. On CUDA it is `fused` if its kernels are correct, and with `times`
+    also if `grouped` is not clearly faster on a layer of this model. Otherwise it is `grouped` or `seg` by
+    micro-batch, else `seg`; the log contains the reason. Raises BackendUnfit, KernelsBroken.
     """
     if choice == "seg" or (choice == "auto" and not weight.is_cuda):
         return LoraBackend("seg", weight.dtype)
-    not_fused = ""
-    if choice in ("auto", "fused"):
-        reason = unfused(weight)
-        if not reason:
-            return LoraBackend("fused", weight.dtype, plan_groups(targets), linears)
-        if choice == "fused":
+    if choice == "fused":
+        if reason := unfused(weight):
             raise BackendUnfit(f"LoRA backend 'fused' cannot be used: {reason}.")
-        not_fused = f"not fused: {reason}"
-        log.warning("LoRA is not fused with the base model's products, slower: %s.", reason)
-    reason = unfit(targets, weight.dtype) or disagreement(weight.device, weight.dtype)
+        return LoraBackend("fused", weight.dtype, plan_groups(targets), linears)
     if choice == "grouped":
-        if reason:
+        if reason := ungrouped(targets, weight):
             raise BackendUnfit(f"LoRA backend 'grouped' cannot be used: {reason}.")
         return LoraBackend("grouped", weight.dtype)
-    reason = reason or slow(weight)
-    if reason:
-        log.warning("LoRA is a loop over adapters, slow with many of them: %s.", reason)
-        both = f"{not_fused}; not grouped: {reason}"
+    not_fused, not_grouped = unfused(weight), slow(weight)
+    if not_fused or (times and not not_grouped):
+        not_grouped = not_grouped or ungrouped(targets, weight)
+    if times and not not_fused and not not_grouped:
+        not_fused = slower(targets, weight, linears)
+    if not not_fused:
+        return LoraBackend("fused", weight.dtype, plan_groups(targets), linears)
+    log.warning("LoRA is not fused with the base model's products: %s.", not_fused)
+    if not_grouped:
+        log.warning("LoRA is a loop over adapters, slow with many of them: %s.", not_grouped)
+        both = f"not fused: {not_fused}; not grouped: {not_grouped}"
         return LoraBackend("seg", weight.dtype, fallback_reason=both)
-    return LoraBackend("auto", weight.dtype, fallback_reason=not_fused)
+    return LoraBackend("auto", weight.dtype, fallback_reason=f"not fused: {not_fused}")
+
+
+def ungrouped(targets: Sequence[Target], weight: torch.Tensor) -> str | None:
+    """Return why grouped products cannot be used, or None if they match `seg` on this device."""
+    return unfit(targets, weight.dtype) or disagreement(weight.device, weight.dtype)
+
+
+def slower(
+    targets: Sequence[Target], weight: torch.Tensor, linears: Mapping[str, LinearWeights]
+) -> str:
+    """Return why `fused` is slower than `grouped` on this device, or an empty string."""
+
+    def fused(segments: Sequence[Segment], rows: int, layer: Sequence[Target]) -> TrainingLora:
+        return FusedLora(segments, rows, plan_groups(layer), linears)
+
+    def grouped(segments: Sequence[Segment], rows: int, _layer: Sequence[Target]) -> TrainingLora:
+        return GroupedLora(segments, rows, weight.dtype)
+
+    ways = {"fused": fused, "grouped": grouped}
+    try:
+        seconds = layer_seconds(ways, targets, linears, weight.device, weight.dtype)
+    except UNFIT:  # too little memory, for example
+        check_device(weight.device)
+        log.warning("LoRA backends could not be timed; LoRA is fused", exc_info=True)
+        return ""
+    log.info(
+        "LoRA backends were timed on one layer: %s.",
+        ", ".join(f"{name} {time * 1e3:.2f} ms" for name, time in seconds.items()),
+    )
+    return faster_than_fused(seconds)
 
 
 def unfused(weight: torch.Tensor) -> str | None:

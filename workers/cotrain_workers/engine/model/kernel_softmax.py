@@ -1,7 +1,7 @@
-"""Softmax over the vocabulary in two passes over fp32 logits: one reads them, one writes their gradient.
+"""Softmax over the vocabulary by kernels that pass over the fp32 logits twice: for the norms, and for the gradient.
 
-No probabilities are stored, and the gradient is written in the dtype of the weights. Used with the LoRA backend
-`fused`, which has the same requirements.
+No probabilities are stored. The gradient has the dtype of the base model's weights. The LoRA backend `fused` uses it,
+and has the same requirements.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from cotrain_workers.engine.model.kept_norm import block
 from cotrain_workers.engine.model.kernel_check import TOLERANCE, apart, example
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 
-COLUMNS, WARPS = 4096, 8  # columns per program
+#: Columns of the logits that one kernel program reads, and its warps.
+COLUMNS, WARPS = 4096, 8
 
 _LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
 SCHEMAS = {
-    # logits fp32 [rows, V]; `cap` 0: no cap
+    # `logits` are fp32 [rows, V]. A `cap` of 0 stands for no softcap.
     "softmax_norms": "(Tensor logits, float cap) -> Tensor",
-    # targets [c, K] belong to the rows from `first` on
+    # `targets` [c, K] are K columns of each of the c rows from `first` on.
     "softmax_pick": "(Tensor logits, Tensor norms, Tensor targets, int first, float cap) -> Tensor",
     "softmax_backward": "(Tensor logits, Tensor norms, Tensor targets, Tensor slopes, Tensor(a!) grads, int first, "
     "float cap) -> ()",
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class KernelSoftmax:
-    """Implementation of `Softmax` by kernels; its logits must be complete when it is created."""
+    """Implementation of `Softmax` by kernels. The logits must be final when it is created."""
 
     def __init__(
         self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
@@ -50,12 +51,15 @@ class KernelSoftmax:
         return found
 
     def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
-        """Write the gradient of some rows, given d loss / d logprob `[c, K]`."""
+        """Write the gradient of some rows, given `slope`: d loss / d logprob `[c, K]`."""
         given = self._logits, self._norms, targets, slope, self._grads
         torch.ops.cotrain.softmax_backward(*given, rows.start, self._cap)
 
     def gradient(self) -> torch.Tensor:
-        """Return d loss / d logits `[rows, V]` before the cap; rows without `go_back` are undefined."""
+        """Return d loss / d logits `[rows, V]`, of the logits before the softcap.
+
+        Rows for which `go_back` was not called are undefined.
+        """
         assert self._grads is not None
         return self._grads
 
@@ -65,7 +69,7 @@ def find_softmax(weight: torch.Tensor, softcap: float | None) -> NewSoftmax:
 
     Raises DeviceLost.
     """
-    # A comparison in 16 bits only would hide errors of the gradient.
+    # A comparison in the 16 bits of the weights alone would hide errors of the gradient.
     for dtype in dict.fromkeys((torch.float32, weight.dtype)):
         try:
             found = disagreement(weight, softcap, dtype)
@@ -100,18 +104,18 @@ def disagreement(weight: torch.Tensor, softcap: float | None, dtype: torch.dtype
 def softmax_norms(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """Return the largest logit of each row, and the sum of `exp(logit - largest)`: `[rows, 2]`."""
     norms = _new_norms(logits)
-    _run("softmax_norms", (len(logits),), logits, norms, logits.shape[1], cap=cap, size=COLUMNS)
+    _launch("softmax_norms", (len(logits),), logits, norms, logits.shape[1], cap=cap, size=COLUMNS)
     return norms
 
 
 def softmax_pick(
     logits: torch.Tensor, norms: torch.Tensor, targets: torch.Tensor, first: int, cap: float
 ) -> torch.Tensor:
-    """Return the log-probabilities of targets."""
+    """Return the log-probabilities `[c, K]` of `targets`."""
     logprobs = _new_logprobs(logits, norms, targets)
     targets, (rows, count) = targets.contiguous(), targets.shape
     given = logits, norms, targets, logprobs, first, logits.shape[1], count
-    _run("softmax_pick", (rows,), *given, cap=cap, size=block(count))
+    _launch("softmax_pick", (rows,), *given, cap=cap, size=block(count))
     return logprobs
 
 
@@ -124,13 +128,13 @@ def softmax_backward(
     first: int,
     cap: float,
 ) -> None:
-    """Write the gradient of the logits of some rows."""
+    """Write into `grads` the gradient of the logits of the c rows from `first` on."""
     (rows, count), width = targets.shape, logits.shape[1]
     given = logits, norms, targets.contiguous(), slopes.contiguous(), grads, first, width, count
-    _run("softmax_backward", (rows, -(-width // COLUMNS)), *given, cap=cap, size=COLUMNS)
+    _launch("softmax_backward", (rows, -(-width // COLUMNS)), *given, cap=cap, size=COLUMNS)
 
 
-def _run(name: str, grid: tuple[int, ...], *given: Any, cap: float, size: int) -> None:
+def _launch(name: str, grid: tuple[int, ...], *given: Any, cap: float, size: int) -> None:
     from cotrain_workers.engine.model import softmax_programs
 
     program = getattr(softmax_programs, name)

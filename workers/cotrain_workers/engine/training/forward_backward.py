@@ -27,7 +27,14 @@ from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
-from cotrain_workers.engine.training.memory_model import Fail, Recompute, Split, after_oom
+from cotrain_workers.engine.training.memory_model import (
+    BatchLimits,
+    Budget,
+    Fail,
+    Recompute,
+    Split,
+    after_oom,
+)
 from cotrain_workers.engine.training.micro_batches import (
     MicroBatch,
     OpSlice,
@@ -77,13 +84,10 @@ class ForwardBackward:
         self._micro_batch_tokens = micro_batch_tokens
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
         self._may_recompute = recompute != "never"
-        self._keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
+        keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
+        self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens))
         self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = _unwatched
         """The context of each micro-batch: the kernel may kill this process during one."""
-        self.safe_tokens = micro_batch_tokens
-        """Tokens of a micro-batch that should fit; lowered when memory runs out. No run's bits
-        depend on it, because it only affects which ops run together.
-        """
 
     def run(
         self,
@@ -107,7 +111,14 @@ class ForwardBackward:
             yield from self._run_divided(divided, passes, cost, is_over)
         began = time.perf_counter()
         finish(passes)
+        if passes:
+            self.limits.end_wave()
         cost.seconds += time.perf_counter() - began
+
+    @property
+    def safe_tokens(self) -> int:
+        """Tokens of a micro-batch that should fit; fewer for a while after memory ran out."""
+        return self.limits.tokens
 
     def _run_divided(
         self,
@@ -142,7 +153,7 @@ class ForwardBackward:
         `is_over` returns True.
         """
         order = [self._lora.order(state.adapter) for state in passes]
-        waiting = deque(fill(op_slices, self.safe_tokens, self._lora.align, order))
+        waiting = deque(fill(op_slices, self.limits.tokens, self._lora.align, order))
         while waiting:
             if self._must_wait(waiting[0], passes):
                 owner = waiting[0].op_slices[0].owner
@@ -204,14 +215,24 @@ class ForwardBackward:
         cost.forwards += 1
         upcoming = _upcoming(batch, passes)
         long, work = owner.long, owner.long_work
+        try:
+            if long is None or work is None:
+                may_suspend &= len(self._long) < MAX_SUSPENDED
+                long = owner.long = self._begin_long(batch, passes)
+                work = owner.long_work = long.run()
+                if may_suspend:
+                    self._long.add(long)
+            else:
+                long.route, _ = self._route(batch, passes)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            long = work = None
         if long is None or work is None:
-            may_suspend &= len(self._long) < MAX_SUSPENDED
-            long = owner.long = self._begin_long(batch, passes)
-            work = owner.long_work = long.run()
-            if may_suspend:
-                self._long.add(long)
-        else:
-            long.route, _ = self._route(batch, passes)
+            self._undo_long(owner, cost)
+            self._requeue(batch, passes, waiting, cost)
+            yield
+            return
         while True:
             began, before = time.perf_counter(), long.done_tokens
             try:
@@ -234,10 +255,8 @@ class ForwardBackward:
             cost.tokens += long.done_tokens - before
             # Here the exception is released, and with it the tensors that its frames held.
             if ran_out:
-                cost.tokens -= long.done_tokens
-                self._long.discard(long)
                 del long, work
-                self._undo_long(owner)
+                self._undo_long(owner, cost)
                 self._requeue(batch, passes, waiting, cost)
                 cost.seconds += time.perf_counter() - began
                 yield
@@ -268,13 +287,18 @@ class ForwardBackward:
         self._base.recompute.is_on = False
         return LongSlice(self._base, row, kind, batch.tokens, route, head)
 
-    def _undo_long(self, owner: PassState) -> None:
+    def _undo_long(self, owner: PassState, cost: PassesCost) -> None:
         """Undo a long datum that ran out of memory."""
+        if owner.long is not None:
+            cost.tokens -= owner.long.done_tokens
+            self._long.discard(owner.long)
         owner.long = owner.long_work = None
-        if owner.gradient is not None:
+        before, owner.gradient_before = owner.gradient_before, None
+        # Without the copy of earlier slices' sums, nothing has been added to them.
+        if owner.gradient is not None and (before is not None or not owner.results):
             owner.gradient.discard()
-            if owner.gradient_before is not None:
-                owner.gradient.flat.copy_(owner.gradient_before)
+            if before is not None:
+                owner.gradient.flat.copy_(before)
         release_memory(self._device)
 
     def _try(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch] | None:
@@ -285,8 +309,11 @@ class ForwardBackward:
         owners = [
             passes[at] for at in dict.fromkeys(op_slice.owner for op_slice in batch.op_slices)
         ]
-        of_earlier_slices = [(p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient]
+        of_earlier_slices = None
         try:
+            of_earlier_slices = [
+                (p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient
+            ]
             with self.watch(_upcoming(batch, passes)):
                 return self._run_micro_batch(batch, passes)
         except (RuntimeError, MemoryError) as error:
@@ -294,11 +321,12 @@ class ForwardBackward:
             if not is_out_of_memory(error) or self._base.lock_step.sharding:
                 raise
         # Here the exception is released, and with it the tensors that its frames held.
-        for owner in owners:
-            if owner.gradient is not None:
-                owner.gradient.discard()
-        for gradient, before in of_earlier_slices:
-            gradient.flat.copy_(before)
+        if of_earlier_slices is not None:  # otherwise nothing has run
+            for owner in owners:
+                if owner.gradient is not None:
+                    owner.gradient.discard()
+            for gradient, before in of_earlier_slices:
+                gradient.flat.copy_(before)
         release_memory(self._device)
         return None
 
@@ -316,7 +344,7 @@ class ForwardBackward:
         can_recompute = self._may_recompute and not self.recomputes(batch.padded_tokens)
         match after_oom(batch, lengths, can_recompute=can_recompute):
             case Recompute():
-                self._keep_tokens = batch.padded_tokens - 1
+                self.limits.lower(keep_tokens=batch.padded_tokens - 1)
                 waiting.appendleft(batch)
             case Fail(tokens):
                 give_up(owner, needs_memory(tokens))
@@ -330,21 +358,20 @@ class ForwardBackward:
                     owner.is_exact = False
                 cost.cut_slices += cuts_slice
                 cost.halvings += 1
-                self.safe_tokens = min(self.safe_tokens, max(first.tokens, second.tokens))
+                self.limits.lower(tokens=max(first.tokens, second.tokens))
                 waiting.extendleft((second, first))
 
     def spare_memory(self, tokens: int) -> None:
-        """Use less memory for micro-batches of this size from now on, as if one had run out of memory.
+        """Use less memory for micro-batches of this size until the process ends.
 
         Fewer slices run together, and layers are recomputed. No bit depends on either.
         """
-        self.safe_tokens = min(self.safe_tokens, max(1, tokens // 2))
-        if self._may_recompute:
-            self._keep_tokens = min(self._keep_tokens, tokens - 1)
+        keep_tokens = tokens - 1 if self._may_recompute else sys.maxsize
+        self.limits.lower_plan(tokens=max(1, tokens // 2), keep_tokens=keep_tokens)
 
     def recomputes(self, padded_tokens: int) -> bool:
         """Return True if layers are recomputed at this size; no bit depends on it."""
-        return padded_tokens > self._keep_tokens
+        return padded_tokens > self.limits.keep_tokens
 
     def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
         referred, ran = self._ask_references(batch, passes)

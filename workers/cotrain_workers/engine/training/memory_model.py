@@ -6,8 +6,10 @@ It does not depend on a device: `memory_probe.py` measures, and `Engine.load` ap
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.training.micro_batches import MicroBatch
@@ -15,10 +17,17 @@ from cotrain_workers.engine.training.micro_batches import MicroBatch
 #: Larger micro-batches make a GPU no faster (Qwen3-8B: the weights are read in 1 % of the time
 #: already).
 MAX_TOKENS = 32_768
-#: Sufficient number of tokens without recomputing. By calculation for Qwen3-8B on an H200 (S =
-#: 2,048): reading the weights for each 4,096 tokens takes 5 % of their time, and less while
-#: products run. A second forward takes 31 %.
+#: Size of recomputed micro-batches, if it fits. By calculation for Qwen3-8B on an H200 (S = 2,048),
+#: reading the weights for each 4,096 tokens takes 5 % of their time, and less while products run.
 ENOUGH_TOKENS = 4096
+#: Time of a recomputed token over that of a kept one, by FLOP of Qwen3-8B at S = 2,048
+#: (`bench/support/roofline.py`). Frozen weights have no gradient, so it is more than 4/3.
+RECOMPUTED_TIME = 1.44
+#: Fixed time of a micro-batch, in tokens. LoRA's narrow products take at least 316 us in a layer of
+#: an 8B model on an H200, and a token 1.7 us (`bench/results/kernels-h200-20261126-033738.json`).
+FIXED_TOKENS = 184
+#: Mean number of rows left free because the next sequence is longer: half of one of 512 tokens.
+UNFILLED_TOKENS = 256
 LEAST_TOKENS = 256
 #: Shares of the memory next to the base model: key-value memory takes a quarter (`kv_cache.py`),
 #: CUDA 2 GB.
@@ -27,9 +36,15 @@ KV_SHARE, OWN_BYTES = 0.25, 2 * 10**9
 #: bytes on the device (weights, gradient, m, v). Stacking adds two more if all adapters are in the
 #: batch, and more where ranks are padded.
 STACKED_SHARE = 1 / 8
+#: Gradients of earlier slices are copied before each micro-batch, so that it can be undone. That
+#: takes 4 of the 18 bytes of each parameter, if all adapters have earlier slices.
+UNDO_SHARE = 4 / 18
 #: Margin for fragments, workspaces and ragged lengths, which a line through two points does not
 #: cover.
 MARGIN = 0.95
+#: Waves of passes without a failure after which lowered limits double. Each further failure doubles
+#: the number, up to the second one. A retry costs at most one micro-batch.
+FIRST_WAIT, LONGEST_WAIT = 16, 1024
 
 
 class TooLittleMemory(ValueError):
@@ -67,6 +82,59 @@ class Budget:
     """Number of tokens above which decoder layers are recomputed; 0: always."""
 
 
+@dataclass
+class BatchLimits:
+    """Limits of micro-batches in use. They fall when memory runs out, and later return to the
+    planned ones.
+
+    No run's bits depend on them, because they only decide which slices run together, and whether
+    layers are recomputed.
+    """
+
+    planned: Budget
+    tokens: int = field(init=False)
+    keep_tokens: int = field(init=False)
+    wait: int = 0
+    """Waves without a failure until the limits double; 0 if memory has not run out recently."""
+    _good: int = 0
+    _has_failed: bool = False  # in this wave
+
+    def __post_init__(self) -> None:
+        self.tokens, self.keep_tokens = self.planned.tokens, self.planned.keep_tokens
+
+    def lower(self, *, tokens: int = sys.maxsize, keep_tokens: int = sys.maxsize) -> None:
+        """Lower limits after a micro-batch ran out of memory."""
+        self.tokens = min(self.tokens, tokens)
+        self.keep_tokens = min(self.keep_tokens, keep_tokens)
+        self._has_failed = True
+
+    def lower_plan(self, *, tokens: int, keep_tokens: int = sys.maxsize) -> None:
+        """Lower limits for good, because the next failure could end the process."""
+        self.tokens = min(self.tokens, tokens)
+        self.keep_tokens = min(self.keep_tokens, keep_tokens)
+        most = self.planned
+        self.planned = Budget(min(most.tokens, tokens), min(most.keep_tokens, keep_tokens))
+
+    def end_wave(self) -> None:
+        """Count a wave of passes; double lowered limits after enough waves without a failure."""
+        if self._has_failed:
+            self._has_failed, self._good = False, 0
+            self.wait = min(2 * self.wait, LONGEST_WAIT) or FIRST_WAIT
+            return
+        self._good += 1
+        if self._good < self.wait:
+            return
+        self._good = 0
+        most = self.planned
+        if (self.tokens, self.keep_tokens) == (most.tokens, most.keep_tokens):
+            self.wait = 0
+            return
+        self.tokens = min(2 * self.tokens, most.tokens)
+        # Keeping any micro-batch means no limit, which doubling would not reach.
+        more = 2 * self.keep_tokens + 1
+        self.keep_tokens = min(more, most.keep_tokens) if more < most.tokens else most.keep_tokens
+
+
 def fit(measured: Sequence[tuple[int, int]]) -> ActivationModel:
     """Fit a line through two points (tokens, bytes).
 
@@ -87,22 +155,34 @@ def micro_batch_bytes(device_bytes: int, taken_bytes: int, adapter_bytes: int) -
     the same size.
     """
     left = device_bytes - taken_bytes - OWN_BYTES
-    return int((left * (1 - KV_SHARE) - adapter_bytes * (1 + STACKED_SHARE)) * MARGIN)
+    adapters = adapter_bytes * (1 + STACKED_SHARE + UNDO_SHARE)
+    return int((left * (1 - KV_SHARE) - adapters) * MARGIN)
 
 
 def budget(activations: Activations, free_bytes: int, choice: Choice) -> Budget:
-    """Choose the size of a micro-batch that takes at most `free_bytes`.
+    """Choose the faster way to run micro-batches of at most `free_bytes`, and their size.
 
-    Recomputing is chosen only where fewer than ENOUGH_TOKENS fit without. Raises TooLittleMemory.
+    Raises TooLittleMemory.
     """
     kept = rounded(kept_tokens(activations, free_bytes, choice))
-    if choice == "never" or kept >= ENOUGH_TOKENS:
+    model = activations.recomputed
+    recomputed = min(rounded(model.tokens_in(free_bytes)), ENOUGH_TOKENS) if model else 0
+    if choice == "never" or kept_is_faster(kept, recomputed):
         return Budget(enough(kept, activations.kept, free_bytes), kept)
-    recomputed = activations.recomputed
-    fitting = recomputed.tokens_in(free_bytes) if recomputed else 0
-    # With recomputing, a larger size gains nothing over one that would do without.
-    tokens = min(rounded(fitting), ENOUGH_TOKENS)
-    return Budget(enough(tokens, recomputed, free_bytes), kept)
+    return Budget(enough(recomputed, model, free_bytes), kept)
+
+
+def kept_is_faster(kept: int, recomputed: int) -> bool:
+    """Return True if micro-batches of `kept` tokens that keep all layers take less time per token
+    than recomputed ones of `recomputed` tokens.
+    """
+    return kept > 0 and time_of_token(kept) <= RECOMPUTED_TIME * time_of_token(recomputed)
+
+
+def time_of_token(tokens: int) -> float:
+    """Return the time of a token in a micro-batch of `tokens`, relative to a large one's."""
+    filled = tokens - UNFILLED_TOKENS
+    return 1 + FIXED_TOKENS / filled if filled > 0 else inf
 
 
 def kept_tokens(activations: Activations, free_bytes: int, choice: Choice) -> int:

@@ -14,7 +14,8 @@ from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.ops import Datum, Pass
+from cotrain_workers.engine.ops import Datum, Failure, Pass
+from cotrain_workers.engine.routing import up_to
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import (
@@ -42,7 +43,9 @@ Peak = Callable[[Callable[[], bool]], int | None]
 #: Value of "auto" on a CPU, whose memory has no fixed shares. Samples wait for the running
 #: micro-batch. Larger ones train hardly faster there, smaller ones slower (figures in ADR 15).
 CPU_TOKENS = 2048
-PROBE_RANK, PROBE_LENGTH = 16, 512
+PROBE_RANK = 16
+#: Of the pass that runs first-use checks.
+FIRST_LENGTH = 512
 
 
 def size_micro_batches(
@@ -70,8 +73,8 @@ def size_micro_batches(
         new_forward_backward,
         bank,
         "never",
-        length=PROBE_LENGTH,
-        tokens=PROBE_LENGTH,
+        length=FIRST_LENGTH,
+        tokens=FIRST_LENGTH,
         needs_grad=False,
     )
     if asked != "auto" and choice != "auto":
@@ -88,15 +91,23 @@ def size_micro_batches(
 def measure(
     base: BaseModel, new_forward_backward: NewForwardBackward, bank: AdapterBank, peak: Peak
 ) -> Activations:
-    """Measure both ways to run a layer. From one head chunk on, the head's share is constant."""
-    length = min(PROBE_LENGTH, base.context_length)
-    chunk = new_forward_backward(micro_batch_tokens=length, recompute="never").head_chunk_rows
-    points = [-(-chunk // length) * length * times for times in (1, 2)]
+    """Measure both ways to run a layer. From one head chunk on, the head's share is constant.
+
+    The tokens are one sequence, if the model reads as many. A single one takes most memory: in
+    deterministic backward FlashAttention 2 divides the sums of a few sequences over all
+    multiprocessors, each part with an fp32 gradient of the queries.
+    """
+    chunk = new_forward_backward(micro_batch_tokens=1, recompute="never").head_chunk_rows
+    lengths = [min(chunk * times, base.context_length) for times in (1, 2)]
+    points = [up_to(chunk * times, length) for times, length in zip((1, 2), lengths, strict=True)]
 
     def line(choice: Choice) -> ActivationModel | None:
-        run = partial(probe, new_forward_backward, bank, choice, length=length)
-        run(tokens=points[0])  # libraries allocate their workspaces in the first call
-        measured = [(tokens, peak(partial(run, tokens=tokens))) for tokens in points]
+        runs = [
+            partial(probe, new_forward_backward, bank, choice, length=length, tokens=tokens)
+            for tokens, length in zip(points, lengths, strict=True)
+        ]
+        runs[0]()  # libraries allocate their workspaces in the first call
+        measured = [(tokens, peak(run)) for tokens, run in zip(points, runs, strict=True)]
         fitting = [(tokens, size) for tokens, size in measured if size is not None]
         return fit(fitting) if len(fitting) == len(points) else None
 
@@ -119,10 +130,10 @@ def probe(
     op = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=needs_grad)
     adapter = bank.create("probe", AdapterSpec(PROBE_RANK, seed=0))
     forward_backward = new_forward_backward(micro_batch_tokens=tokens, recompute=choice)
+    state, cost = PassState(op, adapter), PassesCost()
     try:
-        cost = PassesCost()
-        run_to_end(forward_backward.run([PassState(op, adapter)], cost))
-        return cost.halvings == 0
+        run_to_end(forward_backward.run([state], cost))
+        return cost.halvings == 0 and not isinstance(state.output, Failure)
     finally:
         bank.drop("probe")
 

@@ -1,7 +1,7 @@
 """Start-up check of a vLLM server. A failure names the setting to change.
 
-The check reads outputs rather than settings. It compares log-probs at two temperatures. It loads two small
-adapters from the shared folder, which must change the model's output.
+The check compares outputs, because vLLM does not report its settings. Log-probs must be equal at two temperatures.
+A small adapter, loaded from the shared folder, must change them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from cotrain_workers.sampling.vllm.protocol import ServerFacts
 
 log = structlog.get_logger()
 
-#: Threshold for log-probs: far above the differences of bf16 kernels between calls, far below the probes' effect.
+#: Greatest difference of log-probs that counts as equal. It is far above the differences of bf16 kernels between
+#: calls, and far below the effect of the probe adapters.
 NOISE = 0.05
 _PROMPT = list(range(1, 17))
-_BODY = AdapterSpec(rank=8, seed=0, train_mlp=False, train_unembed=False)
-_UNEMBEDDING = AdapterSpec(rank=8, seed=0, train_attn=False, train_mlp=False)
+_ATTENTION_PROBE = AdapterSpec(rank=8, seed=0, train_mlp=False, train_unembed=False)
+_UNEMBEDDING_PROBE = AdapterSpec(rank=8, seed=0, train_attn=False, train_mlp=False)
 
 
 class VllmUnusable(VllmError):
@@ -61,9 +62,10 @@ async def check_server(
         adapts = await _adapts_unembedding(server, card["id"], base_model, targets, shared)
         return ServerFacts(version, card["id"], int(card["max_model_len"]), adapts)
     except VllmRefused as refused:
-        hint = " Is COTRAIN_VLLM_API_KEY the key it was started with?" * (refused.status == 401)
+        is_wrong_key = refused.status == 401
+        hint = " Is COTRAIN_VLLM_API_KEY the key it was started with?" if is_wrong_key else ""
         raise VllmUnusable(f"vLLM answers {refused.status}: {refused}.{hint}") from refused
-    except AdapterUnknown as unknown:  # another worker's check has just unloaded the same probe
+    except AdapterUnknown as unknown:  # the check of another worker has unloaded the same probe
         raise VllmUnavailable(f"lost a probe: {unknown}", is_reached=False) from unknown
     except (KeyError, TypeError, ValueError) as strange:
         raise VllmUnusable(f"This is no vLLM that cotrain knows: {strange!r}.") from strange
@@ -72,7 +74,10 @@ async def check_server(
 
 
 def base_card(base_model: str, cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the card of the base model. Raises VllmUnusable if the server has another one."""
+    """Return the entry of the base model in a server's list of models (`GET /v1/models`).
+
+    Entries with a parent are adapters. Raises VllmUnusable if the server has another base model.
+    """
     bases = [card for card in cards if not card.get("parent")]
     for card in bases:
         if base_model in (card["id"], card.get("root")):
@@ -85,8 +90,11 @@ def base_card(base_model: str, cards: Sequence[dict[str, Any]]) -> dict[str, Any
 
 
 async def _check_logprobs(server: VllmServer, model: str) -> None:
-    """Check that log-probs are those of the raw model: equal at any temperature, and with a sum of at most 1."""
-    # The highest temperature that vLLM accepts, and one that sharpens as much.
+    """Raise VllmUnusable unless log-probs are those of the raw model.
+
+    These are equal at any temperature, and their probabilities sum to at most 1.
+    """
+    # 2.0 is the highest temperature that vLLM accepts; 0.5 changes the distribution as much in the other direction.
     cold, hot = [await _top_logprobs(server, model, temperature) for temperature in (0.5, 2.0)]
     if np.abs(cold - hot).max() > NOISE or np.exp(cold).sum() > 1 + NOISE:
         raise VllmUnusable(
@@ -95,6 +103,7 @@ async def _check_logprobs(server: VllmServer, model: str) -> None:
 
 
 async def _top_logprobs(server: VllmServer, model: str, temperature: float) -> np.ndarray:
+    """Return the five greatest log-probs of the first sampled position, in descending order."""
     body = _probe_body(model) | {"temperature": temperature, "logprobs": 5}
     rows = (await server.complete(body)).choice["logprobs"]["top_logprobs"]
     return np.array(sorted(rows[0].values(), reverse=True)[:5])
@@ -103,13 +112,14 @@ async def _top_logprobs(server: VllmServer, model: str, temperature: float) -> n
 async def _check_adapters(
     server: VllmServer, model: str, base_model: str, targets: Sequence[Target], shared: Path
 ) -> None:
+    """Raise VllmUnusable unless the server can load an adapter from the shared folder and applies it."""
     if not await server.can_load():
         raise VllmUnusable(
             "vLLM cannot be given adapters. Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
             "environment, and with --enable-lora."
         )
     try:
-        has_effect = await _has_effect(server, model, base_model, _BODY, targets, shared)
+        has_effect = await _has_effect(server, model, base_model, _ATTENTION_PROBE, targets, shared)
     except AdapterRefused as refused:
         raise VllmUnusable(
             f"vLLM cannot load an adapter from {shared}: {refused}. It must see that folder under the "
@@ -124,11 +134,11 @@ async def _adapts_unembedding(
 ) -> bool:
     """Return True if LoRA on `lm_head` works. vLLM supports it for some models only.
 
-    Other models reject such an adapter. If the head is tied to the embeddings, vLLM may load the adapter and
-    silently ignore that part, which only its results show.
+    Other models reject such an adapter. If the head is tied to the embeddings, vLLM may load the adapter without an
+    error and ignore that part.
     """
     try:
-        adapts = await _has_effect(server, model, base_model, _UNEMBEDDING, targets, shared)
+        adapts = await _has_effect(server, model, base_model, _UNEMBEDDING_PROBE, targets, shared)
     except AdapterRefused as refused:
         log.info("vllm_refuses_unembedding", reason=str(refused))
         return False
@@ -155,7 +165,7 @@ async def _has_effect(
 
 
 def probe_weights(spec: AdapterSpec, targets: Sequence[Target]) -> HostWeights:
-    """Return an adapter with a large effect."""
+    """Return an adapter with a large effect: B is random instead of zero."""
     layout = plan_layout(spec, targets)
     flat = initial_weights(spec, layout)
     generator = torch.Generator().manual_seed(spec.seed)
@@ -165,6 +175,7 @@ def probe_weights(spec: AdapterSpec, targets: Sequence[Target]) -> HostWeights:
 
 
 async def _prompt_logprobs(server: VllmServer, model: str) -> np.ndarray:
+    """Return the log-probs of the prompt's tokens. The first token has none."""
     rows = (await server.complete(_probe_body(model) | {"prompt_logprobs": 0})).choice[
         "prompt_logprobs"
     ]

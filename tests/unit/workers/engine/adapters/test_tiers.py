@@ -29,14 +29,14 @@ def adapter_bytes(engine: Engine, spec: AdapterSpec) -> int:
 
 def max_on_device(engine: Engine) -> Callable[[], int]:
     """Record the maximum of arena bytes on the device at once."""
-    bank, most, make = engine.adapters, [0], engine.adapters._make
+    bank, most, make = engine.adapters, [0], engine.adapters._apply
 
     def measured(moves: Any) -> None:
         make(moves)
         on_device = [arena for a in bank._adapter_by_run.values() for arena in a.arenas.values()]
         most[0] = max(most[0], sum(arena.nbytes for arena in on_device))
 
-    bank._make = measured  # type: ignore[method-assign]  # counts the bytes
+    bank._apply = measured  # type: ignore[method-assign]  # counts the bytes
     return lambda: most[0]
 
 
@@ -148,14 +148,14 @@ def test_the_least_recently_used_runs_exceed_the_host_budget(new_engine: NewEngi
     )  # on a CPU, the memory of the device is that of the host
     for run in "abcde":
         engine.adapters.restore(run, fresh_state(engine, 0))
-    assert engine.adapters.over_budget() == ["a", "b"]
+    assert engine.adapters.runs_to_evict() == ["a", "b"]
 
     engine.run(cycle(["a"], 0))
-    assert engine.adapters.over_budget() == ["b", "c"]
+    assert engine.adapters.runs_to_evict() == ["b", "c"]
     engine.adapters.drop("b")
     engine.adapters.drop("c")
-    assert engine.adapters.over_budget() == []
-    assert new_engine().adapters.over_budget() == []
+    assert engine.adapters.runs_to_evict() == []
+    assert new_engine().adapters.runs_to_evict() == []
 
 
 def test_a_step_with_a_non_finite_gradient_fails_alone(new_engine: NewEngine) -> None:

@@ -24,6 +24,7 @@ from cotrain_workers.engine.ops import (
     UpcomingBatch,
 )
 from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training.memory_model import FIRST_WAIT
 from cotrain_workers.engine.training.pass_state import needs_memory
 from tests.support.training import MIX, random_datum, relative_error, same_bits
 
@@ -34,14 +35,16 @@ def passes(cycle: int) -> list[Op]:
     return [op for tenant in MIX for op in tenant.ops(cycle) if not isinstance(op, OptimStep)]
 
 
-def limit_rows(engine: Engine, most: int, error: Exception | None = None) -> None:
-    """Make the base model run out of memory on rows of more than `most` tokens."""
+def limit_rows(engine: Engine, most: int, error: Exception | None = None) -> Callable[[], None]:
+    """Make the base model run out of memory on rows of more than `most` tokens, until the returned
+    function is called.
+    """
 
     def refuse(module: Any, args: Any, kwargs: Any) -> None:
         if kwargs["input_ids"].shape[1] > most:
             raise error or torch.OutOfMemoryError()
 
-    engine._base.backbone.register_forward_pre_hook(refuse, with_kwargs=True)
+    return engine._base.backbone.register_forward_pre_hook(refuse, with_kwargs=True).remove
 
 
 def assert_same_states(ours: Engine, theirs: Engine) -> None:
@@ -131,6 +134,37 @@ def test_an_op_keeps_the_slices_of_earlier_micro_batches(
         assert same_bits(troubled.adapters.state(run), untroubled.adapters.state(run))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "forwards"),
+    [([50, 50, 10], 4), ([50, 200], 4)],  # the second micro-batch in halves; a long datum again
+)
+def test_running_out_of_memory_for_the_copy_of_a_gradient_loses_no_slice(
+    new_engine: NewEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: Sequence[int],
+    forwards: int,
+) -> None:
+    troubled, untroubled = (new_engine(micro_batch_tokens=64) for _ in range(2))
+    spec = AdapterSpec(4, seed=0)
+    ops = [*one_op("large", lengths, spec), *one_op("small", [3], spec)]
+    untroubled.run(ops)
+    size = untroubled.adapters.state("large").grads.numel()
+    clone, failures = torch.Tensor.clone, iter([torch.OutOfMemoryError()])
+
+    def full_once(self: torch.Tensor) -> torch.Tensor:
+        if self.numel() == size:
+            for error in failures:
+                raise error
+        return clone(self)
+
+    monkeypatch.setattr(torch.Tensor, "clone", full_once)
+    out = troubled.run(ops)
+
+    assert out.forwards == forwards
+    for run in ("large", "small"):
+        assert same_bits(troubled.adapters.state(run), untroubled.adapters.state(run))
+
+
 def one_op(run: str, lengths: Sequence[int], spec: AdapterSpec) -> list[Op]:
     rng = np.random.default_rng([*run.encode()])
     datums = [random_datum(rng, "cross_entropy", length) for length in lengths]
@@ -151,6 +185,28 @@ def test_a_size_that_fitted_is_remembered(new_engine: NewEngine) -> None:
 
     assert small.halvings == halvings > large.halvings == 0
     assert_same_states(small, large)
+
+
+def test_a_size_that_did_not_fit_is_tried_again(new_engine: NewEngine) -> None:
+    troubled, untroubled = new_engine(), new_engine()
+    free = limit_rows(troubled, 128)
+    troubled.run(passes(0))
+    untroubled.run(passes(0))
+    free()
+    lowered = troubled.safe_tokens
+    create, small = one_op("small", [9], AdapterSpec(4, seed=0))
+    troubled.run([create])
+    for _ in range(FIRST_WAIT):
+        assert troubled.safe_tokens == lowered
+        troubled.run([small])
+
+    assert troubled.safe_tokens == 2 * lowered
+    for _ in range(7 * FIRST_WAIT):
+        troubled.run([small])
+    assert troubled.safe_tokens == untroubled.safe_tokens
+    later = [op for op in passes(1) if not isinstance(op, Create)]
+    assert troubled.run(later).forwards == untroubled.run(later).forwards == 1
+    assert_same_states(troubled, untroubled)
 
 
 def test_an_op_too_large_for_memory_is_split_between_its_datums(
@@ -200,9 +256,15 @@ def test_a_datum_too_large_for_memory_fails_its_op_alone(
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: …")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: …"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=str,
 )
-def test_running_out_of_host_memory_is_like_that_of_the_device(
+def test_running_out_of_other_memory_is_handled_alike(
     new_engine: NewEngine, error: Exception
 ) -> None:
     small, large = new_engine(), new_engine()

@@ -5,21 +5,29 @@ memory.
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
 
 from bench.support.model import SHAPES
-from bench.support.roofline import adapter_bytes, adapter_parameters
+from bench.support.roofline import adapter_bytes, adapter_parameters, flops_per_token
 from cotrain_workers.engine.adapters.residency import adapter_budget
 from cotrain_workers.engine.decoding.kv_cache import CUDA_SHARE, sampler_bytes
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.training.memory_model import (
     ENOUGH_TOKENS,
+    FIRST_WAIT,
+    LONGEST_WAIT,
     MAX_TOKENS,
     OWN_BYTES,
+    RECOMPUTED_TIME,
+    STACKED_SHARE,
+    UNDO_SHARE,
     ActivationModel,
     Activations,
+    BatchLimits,
+    Budget,
     Fail,
     Recompute,
     Split,
@@ -27,6 +35,7 @@ from cotrain_workers.engine.training.memory_model import (
     after_oom,
     budget,
     fit,
+    kept_is_faster,
     kept_tokens,
     micro_batch_bytes,
     rounded,
@@ -56,23 +65,57 @@ def test_memory_that_does_not_grow_is_not_a_measurement(measured: list[tuple[int
         fit(measured)
 
 
-def test_nothing_is_recomputed_if_enough_tokens_fit() -> None:
-    free_bytes = int(KEPT.fixed_bytes + KEPT.bytes_per_token * (ENOUGH_TOKENS + 100))
-
-    found = budget(BOTH, free_bytes, "auto")
-
-    assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, ENOUGH_TOKENS)
-    assert budget(BOTH, free_bytes, "never") == found
+def bytes_of(tokens: int) -> int:
+    """Return bytes in which that many tokens are kept, or more of them recomputed."""
+    return int(KEPT.fixed_bytes + KEPT.bytes_per_token * tokens) + 1
 
 
-def test_larger_micro_batches_are_recomputed_if_fewer_tokens_fit() -> None:
-    free_bytes = int(KEPT.fixed_bytes + KEPT.bytes_per_token * (ENOUGH_TOKENS - 100))
+@pytest.mark.parametrize(
+    ("fitting", "choice", "expected"),
+    [
+        (4196, "auto", Budget(4096, 4096)),
+        (4196, "never", Budget(4096, 4096)),
+        (3996, "auto", Budget(3072, 3072)),
+        (3996, "always", Budget(4096, 0)),
+        (1600, "auto", Budget(1536, 1536)),
+        (800, "auto", Budget(768, 768)),
+        (700, "auto", Budget(4096, 512)),
+        (700, "never", Budget(512, 512)),
+        (100, "auto", Budget(1536, 0)),
+    ],
+)
+def test_layers_are_recomputed_where_that_is_faster(
+    fitting: int, choice: Choice, expected: Budget
+) -> None:
+    assert budget(BOTH, bytes_of(fitting), choice) == expected
 
-    found = budget(BOTH, free_bytes, "auto")
 
-    assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, 3072)
-    assert budget(BOTH, free_bytes, "never").tokens == 3072
-    assert budget(BOTH, free_bytes, "always").keep_tokens == 0
+@pytest.mark.parametrize(
+    ("kept", "recomputed", "is_faster"),
+    [
+        (1536, 4096, True),  # an H100 with 32 adapters of an 8B model
+        (768, 4096, True),
+        (512, 4096, False),
+        (512, 768, True),
+        (256, 4096, False),
+        (256, 256, True),
+        (0, 256, False),
+        (0, 0, False),
+        (256, 0, True),
+    ],
+)
+def test_few_kept_tokens_are_faster_than_many_recomputed_ones(
+    kept: int, recomputed: int, is_faster: bool
+) -> None:
+    assert kept_is_faster(kept, recomputed) == is_faster
+
+
+def test_the_time_of_a_second_forward_is_that_of_its_flop() -> None:
+    flop = [
+        flops_per_token(SHAPES["8b"], 2048, 16, recompute=recompute) for recompute in (True, False)
+    ]
+
+    assert flop[0] / flop[1] == pytest.approx(RECOMPUTED_TIME, abs=0.01)
 
 
 def test_the_micro_batch_of_a_large_device_is_limited() -> None:
@@ -116,10 +159,12 @@ def test_a_given_size_determines_only_the_tokens_kept() -> None:
 def test_adapters_and_key_value_memory_are_subtracted_first() -> None:
     free = micro_batch_bytes(141 * GB, 17 * GB, 0)
 
-    assert micro_batch_bytes(141 * GB, 17 * GB, 10 * GB) == pytest.approx(free - 9.5 * 9 / 8 * GB)
+    assert micro_batch_bytes(141 * GB, 17 * GB, 10 * GB) == pytest.approx(
+        free - 9.5 * (1 + STACKED_SHARE + UNDO_SHARE) * GB
+    )
     assert 0.7 < free / (124 * GB) < 0.75
-    # Qwen3-8B on an H200 with 24 GB of adapters: 7 MB per token, and 8,192 tokens are kept.
-    assert budget(BOTH, micro_batch_bytes(141 * GB, 17 * GB, 24 * GB), "auto").keep_tokens == 8192
+    # Qwen3-8B on an H200 with 24 GB of adapters: 7 MB per token, and 6,144 tokens are kept.
+    assert budget(BOTH, micro_batch_bytes(141 * GB, 17 * GB, 24 * GB), "auto").keep_tokens == 6144
 
 
 @pytest.mark.parametrize(
@@ -186,3 +231,63 @@ def test_running_out_of_memory_is_handled_with_the_least_loss(
     expected: Recompute | Fail | Split,
 ) -> None:
     assert after_oom(given, lengths, can_recompute=can_recompute) == expected
+
+
+def fall(limits: BatchLimits, tokens: int, keep_tokens: int = sys.maxsize) -> None:
+    """Lower the limits in a wave of their own."""
+    limits.lower(tokens=tokens, keep_tokens=keep_tokens)
+    limits.end_wave()
+
+
+def good_waves_until(limits: BatchLimits, tokens: int) -> int:
+    for waves in range(5 * LONGEST_WAIT):
+        if limits.tokens == tokens:
+            return waves
+        limits.end_wave()
+    raise AssertionError(f"still {limits.tokens}")
+
+
+@pytest.mark.parametrize("keep_tokens", [0, 2048, 4096, sys.maxsize])
+def test_lowered_limits_double_until_they_are_as_planned(keep_tokens: int) -> None:
+    limits = BatchLimits(Budget(4096, keep_tokens))
+    fall(limits, 1000, 600)
+    assert (limits.tokens, limits.keep_tokens) == (1000, min(600, keep_tokens))
+
+    assert good_waves_until(limits, 2000) == FIRST_WAIT
+    assert limits.keep_tokens == min(1201, keep_tokens)
+    assert good_waves_until(limits, 4000) == FIRST_WAIT
+    assert good_waves_until(limits, 4096) == FIRST_WAIT
+    assert limits.keep_tokens == keep_tokens
+
+
+def test_each_further_failure_lengthens_the_wait() -> None:
+    limits, waits = BatchLimits(Budget(4096, 4096)), []
+    for _ in range(9):
+        fall(limits, 2048)
+        waits.append(good_waves_until(limits, 4096))
+
+    assert waits[:3] == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT]
+    assert waits[-1] == LONGEST_WAIT
+
+
+def test_failures_of_one_wave_count_once_and_are_forgotten() -> None:
+    limits = BatchLimits(Budget(4096, 4096))
+    limits.lower(tokens=2048)
+    fall(limits, 1024)
+    assert limits.wait == FIRST_WAIT
+    assert good_waves_until(limits, 4096) == 2 * FIRST_WAIT
+    for _ in range(FIRST_WAIT):
+        limits.end_wave()
+    fall(limits, 2048)
+    assert limits.wait == FIRST_WAIT
+
+
+def test_limits_of_a_lowered_plan_stay() -> None:
+    limits = BatchLimits(Budget(4096, sys.maxsize))
+    limits.lower_plan(tokens=512, keep_tokens=1023)
+    fall(limits, 256)
+
+    assert good_waves_until(limits, 512) == FIRST_WAIT
+    for _ in range(3 * FIRST_WAIT):
+        limits.end_wave()
+    assert (limits.tokens, limits.keep_tokens) == (512, 1023)

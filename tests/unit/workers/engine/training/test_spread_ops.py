@@ -28,7 +28,7 @@ NewEngine = Callable[..., Engine]
 OpId = tuple[str, int]
 
 #: Ways to spread ops that are repeated with AVX2 only. Only the kernels differ there, not the ways.
-SEEDS, SEEDS_AGAIN = 20, 6
+SEEDS, SEEDS_AGAIN = 8, 4
 #: A first slice, one in the middle and a last one. Three slices cover all transitions between
 #: slices.
 THREE = LENGTHS[:3]
