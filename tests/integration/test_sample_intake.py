@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from cotrain_store.errors import Reason, SamplerNotFound, SeqConflict, StoreUnavailable
+from cotrain_store.errors import Reason, SamplerNotFound, SeqConflict
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.intake import SampleLimits, token_limit
 from tests.support.lives import life_ms
@@ -193,9 +194,9 @@ async def test_without_redis_nothing_is_accepted_and_afterwards_everything_is(
             sampler = await samples.sampler()
             (first,) = await samples.submit(sampler, 0)
             server.kill()
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(CONNECTION_LOST):
                 await samples.submit(sampler, 1)
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(CONNECTION_LOST):
                 await samples.intake.cancel(A, first)
             server.restart()
             await samples.submit(sampler, 1)
