@@ -15,7 +15,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart test-kernels test-gpu test-faults soak mutants compatibility lint format pictures docs pages proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ $(VENV)/.kernels-installed: $(INSTALLED)
 
 test-gpu: $(INSTALLED) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+rehearse-gpu: $(INSTALLED) ## Run every script for a GPU on this CPU, with a tiny model
+	PYTHON=$(BIN)/python bench/gpu_all.sh rehearse $(or $(OUT),/tmp/cotrain-rehearsal)
 
 test-faults: $(INSTALLED) ## Kill a real server's processes at every failpoint, and at random
 	$(BIN)/python -m pytest -m "not mutants and not soak" $(ARGS) tests/faults
