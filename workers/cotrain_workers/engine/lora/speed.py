@@ -1,7 +1,8 @@
 """Time of the LoRA backends on one layer of the base model, measured when an engine loads on CUDA.
 
 Rates of GPUs differ, and so does the faster backend: on an H200, `fused` with pointers was 12 % slower than `grouped`, and
-with descriptors 11 % faster (docs/adr/0035). The layer has its real weights, and adapters have random values.
+with descriptors 11 % faster (docs/adr/0035). The layer has its real weights. Adapters and rows have random values,
+because a GPU multiplies equal values faster.
 """
 
 from __future__ import annotations
@@ -83,8 +84,13 @@ def run_layer(
     ]
     lora = new_lora(segments, rows, layer)
     mlp = [target for target in layer if target.name.rpartition(".")[2] in MLP]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
     inputs = {
-        width: torch.ones(1, rows, width, device=device, dtype=dtype).requires_grad_()
+        width: random(1, rows, width).requires_grad_()
         for width in {target.inputs for target in layer}
     }
     found = [
@@ -101,7 +107,7 @@ def run_layer(
         names = [target.name for target in mlp]
         found.append(plus_mlp(lora, names, linears, SILU, inputs[mlp[0].inputs]))
     read = [inputs[width] for width in {each.inputs for each in layer if each not in mlp[1:]}]
-    torch.autograd.grad(found, read, [torch.ones_like(each) for each in found])
+    torch.autograd.grad(found, read, [random(*each.shape) for each in found])
 
 
 def gradient_of(adapter: RandomAdapter) -> Mapping[str, Pair]:

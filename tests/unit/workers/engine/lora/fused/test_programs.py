@@ -18,7 +18,7 @@ pytestmark = needs_kernels
 
 #: Shared memory of one program on an A100 and an H100.
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-#: Of one thread of an attention kernel; most for prompts with heads of 256 values.
+#: Largest spill of one thread of an attention kernel, for prompts with heads of 256 values.
 SPILLED_BYTES = 160
 
 
