@@ -157,7 +157,7 @@ def test_many_runs_at_once_train_bit_for_bit_as_if_alone(
         run = service.create_lora_training_client(server.base_model, rank=rank, seed=rank)
         return train(run)
 
-    ranks = [1, 2, 3, 5, 8]
+    ranks = [1, 3, 8]
     alone = [train_rank(rank) for rank in ranks]
     with ThreadPoolExecutor(len(ranks)) as pool:
         assert list(pool.map(train_rank, ranks)) == alone
