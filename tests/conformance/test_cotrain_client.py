@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -27,12 +26,6 @@ from tests.support.lossy_proxy import LossyProxy
 from tests.support.waiting import PATIENCE_S
 
 VOCAB = 512
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[ServiceClient]:
-    with ServiceClient(server.address, KEYS[0]) as client:
-        yield client
 
 
 def datum(length: int, seed: int) -> Datum:

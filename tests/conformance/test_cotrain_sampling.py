@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import CancelledError, ProcessPoolExecutor
 from typing import Any
 
@@ -32,12 +31,6 @@ EIGHT = SamplingParams(max_tokens=8, seed=3, stop=[])
 EXACT = 1e-5  # sampled log-probs against trained ones of the same tokens and weights, in fp32
 
 Told = list[tuple[list[int], list[float] | None]]
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[ServiceClient]:
-    with ServiceClient(server.address, KEYS[0]) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

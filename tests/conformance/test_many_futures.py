@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-import pytest
 
 from cotrain import AdamParams, Datum, Future, ModelInput, ServiceClient, TrainingClient
 from cotrain.types import ForwardBackwardOutput
@@ -23,12 +20,6 @@ THREADS = 8
 OF_EACH = 6
 WITHIN_S = 240.0
 """Time limit that detects a deadlock; it does not measure speed."""
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[ServiceClient]:
-    with ServiceClient(server.address, KEYS[0]) as client:
-        yield client
 
 
 def datum(length: int, seed: int) -> Datum:
