@@ -38,6 +38,8 @@ class LoraSpec:
     train_mlp: bool = True
     train_unembed: bool = True
     alpha: float = DEFAULT_ALPHA
+    per_expert: bool = False
+    """True if each expert of a layer has both matrices, as in some uploads."""
 
 
 @dataclass(frozen=True)

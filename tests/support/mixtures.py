@@ -1,0 +1,82 @@
+"""Plain transformers with the effective weights of an adapter, as an oracle for mixtures of experts.
+
+PEFT adapts the experts' gate and up as one matrix, and shares no matrix among experts. Here each weight is
+`W + scale * B @ A` of the matrices of our layout, with gradients by autograd.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.func import functional_call
+from typing_extensions import override
+
+from cotrain_workers.engine.ops import Datum
+from cotrain_workers.engine.spec import AdapterSpec, Layout
+from tests.support.shared_base import load_plain
+from tests.support.training import PeftOracle
+
+
+class EagerOracle(PeftOracle):
+    """The eager experts of transformers and `torch.optim.AdamW` on one adapter, one sequence at a time."""
+
+    def __init__(self, folder: Path, spec: AdapterSpec, dtype: torch.dtype) -> None:
+        self.model = load_plain(folder, dtype)
+        self.model.set_experts_implementation("eager")
+        self.dtype, self.device = dtype, "cpu"
+        self._scale = spec.scale
+        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @override
+    def load(self, layout: Layout, arena: torch.Tensor) -> None:
+        self._pairs = {
+            name: tuple(matrix.to(self.dtype, copy=True).requires_grad_() for matrix in pair)
+            for name, pair in layout.views(arena).items()
+        }
+
+    @override
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [matrix for pair in self._pairs.values() for matrix in pair]
+
+    @override
+    def arena(self, layout: Layout, *, grads: bool) -> torch.Tensor:
+        flat = torch.zeros(layout.size, dtype=self.dtype)
+        for name, pair in layout.views(flat).items():
+            for ours, theirs in zip(pair, self._pairs[name], strict=True):
+                ours.copy_(theirs.grad if grads else theirs.detach())
+        return flat
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the effective weights by parameter."""
+        known = dict(self.model.named_parameters())
+        found: dict[str, torch.Tensor] = {}
+        for name, (a, b) in self._pairs.items():
+            change = self._scale * b @ a  # of experts [experts, out, in]
+            module, _, product = name.rpartition(".")
+            if not module.endswith(".experts"):
+                found[f"{name}.weight"] = known[f"{name}.weight"] + change
+                continue
+            fused = f"{module}.{'down_proj' if product == 'down_proj' else 'gate_up_proj'}"
+            found[fused] = self._with(fused, found.get(fused, known[fused]), change, product)
+        return found
+
+    def _with(
+        self, name: str, weight: torch.Tensor, change: torch.Tensor, product: str
+    ) -> torch.Tensor:
+        """Return the fused weight of experts with the change of one product."""
+        experts = self.model.get_submodule(name.rpartition(".")[0])
+        if product != "down_proj":
+            zero = torch.zeros_like(change)
+            both = [change, zero] if product == "gate_proj" else [zero, change]
+            interleaved = torch.stack(both, dim=2).flatten(1, 2)
+            change = torch.cat(both, dim=1) if experts.is_concatenated else interleaved
+        return weight + (change.mT if experts.is_transposed else change)
+
+    @override
+    def logprobs(self, datum: Datum) -> torch.Tensor:
+        tokens = torch.from_numpy(datum.tokens)[None]
+        logits = functional_call(self.model, self.weights(), kwargs={"input_ids": tokens}).logits[0]
+        targets = torch.from_numpy(datum.inputs["target_tokens"])
+        columns = targets.reshape(len(targets), -1)
+        return torch.log_softmax(logits, -1).gather(1, columns).reshape(targets.shape)

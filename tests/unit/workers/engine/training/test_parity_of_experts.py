@@ -1,0 +1,95 @@
+"""Mixtures of experts compared with the eager experts of transformers, and with each run alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cotrain_workers.engine.adapters.bank import initial_weights
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import HostWeights, Load, OptimStep, Pass, PassOutput
+from cotrain_workers.engine.spec import AdapterSpec
+from tests.support.mixtures import EagerOracle
+from tests.support.tiny_models import MIXTURES
+from tests.support.training import MIX, Tenant, relative_error, same_bits
+
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
+
+#: Runs with experts of both kinds: shared matrices, and each expert with both of its own.
+OWN = AdapterSpec(3, seed=9, alpha=6.0, per_expert=True)
+MIXED = (*MIX[:3], Tenant("own-3", OWN, "cross_entropy", (21, 4)))
+
+
+def begun(tenant: Tenant, engine: Engine) -> None:
+    """Create a run whose B is not zero."""
+    layout = engine.adapters.layout_of(tenant.spec)
+    flat = initial_weights(tenant.spec, layout)
+    generator = torch.Generator().manual_seed(tenant.spec.seed)
+    for pair in layout.views(flat).values():
+        pair.b.copy_(torch.randn(pair.b.shape, generator=generator) / 20)
+    engine.run([Load(tenant.run, 0, "start", HostWeights(tenant.spec, flat), None, creates=True)])
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
+    new_engine: NewEngine, model_folder: ModelFolder, family: str
+) -> None:
+    engine = new_engine(family, dtype=torch.float64)
+    oracles = {}
+    for tenant in MIXED:
+        begun(tenant, engine)
+        oracle = EagerOracle(model_folder(family), tenant.spec, torch.float64)
+        layout = engine.adapters[tenant.run].layout
+        oracle.load(layout, engine.adapters.state(tenant.run).weights)
+        oracles[tenant.run] = oracle, torch.optim.AdamW(
+            oracle.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01
+        )
+    for cycle in range(1, 4):
+        ops = [op for tenant in MIXED for op in tenant.ops(cycle)]
+        found = engine.run(ops).outputs
+        for op in ops:
+            oracle, optimizer = oracles[op.run]
+            if isinstance(op, Pass):
+                output = found[op.run, op.seq]
+                assert isinstance(output, PassOutput), output
+                for datum, ours in zip(op.datums, output.logprobs, strict=True):
+                    theirs = oracle.logprobs(datum).detach().float()
+                    torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=0, atol=1e-5)
+                if op.needs_grad:
+                    oracle.backward(op)
+            if isinstance(op, OptimStep):
+                torch.nn.utils.clip_grad_norm_(oracle.parameters(), op.grad_clip_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    for tenant in MIXED:
+        adapter = engine.adapters[tenant.run]
+        expected = oracles[tenant.run][0].arena(adapter.layout, grads=False)
+        assert relative_error(adapter.weights, expected) < 1e-9, tenant.run
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 64}, {"recompute": "always"}])
+def test_a_run_of_experts_among_others_equals_the_run_alone(
+    new_engine: NewEngine, family: str, settings: dict[str, object]
+) -> None:
+    together, alone = new_engine(family, **settings), new_engine(family, **settings)
+    tenants = (*MIX, MIXED[-1])
+
+    for engine in (together, alone):
+        begun(tenants[-1], engine)
+    for cycle in range(1 if settings else 2):
+        own = [tenant.ops(cycle)[tenant is MIXED[-1] and not cycle :] for tenant in tenants]
+        together.run([op for ops in own for op in ops])
+        for ops in own:
+            alone.run(ops)
+
+    for tenant in tenants:
+        ours, theirs = (each.adapters.state(tenant.run) for each in (together, alone))
+        assert ours.step > 0
+        assert same_bits(ours, theirs), tenant.run
