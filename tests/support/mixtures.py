@@ -13,7 +13,7 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from cotrain_workers.engine.ops import Datum
-from cotrain_workers.engine.spec import AdapterSpec, Layout
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair
 from tests.support.shared_base import load_plain
 from tests.support.training import PeftOracle
 
@@ -26,30 +26,33 @@ class EagerOracle(PeftOracle):
         self.model.set_experts_implementation("eager")
         self.dtype, self.device = dtype, "cpu"
         self._scale = spec.scale
-        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pairs: dict[str, Pair] = {}
 
     @override
     def load(self, layout: Layout, arena: torch.Tensor) -> None:
         self._pairs = {
-            name: tuple(matrix.to(self.dtype, copy=True).requires_grad_() for matrix in pair)
+            name: Pair(*(torch.nn.Parameter(each.to(self.dtype, copy=True)) for each in pair))
             for name, pair in layout.views(arena).items()
         }
 
     @override
     def parameters(self) -> list[torch.nn.Parameter]:
-        return [matrix for pair in self._pairs.values() for matrix in pair]
+        pairs = self._pairs.values()
+        return [each for pair in pairs for each in pair if isinstance(each, torch.nn.Parameter)]
 
     @override
     def arena(self, layout: Layout, *, grads: bool) -> torch.Tensor:
         flat = torch.zeros(layout.size, dtype=self.dtype)
         for name, pair in layout.views(flat).items():
             for ours, theirs in zip(pair, self._pairs[name], strict=True):
-                ours.copy_(theirs.grad if grads else theirs.detach())
+                found = theirs.grad if grads else theirs.detach()
+                assert found is not None
+                ours.copy_(found)
         return flat
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the effective weights by parameter."""
-        known = dict(self.model.named_parameters())
+        known: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         found: dict[str, torch.Tensor] = {}
         for name, (a, b) in self._pairs.items():
             change = self._scale * b @ a  # of experts [experts, out, in]
@@ -58,7 +61,9 @@ class EagerOracle(PeftOracle):
                 found[f"{name}.weight"] = known[f"{name}.weight"] + change
                 continue
             fused = f"{module}.{'down_proj' if product == 'down_proj' else 'gate_up_proj'}"
-            found[fused] = self._with(fused, found.get(fused, known[fused]), change, product)
+            found[fused] = self._with(
+                fused, found[fused] if fused in found else known[fused], change, product
+            )
         return found
 
     def _with(

@@ -130,7 +130,8 @@ class PoolRecord:
     sampler: Literal["", "engine", "vllm"] = ""
     lora_widths: Mapping[str, int] = field(default_factory=dict)
     """Values that an adapter trains in `attn`, `mlp` and `unembed` for each unit of its rank: the
-    sum of the inputs and outputs of their modules. Empty if the worker does not report them.
+    sum of the inputs and outputs of their modules. `experts` are further ones of an adapter with
+    both matrices of each expert. Empty if the worker does not report them.
     """
 
 

@@ -146,14 +146,19 @@ def matrices(
 
 def plan_layout(spec: AdapterSpec, targets: Sequence[Target]) -> Layout:
     """Return the layout of the matrices that `spec` trains."""
-    chosen = tuple(
+    known = own_matrices(targets) if spec.per_expert else targets
+    chosen = tuple(target for target in known if spec.trains(target.family))
+    return Layout(spec.rank, chosen, *lay_out_matrices(spec.rank, chosen))
+
+
+def own_matrices(targets: Sequence[Target]) -> list[Target]:
+    """Return the targets with both matrices for each expert."""
+    return [
         replace(target, experts_a=target.experts, experts_b=target.experts)
-        if target.experts and spec.per_expert
+        if target.experts
         else target
         for target in targets
-        if spec.trains(target.family)
-    )
-    return Layout(spec.rank, chosen, *lay_out_matrices(spec.rank, chosen))
+    ]
 
 
 def shape_of(spec: AdapterSpec) -> tuple[object, ...]:
@@ -174,10 +179,16 @@ def lay_out_matrices(
 
 
 def lora_widths(targets: Sequence[Target]) -> dict[str, int]:
-    """Return the number of values that each family trains for one unit of rank."""
+    """Return the number of values that each family trains for one unit of rank.
+
+    `experts` are those that an adapter with both matrices of each expert has in addition.
+    """
     widths: dict[str, int] = {}
     for target in targets:
         widths[target.family] = widths.get(target.family, 0) + target.width
+        if target.experts:
+            more = target.experts * (target.inputs + target.outputs) - target.width
+            widths["experts"] = widths.get("experts", 0) + more
     return widths
 
 

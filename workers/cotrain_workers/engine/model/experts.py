@@ -11,9 +11,9 @@ on the number of adapters. Gradients are added adapter by adapter, and within an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.segmented import add_product, anchor
-from cotrain_workers.engine.routing import Part, Router, bucket
+from cotrain_workers.engine.routing import ExpertRows, Group, Part, Router, bucket
 from cotrain_workers.engine.spec import Target, kept_share
 
 BY_ADAPTER = "cotrain_by_adapter"
@@ -37,14 +37,6 @@ PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 """Products of an expert, as targets of LoRA below the name of the experts module."""
 
 
-class Group(NamedTuple):
-    """Adjacent rows of one adapter and one expert."""
-
-    expert: int
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True)
 class Dispatch:
     """Rows of the experts of one layer."""
@@ -52,7 +44,7 @@ class Dispatch:
     tokens: torch.Tensor  # int64 [P]: token of each row; padding repeats token 0
     rows: torch.Tensor  # int64 [T * k]: row of each pair
     blocks: Sequence[Group]  # padded rows of each expert with tokens
-    groups: Mapping[int, Sequence[Group]]  # by first token of an adapter's segment, ascending experts
+    groups: ExpertRows  # of each adapter, in ascending order of experts
 
 
 def dispatch(index: torch.Tensor, experts: int, segments: Sequence[tuple[int, int]]) -> Dispatch:
@@ -120,11 +112,7 @@ class ExpertProduct(torch.autograd.Function):
         parts: Sequence[Part],
     ) -> torch.Tensor:
         """Map `x` `[P, in]` to `[P, out]`; `weight` is `[experts, out, in]`, `bias` `[experts, out]`."""
-        y = x.new_empty(len(x), weight.shape[1])
-        for expert, start, stop in rows.blocks:
-            torch.mm(x[start:stop], weight[expert].t(), out=y[start:stop])
-            if bias is not None:
-                y[start:stop] += bias[expert]
+        y = base_product(x, weight, bias, rows)
         lows = []
         for part, (expert, start, stop) in groups_of(parts, rows):
             low = torch.mm(of_expert(part.weights.a, expert), x[start:stop].t())  # [rank, n]
@@ -161,6 +149,18 @@ class ExpertProduct(torch.autograd.Function):
         return gx, None, None, None, None, None
 
 
+def base_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Dispatch
+) -> torch.Tensor:
+    """Map `x` `[P, in]` to `[P, out]`, the rows of each expert by its weight, without LoRA."""
+    y = x.new_empty(len(x), weight.shape[1])
+    for expert, start, stop in rows.blocks:
+        torch.mm(x[start:stop], weight[expert].t(), out=y[start:stop])
+        if bias is not None:
+            y[start:stop] += bias[expert]
+    return y
+
+
 def groups_of(parts: Sequence[Part], rows: Dispatch) -> Iterator[tuple[Part, Group]]:
     """Yield each adapter with its rows in each expert, in the order in which gradients are added."""
     for part in parts:
@@ -181,15 +181,19 @@ def experts_by_adapter(
     `hidden` is `[T, d]`, `index` and `weights` `[T, k]` are the chosen experts and their weights.
     """
     router: Router = module.cotrain_router
-    parts_of: Callable[[str], Sequence[Part]] = (router.step or router.route.lora).parts
-    parts = {name: parts_of(f"{module.cotrain_name}.{name}") for name in PRODUCTS}
-    segments = sorted({(part.start, part.stop) for own in parts.values() for part in own})
+    step = router.step
+    segments = step.segments if step else [(s.start, s.stop) for s in router.route.segments]
     rows = dispatch(index, module.num_experts, segments)
 
     def product(name: str, x: torch.Tensor) -> torch.Tensor:
-        own = parts[name]
-        needs_grad = anchor(any(part.grads for part in own))
+        target = f"{module.cotrain_name}.{name}"
         matrix, bias = weight_of(module, name)
+        if step is not None:
+            y = base_product(x, matrix, bias, rows)
+            step.add_to_experts(target, x, y, rows.groups)
+            return y
+        own = router.route.lora.parts(target)
+        needs_grad = anchor(any(part.grads for part in own))
         out: torch.Tensor = ExpertProduct.apply(x, needs_grad, matrix, bias, rows, own)  # type: ignore[no-untyped-call]  # torch gives it no types
         return out
 
@@ -253,4 +257,3 @@ def attach(network: Any, router: Router) -> None:
     network.set_experts_implementation(BY_ADAPTER)
     for name, module in found:
         module.cotrain_router, module.cotrain_name = router, name
-

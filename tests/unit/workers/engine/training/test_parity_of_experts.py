@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from cotrain_workers.engine.adapters.bank import initial_weights
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import HostWeights, Load, OptimStep, Pass, PassOutput
+from cotrain_workers.engine.ops import Failure, HostWeights, Load, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.mixtures import EagerOracle
 from tests.support.tiny_models import MIXTURES
-from tests.support.training import MIX, Tenant, relative_error, same_bits
+from tests.support.training import Tenant, relative_error, same_bits
 
 NewEngine = Callable[..., Engine]
 ModelFolder = Callable[..., Path]
 
 #: Runs with experts of both kinds: shared matrices, and each expert with both of its own.
 OWN = AdapterSpec(3, seed=9, alpha=6.0, per_expert=True)
-MIXED = (*MIX[:3], Tenant("own-3", OWN, "cross_entropy", (21, 4)))
+MIXED = (
+    Tenant("all-8", AdapterSpec(8, 1), "cross_entropy", (17, 1)),
+    Tenant("mlp-5", AdapterSpec(5, 3, train_attn=False, alpha=4.0), "gspo", (5, 30)),
+    Tenant("attn-1", AdapterSpec(1, 2, train_mlp=False, train_unembed=False), "ppo", (2, 3)),
+    Tenant("own-3", OWN, "importance_sampling", (21, 1)),
+)
 
 
 def begun(tenant: Tenant, engine: Engine) -> None:
@@ -46,8 +53,11 @@ def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
         oracle = EagerOracle(model_folder(family), tenant.spec, torch.float64)
         layout = engine.adapters[tenant.run].layout
         oracle.load(layout, engine.adapters.state(tenant.run).weights)
-        oracles[tenant.run] = oracle, torch.optim.AdamW(
-            oracle.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01
+        oracles[tenant.run] = (
+            oracle,
+            torch.optim.AdamW(
+                oracle.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01
+            ),
         )
     for cycle in range(1, 4):
         ops = [op for tenant in MIXED for op in tenant.ops(cycle)]
@@ -73,23 +83,34 @@ def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
         assert relative_error(adapter.weights, expected) < 1e-9, tenant.run
 
 
-@pytest.mark.parametrize("family", MIXTURES)
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 64}, {"recompute": "always"}])
+@pytest.mark.numerics
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *((family, {}) for family in MIXTURES),
+        ("qwen2_moe", {"micro_batch_tokens": 64, "recompute": "always"}),
+    ],
+)
 def test_a_run_of_experts_among_others_equals_the_run_alone(
-    new_engine: NewEngine, family: str, settings: dict[str, object]
+    new_engine: NewEngine, family: str, settings: dict[str, Any]
 ) -> None:
     together, alone = new_engine(family, **settings), new_engine(family, **settings)
-    tenants = (*MIX, MIXED[-1])
-
     for engine in (together, alone):
-        begun(tenants[-1], engine)
-    for cycle in range(1 if settings else 2):
-        own = [tenant.ops(cycle)[tenant is MIXED[-1] and not cycle :] for tenant in tenants]
-        together.run([op for ops in own for op in ops])
-        for ops in own:
-            alone.run(ops)
+        for tenant in MIXED:
+            begun(tenant, engine)
+    ruined = replace(MIXED[0], run="ruined")
+    begun(ruined, together)
+    state = together.adapters.state(ruined.run)
+    nan = torch.full_like(state.weights, math.nan)
+    together.adapters.restore(ruined.run, replace(state, weights=nan))
 
-    for tenant in tenants:
+    for cycle in (1, 2):
+        found = together.run([op for tenant in (ruined, *MIXED) for op in tenant.ops(cycle)])
+        assert isinstance(found.outputs[ruined.run, 5 * cycle + 1], Failure)
+        for tenant in MIXED:
+            alone.run(tenant.ops(cycle))
+
+    for tenant in MIXED:
         ours, theirs = (each.adapters.state(tenant.run) for each in (together, alone))
-        assert ours.step > 0
+        assert ours.step == 2
         assert same_bits(ours, theirs), tenant.run
