@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.func import functional_call
 from typing_extensions import override
 
-from cotrain_workers.engine.ops import Datum
+from cotrain_workers.engine.adapters.bank import initial_weights
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import Datum, HostWeights, Load, LoadOutput
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair
 from tests.support.shared_base import load_plain
 from tests.support.training import PeftOracle
@@ -85,3 +88,32 @@ class EagerOracle(PeftOracle):
         targets = torch.from_numpy(datum.inputs["target_tokens"])
         columns = targets.reshape(len(targets), -1)
         return torch.log_softmax(logits, -1).gather(1, columns).reshape(targets.shape)
+
+    def greedy(self, prompt: np.ndarray, count: int) -> list[int]:
+        """Return the tokens that `generate` of transformers appends to a prompt."""
+        self.model.load_state_dict(
+            {name: weight.detach().clone() for name, weight in self.weights().items()},
+            strict=False,
+            assign=True,
+        )
+        tokens = self.model.generate(
+            input_ids=torch.from_numpy(prompt)[None],
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=count,
+            eos_token_id=None,
+        )
+        return tokens[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def random_weights(engine: Engine, run: str, spec: AdapterSpec) -> HostWeights:
+    """Create a run whose B is not zero, and return its weights."""
+    layout = engine.adapters.layout_of(spec)
+    flat = initial_weights(spec, layout)
+    generator = torch.Generator().manual_seed(spec.seed)
+    for pair in layout.views(flat).values():
+        pair.b.copy_(torch.randn(pair.b.shape, generator=generator) / 20)
+    weights = HostWeights(spec, flat)
+    found = engine.run([Load(run, 0, "start", weights, None, creates=True)]).outputs[run, 0]
+    assert isinstance(found, LoadOutput), found
+    return weights

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain_workers.engine.adapters.bank import initial_weights
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Failure, HostWeights, Load, OptimStep, Pass, PassOutput
+from cotrain_workers.engine.ops import Failure, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from tests.support.mixtures import EagerOracle
+from tests.support.mixtures import EagerOracle, random_weights
 from tests.support.tiny_models import MIXTURES
 from tests.support.training import Tenant, relative_error, same_bits
 
@@ -32,16 +31,6 @@ MIXED = (
 )
 
 
-def begun(tenant: Tenant, engine: Engine) -> None:
-    """Create a run whose B is not zero."""
-    layout = engine.adapters.layout_of(tenant.spec)
-    flat = initial_weights(tenant.spec, layout)
-    generator = torch.Generator().manual_seed(tenant.spec.seed)
-    for pair in layout.views(flat).values():
-        pair.b.copy_(torch.randn(pair.b.shape, generator=generator) / 20)
-    engine.run([Load(tenant.run, 0, "start", HostWeights(tenant.spec, flat), None, creates=True)])
-
-
 @pytest.mark.parametrize("family", MIXTURES)
 def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
     new_engine: NewEngine, model_folder: ModelFolder, family: str
@@ -49,7 +38,7 @@ def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
     engine = new_engine(family, dtype=torch.float64)
     oracles = {}
     for tenant in MIXED:
-        begun(tenant, engine)
+        random_weights(engine, tenant.run, tenant.spec)
         oracle = EagerOracle(model_folder(family), tenant.spec, torch.float64)
         layout = engine.adapters[tenant.run].layout
         oracle.load(layout, engine.adapters.state(tenant.run).weights)
@@ -97,9 +86,9 @@ def test_a_run_of_experts_among_others_equals_the_run_alone(
     together, alone = new_engine(family, **settings), new_engine(family, **settings)
     for engine in (together, alone):
         for tenant in MIXED:
-            begun(tenant, engine)
+            random_weights(engine, tenant.run, tenant.spec)
     ruined = replace(MIXED[0], run="ruined")
-    begun(ruined, together)
+    random_weights(together, ruined.run, ruined.spec)
     state = together.adapters.state(ruined.run)
     nan = torch.full_like(state.weights, math.nan)
     together.adapters.restore(ruined.run, replace(state, weights=nan))
