@@ -249,7 +249,7 @@ def expert_targets(name: str, module: Any) -> list[Target]:
 
 
 def attach(network: Any, router: Router) -> None:
-    """Give the experts of a model the router; without experts it is left as it is."""
+    """Attach the router to the experts of a model, and replace their function. Do nothing without experts."""
     found = [(name, module) for name, module in network.named_modules() if is_experts(module)]
     if not found:
         return
