@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError
@@ -57,7 +57,7 @@ class WrittenFolder:
 
 def digest(spec: AdapterSpec, base_model: str, flat: torch.Tensor) -> str:
     """Return the SHA-256 (hex) of an adapter's spec, its base model's name and its arena's fp32 bytes."""
-    header = json.dumps([FORMAT, base_model, asdict(spec)], sort_keys=True)
+    header = json.dumps([FORMAT, base_model, spec.stored()], sort_keys=True)
     hasher = hashlib.sha256(header.encode() + b"\0")
     hasher.update(flat.numpy().astype("<f4", copy=False).data)
     return hasher.hexdigest()
@@ -164,7 +164,7 @@ def _contents(weights: HostWeights, layout: Layout, base_model: str, name: str) 
     header = {
         "format": "pt",  # transformers and vLLM require it
         "cotrain": FORMAT,
-        "spec": json.dumps(asdict(weights.spec)),
+        "spec": json.dumps(weights.spec.stored()),
         "base_model": base_model,
         "sha256": name,
     }

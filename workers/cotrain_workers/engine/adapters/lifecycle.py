@@ -51,7 +51,7 @@ from cotrain_workers.engine.ops import (
     SaveOutput,
     unknown_run,
 )
-from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, shape_of
 
 
 class SavedWeights(HostWeights):
@@ -327,16 +327,11 @@ def refuse_spec(spec: AdapterSpec, max_rank: int) -> str | None:
     return None
 
 
-def shape_of(spec: AdapterSpec) -> tuple[object, ...]:
-    """Return a key that is equal for adapters whose matrices have the same positions and shapes."""
-    return spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed
-
-
 def describe(spec: AdapterSpec) -> str:
     """Return the description of the values in `shape_of`."""
     return (
         f"rank {spec.rank}, train_attn={spec.train_attn}, train_mlp={spec.train_mlp}, "
-        f"train_unembed={spec.train_unembed}"
+        f"train_unembed={spec.train_unembed}" + (", per_expert=True" if spec.per_expert else "")
     )
 
 
@@ -393,8 +388,8 @@ def mix(
         last = first + source.spec.rank
         factor = coefficient * (source.spec.scale / spec.scale)
         for name, pair in layout_of(source.spec).views(source.flat).items():
-            mixed[name].a[first:last] = pair.a
-            mixed[name].b[:, first:last] = pair.b * factor
+            mixed[name].a[..., first:last, :] = pair.a
+            mixed[name].b[..., first:last] = pair.b * factor
         first = last
     return HostWeights(spec, flat)
 
@@ -413,4 +408,5 @@ def mixed_spec(specs: Sequence[AdapterSpec]) -> AdapterSpec:
         train_mlp=any(spec.train_mlp for spec in specs),
         train_unembed=any(spec.train_unembed for spec in specs),
         alpha=alphas.pop() if len(alphas) == 1 else AdapterSpec.alpha,
+        per_expert=any(spec.per_expert for spec in specs),
     )
