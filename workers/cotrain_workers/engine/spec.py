@@ -61,6 +61,7 @@ class Target:
     experts: int = 0  # 0: a linear module
     experts_a: int = 1  # number of A matrices: 1 if the experts share one, else `experts`
     experts_b: int = 1  # number of B matrices
+    interleaved: bool = False  # True if the rows of gate and up alternate in the model's weight
 
     @property
     def width(self) -> int:
