@@ -27,7 +27,6 @@ from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.adapters.peft_experts import (
     DOWN,
     GATE_UP,
-    experts_modules,
     of_parameter,
     parameter_names,
     parameter_shapes,
@@ -147,7 +146,7 @@ def remove_folder(root: Blobs, digest: str) -> None:
 
 def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[str, object]:
     """Return the content of `adapter_config.json`. The stored matrices are not scaled by `alpha / r`."""
-    experts = experts_modules(layout)
+    experts = layout.gate_by_experts
     whole = [f"{module}.{each}" for module in experts for each in (GATE_UP, DOWN)]
     parameters = sorted({".".join(each.rsplit(".", 2)[1:]) for each in whole})
     alpha = int(spec.alpha) if spec.alpha.is_integer() else spec.alpha
@@ -186,7 +185,7 @@ def _contents(weights: HostWeights, layout: Layout, base_model: str, name: str) 
         "base_model": base_model,
         "sha256": name,
     }
-    if experts_modules(layout):
+    if layout.gate_by_experts:
         # The same matrices for each expert would look like ones of its own.
         header["experts"] = "per_expert" if weights.spec.per_expert else "shared_outer"
     tensors = {}
@@ -249,7 +248,7 @@ def _arena(tensors: Mapping[str, torch.Tensor], layout: Layout) -> torch.Tensor:
             pair, take(tensor_names(target.name), [each.shape for each in pair]), strict=True
         ):
             ours.copy_(theirs)
-    for module, target in experts_modules(layout).items():
+    for module, target in layout.gate_by_experts.items():
         for parameter in (GATE_UP, DOWN):
             shapes = parameter_shapes(parameter, layout.rank, target)
             a, b = take(parameter_names(module, parameter), shapes)

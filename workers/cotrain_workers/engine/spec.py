@@ -125,6 +125,17 @@ class Layout:
         """Number of trained values. `size` also counts the alignment gaps, which stay zero."""
         return sum(self.rank * target.width for target in self.targets)
 
+    @cached_property
+    def target_by_name(self) -> dict[str, Target]:
+        """Targets by name."""
+        return {target.name: target for target in self.targets}
+
+    @cached_property
+    def gate_by_experts(self) -> dict[str, Target]:
+        """Target of the gate of each experts module, by the module's path."""
+        gates = (each for each in self.targets if each.experts and each.name.endswith(".gate_proj"))
+        return {gate.name.rpartition(".")[0]: gate for gate in gates}
+
     def views(self, arena: torch.Tensor) -> dict[str, Pair]:
         """Return every module's matrices as views into `arena` `[size]`."""
         rank, pairs = self.rank, {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from cotrain_workers.checkpoints.peft_folder import (
 from cotrain_workers.engine.adapters.peft_experts import (
     DOWN,
     GATE_UP,
-    experts_modules,
     of_parameter,
     parameter_names,
 )
@@ -84,7 +82,7 @@ def test_plain_peft_has_the_values_and_gradients_of_a_folder(
     assert theirs.keys() == load_file(folder / TENSORS).keys()
     grads = layout.views(engine.adapters.state(kind).grads)
     stored = load_file(folder / TENSORS)
-    for module, target in experts_modules(layout).items():
+    for module, target in layout.gate_by_experts.items():
         for parameter in (GATE_UP, DOWN):
             name_a, name_b = parameter_names(module, parameter)
             a, b = theirs[name_a], theirs[name_b]

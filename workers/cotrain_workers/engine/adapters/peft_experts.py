@@ -8,6 +8,7 @@ block-diagonal. Alpha is doubled, so that the scale stays. A matrix that experts
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -15,19 +16,13 @@ import torch
 from cotrain_workers.engine.spec import Layout, Pair, Target
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
+#: Names of the products at Tinker, whose matrices have three dimensions.
+TINKER = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_NAME = re.compile(r"(?P<module>.+\.experts)(\.(?P<expert>\d+))?\.(?P<last>\w+)")
 
 
 class NotShared(ValueError):
     """Error: the experts have different matrices where they must share one, or a block that must be zero is not."""
-
-
-def experts_modules(layout: Layout) -> dict[str, Target]:
-    """Return the modules of experts in a layout, each with the target of its gate."""
-    return {
-        target.name.rpartition(".")[0]: target
-        for target in layout.targets
-        if target.experts and target.name.endswith(".gate_proj")
-    }
 
 
 def parameter_names(module: str, parameter: str) -> tuple[str, str]:
@@ -52,7 +47,7 @@ def stacked(
     layout: Layout, views: Mapping[str, Pair]
 ) -> Iterator[tuple[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]]:
     """Yield the names and the matrices A and B of each parameter of experts."""
-    for module, target in experts_modules(layout).items():
+    for module, target in layout.gate_by_experts.items():
         gate, up, down = (views[f"{module}.{name}_proj"] for name in ("gate", "up", "down"))
         yield parameter_names(module, GATE_UP), gate_up(gate, up, target)
         yield (
@@ -121,3 +116,59 @@ def shared(matrices: torch.Tensor, count: int) -> torch.Tensor:
     if not torch.equal(bits, bits[:1].expand_as(bits)):
         raise NotShared("the experts have different matrices")
     return matrices[:1]
+
+
+def uploaded(
+    name: str, a: torch.Tensor, b: torch.Tensor, layout: Layout, *, in_halves: bool
+) -> dict[tuple[str, int | None], Pair] | None:
+    """Return uploaded matrices of experts by target and, of one expert alone, its number; None of another module.
+
+    The matrices have the form of PEFT's parameters, of one module for each expert, or of Tinker.
+    Raises ValueError for another shape, and NotShared.
+    """
+    match = _NAME.fullmatch(name)
+    module = layout.gate_by_experts.get(match["module"]) if match else None
+    if match is None or module is None:
+        return None
+    path, last, experts = match["module"], TINKER.get(match["last"], match["last"]), module.experts
+    target = layout.target_by_name.get(f"{path}.{last}")
+    if match["expert"]:
+        number = int(match["expert"])
+        if target is None or number >= experts:
+            return None
+        if (target.experts_a, target.experts_b) != (experts, experts):
+            raise NotShared("the experts have different matrices")
+        _check(a, b, target, layout.rank, ())
+        return {(target.name, number): Pair(a, b)}
+    if a.ndim == 3 and target is not None:
+        counts = tuple(each if each in (1, experts) else experts for each in (len(a), len(b)))
+        _check(a, b, target, layout.rank, counts)
+        return {(target.name, None): Pair(a, b)}
+    if last not in (GATE_UP, DOWN):
+        return None
+    rank = max(1, len(a) // experts)
+    form = parameter_shapes(last, 1, module)
+    inputs, outputs = form[0][1], form[1][0]
+    if a.shape != (experts * rank, inputs) or b.shape != (outputs, experts * rank):
+        raise ValueError(
+            f"shapes {list(a.shape)} and {list(b.shape)}; this base model needs [{experts} * rank, {inputs}] "
+            f"and [{outputs}, rank * {experts}]"
+        )
+    if in_halves and last == GATE_UP and rank % 2:
+        raise ValueError(f"rank {rank}, which gate and up cannot share")
+    if rank // (2 if in_halves and last == GATE_UP else 1) > layout.rank:
+        raise ValueError(f"rank {rank}, which is not that of the configuration")
+    found = of_parameter(last, a, b, module, in_halves=in_halves)
+    return {(f"{path}.{each}", None): pair for each, pair in found.items()}
+
+
+def _check(
+    a: torch.Tensor, b: torch.Tensor, target: Target, largest: int, counts: tuple[int, ...]
+) -> None:
+    """Raise ValueError unless the matrices have the shapes of a product, with one rank of 1 to `largest`."""
+    rank = a.shape[-2] if a.ndim >= 2 else 0
+    expected = [[*counts[:1], rank, target.inputs], [*counts[1:], target.outputs, rank]]
+    if [list(a.shape), list(b.shape)] != expected or not 1 <= rank <= largest:
+        raise ValueError(
+            f"shapes {list(a.shape)} and {list(b.shape)}; this base model needs {expected[0]} and {expected[1]}"
+        )
