@@ -61,6 +61,7 @@ class Target:
     experts: int = 0  # 0: a linear module
     experts_a: int = 1  # number of A matrices: 1 if the experts share one, else `experts`
     experts_b: int = 1  # number of B matrices
+    interleaved: bool = False  # True if the rows of gate and up alternate in the model's weight
 
     @property
     def width(self) -> int:
@@ -123,6 +124,17 @@ class Layout:
     def trainable_parameters(self) -> int:
         """Number of trained values. `size` also counts the alignment gaps, which stay zero."""
         return sum(self.rank * target.width for target in self.targets)
+
+    @cached_property
+    def target_by_name(self) -> dict[str, Target]:
+        """Targets by name."""
+        return {target.name: target for target in self.targets}
+
+    @cached_property
+    def gate_by_experts(self) -> dict[str, Target]:
+        """Target of the gate of each experts module, by the module's path."""
+        gates = (each for each in self.targets if each.experts and each.name.endswith(".gate_proj"))
+        return {gate.name.rpartition(".")[0]: gate for gate in gates}
 
     def views(self, arena: torch.Tensor) -> dict[str, Pair]:
         """Return every module's matrices as views into `arena` `[size]`."""

@@ -242,9 +242,8 @@ def expert_targets(name: str, module: Any) -> list[Target]:
         outputs, inputs = weight_of(module, product)[0].shape[1:]
         at_end = product == "down_proj"
         count_a, count_b = (experts, 1) if at_end else (1, experts)
-        targets.append(
-            Target(f"{name}.{product}", "mlp", inputs, outputs, experts, count_a, count_b)
-        )
+        counts = experts, count_a, count_b, not module.is_concatenated
+        targets.append(Target(f"{name}.{product}", "mlp", inputs, outputs, *counts))
     return targets
 
 

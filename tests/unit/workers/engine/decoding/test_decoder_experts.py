@@ -72,4 +72,4 @@ def test_samples_of_experts(new_engine: NewEngine, model_folder: ModelFolder, fa
     oracle.load(engine.adapters["all-8"].layout, weights["all-8"].flat)
     mine = found[greedy.id]
     assert isinstance(mine, SampleOutput)
-    assert mine.sequences[0].tokens.tolist() == oracle.greedy(greedy.prompt, greedy.max_tokens)
+    assert mine.sequences[0].tokens.tolist() == oracle.greedy(greedy.prompt, 12)
