@@ -34,6 +34,8 @@ TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 #: Maximum bytes of a header that are read: a damaged file may declare any length.
 MAX_HEADER_BYTES = 1 << 20
+#: Path of the text in a model with a vision tower. PEFT would adapt equal names in the tower too.
+_TEXT, _TOWERS = "model.language_model.", r"model\.(?!language_model\.).*"
 #: Keys of the config that change a reader's results; the others are informative.
 _DECISIVE = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
 
@@ -134,6 +136,7 @@ def remove_folder(root: Blobs, digest: str) -> None:
 
 def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[str, object]:
     """Return the content of `adapter_config.json`. The stored matrices are not scaled by `alpha / r`."""
+    inside = any(target.name.startswith(_TEXT) for target in layout.targets)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -152,6 +155,7 @@ def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[s
         "init_lora_weights": True,
         "inference_mode": True,
         "auto_mapping": None,
+        **({"exclude_modules": _TOWERS} if inside else {}),
     }
 
 
