@@ -130,6 +130,8 @@ class PoolRecord:
     """Values that an adapter trains in `attn`, `mlp` and `unembed` for each unit of its rank: the
     sum of the inputs and outputs of their modules. Empty if the worker does not report them.
     """
+    tied_embeddings: bool | None = None
+    """True if the unembedding is the embedding's matrix; None if the worker does not report it."""
 
 
 #: Default limit of the history points of all runs of a tenant.
