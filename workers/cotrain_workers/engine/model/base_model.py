@@ -184,7 +184,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
         context_length=context_length(text),
         hidden_size=text.hidden_size,
         num_parameters=num_parameters,
-        tied_embeddings=network.lm_head.weight is network.model.embed_tokens.weight,
+        tied_embeddings=network.lm_head.weight is network.get_input_embeddings().weight,
         eos_token_ids=eos_token_ids(network),
         kv=kv_shape(text),
         lock_step=lock_step,
