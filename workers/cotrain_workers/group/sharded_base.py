@@ -25,12 +25,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.model.base_model import (
     BaseModel,
+    UnsupportedModel,
+    find_targets,
     make_base_model,
     make_skeleton,
     refuse_too_large,
     refuse_type,
     refuse_unsupported,
 )
+from cotrain_workers.engine.model.families import MODEL_TYPES
 from cotrain_workers.engine.model.model_source import (
     EMBEDDING,
     HEAD,
@@ -44,6 +47,7 @@ from cotrain_workers.engine.model.model_source import (
     untied,
 )
 from cotrain_workers.engine.progress import report
+from cotrain_workers.engine.spec import has_experts
 from cotrain_workers.group.links import Links
 from cotrain_workers.group.lock_step import GroupLockStep
 
@@ -87,7 +91,15 @@ def _load(
     report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
+    if MODEL_TYPES[config.model_type].is_wrapper:
+        raise UnsupportedModel(
+            "a group of processes cannot divide a model with a vision tower: use --group-size 1."
+        )
     network = make_skeleton(config, dtype)
+    if has_experts(find_targets(network)):
+        raise UnsupportedModel(
+            "it is a mixture of experts, which a group of processes does not divide yet: serve it with one process."
+        )
     network.eval().requires_grad_(requires_grad=False)
     head_bytes = network.lm_head.weight.numel() * dtype.itemsize
     whole_bytes = network.num_parameters() * dtype.itemsize
@@ -116,7 +128,7 @@ def shard(network: Any, device: torch.device, size: int) -> None:
     The part is uninitialized. Buffers are filled, because no file holds them.
     """
     head = network.lm_head.weight
-    is_tied = network.model.embed_tokens.weight is head
+    is_tied = network.get_input_embeddings().weight is head
     buffers = computed_buffers(network, device)
     mesh = init_device_mesh(device.type, (size,))
     for layer in network.model.layers:
