@@ -159,7 +159,8 @@ def test_sequences_of_any_length_fit_into_the_measured_memory(
 
     choices: dict[Choice, Any] = {"never": found.kept, "always": found.recomputed}
     for (choice, line), length in product(choices.items(), (256, 32)):
-        used = peak(partial(probe.probe, passes, bank, choice, length=length, tokens=256))
+        sizes = {"length": length, "tokens": 256, "vocab": base.vocab_size}
+        used = peak(partial(probe.probe, passes, bank, choice, **sizes))
         assert used is not None
         assert used <= 1.02 * (line.fixed_bytes + 256 * line.bytes_per_token), length
 
