@@ -16,6 +16,7 @@ from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.lock_step import Alone, LockStep
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
+from cotrain_workers.engine.model import experts
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.model_source import (
     CONFIG,
@@ -40,6 +41,7 @@ SUPPORTED: Mapping[str, str] = {
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
+    **experts.MOE_FAMILIES,
 }
 FAMILY_BY_MODULE: Mapping[str, Family] = {
     "q_proj": "attn",
@@ -275,12 +277,17 @@ def _refuse_numbers(config: Any) -> None:
     """Raise NoModel for an impossible number, which would fail the first pass or make its results not finite."""
     for key, least in LEAST.items():
         value = getattr(config, key, None)
-        if value is None:
+        if value is None or (value == 0 and key == "sliding_window" and not windows(config)):
             continue
         if type(value) not in (int, float) or not isfinite(value) or value < least:
             raise unfit_config(f"{key} must be a number of at least {least}, not {value!r}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise unfit_config("num_attention_heads must be a multiple of num_key_value_heads")
+
+
+def windows(config: Any) -> bool:
+    """Return False if the configuration switches windows off; Qwen2 MoE then has a window of 0."""
+    return bool(getattr(config, "use_sliding_window", True))
 
 
 def make_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -300,6 +307,9 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
     """
     targets = []
     for name, module in network.named_modules():
+        if experts.is_experts(module):
+            targets += experts.expert_targets(name, module)
+            continue
         family = FAMILY_BY_MODULE.get(name.rpartition(".")[-1])
         if family is None:
             continue
@@ -314,7 +324,10 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
 
 def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     """Replace linear modules and attention of a loaded model by ours."""
+    experts.attach(network, router)
     for target in targets:
+        if target.experts:
+            continue
         linear = network.get_submodule(target.name)
         if target.name != UNEMBED:
             network.set_submodule(target.name, MultiLoraLinear(linear, target.name, router))

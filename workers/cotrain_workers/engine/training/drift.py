@@ -59,11 +59,11 @@ def _is_clipped(
 ) -> np.ndarray:
     with np.errstate(divide="ignore"):
         low, high = np.log([config["clip_low_threshold"], config["clip_high_threshold"]])
-    below: np.ndarray = apart < low
-    above: np.ndarray = apart > high
-    if loss_fn == "cispo":  # it bounds the weight, whatever the sign of the advantage
-        return np.logical_or(below, above)
-    return np.where(advantages > 0, above, below)
+    below, above = apart < low, apart > high
+    if loss_fn != "cispo":  # which bounds the weight, whatever the sign of the advantage
+        below, above = below & (advantages < 0), above & (advantages > 0)
+    clipped: np.ndarray = below | above
+    return clipped
 
 
 def _of_sequences(op: Pass, found: Sequence[np.ndarray]) -> np.ndarray:
