@@ -1,8 +1,9 @@
-# Three images. Only the second contains torch.
+# Four images. Only the second contains torch.
 #
 #   docker build --target server -t cotrain-server .     the API and the scheduler
 #   docker build --target worker -t cotrain-worker .     the engine
 #   docker build --target redis -t cotrain-redis .       Redis, with our settings and an unprivileged user
+#   docker build --target edge -t cotrain-edge .         HAProxy with our settings, in front of the API
 #
 # Every package except torch is checked against pins/hashes.txt. Libraries of a CUDA build other than PyPI's
 # have other versions. PINS=constraints.txt installs them unchecked.
@@ -13,6 +14,7 @@
 # works, because no BuildKit feature is used.
 ARG PYTHON_IMAGE=python:3.11-slim
 ARG REDIS_IMAGE=valkey/valkey:8.1
+ARG HAPROXY_IMAGE=haproxy:3.2
 
 # ── Redis ────────────────────────────────────────────────────────────────────────────────────────
 FROM ${REDIS_IMAGE} AS redis
@@ -23,6 +25,13 @@ RUN mkdir -p /redis /secret && chown 10001:10001 /redis /secret && chmod 0700 /r
 WORKDIR /redis
 USER 10001:10001
 ENTRYPOINT ["/bin/sh", "/etc/cotrain/start.sh"]
+CMD []
+
+# ── edge ─────────────────────────────────────────────────────────────────────────────────────────
+FROM ${HAPROXY_IMAGE} AS edge
+COPY docker/edge /etc/cotrain
+USER 10001:10001
+ENTRYPOINT ["haproxy", "-W", "-db", "-f", "/etc/cotrain/haproxy.cfg"]
 CMD []
 
 # ── build environment of both ─────────────────────────────────────────────────────────────────────

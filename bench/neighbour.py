@@ -29,11 +29,12 @@ from typing import Any
 
 import httpx
 
-from bench.neighbours.attacks import ATTACKS
+from bench.neighbours.attacks import ATTACKER_ADDRESS, ATTACKS
 from bench.neighbours.ordinary import Probe, ordinary
 from bench.neighbours.samplers import SAMPLERS
 from bench.neighbours.tokenizer import add_tokenizer
 from bench.neighbours.trainers import TRAINERS
+from bench.support.edge import edge
 from bench.support.model import build
 from bench.support.options import Choice, Options, Some
 from bench.support.processes import tethered
@@ -55,6 +56,7 @@ OPTIONS: Options = {
     "neighbours": Some(tuple(NEIGHBOURS)),
     "seconds": (45.0, "beside each neighbour"), "alone_seconds": 15.0,
     "threads": (os.cpu_count() or 1, "of torch"),
+    "edge": (False, "put HAProxy in front, and send attacks from another address"),
     "be": (Choice(tuple(NEIGHBOURS)), "run this neighbour until it is killed, and measure nothing"),
     "address": (str, "URL of a server, for --be"), "key": (KEYS[2], "API key, for --be"),
 }  # fmt: skip
@@ -80,13 +82,17 @@ def beside(name: str, args: argparse.Namespace, model: Path, folder: Path) -> li
     """Measure the probes alone, then next to one neighbour; return a row per probe."""
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(serving(model, folder, list(KEYS), args.threads))
+        direct = address
+        if args.edge:
+            address = stack.enter_context(edge(address))
         probes = ordinary(address, KEYS[:2], stack)
         alone = watched(probes, args.alone_seconds)
         command = [sys.executable, "-m", "bench", "neighbour", "--be", name, "--address", address]
         log = stack.enter_context(folder.with_suffix(".log").open("w"))
         neighbour = subprocess.Popen(
-            tethered(command), stdout=subprocess.PIPE, stderr=log, text=True
-        )
+            tethered(command), stdout=subprocess.PIPE, stderr=log, text=True,
+            env=os.environ | ({ATTACKER_ADDRESS: "127.0.0.2"} if args.edge else {}),
+        )  # fmt: skip
         try:
             assert neighbour.stdout is not None
             neighbour.stdout.readline()  # it has started or ended
@@ -97,7 +103,7 @@ def beside(name: str, args: argparse.Namespace, model: Path, folder: Path) -> li
         finally:
             neighbour.kill()
             neighbour.wait()
-        status = _status(address)
+        status = _status(direct)
         cycles = [record["duration_ms"] / 1000 for record in status["pools"][0]["cycles"]]
     rows = []
     for probe in probes:

@@ -16,11 +16,13 @@ digest_of() {  # TAG: print name@sha256:…, the digest for all its platforms
   echo "$digest"
 }
 
-# Read both digests before the first write.
+# Read all digests before the first write.
 python=$(digest_of "${PYTHON_TAG:-python:3.11-slim}")
 redis=$(digest_of "${REDIS_TAG:-valkey/valkey:8.1}")
+haproxy=$(digest_of "${HAPROXY_TAG:-haproxy:3.2}")
 touch "$env_file"
-kept=$(grep -vE '^(PYTHON|REDIS)_IMAGE=' "$env_file" || true)
-printf '%s\n' ${kept:+"$kept"} "PYTHON_IMAGE=$python" "REDIS_IMAGE=$redis" >"$env_file"
+kept=$(grep -vE '^(PYTHON|REDIS|HAPROXY)_IMAGE=' "$env_file" || true)
+printf '%s\n' ${kept:+"$kept"} "PYTHON_IMAGE=$python" "REDIS_IMAGE=$redis" "HAPROXY_IMAGE=$haproxy" >"$env_file"
 echo "$env_file: PYTHON_IMAGE=$python"
 echo "$env_file: REDIS_IMAGE=$redis"
+echo "$env_file: HAPROXY_IMAGE=$haproxy"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import resource
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -34,6 +35,8 @@ AT_ONCE = 4
 RETRIEVES_AT_ONCE, IDS_PER_RETRIEVE = 12, 100_000
 #: Connections opened by a flood, if the limits of this process allow.
 MANY = 30_000
+#: Variable with the address that attacks come from, because an edge limits connections by address.
+ATTACKER_ADDRESS = "ATTACKER_ADDRESS"
 #: Connections that a flood opens concurrently; beyond this, the attacker's own kernel refuses them.
 BURST = 500
 
@@ -226,7 +229,11 @@ async def _trickle(
 
 async def _open(address: str) -> Streams:
     url = urlsplit(address)
-    return await asyncio.open_connection(url.hostname, url.port or 80, limit=2**16)
+    source = os.environ.get(ATTACKER_ADDRESS)
+    local = (source, 0) if source else None
+    return await asyncio.open_connection(
+        url.hostname, url.port or 80, limit=2**16, local_addr=local
+    )
 
 
 async def _post(

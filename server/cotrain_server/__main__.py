@@ -21,7 +21,6 @@ from cotrain_server.http.connection_limits import (
     allow_many_connections,
     limited_protocol,
     listen_long,
-    log_lost_accepts,
 )
 from cotrain_server.services import LONG_POLL_S
 from cotrain_server.settings import ServerSettings
@@ -58,7 +57,6 @@ class DrainingServer(uvicorn.Server):
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening."""
-        log_lost_accepts(asyncio.get_running_loop())
         await super().startup(sockets)
         listen_long(self.servers)
 
@@ -145,11 +143,7 @@ def _config(app: FastAPI, settings: ServerSettings, max_connections: int) -> uvi
         app,
         host=settings.host,
         port=settings.port,
-        http=limited_protocol(
-            max_connections,
-            settings.trusted_proxies,
-            lambda head: app.state.services.credentials.tenant_of(head),
-        ),
+        http=limited_protocol(max_connections),
         ws="none",
         lifespan="on",
         access_log=False,

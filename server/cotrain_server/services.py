@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from cotrain_server.admin_key import admin_key
-from cotrain_server.limits.failures import FailureCounter, KnownCredentials
+from cotrain_server.limits.failures import FailureCounter
 from cotrain_server.limits.own_quotas import OwnQuotas
 from cotrain_server.limits.tenant_slots import (
     MAX_UPLOADS,
@@ -88,7 +88,6 @@ class Services:
     polls_by_tenant: TenantUse = field(default_factory=partial(TenantUse, Reason.TOO_MANY_POLLS))
     body_memory: TenantUse = field(default_factory=body_memory)
     tenant_requests: TenantUse = field(default_factory=tenant_requests)
-    credentials: KnownCredentials = field(default_factory=KnownCredentials)
     parser: Parser = field(default_factory=Parser)
     walks: TenantSlots = field(default_factory=TenantSlots)
     """One slot per tenant for requests that send many sequential commands to Redis."""

@@ -87,5 +87,5 @@ def test_the_notes_name_the_installed_parts() -> None:
 
     found = Chart.load(CHART).render({}, name="demo", namespace="ml")
     (notes,) = (text for path, text in found.items() if path.endswith("NOTES.txt"))
-    assert "service/demo-cotrain-api 8000" in notes
+    assert "service/demo-cotrain-edge 8000" in notes
     assert "--from-literal=redis-password=" in notes

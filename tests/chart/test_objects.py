@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from functools import cache
@@ -69,6 +70,9 @@ def test_every_process_is_an_existing_module(example: str) -> None:
             arguments = container["command"][3:]
             # Only the fetching process takes an argument, the base model.
             assert len(arguments) == int(module == "cotrain_workers.fetch"), container["command"]
+        elif container["name"] == "edge":
+            entry = next(args for name, args in dockerfile_instructions() if "haproxy.cfg" in args)
+            assert container["command"] == json.loads(entry)
         else:
             assert container["command"] == ["/bin/sh", "/etc/cotrain/start.sh"]
             assert (ROOT / "docker" / "redis" / "start.sh").is_file()
@@ -304,6 +308,22 @@ def test_with_an_object_store_no_volume_is_shared() -> None:
     assert claim["metadata"]["name"] == "data"
     egress = {p["metadata"]["name"]: p["spec"] for p in of_kind("blobs", "NetworkPolicy")}["demo-cotrain-workers"]["egress"]  # fmt: skip
     assert [port["port"] for each in egress for port in each["ports"]] == [53, 53, 6379, 443, 9000]
+
+
+def test_the_edge_reaches_the_api_and_is_the_only_trusted_proxy() -> None:
+    services = {s["metadata"]["name"] for s in of_kind("blobs", "Service")}
+    edge = next(c for _, c in containers("blobs") if c["name"] == "edge")
+    given = {each["name"]: each["value"] for each in edge["env"]}
+    assert given.pop("EDGE_API").removesuffix(":8000") in services
+    assert given == {"EDGE_CERTIFICATE": "/certs/tls.crt", "EDGE_KEY_REQUESTS": "8000"}
+    policies = {p["metadata"]["name"]: p["spec"] for p in of_kind("blobs", "NetworkPolicy")}
+    (rule, _) = policies["demo-cotrain-api"]["ingress"]
+    assert [*map(list, rule["from"])] == [["ipBlock"], ["podSelector"]]
+    for example, trusted in (("default", "*"), ("gpu", None)):
+        api = next(c for _, c in containers(example) if c["name"] == "api")
+        env = {each["name"]: each.get("value") for each in api["env"]}
+        assert env.get("COTRAIN_TRUSTED_PROXIES") == trusted
+        assert any(n.endswith("-edge") for n in pods(example)) == (trusted is not None)
 
 
 def test_the_base_models_and_quotas_of_the_example_are_passed_on() -> None:

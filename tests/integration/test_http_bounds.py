@@ -27,7 +27,6 @@ from cotrain_server.parsing.child import ChildProcess
 from cotrain_store.keys import run_keys
 from cotrain_store.redis_client.batching import BatchingRedis
 from cotrain_store.sampling.completions import ACKNOWLEDGED_AT_ONCE
-from tests.support.checkpoint_requests import tenant_of
 from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, running_api
 from tests.support.redis_server import EmbeddedRedis
 
@@ -133,16 +132,6 @@ async def test_open_requests_are_limited_per_tenant(api: Api) -> None:
     ended.set()
     assert [(await each).is_success for each in slow] == [True, True]
     assert (await api.post("telemetry", {}, ALICE)).is_success
-
-
-async def test_a_tenant_has_its_own_queue_once_its_key_is_known(api: Api) -> None:
-    wrong = "tml-none_0123456789abcdef"
-    heads = [f"GET / HTTP/1.1\r\nx-api-key: {key}\r\n\r\n".encode() for key in (ALICE, wrong)]
-    find = api.services.credentials.tenant_of
-    assert [find(head) for head in heads] == [None, None]
-    assert (await api.post("telemetry", {}, ALICE)).is_success
-    assert (await api.post("telemetry", {}, wrong)).status_code == 401
-    assert [find(head) for head in heads] == [(await tenant_of(api)).id, None]
 
 
 async def test_thirty_three_million_fields_without_a_run_are_rejected(api: Api) -> None:

@@ -385,6 +385,7 @@ async def test_base_models_and_their_context_are_listed(api: Api) -> None:
                 "max_context_length": 64,
                 "trainable": True,
                 "sampleable": True,
+                "tied_embeddings": None,
             }
         ]
     }

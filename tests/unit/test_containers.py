@@ -14,6 +14,7 @@ import yaml
 from pydantic_settings import BaseSettings
 
 from cotrain_server.app import create_app
+from cotrain_server.http.connection_limits import MAX_CONNECTIONS, RESERVED_DESCRIPTORS
 from cotrain_server.settings import ServerSettings
 from cotrain_store.settings.scheduler import SchedulerSettings
 from cotrain_store.settings.store import PREFIX, StoreSettings
@@ -138,6 +139,8 @@ def test_every_compose_setting_is_described_at_the_top_of_the_file() -> None:
 def test_a_process_has_no_unneeded_rights(service: str) -> None:
     container = SERVICES[service]
     user, others_writable = OTHERS.get(service, ("10001:10001", None))
+    if service == "edge":
+        others_writable = {"/tmp"}
     assert container["user"].split()[0] == user
     assert container["read_only"] is True
     assert container["cap_drop"] == ["ALL"]
@@ -170,12 +173,34 @@ def test_redis_publishes_no_port_and_has_an_internal_network() -> None:
 
 def test_only_serving_and_fetching_containers_have_outside_access() -> None:
     outside = {name for name, service in SERVICES.items() if service["networks"] != ["store"]}
-    assert outside == {"api", "model", "prometheus", "grafana"}
+    assert outside == {"api", "edge", "model", "prometheus", "grafana"}
+    assert {name for name, each in SERVICES.items() if "ports" in each} == {"edge", "grafana"}
     assert SERVICES["prometheus"]["networks"] == ["store", "observe"]
     assert SERVICES["grafana"]["networks"] == ["observe", "default"]
     assert COMPOSE["networks"]["observe"]["internal"] is True
     assert environment(SERVICES["worker"])["COTRAIN_OFFLINE"] == "true"
     assert environment(SERVICES["worker"])["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_edge_has_only_variables_of_its_configuration_and_the_pages_describe_them() -> None:
+    config = (ROOT / "docker" / "edge" / "haproxy.cfg").read_text()
+    preset = set(re.findall(r"presetenv (EDGE_\w+)", config))
+    read = set(re.findall(r"\$(EDGE_\w+)", config))
+    assert read - preset == {"EDGE_CERTIFICATE"}  # without a value there is no TLS
+    assert preset <= read
+    edge = SERVICES["edge"]
+    assert set(edge["environment"]) <= read
+    assert environment(edge)["EDGE_API"] == "api:8000"
+    assert str(ServerSettings.model_fields["max_upload_bytes"].default) in config
+    assert environment(edge)["EDGE_MAX_BODY_BYTES"] in config
+    assert environment(SERVICES["api"])["COTRAIN_TRUSTED_PROXIES"] == "*"
+    page = (ROOT / "docs" / "operate" / "behind-a-proxy.md").read_text()
+    assert {name for name in read if f"`{name}`" not in page} == set()
+    # Two descriptors per connection, and the default for the API in `maxconn`.
+    (descriptors,) = re.findall(r"fd-hard-limit (\d+)", config)
+    assert edge["ulimits"]["nofile"]["hard"] == int(descriptors) > 2 * MAX_CONNECTIONS
+    (most,) = re.findall(r"maxconn (\d+)", config)
+    assert int(most) < SERVICES["api"]["ulimits"]["nofile"]["hard"] - RESERVED_DESCRIPTORS
 
 
 def test_the_model_fetcher_has_no_key_and_ends_before_the_worker_starts() -> None:

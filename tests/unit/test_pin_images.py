@@ -9,7 +9,11 @@ import subprocess
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "docker" / "pin-images.sh"
-DIGESTS = {"python:3.11-slim": f"python@sha256:{'a' * 64}", "valkey/valkey:8.1": f"valkey/valkey@sha256:{'b' * 64}"}  # fmt: skip
+DIGESTS = {
+    "python:3.11-slim": f"python@sha256:{'a' * 64}",
+    "valkey/valkey:8.1": f"valkey/valkey@sha256:{'b' * 64}",
+    "haproxy:3.2": f"haproxy@sha256:{'c' * 64}",
+}
 
 
 def pin(folder: Path, digests: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -32,6 +36,7 @@ def test_new_digests_replace_older_ones_and_nothing_else(tmp_path: Path) -> None
         "COTRAIN_API_KEYS=tml-a b",
         f"PYTHON_IMAGE={DIGESTS['python:3.11-slim']}",
         f"REDIS_IMAGE={DIGESTS['valkey/valkey:8.1']}",
+        f"HAPROXY_IMAGE={DIGESTS['haproxy:3.2']}",
     ]
 
 

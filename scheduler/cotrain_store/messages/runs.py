@@ -133,6 +133,8 @@ class PoolRecord:
     sum of the inputs and outputs of their modules. `experts` are further ones of an adapter with
     both matrices of each expert. Empty if the worker does not report them.
     """
+    tied_embeddings: bool | None = None
+    """True if the unembedding is the embedding's matrix; None if the worker does not report it."""
 
 
 #: Default limit of the history points of all runs of a tenant.

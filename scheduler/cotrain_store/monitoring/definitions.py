@@ -62,7 +62,7 @@ _API = (
         Source.API,
         "cotrain_connections_refused_total",
         _C,
-        "Connections refused, closed to admit another, or limited to health checks. The reason is the limit: process, address or tenant.",
+        "Connections refused, and requests above the open ones of a tenant. The reason is the limit: process or tenant.",
         ("reason",),
     ),
     Metric(Source.API, "cotrain_http_request_duration_seconds", _H, "Time to answer a request.", ("route",)),

@@ -56,7 +56,6 @@ async def identify(request: Request, services: Services, credential: str) -> Ten
         if not (isinstance(error, InvalidToken) and error.expired):
             note_failure(request, services)
         raise
-    services.credentials.learn(credential, tenant.id)
     structlog.contextvars.bind_contextvars(tenant=tenant.id)
     return tenant
 

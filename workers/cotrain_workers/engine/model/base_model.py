@@ -100,6 +100,7 @@ class BaseModel:
     context_length: int
     hidden_size: int
     num_parameters: int
+    tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     kv: KvShape
     lock_step: LockStep
@@ -184,6 +185,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
         context_length=config.max_position_embeddings,
         hidden_size=config.hidden_size,
         num_parameters=num_parameters,
+        tied_embeddings=network.lm_head.weight is network.model.embed_tokens.weight,
         eos_token_ids=eos_token_ids(network),
         kv=kv_shape(config),
         lock_step=lock_step,
