@@ -88,6 +88,24 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 4}),
+    "deepseek_v3": (  # latent attention, groups of experts, a first layer without experts
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+        },
+    ),
 }
 
 

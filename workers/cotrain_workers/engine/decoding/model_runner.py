@@ -145,5 +145,7 @@ def run_model(
 
 def query_heads(base: BaseModel) -> int:
     """Return how many heads of queries a layer has."""
-    width = next(each.outputs for each in base.targets if each.name.endswith("q_proj"))
+    width = next(
+        each.outputs for each in base.targets if each.name.endswith(("q_proj", "q_b_proj"))
+    )
     return width // base.kv.head_dim

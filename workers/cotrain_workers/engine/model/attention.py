@@ -110,27 +110,43 @@ def attention_per_sequence(
     Raises NotImplementedError for unsupported arguments, so that no model is silently wrong.
     """
     refuse_unsupported(dropout, kwargs)
-    router: Router = module.cotrain_router  # type: ignore[assignment]
     rule = AttentionRule(scaling, sliding_window or None, softcap)
     # squeeze, because backward of `x[0]` writes zeros and copies
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # latent attention (DeepSeek): kernels and the cache take one size
+        v = functional.pad(v, (0, q.shape[-1] - width))
+        return _packed_attention(module, q, k, v, attention_mask, rule)[..., :width], None
+    return _packed_attention(module, q, k, v, attention_mask, rule), None
+
+
+def _packed_attention(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    rule: AttentionRule,
+) -> torch.Tensor:
+    """Return attention of the current route `[1, T, heads, d]`; `q`, `k` and `v` are `[T, heads, d]`."""
+    router: Router = module.cotrain_router  # type: ignore[assignment]
     if router.step is not None:
         layer: int = module.cotrain_layer  # type: ignore[assignment]
-        return router.step.attend(layer, q, k, v, rule)[None], None
+        return router.step.attend(layer, q, k, v, rule)[None]
     if (
         attention_mask is not None and attention_mask.numel() > 1
     ):  # a single value is our placeholder
         raise NotImplementedError("Packed attention does not implement attention_mask.")
     table = router.route.sequences
     if varlen_takes(q, k, rule):
-        return varlen_attention(q, k, v, table, rule)[None], None
+        return varlen_attention(q, k, v, table, rule)[None]
     sizes = [group.sequences * group.length for group in table.equal_lengths]
     rows = zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True)
     outs = [
         attend(group, q, k, v, table, rule)
         for group, (q, k, v) in zip(table.equal_lengths, rows, strict=True)
     ]
-    return (torch.cat(outs) if len(outs) > 1 else outs[0])[None], None
+    return (torch.cat(outs) if len(outs) > 1 else outs[0])[None]
 
 
 def refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ FAMILY_BY_MODULE: Mapping[str, Family] = {
     "up_proj": "mlp",
     "down_proj": "mlp",
     "lm_head": "unembed",
+    **experts.MLA_MODULES,
 }
 UNEMBED = "lm_head"
 # Their frequencies depend on the longest sequence of the batch, and so on other tenants.
@@ -203,7 +204,8 @@ def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
 
 def kv_shape(config: Any) -> KvShape:
     """Return the size of a token's keys and values."""
-    head_dim = getattr(config, "head_dim", None)
+    # Latent attention names its whole size apart from that of the rotated part.
+    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     return KvShape(
         layers=config.num_hidden_layers,
         heads=config.num_key_value_heads,
@@ -316,7 +318,9 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
         if type(module) is not nn.Linear:
             raise UnsupportedModel(f"{name} is a {type(module).__name__}, not a plain linear.")
         targets.append(Target(name, family, module.in_features, module.out_features))
-    missing = set(FAMILY_BY_MODULE) - {target.name.rpartition(".")[-1] for target in targets}
+    missing = experts.needed_modules(network.config, FAMILY_BY_MODULE) - {
+        target.name.rpartition(".")[-1] for target in targets
+    }
     if missing:
         raise UnsupportedModel(f"it has no modules named {', '.join(sorted(missing))}.")
     return tuple(targets)

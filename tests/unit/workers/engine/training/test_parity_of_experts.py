@@ -69,7 +69,9 @@ def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
     for tenant in MIXED:
         adapter = engine.adapters[tenant.run]
         expected = oracles[tenant.run][0].arena(adapter.layout, grads=False)
-        assert relative_error(adapter.weights, expected) < 1e-9, tenant.run
+        # DeepSeek's router rounds to fp32 on any base.
+        tolerance = 1e-5 if family == "deepseek_v3" else 1e-9
+        assert relative_error(adapter.weights, expected) < tolerance, tenant.run
 
 
 @pytest.mark.numerics
