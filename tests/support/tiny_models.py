@@ -88,6 +88,16 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 4}),
+    "gpt_oss": (  # biases, sinks, windows, gate and up in turn
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+        },
+    ),
     "deepseek_v3": (  # latent attention, groups of experts, a first layer without experts
         "DeepseekV3Config",
         {

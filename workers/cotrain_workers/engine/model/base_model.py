@@ -93,6 +93,7 @@ class BaseModel:
     head_weight: torch.Tensor  # [vocabulary, d]; may be the input embedding
     final_softcap: float | None
     score_softcap: float | None
+    has_sinks: bool  # its heads may attend to nothing (gpt-oss)
     targets: tuple[Target, ...]
     router: Router
     recompute: Recompute
@@ -178,6 +179,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
         head_weight=network.lm_head.weight,
         final_softcap=getattr(config, "final_logit_softcapping", None),
         score_softcap=getattr(config, "attn_logit_softcapping", None),
+        has_sinks=any(name.endswith(".sinks") for name, _ in network.named_parameters()),
         targets=targets,
         router=router,
         recompute=recompute,

@@ -33,6 +33,7 @@ MOE_FAMILIES: Mapping[str, str] = {
     "mixtral": "Mixtral",
     "olmoe": "OLMoE",
     "deepseek_v3": "DeepSeek V3",
+    "gpt_oss": "gpt-oss",
 }
 #: Linear modules of latent attention.
 MLA_MODULES: Mapping[str, Family] = {
