@@ -71,5 +71,6 @@ def test_samples_of_experts(new_engine: NewEngine, model_folder: ModelFolder, fa
     oracle = EagerOracle(model_folder(family), SPECS["all-8"], torch.float32)
     oracle.load(engine.adapters["all-8"].layout, weights["all-8"].flat)
     mine = found[greedy.id]
+    assert greedy.max_tokens is not None
     assert isinstance(mine, SampleOutput)
     assert mine.sequences[0].tokens.tolist() == oracle.greedy(greedy.prompt, 12)
