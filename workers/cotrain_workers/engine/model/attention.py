@@ -212,11 +212,12 @@ def adjusted_attention(
 
 
 def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> bool:
-    """Return True if the flash kernel for ragged batches can compute this: on CUDA, in 16 bits, without a cap."""
-    return (
-        q.is_cuda
-        and rule.sinks is None
-        and varlen_is_right(q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2]), rule)
+    """Return True if the flash kernel for ragged batches can compute this: on CUDA, in 16 bits, without cap or sinks."""
+    if q.is_cuda and rule.sinks is not None:
+        warn_slow("there is no kernel for sinks")
+        return False
+    return q.is_cuda and varlen_is_right(
+        q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2]), rule
     )
 
 

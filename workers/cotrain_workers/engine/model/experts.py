@@ -11,7 +11,7 @@ on the number of adapters. Gradients are added adapter by adapter, and within an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,25 +23,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.segmented import add_product, anchor
 from cotrain_workers.engine.routing import ExpertRows, Group, Part, Router, bucket
-from cotrain_workers.engine.spec import Family, Target, kept_share
+from cotrain_workers.engine.spec import Target, kept_share
 
 BY_ADAPTER = "cotrain_by_adapter"
-# model_type of transformers -> common name
-MOE_FAMILIES: Mapping[str, str] = {
-    "qwen3_moe": "Qwen3 MoE",
-    "qwen2_moe": "Qwen2 MoE",
-    "mixtral": "Mixtral",
-    "olmoe": "OLMoE",
-    "deepseek_v3": "DeepSeek V3",
-    "gpt_oss": "gpt-oss",
-}
-#: Linear modules of latent attention.
-MLA_MODULES: Mapping[str, Family] = {
-    "q_a_proj": "attn",
-    "q_b_proj": "attn",
-    "kv_a_proj_with_mqa": "attn",
-    "kv_b_proj": "attn",
-}
 PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 """Products of an expert, as targets of LoRA below the name of the experts module."""
 
@@ -237,14 +221,6 @@ def gated(module: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if module.is_concatenated:
         return module._apply_gate(torch.cat([gate, up], dim=-1))  # type: ignore[no-any-return]
     return module._apply_gate(torch.stack([gate, up], dim=-1).flatten(-2))  # type: ignore[no-any-return]
-
-
-def needed_modules(config: Any, known: Mapping[str, Family]) -> set[str]:
-    """Return the names of linear modules that a model of this configuration has."""
-    if not getattr(config, "kv_lora_rank", None):
-        return known.keys() - MLA_MODULES.keys()
-    low = getattr(config, "q_lora_rank", None)
-    return known.keys() - {"k_proj", "v_proj"} - ({"q_proj"} if low else {"q_a_proj", "q_b_proj"})
 
 
 def is_experts(module: nn.Module) -> bool:
