@@ -22,6 +22,9 @@ from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair
 from tests.support.shared_base import load_plain
 from tests.support.training import PeftOracle
 
+#: Families that differ most: shared experts, transposed and interleaved weights with biases, latent attention.
+SOME = ("qwen2_moe", "gpt_oss", "deepseek_v3")
+
 
 class EagerOracle(PeftOracle):
     """The eager experts of transformers and `torch.optim.AdamW` on one adapter, one sequence at a time."""

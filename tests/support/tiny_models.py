@@ -160,6 +160,24 @@ MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "jais2": ("Jais2Config", {"head_dim": 16}),
 }
+SIX_EXPERTS: Mapping[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
+#: Shared experts, and a first layer without experts.
+SHARED: Mapping[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 #: Mixtures of experts. The number of experts differs from every rank in use, so that no axis can be mistaken.
 MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe": (
@@ -188,24 +206,36 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "intermediate_size": 40,
         },
     ),
-    "deepseek_v3": (  # latent attention, groups of experts, a first layer without experts
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**LATENT, **SHARED, "q_lora_rank": None, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": (
         "DeepseekV3Config",
+        {**LATENT, **SHARED, "q_lora_rank": 20, "n_group": 2, "num_mtp_layers": 0},
+    ),
+    "glm4_moe": ("Glm4MoeConfig", {**SHARED, "head_dim": 16, "use_qk_norm": True}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**LATENT, **SHARED, "q_lora_rank": 20}),
+    "dots1": ("Dots1Config", {**SHARED, "head_dim": 16}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
         {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 20,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 12,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
+            "moe_num_experts": 6,
+            "moe_k": 2,
             "moe_intermediate_size": 24,
-            "first_k_dense_replace": 1,
-            "num_mtp_layers": 0,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
         },
     ),
+    "minimax_m2": ("MiniMaxM2Config", {"head_dim": 16, **SIX_EXPERTS}),
+    "flex_olmo": ("FlexOlmoConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        {"head_dim": 16, "num_experts": 6, "moe_topk": 2},
+    ),
+    "phimoe": ("PhimoeConfig", dict(SIX_EXPERTS)),
+    "granitemoe": ("GraniteMoeConfig", {**SIX_EXPERTS, "logits_scaling": 2.0}),
+    "solar_open": ("SolarOpenConfig", {**SHARED, "head_dim": 16}),
 }
 #: All families.
 EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE, **MIXTURES}

@@ -26,9 +26,9 @@ UNGATED = _modules(APART, "up_proj down_proj")
 FUSED_GATE = _modules(APART, "gate_up_proj down_proj")
 FUSED = _modules("qkv_proj o_proj", "gate_up_proj down_proj")
 # Latent attention. Queries are one product, or two with a narrow one between.
-LATENT_QUERIES = ("q_proj", "q_a_proj", "q_b_proj")
+QUERIES = frozenset({"q_proj", "q_a_proj", "q_b_proj"})
 LATENT = _modules(
-    f"{' '.join(LATENT_QUERIES)} kv_a_proj_with_mqa kv_b_proj o_proj", "gate_proj up_proj down_proj"
+    "q_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj", "gate_proj up_proj down_proj"
 )
 
 
@@ -109,7 +109,18 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "mixtral": ModelType("Mixtral"),
     "olmoe": ModelType("OLMoE"),
     "gpt_oss": ModelType("gpt-oss"),
-    "deepseek_v3": ModelType("DeepSeek V3", LATENT, optional=frozenset(LATENT_QUERIES)),
+    "deepseek_v2": ModelType("DeepSeek V2", LATENT, optional=QUERIES),
+    "deepseek_v3": ModelType("DeepSeek V3 and Kimi K2", LATENT, optional=QUERIES),
+    "glm4_moe": ModelType("GLM-4.5"),
+    "glm4_moe_lite": ModelType("GLM-4.7 Flash", LATENT, optional=QUERIES),
+    "dots1": ModelType("dots.llm1"),
+    "ernie4_5_moe": ModelType("ERNIE 4.5 MoE"),
+    "minimax_m2": ModelType("MiniMax M2"),
+    "flex_olmo": ModelType("FlexOlmo"),
+    "hunyuan_v1_moe": ModelType("Hunyuan (MoE)"),
+    "phimoe": ModelType("Phi-3.5-MoE"),
+    "granitemoe": ModelType("Granite MoE", logit_factor=_by_logits_scaling),
+    "solar_open": ModelType("Solar Open"),
 }  # fmt: skip
 
 #: Last part of a module's path in any of the models, and its family.

@@ -19,8 +19,7 @@ from tests.support.decoding import (
     request,
     trainer_logprobs,
 )
-from tests.support.mixtures import random_weights
-from tests.support.tiny_models import MIXTURES
+from tests.support.mixtures import SOME, random_weights
 
 NewEngine = Callable[..., Engine]
 
@@ -32,7 +31,7 @@ SPECS = {
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", SOME)
 def test_samples_of_experts(new_engine: NewEngine, family: str) -> None:
     engine = new_engine(family)
     weights = {run: random_weights(engine, run, spec) for run, spec in SPECS.items()}

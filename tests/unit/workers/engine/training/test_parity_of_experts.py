@@ -14,8 +14,7 @@ import torch
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from tests.support.mixtures import EagerOracle, random_weights
-from tests.support.tiny_models import MIXTURES
+from tests.support.mixtures import SOME, EagerOracle, random_weights
 from tests.support.training import Tenant, relative_error, same_bits
 
 NewEngine = Callable[..., Engine]
@@ -31,7 +30,7 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", SOME)
 def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
     new_engine: NewEngine, model_folder: ModelFolder, family: str
 ) -> None:
@@ -78,7 +77,7 @@ def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        *((family, {}) for family in MIXTURES),
+        *((family, {}) for family in SOME),
         ("qwen2_moe", {"micro_batch_tokens": 64, "recompute": "always"}),
     ],
 )
