@@ -117,11 +117,11 @@ def attention_per_sequence(
     width = v.shape[-1]
     if width < q.shape[-1]:  # latent attention (DeepSeek): kernels and the cache take one size
         v = functional.pad(v, (0, q.shape[-1] - width))
-        return _packed_attention(module, q, k, v, attention_mask, rule)[..., :width], None
-    return _packed_attention(module, q, k, v, attention_mask, rule), None
+        return _attention(module, q, k, v, attention_mask, rule)[..., :width], None
+    return _attention(module, q, k, v, attention_mask, rule), None
 
 
-def _packed_attention(
+def _attention(
     module: nn.Module,
     q: torch.Tensor,
     k: torch.Tensor,
