@@ -89,6 +89,10 @@ class TenantRow(WireModel):
     tokens: int
     samples: int
     """Sample requests that are waiting or running."""
+    failed: int = 0
+    """Failed ops and sample requests in the last 15 minutes."""
+    refused: int = 0
+    """Refused requests in the last 15 minutes."""
 
 
 class TenantList(WireModel):

@@ -62,6 +62,7 @@ async def whole_status(services: Services) -> dict[str, Any]:
 
 async def _brief(services: Services, fleet: Fleet) -> dict[str, Any]:
     reasons, now = await reasons_not_ready(services), time.time()
+    disk = shutil.disk_usage(services.settings.data_dir)
     return {
         "version": __version__,
         "uptime_s": round(now - _STARTED_AT, 1),
@@ -69,7 +70,7 @@ async def _brief(services: Services, fleet: Fleet) -> dict[str, Any]:
         "reasons": reasons,
         "pools": [_pool(pool, now) for pool in fleet.pools],
         "redis": asdict(fleet.redis),
-        "disk": {"free_bytes": shutil.disk_usage(services.settings.data_dir).free},
+        "disk": {"free_bytes": disk.free, "total_bytes": disk.total},
     }
 
 

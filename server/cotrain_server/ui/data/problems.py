@@ -12,6 +12,8 @@ from cotrain_server.ui.number_format import duration, percent, plural, size
 OLDEST_OP_S = 60.0
 OLDEST_GAP_S = 120.0
 REDIS_MEMORY_PART = 0.7
+#: Part of the disk that is free in normal operation.
+DISK_FREE_PART = 0.05
 
 _HELP: Sequence[tuple[str, str]] = (
     ("No worker for", "Start one: `cotrain serve` does, or `docker compose up worker`. Its log says why it ended."),
@@ -82,7 +84,8 @@ def _of_pool(pool: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _of_host(status: Mapping[str, Any], disk_reserve_bytes: int) -> Iterator[Problem]:
-    redis, free_bytes = status["redis"], status["disk"]["free_bytes"]
+    redis, disk = status["redis"], status["disk"]
+    free_bytes, total_bytes = disk["free_bytes"], disk["total_bytes"]
     limit = redis["memory_limit_bytes"]
     if limit and redis["memory_bytes"] > REDIS_MEMORY_PART * limit:
         yield Problem(
@@ -90,9 +93,11 @@ def _of_host(status: Mapping[str, Any], disk_reserve_bytes: int) -> Iterator[Pro
             f"Redis uses {percent(redis['memory_bytes'] / limit)} of its memory.",
             "Raise its maxmemory before it is full: it takes no writes then.",
         )
-    if disk_reserve_bytes < free_bytes < 2 * disk_reserve_bytes:
+    low_bytes = max(2 * disk_reserve_bytes, DISK_FREE_PART * total_bytes)
+    if disk_reserve_bytes < free_bytes < low_bytes:
         yield Problem(
             "warn",
-            f"The disk has {size(free_bytes)} left; below {size(disk_reserve_bytes)} requests are refused.",
+            f"The disk has {size(free_bytes)} of {size(total_bytes)} left; "
+            f"below {size(disk_reserve_bytes)} requests are refused.",
             "Delete checkpoints, or make the disk larger.",
         )

@@ -54,6 +54,7 @@ def run_row(
         "state_kind": kind,
         "waits": waits_for(run, position, pauses, now),
         "requests_waiting": max(0, position.accepted - position.done),
+        "failed": position.failed,
         "steps": position.newest.step if position.newest else 0,
         "last_loss": mean_loss(position.newest),
         "device_s": position.device_s,

@@ -181,7 +181,8 @@ def status_of(**changes: Any) -> dict[str, Any]:
         "queue": {"oldest_s": 0.0, "oldest_gap_s": 0.0},
     }  # fmt: skip
     return {
-        "reasons": [], "pools": [{**pool, **changes}], "disk": {"free_bytes": 10**12},
+        "reasons": [], "pools": [{**pool, **changes}],
+        "disk": {"free_bytes": 10**12, "total_bytes": 10**12},
         "redis": {"memory_bytes": 1, "memory_limit_bytes": 0},
     }  # fmt: skip
 
@@ -198,10 +199,19 @@ def test_the_worst_problem_comes_first() -> None:
     slow = status_of(workers_unavailable=[], queue={"oldest_s": 61.0, "oldest_gap_s": 121.0})
     slow["reasons"] = ["No scheduler is running."]
     slow["redis"] = {"memory_bytes": 8, "memory_limit_bytes": 10}
-    slow["disk"] = {"free_bytes": 15 * 10**8}
+    slow["disk"] = {"free_bytes": 15 * 10**8, "total_bytes": 10**10}
     found = problems_of(slow, 10**9)
     assert [problem.level for problem in found] == ["bad", *["warn"] * 4]
     assert all(problem.todo for problem in found)
+
+
+def test_a_disk_below_five_percent_is_a_problem() -> None:
+    low = status_of(workers_unavailable=[])
+    low["disk"] = {"free_bytes": 49 * 10**8, "total_bytes": 10**11}
+    (problem,) = problems_of(low, 10**9)
+    assert problem.text.startswith("The disk has 4.")
+    low["disk"]["free_bytes"] = 50 * 10**8
+    assert problems_of(low, 10**9) == []
 
 
 def test_numbers_have_units() -> None:
