@@ -81,6 +81,11 @@ def _pool(found: PoolStatus, now: float) -> dict[str, Any]:
         "workers": [asdict(worker) for worker in found.workers],
         "workers_known": found.workers_known,
         "workers_unavailable": list(found.workers_missing(now)),
+        "worker_exits": {
+            each.id: {**asdict(each.last_exit), "text": each.last_exit.text}
+            for each in found.ids
+            if each.last_exit
+        },
         "open_cycles": found.open_cycles,
         "last_cycle": found.last_cycle,
         "queue": {
@@ -157,6 +162,7 @@ def _shown(pool: PoolStatus, worker: WorkerStatus) -> WorkerShown:
         ),
         heartbeat=asdict(heartbeat) if heartbeat else None,
         open_steps=worker.open_steps,
+        last_exit=asdict(worker.last_exit) if worker.last_exit else None,
     )
 
 
