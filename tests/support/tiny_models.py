@@ -97,6 +97,18 @@ MINISTRAL3: Mapping[str, Any] = {
     "llama_4_scaling_beta": 0.1,
 }
 WINDOWS = ["sliding_attention", "full_attention"]
+GEMMA4: Mapping[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 16,
+    "layer_types": WINDOWS,
+    "final_logit_softcapping": 3.0,
+    "use_bidirectional_attention": "vision",
+}
 MULTIPLIED = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.3,
@@ -104,6 +116,10 @@ MULTIPLIED = {
 }
 MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3-wrapped": ("Gemma3Config", {**GEMMA, "layer_types": WINDOWS}),
+    "gemma4": ("Gemma4TextConfig", GEMMA4),
+    "gemma4-wrapped": ("Gemma4Config", GEMMA4),
+    "gemma4-unified": ("Gemma4UnifiedTextConfig", GEMMA4),
+    "gemma4-unified-wrapped": ("Gemma4UnifiedConfig", GEMMA4),
     "phi3": ("Phi3Config", {"sliding_window": 16}),
     "phi4-mini": (
         "Phi3Config",
@@ -162,6 +178,12 @@ MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 #: All families.
 EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE}
+TEXT_OF = {
+    "Gemma3Config": "gemma3_text",
+    "Gemma4Config": "gemma4_text",
+    "Gemma4UnifiedConfig": "gemma4_unified_text",
+    "Mistral3Config": "ministral3",
+}
 TOWER: Mapping[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -169,6 +191,26 @@ TOWER: Mapping[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+
+#: Mixtures of experts. The number of experts differs from every rank in use, so that no axis can be mistaken.
+MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    ),
+    "qwen2_moe": (  # shared experts, and a first layer without experts
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 4}),
 }
 
 
@@ -183,8 +225,8 @@ def build_tiny(
     context: int = 512,
     seed: int = 0,
 ) -> Path:
-    """Write a random model of `EVERY` family to `folder`; no tokenizer, fp32 safetensors."""
-    config_class, own = EVERY[family]
+    """Write a random model of `EVERY` or `MIXTURES` to `folder`; no tokenizer, fp32 safetensors."""
+    config_class, own = {**EVERY, **MIXTURES}[family]
     shape = {
         **SHAPE,
         "num_hidden_layers": layers,
@@ -197,7 +239,7 @@ def build_tiny(
     }
     chosen = getattr(transformers, config_class)
     if "text_config" in chosen.sub_configs:
-        kind = "gemma3_text" if config_class == "Gemma3Config" else "ministral3"
+        kind = TEXT_OF[config_class]
         shape = {
             "text_config": {**shape, "model_type": kind},
             "vision_config": dict(TOWER),

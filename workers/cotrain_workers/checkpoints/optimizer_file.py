@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -105,7 +105,7 @@ def _is_whole(root: Blobs, digest: str) -> bool:
 
 
 def _digest(optimizer: HostOptimizer, base_model: str) -> str:
-    head = json.dumps([FORMAT, base_model, asdict(optimizer.spec), optimizer.step], sort_keys=True)
+    head = json.dumps([FORMAT, base_model, optimizer.spec.stored(), optimizer.step], sort_keys=True)
     hasher = hashlib.sha256(head.encode() + b"\0")
     for moment in (optimizer.m, optimizer.v):
         hasher.update(moment.numpy().astype("<f4", copy=False).data)
@@ -115,7 +115,7 @@ def _digest(optimizer: HostOptimizer, base_model: str) -> str:
 def _content(optimizer: HostOptimizer, base_model: str) -> bytes:
     header = {
         "cotrain": FORMAT,
-        "spec": json.dumps(asdict(optimizer.spec)),
+        "spec": json.dumps(optimizer.spec.stored()),
         "base_model": base_model,
         "step": str(optimizer.step),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -14,9 +14,11 @@ from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.lock_step import Alone, LockStep
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
+from cotrain_workers.engine.model import experts
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.families import (
     MODEL_TYPES,
+    SHAPED_LAYERS,
     UNEMBED,
     auto_class,
     decoder_of,
@@ -47,6 +49,8 @@ from cotrain_workers.engine.spec import Target
 _OF_CONTENT = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError,
 )  # fmt: skip
+#: Value of `use_bidirectional_attention` that lets no text attend to later tokens.
+IMAGES_ONLY = "vision"
 #: Minimum value of each key of the configuration, if the key is present.
 LEAST: Mapping[str, int] = {
     "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1,
@@ -68,6 +72,17 @@ class KvShape:
     layers: int
     heads: int
     head_dim: int
+    others: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Heads and head size of the layers whose shape differs, by layer."""
+
+    def of(self, layer: int) -> tuple[int, int]:
+        """Return the heads and the head size of a layer."""
+        return self.others.get(layer, (self.heads, self.head_dim))
+
+    @property
+    def values(self) -> int:
+        """Number of values that one token has in all layers."""
+        return sum(2 * heads * size for heads, size in map(self.of, range(self.layers)))
 
 
 @dataclass(frozen=True)
@@ -220,12 +235,26 @@ def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
 
 def kv_shape(config: Any) -> KvShape:
     """Return the size of a token's keys and values."""
-    head_dim = getattr(config, "head_dim", None)
-    return KvShape(
-        layers=config.num_hidden_layers,
-        heads=config.num_key_value_heads,
-        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-    )
+    shapes = [
+        (
+            each.num_key_value_heads,
+            getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads,
+        )
+        for each in layer_configs(config)
+    ]
+    others = {layer: shape for layer, shape in enumerate(shapes) if shape != shapes[0]}
+    return KvShape(config.num_hidden_layers, *shapes[0], others)
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """Return the configuration of each layer, or the one of all layers if they do not differ in shape."""
+    if config.model_type not in SHAPED_LAYERS:
+        return [config]
+    if not hasattr(config, "per_layer_config"):
+        raise UnsupportedModel(
+            "its layers differ in shape, which this release of transformers does not tell: update it."
+        )
+    return [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
 
 
 def eos_token_ids(network: Any) -> tuple[int, ...]:
@@ -267,7 +296,11 @@ def refuse_unsupported(config: Any) -> None:
         raise UnsupportedModel(
             "it clips queries, keys and values (clip_qkv), which no kernel does."
         )
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModel("its layers read keys of other layers (num_kv_shared_layers).")
+    if getattr(config, "enable_moe_block", None):
+        raise UnsupportedModel("it has experts (enable_moe_block).")
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, IMAGES_ONLY):
         raise UnsupportedModel("it attends to later tokens (use_bidirectional_attention).")
     for rope_type in rope_types(config):
         if rope_type not in ROPES:
@@ -278,16 +311,26 @@ def refuse_unsupported(config: Any) -> None:
     _refuse_numbers(config)
 
 
-def _refuse_numbers(config: Any) -> None:
+def _refuse_numbers(whole: Any) -> None:
     """Raise NoModel for an impossible number, which would fail the first pass or make its results not finite."""
+    for config in layer_configs(whole):
+        _refuse_numbers_of_layer(config)
+
+
+def _refuse_numbers_of_layer(config: Any) -> None:
     for key, least in LEAST.items():
         value = getattr(config, key, None)
-        if value is None:
+        if value is None or (value == 0 and key == "sliding_window" and not windows(config)):
             continue
         if type(value) not in (int, float) or not isfinite(value) or value < least:
             raise unfit_config(f"{key} must be a number of at least {least}, not {value!r}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise unfit_config("num_attention_heads must be a multiple of num_key_value_heads")
+
+
+def windows(config: Any) -> bool:
+    """Return False if the configuration switches windows off; Qwen2 MoE then has a window of 0."""
+    return bool(getattr(config, "use_sliding_window", True))
 
 
 def make_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -309,6 +352,9 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
     inside = f"{decoder_path(network)}."
     targets = []
     for name, module in network.named_modules():
+        if experts.is_experts(module):
+            targets += experts.expert_targets(name, module)
+            continue
         family = modules.get(name.rpartition(".")[-1])
         if family is None or not (name == UNEMBED or name.startswith(inside)):
             continue
@@ -323,7 +369,10 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
 
 def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     """Replace linear modules and attention of a loaded model by ours."""
+    experts.attach(network, router)
     for target in targets:
+        if target.experts:
+            continue
         linear = network.get_submodule(target.name)
         if target.name != UNEMBED:
             network.set_submodule(target.name, MultiLoraLinear(linear, target.name, router))
