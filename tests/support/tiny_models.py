@@ -225,7 +225,7 @@ def build_tiny(
     context: int = 512,
     seed: int = 0,
 ) -> Path:
-    """Write a random model of `EVERY` or `MIXTURES` to `folder`; no tokenizer, fp32 safetensors."""
+    """Write a random model of `EVERY` family or of `MIXTURES` to `folder`; no tokenizer, fp32 safetensors."""
     config_class, own = {**EVERY, **MIXTURES}[family]
     shape = {
         **SHAPE,

@@ -148,11 +148,11 @@ def remove_folder(root: Blobs, digest: str) -> None:
 
 def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[str, object]:
     """Return the content of `adapter_config.json`. The stored matrices are not scaled by `alpha / r`."""
-    inside = any(target.name.startswith(_TEXT) for target in layout.targets)
     experts = layout.gate_by_experts
     whole = [f"{module}.{each}" for module in experts for each in (GATE_UP, DOWN)]
     parameters = sorted({".".join(each.rsplit(".", 2)[1:]) for each in whole})
     alpha = int(spec.alpha) if spec.alpha.is_integer() else spec.alpha
+    inside = any(target.name.startswith(_TEXT) for target in layout.targets)
     config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from cotrain_workers.engine.model.experts import MOE_FAMILIES
 from cotrain_workers.engine.spec import Family
 
 UNEMBED = "lm_head"
@@ -101,7 +100,10 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "nanochat": ModelType("nanochat", _modules(APART, "fc1 fc2")),
     "vaultgemma": ModelType("VaultGemma"),
     "jais2": ModelType("Jais 2", UNGATED),
-    **{kind: ModelType(title, is_plain=True) for kind, title in MOE_FAMILIES.items()},
+    "qwen3_moe": ModelType("Qwen3 MoE", is_plain=True),
+    "qwen2_moe": ModelType("Qwen2 MoE", is_plain=True),
+    "mixtral": ModelType("Mixtral", is_plain=True),
+    "olmoe": ModelType("OLMoE"),
 }  # fmt: skip
 
 #: Types whose layers differ in the shape of keys and values (`per_layer_config`).
