@@ -12,6 +12,12 @@ from torch import nn
 
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.lock_step import Alone, LockStep
+from cotrain_workers.engine.lora.quantized import (
+    Quantization,
+    QuantizedLinear,
+    number_of_parameters,
+    quantize,
+)
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import experts
@@ -43,7 +49,7 @@ from cotrain_workers.engine.model.rotary import (
 )
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
-from cotrain_workers.engine.spec import Target
+from cotrain_workers.engine.spec import Target, has_experts
 
 #: Exceptions that a model raises for an unusable value of its configuration.
 _OF_CONTENT = (
@@ -111,9 +117,14 @@ class BaseModel:
 
 
 def load_base_model(
-    model: str, *, device: torch.device, dtype: torch.dtype, local_files_only: bool
+    model: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    local_files_only: bool,
+    quantization: Quantization = "none",
 ) -> BaseModel:
-    """Load a base model by hub id or folder.
+    """Load a base model by hub id or folder, and quantize the weights of its linear modules if requested.
 
     Raises:
         UnsupportedModel: its type is not supported.
@@ -121,25 +132,37 @@ def load_base_model(
         ModelTooLarge: it does not fit into free memory.
     """
     try:
-        return _load(model, device, dtype, local_files_only=local_files_only)
+        return _load(model, device, dtype, quantization, local_files_only=local_files_only)
     except UnusableModel as unusable:
         raise type(unusable)(f"Base model {model} cannot be served: {unusable}") from unusable
 
 
 def _load(
-    model: str, device: torch.device, dtype: torch.dtype, *, local_files_only: bool
+    model: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    *,
+    local_files_only: bool,
 ) -> BaseModel:
     report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
-    needed_bytes = drop_towers(make_skeleton(config)).num_parameters() * dtype.itemsize
-    refuse_too_large(needed_bytes)
+    skeleton = drop_towers(make_skeleton(config))
+    needed_bytes = skeleton.num_parameters() * dtype.itemsize
+    refuse_too_large(needed_bytes)  # quantized after they are read
+    names = [each.name for each in find_targets(skeleton) if each.name != UNEMBED]
+    if quantization != "none" and has_experts(find_targets(skeleton)):
+        raise UnsupportedModel("weights of experts are not quantized: set quantization to none.")
     report(
         f"loading its weights, {needed_bytes / 1e9:.2g} GB in {str(dtype).removeprefix('torch.')}"
     )
     network = drop_towers(
         read_weights(model, auto_class(config), dtype=dtype, local_files_only=local_files_only)
     )
+    if quantization != "none":
+        refuse_not_finite(network.named_parameters())  # NaN would become an integer
+        quantize(network, names, quantization)
     try:
         network.to(device).eval().requires_grad_(requires_grad=False)
     except RuntimeError as error:
@@ -176,7 +199,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
     text, backbone = config.get_text_config(), decoder_of(network)
     kind = MODEL_TYPES[text.model_type]
     targets, router = find_targets(network), Router()
-    num_parameters = network.num_parameters()
+    num_parameters = number_of_parameters(network)
     path = decoder_path(network)
     adapt(network, targets, router)
     fix_frequencies(backbone)
@@ -358,7 +381,7 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
         family = modules.get(name.rpartition(".")[-1])
         if family is None or not (name == UNEMBED or name.startswith(inside)):
             continue
-        if type(module) is not nn.Linear:
+        if type(module) not in (nn.Linear, QuantizedLinear):
             raise UnsupportedModel(f"{name} is a {type(module).__name__}, not a plain linear.")
         targets.append(Target(name, family, module.in_features, module.out_features))
     missing = set(modules) - {target.name.rpartition(".")[-1] for target in targets}
