@@ -45,11 +45,16 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A server of three families, each with an adapter on all modules."""
+    """A server of four families, each with an adapter on all modules."""
     root = tmp_path_factory.mktemp("exports")
     bases = {
         name: build_tiny(name, root / name, tied=tied, vocab=VOCAB)
-        for name, tied in (("qwen3", True), ("llama", False), ("gemma2", True))
+        for name, tied in (
+            ("qwen3", True),
+            ("llama", False),
+            ("gemma2", True),
+            ("qwen3_moe", False),
+        )
     }
     with (
         Serving(root / "data", [str(base) for base in bases.values()], [KEY]) as serving,
@@ -95,7 +100,7 @@ def distance(model: Any, case: Case) -> float:
     return float((found - torch.tensor(case.logprobs)).abs().max())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "qwen3_moe"])
 def test_a_merged_export_is_the_servers_model_in_plain_transformers(
     place: Place, cotrain: Any, tmp_path: Path, family: str
 ) -> None:
@@ -108,7 +113,7 @@ def test_a_merged_export_is_the_servers_model_in_plain_transformers(
     model = AutoModelForCausalLM.from_pretrained(output)
     assert distance(model, case) <= EXACT
     assert distance(AutoModelForCausalLM.from_pretrained(case.base), case) > 0.1
-    is_tied = family != "llama"
+    is_tied = family in ("qwen3", "gemma2")
     assert model.config.tie_word_embeddings is False
     assert any("tie_word_embeddings" in note for note in facts["notes"]) is is_tied
     card = (output / "README.md").read_text()

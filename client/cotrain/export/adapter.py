@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.errors import ExportFailed
+from cotrain.export.experts import NOTE, SHARED, by_expert
+from cotrain.export.experts import at_tinker as of_experts_at_tinker
 from cotrain.export.libraries import library
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -24,6 +26,8 @@ class Adapter:
     config: Mapping[str, Any]
     matrices: Mapping[str, tuple[Any, Any]]
     """Module, such as `model.layers.0.self_attn.q_proj` → A `[rank, inputs]` and B `[outputs, rank]`, fp32."""
+    experts: str = ""
+    """`shared_outer` or `per_expert` of an adapter with experts, whose matrices are stacked as PEFT does."""
 
     @property
     def rank(self) -> int:
@@ -54,7 +58,13 @@ class Adapter:
         """Return the adapter without the matrices of the unembedding."""
         targets = [name for name in self.config["target_modules"] if name != UNEMBED]
         left = {name: pair for name, pair in self.matrices.items() if name != UNEMBED}
-        return Adapter({**self.config, "target_modules": targets}, left)
+        return Adapter({**self.config, "target_modules": targets}, left, self.experts)
+
+    def by_expert(self) -> Adapter:
+        """Return the adapter with one module for each expert, for a merge."""
+        if not self.experts:
+            return self
+        return Adapter(self.config, by_expert(self.matrices, self.rank))
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -67,6 +77,8 @@ def read_adapter(folder: Path) -> Adapter:
         )
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     tensors = load(folder / TENSORS)
+    with library("safetensors").safe_open(folder / TENSORS, "pt") as opened:
+        experts = (opened.metadata() or {}).get(NOTE, "")
     halves = [
         {
             name.removeprefix(_PREFIX).removesuffix(end): tensor.float()
@@ -77,7 +89,20 @@ def read_adapter(folder: Path) -> Adapter:
     ]
     if halves[0].keys() != halves[1].keys() or len(tensors) != 2 * len(halves[0]):
         raise ExportFailed(f"{TENSORS} holds more than pairs of LoRA matrices")
-    return Adapter(config, {name: (halves[0][name], halves[1][name]) for name in halves[0]})
+    return Adapter(
+        config, {name: (halves[0][name], halves[1][name]) for name in halves[0]}, experts
+    )
+
+
+def at_tinker(adapter: Adapter, *, interleaved: bool) -> Adapter:
+    """Return the adapter with the names and shapes of Tinker, for `tinker_cookbook.weights`."""
+    is_shared = adapter.experts == SHARED
+    matrices = of_experts_at_tinker(
+        adapter.matrices, adapter.rank, is_shared=is_shared, interleaved=interleaved
+    )
+    kept = ("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "bias")
+    config = {key: adapter.config[key] for key in kept if key in adapter.config}
+    return Adapter({**config, "target_modules": "all-linear"}, matrices)
 
 
 def write_adapter(adapter: Adapter, folder: Path) -> None:
@@ -88,6 +113,7 @@ def write_adapter(adapter: Adapter, folder: Path) -> None:
         for module, pair in adapter.matrices.items()
         for end, matrix in zip(_ENDS, pair, strict=True)
     }
-    save(tensors, folder / TENSORS, {"format": "pt"})
+    note = {NOTE: adapter.experts} if adapter.experts else {}
+    save(tensors, folder / TENSORS, {"format": "pt", **note})
     config = json.dumps(dict(adapter.config), indent=2)
     (folder / CONFIG).write_text(f"{config}\n", encoding="utf-8")

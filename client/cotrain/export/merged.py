@@ -16,6 +16,7 @@ from typing import Any
 from cotrain.errors import ExportFailed
 from cotrain.export.adapter import UNEMBED, Adapter
 from cotrain.export.base import CONFIG, EMBEDDING, HEAD, BaseFolder
+from cotrain.export.experts import in_files
 from cotrain.export.libraries import library
 
 _INDEX = "model.safetensors.index.json"
@@ -41,6 +42,7 @@ def write_merged(
     safetensors = library("safetensors")
     save = library("safetensors.torch").save_file
     to = getattr(library("torch"), dtype) if dtype else None
+    adapter = adapter.by_expert()
     left, done, total = set(adapter.matrices), 0, base.size
     at: dict[str, str] = {}  # file by weight
     untie = unties(base, adapter)
@@ -54,7 +56,7 @@ def write_merged(
                 if name == EMBEDDING and untie:
                     tensors[HEAD] = _plus(adapter, UNEMBED, weight, to)
                     left.discard(UNEMBED)
-                module = name.removesuffix(".weight")
+                module = in_files(name.removesuffix(".weight"))
                 if module in left:
                     weight = _plus(adapter, module, weight, to)
                     left.discard(module)
