@@ -79,7 +79,7 @@ async def test_a_killed_worker_loses_no_saved_weights_and_no_sample(
     tmp_path: Path, engine: Engine, tiny_model: Path
 ) -> None:
     """Killed once the save is answered, durable or not, and once more in the middle of generating."""
-    seeds = range(6)
+    seeds = range(3)
     with EmbeddedRedis() as redis_server:
         url = redis_server.url
         async with stack(url, tmp_path / "alone") as alone:

@@ -15,7 +15,6 @@ from cotrain.errors import ExportFailed
 from cotrain.export.adapter import Adapter, at_tinker, read_adapter, write_adapter
 from cotrain.export.base import BaseFolder, find_base
 from cotrain.export.card import card
-from cotrain.export.experts import STACKED_IN_FILES
 from cotrain.export.gguf_adapter import FILE, refusal_of, write_gguf
 from cotrain.export.libraries import library
 from cotrain.export.merged import unties, write_merged
@@ -120,23 +119,19 @@ def plan_export(wanted: Wanted, base: BaseFolder, adapter: Adapter) -> _Plan:
             raise ExportFailed(refused)
     elif wanted.form == "merged":
         kind = "merged"
-    elif wanted.form == "vllm" and adapter.trains_unembedding:
-        if base.family in ALWAYS_TIED:
+    elif wanted.form == "vllm" and (adapter.trains_unembedding or adapter.trains_experts):
+        if adapter.trains_unembedding and base.family in ALWAYS_TIED:
             raise ExportFailed(
                 f"vLLM always ties the embeddings of {base.family}, so it cannot serve a trained "
                 "unembedding: pass --leave-out-unembed, or train with train_unembed=False"
             )
         kind = "merged"
+        what = "the unembedding (lm_head)" if adapter.trains_unembedding else "experts"
         notes.append(
-            "Merged, because most classes of vLLM refuse a LoRA of the unembedding (lm_head)."
+            f"Merged, because most classes of vLLM refuse a LoRA of {what} in PEFT's form."
         )
     elif wanted.form == "tinker":
         kind = "tinker"
-    if kind == "merged" and adapter.experts and base.family in STACKED_IN_FILES:
-        raise ExportFailed(
-            f"experts of {base.family} cannot be merged here: its files hold all experts of a layer as one tensor; "
-            "export with --peft, or with --tinker and merge with tinker_cookbook.weights"
-        )
     if kind == "merged" and unties(base, adapter):
         notes.append(
             "The unembedding is a matrix of its own (tie_word_embeddings: false), because the adapter "

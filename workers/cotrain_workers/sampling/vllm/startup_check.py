@@ -148,8 +148,8 @@ async def _adapts(
 ) -> bool:
     """Return True if LoRA on `lm_head` or on experts works. vLLM supports it for some models only.
 
-    Other models reject such an adapter. vLLM may also load it without an error and ignore that part: of a head that
-    is tied to the embeddings, and of experts under names that it does not expect.
+    Other models reject such an adapter. vLLM may also load it without an error and ignore that part. This happens
+    if the head is tied to the embeddings, or if vLLM expects other names of experts.
     """
     try:
         adapts = await _has_effect(server, model, base_model, spec, targets, shared)
