@@ -97,6 +97,18 @@ MINISTRAL3: Mapping[str, Any] = {
     "llama_4_scaling_beta": 0.1,
 }
 WINDOWS = ["sliding_attention", "full_attention"]
+GEMMA4: Mapping[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 16,
+    "layer_types": WINDOWS,
+    "final_logit_softcapping": 3.0,
+    "use_bidirectional_attention": "vision",
+}
 MULTIPLIED = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.3,
@@ -104,6 +116,10 @@ MULTIPLIED = {
 }
 MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3-wrapped": ("Gemma3Config", {**GEMMA, "layer_types": WINDOWS}),
+    "gemma4": ("Gemma4TextConfig", GEMMA4),
+    "gemma4-wrapped": ("Gemma4Config", GEMMA4),
+    "gemma4-unified": ("Gemma4UnifiedTextConfig", GEMMA4),
+    "gemma4-unified-wrapped": ("Gemma4UnifiedConfig", GEMMA4),
     "phi3": ("Phi3Config", {"sliding_window": 16}),
     "phi4-mini": (
         "Phi3Config",
@@ -178,6 +194,20 @@ LATENT: Mapping[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+TEXT_OF = {
+    "Gemma3Config": "gemma3_text",
+    "Gemma4Config": "gemma4_text",
+    "Gemma4UnifiedConfig": "gemma4_unified_text",
+    "Mistral3Config": "ministral3",
+}
+TOWER: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 #: Mixtures of experts. The number of experts differs from every rank in use, so that no axis can be mistaken.
 MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe": (
@@ -239,14 +269,6 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 #: All families.
 EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE, **MIXTURES}
-TOWER: Mapping[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
 
 
 def build_tiny(
@@ -274,7 +296,7 @@ def build_tiny(
     }
     chosen = getattr(transformers, config_class)
     if "text_config" in chosen.sub_configs:
-        kind = "gemma3_text" if config_class == "Gemma3Config" else "ministral3"
+        kind = TEXT_OF[config_class]
         shape = {
             "text_config": {**shape, "model_type": kind},
             "vision_config": dict(TOWER),

@@ -158,8 +158,6 @@ def export(service: Service, wanted: Wanted, progress: ExportProgress) -> Export
     base = find_base(wanted.base or base_model)
     limit = wanted.limit if wanted.limit is not None else limit_of(base, wanted.dtype)
     comparison = None
-    if wanted.prove or wanted.check:
-        comparison = _Comparison(service, wanted.path, base_model, base, limit, progress)
     output = wanted.output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as made_in:
@@ -169,6 +167,8 @@ def export(service: Service, wanted: Wanted, progress: ExportProgress) -> Export
         )
         adapter = read_adapter(downloaded)
         plan = plan_export(wanted, base, adapter)
+        if wanted.prove or wanted.check:
+            comparison = _Comparison(service, wanted.path, base_model, base, limit, progress)
         if is_made:
             made = output
         else:

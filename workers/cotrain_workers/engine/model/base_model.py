@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -12,12 +12,19 @@ from torch import nn
 
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.lock_step import Alone, LockStep
+from cotrain_workers.engine.lora.quantized import (
+    Quantization,
+    QuantizedLinear,
+    number_of_parameters,
+    quantize,
+)
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import experts
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.families import (
     MODEL_TYPES,
+    SHAPED_LAYERS,
     UNEMBED,
     auto_class,
     decoder_of,
@@ -42,12 +49,14 @@ from cotrain_workers.engine.model.rotary import (
 )
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
-from cotrain_workers.engine.spec import Target
+from cotrain_workers.engine.spec import Target, has_experts
 
 #: Exceptions that a model raises for an unusable value of its configuration.
 _OF_CONTENT = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError,
 )  # fmt: skip
+#: Value of `use_bidirectional_attention` that lets no text attend to later tokens.
+IMAGES_ONLY = "vision"
 #: Minimum value of each key of the configuration, if the key is present.
 LEAST: Mapping[str, int] = {
     "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1,
@@ -69,6 +78,17 @@ class KvShape:
     layers: int
     heads: int
     head_dim: int
+    others: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Heads and head size of the layers whose shape differs, by layer."""
+
+    def of(self, layer: int) -> tuple[int, int]:
+        """Return the heads and the head size of a layer."""
+        return self.others.get(layer, (self.heads, self.head_dim))
+
+    @property
+    def values(self) -> int:
+        """Number of values that one token has in all layers."""
+        return sum(2 * heads * size for heads, size in map(self.of, range(self.layers)))
 
 
 @dataclass(frozen=True)
@@ -98,9 +118,14 @@ class BaseModel:
 
 
 def load_base_model(
-    model: str, *, device: torch.device, dtype: torch.dtype, local_files_only: bool
+    model: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    local_files_only: bool,
+    quantization: Quantization = "none",
 ) -> BaseModel:
-    """Load a base model by hub id or folder.
+    """Load a base model by hub id or folder, and quantize the weights of its linear modules if requested.
 
     Raises:
         UnsupportedModel: its type is not supported.
@@ -108,25 +133,37 @@ def load_base_model(
         ModelTooLarge: it does not fit into free memory.
     """
     try:
-        return _load(model, device, dtype, local_files_only=local_files_only)
+        return _load(model, device, dtype, quantization, local_files_only=local_files_only)
     except UnusableModel as unusable:
         raise type(unusable)(f"Base model {model} cannot be served: {unusable}") from unusable
 
 
 def _load(
-    model: str, device: torch.device, dtype: torch.dtype, *, local_files_only: bool
+    model: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    *,
+    local_files_only: bool,
 ) -> BaseModel:
     report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
-    needed_bytes = drop_towers(make_skeleton(config)).num_parameters() * dtype.itemsize
-    refuse_too_large(needed_bytes)
+    skeleton = drop_towers(make_skeleton(config))
+    needed_bytes = skeleton.num_parameters() * dtype.itemsize
+    refuse_too_large(needed_bytes)  # quantized after they are read
+    names = [each.name for each in find_targets(skeleton) if each.name != UNEMBED]
+    if quantization != "none" and has_experts(find_targets(skeleton)):
+        raise UnsupportedModel("weights of experts are not quantized: set quantization to none.")
     report(
         f"loading its weights, {needed_bytes / 1e9:.2g} GB in {str(dtype).removeprefix('torch.')}"
     )
     network = drop_towers(
         read_weights(model, auto_class(config), dtype=dtype, local_files_only=local_files_only)
     )
+    if quantization != "none":
+        refuse_not_finite(network.named_parameters())  # NaN would become an integer
+        quantize(network, names, quantization)
     try:
         network.to(device).eval().requires_grad_(requires_grad=False)
     except RuntimeError as error:
@@ -163,7 +200,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
     text, backbone = config.get_text_config(), decoder_of(network)
     kind = MODEL_TYPES[text.model_type]
     targets, router = find_targets(network), Router()
-    num_parameters = network.num_parameters()
+    num_parameters = number_of_parameters(network)
     path = decoder_path(network)
     adapt(network, targets, router)
     fix_frequencies(backbone)
@@ -223,13 +260,32 @@ def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
 
 def kv_shape(config: Any) -> KvShape:
     """Return the size of a token's keys and values."""
+    shapes = [
+        (
+            each.num_key_value_heads,
+            _head_dim(each),
+        )
+        for each in layer_configs(config)
+    ]
+    others = {layer: shape for layer, shape in enumerate(shapes) if shape != shapes[0]}
+    return KvShape(config.num_hidden_layers, *shapes[0], others)
+
+
+def _head_dim(config: Any) -> int:
     # Latent attention names its whole size apart from that of the rotated part.
-    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
-    return KvShape(
-        layers=config.num_hidden_layers,
-        heads=config.num_key_value_heads,
-        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-    )
+    named = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    return int(named or config.hidden_size // config.num_attention_heads)
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """Return the configuration of each layer, or the one of all layers if they do not differ in shape."""
+    if config.model_type not in SHAPED_LAYERS:
+        return [config]
+    if not hasattr(config, "per_layer_config"):
+        raise UnsupportedModel(
+            "its layers differ in shape, which this release of transformers does not tell: update it."
+        )
+    return [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
 
 
 def eos_token_ids(network: Any) -> tuple[int, ...]:
@@ -271,7 +327,11 @@ def refuse_unsupported(config: Any) -> None:
         raise UnsupportedModel(
             "it clips queries, keys and values (clip_qkv), which no kernel does."
         )
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModel("its layers read keys of other layers (num_kv_shared_layers).")
+    if getattr(config, "enable_moe_block", None):
+        raise UnsupportedModel("it has experts (enable_moe_block).")
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, IMAGES_ONLY):
         raise UnsupportedModel("it attends to later tokens (use_bidirectional_attention).")
     for rope_type in rope_types(config):
         if rope_type not in ROPES:
@@ -282,8 +342,13 @@ def refuse_unsupported(config: Any) -> None:
     _refuse_numbers(config)
 
 
-def _refuse_numbers(config: Any) -> None:
+def _refuse_numbers(whole: Any) -> None:
     """Raise NoModel for an impossible number, which would fail the first pass or make its results not finite."""
+    for config in layer_configs(whole):
+        _refuse_numbers_of_layer(config)
+
+
+def _refuse_numbers_of_layer(config: Any) -> None:
     for key, least in LEAST.items():
         value = getattr(config, key, None)
         if value is None or (value == 0 and key == "sliding_window" and not windows(config)):
@@ -324,7 +389,7 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
         family = kind.modules.get(name.rpartition(".")[-1])
         if family is None or not (name == UNEMBED or name.startswith(inside)):
             continue
-        if type(module) is not nn.Linear:
+        if type(module) not in (nn.Linear, QuantizedLinear):
             raise UnsupportedModel(f"{name} is a {type(module).__name__}, not a plain linear.")
         targets.append(Target(name, family, module.in_features, module.out_features))
     found = {target.name.rpartition(".")[-1] for target in targets}

@@ -75,6 +75,10 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "gemma2": ModelType("Gemma 2", is_plain=True),
     "gemma3_text": ModelType("Gemma 3 (text)", is_plain=True),
     "gemma3": ModelType("Gemma 3", is_wrapper=True),
+    "gemma4_text": ModelType("Gemma 4 (text)"),
+    "gemma4": ModelType("Gemma 4", is_wrapper=True),
+    "gemma4_unified_text": ModelType("Gemma 4 unified (text)"),
+    "gemma4_unified": ModelType("Gemma 4 unified", is_wrapper=True),
     "phi3": ModelType("Phi-3 and Phi-4", FUSED),
     "olmo": ModelType("OLMo"),
     "olmo2": ModelType("OLMo 2"),
@@ -122,6 +126,9 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "granitemoe": ModelType("Granite MoE", logit_factor=_by_logits_scaling),
     "solar_open": ModelType("Solar Open"),
 }  # fmt: skip
+
+#: Types whose layers differ in the shape of keys and values (`per_layer_config`).
+SHAPED_LAYERS = ("gemma4_text", "gemma4_unified_text")
 
 #: Last part of a module's path in any of the models, and its family.
 FAMILY_BY_MODULE: Mapping[str, Family] = {
