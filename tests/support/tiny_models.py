@@ -176,23 +176,24 @@ MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "jais2": ("Jais2Config", {"head_dim": 16}),
 }
-#: All families.
-EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE}
-TEXT_OF = {
-    "Gemma3Config": "gemma3_text",
-    "Gemma4Config": "gemma4_text",
-    "Gemma4UnifiedConfig": "gemma4_unified_text",
-    "Mistral3Config": "ministral3",
+SIX_EXPERTS: Mapping[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
+#: Shared experts, and a first layer without experts.
+SHARED: Mapping[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
 }
-TOWER: Mapping[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
+LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
 }
-
 #: Mixtures of experts. The number of experts differs from every rank in use, so that no axis can be mistaken.
 MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe": (
@@ -211,6 +212,63 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 4}),
+    "gpt_oss": (  # biases, sinks, windows, gate and up in turn
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**LATENT, **SHARED, "q_lora_rank": None, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**LATENT, **SHARED, "q_lora_rank": 20, "n_group": 2, "num_mtp_layers": 0},
+    ),
+    "glm4_moe": ("Glm4MoeConfig", {**SHARED, "head_dim": 16, "use_qk_norm": True}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**LATENT, **SHARED, "q_lora_rank": 20}),
+    "dots1": ("Dots1Config", {**SHARED, "head_dim": 16}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "minimax_m2": ("MiniMaxM2Config", {"head_dim": 16, **SIX_EXPERTS}),
+    "flex_olmo": ("FlexOlmoConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        {"head_dim": 16, "num_experts": 6, "moe_topk": 2},
+    ),
+    "phimoe": ("PhimoeConfig", dict(SIX_EXPERTS)),
+    "granitemoe": ("GraniteMoeConfig", {**SIX_EXPERTS, "logits_scaling": 2.0}),
+    "solar_open": ("SolarOpenConfig", {**SHARED, "head_dim": 16}),
+}
+#: All families.
+EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE, **MIXTURES}
+#: Text models of the models with a vision tower.
+TEXT_OF: Mapping[str, str] = {
+    "Gemma3Config": "gemma3_text",
+    "Gemma4Config": "gemma4_text",
+    "Gemma4UnifiedConfig": "gemma4_unified_text",
+    "Mistral3Config": "ministral3",
+}
+TOWER: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 
@@ -225,8 +283,8 @@ def build_tiny(
     context: int = 512,
     seed: int = 0,
 ) -> Path:
-    """Write a random model of `EVERY` family or of `MIXTURES` to `folder`; no tokenizer, fp32 safetensors."""
-    config_class, own = {**EVERY, **MIXTURES}[family]
+    """Write a random model of `EVERY` family to `folder`; no tokenizer, fp32 safetensors."""
+    config_class, own = EVERY[family]
     shape = {
         **SHAPE,
         "num_hidden_layers": layers,

@@ -119,15 +119,16 @@ def plan_export(wanted: Wanted, base: BaseFolder, adapter: Adapter) -> _Plan:
             raise ExportFailed(refused)
     elif wanted.form == "merged":
         kind = "merged"
-    elif wanted.form == "vllm" and adapter.trains_unembedding:
-        if base.family in ALWAYS_TIED:
+    elif wanted.form == "vllm" and (adapter.trains_unembedding or adapter.trains_experts):
+        if adapter.trains_unembedding and base.family in ALWAYS_TIED:
             raise ExportFailed(
                 f"vLLM always ties the embeddings of {base.family}, so it cannot serve a trained "
                 "unembedding: pass --leave-out-unembed, or train with train_unembed=False"
             )
         kind = "merged"
+        what = "the unembedding (lm_head)" if adapter.trains_unembedding else "experts"
         notes.append(
-            "Merged, because most classes of vLLM refuse a LoRA of the unembedding (lm_head)."
+            f"Merged, because most classes of vLLM refuse a LoRA of {what} in PEFT's form."
         )
     if kind == "merged" and unties(base, adapter):
         notes.append(

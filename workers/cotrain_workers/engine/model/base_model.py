@@ -102,6 +102,7 @@ class BaseModel:
     query_heads: int
     final_softcap: float | None
     score_softcap: float | None
+    has_sinks: bool  # its heads may attend to nothing (gpt-oss)
     targets: tuple[Target, ...]
     router: Router
     recompute: Recompute
@@ -214,6 +215,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
         query_heads=text.num_attention_heads,
         final_softcap=getattr(text, "final_logit_softcapping", None),
         score_softcap=getattr(text, "attn_logit_softcapping", None),
+        has_sinks=any(name.endswith(".sinks") for name, _ in network.named_parameters()),
         targets=targets,
         router=router,
         recompute=recompute,
@@ -261,7 +263,10 @@ def kv_shape(config: Any) -> KvShape:
     shapes = [
         (
             each.num_key_value_heads,
-            getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads,
+            # Latent attention names its whole size apart from that of the rotated part.
+            getattr(each, "qk_head_dim", None)
+            or getattr(each, "head_dim", None)
+            or each.hidden_size // each.num_attention_heads,
         )
         for each in layer_configs(config)
     ]
@@ -371,20 +376,21 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
     Raises:
         UnsupportedModel: a module is not a plain linear, or a name is missing.
     """
-    modules = MODEL_TYPES[network.config.get_text_config().model_type].modules  # type: ignore[union-attr, operator]
+    kind = MODEL_TYPES[network.config.get_text_config().model_type]  # type: ignore[union-attr, operator]
     inside = f"{decoder_path(network)}."
-    targets = []
+    targets: list[Target] = []
     for name, module in network.named_modules():
-        if experts.is_experts(module):
+        if experts.is_experts(module) and name.startswith(inside):
             targets += experts.expert_targets(name, module)
             continue
-        family = modules.get(name.rpartition(".")[-1])
+        family = kind.modules.get(name.rpartition(".")[-1])
         if family is None or not (name == UNEMBED or name.startswith(inside)):
             continue
         if type(module) not in (nn.Linear, QuantizedLinear):
             raise UnsupportedModel(f"{name} is a {type(module).__name__}, not a plain linear.")
         targets.append(Target(name, family, module.in_features, module.out_features))
-    missing = set(modules) - {target.name.rpartition(".")[-1] for target in targets}
+    found = {target.name.rpartition(".")[-1] for target in targets}
+    missing = kind.modules.keys() - kind.optional - found
     if missing:
         raise UnsupportedModel(f"it has no modules named {', '.join(sorted(missing))}.")
     return tuple(targets)
