@@ -15,6 +15,7 @@ from cotrain.wire.rest import HistoryPoint
 from cotrain_server.ui.number_format import age, plural
 from cotrain_store.messages.fleet import Pauses
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring.status import LoggedOp
@@ -178,7 +179,7 @@ def _row(op: LoggedOp, cycle: Mapping[str, Any] | None, planned: int, done: int)
     state, kind = _state(op, planned, done)
     return {
         "seq": op.seq,
-        "op": op.kind,
+        "op": "refused request" if op.kind == OpKind.REJECTED else op.kind,
         "tokens": op.tokens,
         "state": state,
         "state_kind": kind,
@@ -195,6 +196,8 @@ def _state(op: LoggedOp, planned: int, done: int) -> tuple[str, str]:
         return "failed", "bad"
     if op.seq <= done:
         return "done", "ok"
+    if op.kind == OpKind.REJECTED:
+        return "refused", "bad"
     if op.kind == "":
         return "missing", "warn"
     return ("in a cycle", "info") if op.seq <= planned else ("waiting", "")

@@ -13,7 +13,15 @@ from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.ui.access.session import Visitor, visitor_of
 from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of
-from cotrain_server.ui.data.runs import STATES, keeps, log_rows, run_row, targets_of
+from cotrain_server.ui.data.runs import (
+    STATES,
+    keeps,
+    label_of,
+    log_rows,
+    run_row,
+    short_id,
+    targets_of,
+)
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
 from cotrain_server.views.records import csv_of
@@ -93,11 +101,18 @@ async def read_compared(look: PageRequest) -> dict[str, Any]:
         raise Invalid(f"run may occur at most {MAX_COMPARED} times, not {len(wanted)}.")
     runs = [await _run_of(look.services, look.visitor, name) for name in wanted]
     histories = {run.id: await read_history(look.services.connection, run.id) for run in runs}
+    labels = {run.id: label_of(run) for run in runs}
     return {
         "runs": [
-            {"run": run.id, "base_model": run.base_model, "rank": run.lora.rank} for run in runs
+            {
+                "run": run.id,
+                "label": labels[run.id] or short_id(run.id),
+                "base_model": run.base_model,
+                "rank": run.lora.rank,
+            }
+            for run in runs
         ],
-        "charts": curves_of(histories),
+        "charts": curves_of(histories, labels),
     }
 
 
