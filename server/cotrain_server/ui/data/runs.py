@@ -88,9 +88,7 @@ def state_of(
 def without_worker(position: RunPosition, since: float | None, now: float) -> str:
     """Return the sentence for a run whose worker is unavailable, `since` the time of its exit."""
     left = plural(position.accepted - position.done, "request")
-    return (
-        f"Its worker is unavailable{f' since {age(now - since)}' if since else ''}. {left} waiting."
-    )
+    return f"Its worker is unavailable{f', since {age(now - since)}' if since else ''}. {left} waiting."
 
 
 def waits_for(run: RunRecord, position: RunPosition, pauses: Pauses, now: float) -> str:

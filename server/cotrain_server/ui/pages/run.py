@@ -127,10 +127,10 @@ async def csv(request: Request, run_id: str, services: ServicesDep) -> Response:
 
 
 async def _away(services: Services) -> dict[tuple[PoolId, str], float | None]:
-    """Return the known workers without a heartbeat, with the time of their exit if known."""
+    """Return the known workers without a heartbeat, and since when if known."""
     pools = await read_pools(services.connection, with_queues=False)
     return {
-        (pool.record.id, worker.id): worker.last_exit.at if worker.last_exit else None
+        (pool.record.id, worker.id): worker.last_exit.since if worker.last_exit else None
         for pool in pools
         for worker in pool.ids
         if worker.heartbeat is None

@@ -115,14 +115,15 @@ def test_a_run_shows_the_reason_of_its_wait(
 
 
 def test_a_run_whose_worker_is_unavailable_has_that_state() -> None:
-    behind = position_of(accepted=12)
-    given: tuple[Any, ...] = (Pauses(), {}, NOW)
-    row = run_row(run_of(), behind, *given, {(PoolId("p"), "w0"): NOW - 60})
+    def row_of(position: RunPosition, away: dict[tuple[PoolId, str], float | None]) -> Any:
+        return run_row(run_of(), position, Pauses(), {}, NOW, away)
+
+    behind, w0 = position_of(accepted=12), (PoolId("p"), "w0")
+    row = row_of(behind, {w0: NOW - 60})
     assert (row["state"], row["state_kind"]) == ("no worker", "bad")
-    assert row["waits"] == "Its worker is unavailable since 1 min ago. 3 requests waiting."
-    assert run_row(run_of(), behind, *given, {})["state"] == "waiting"
-    idle = run_row(run_of(), position_of(), *given, {(PoolId("p"), "w0"): None})
-    assert idle["state"] == "idle"
+    assert row["waits"] == "Its worker is unavailable, since 1 min ago. 3 requests waiting."
+    assert row_of(behind, {})["state"] == "waiting"
+    assert row_of(position_of(), {w0: None})["state"] == "idle"
 
 
 def test_a_list_is_filtered_by_state_model_and_text() -> None:
