@@ -196,6 +196,10 @@ def test_runs_of_different_length_share_an_axis() -> None:
     assert [each["label"] for each in by_name["loss"]["series"]] == ["sft", "s2…:0"]
     assert [each["values"] for each in by_name["loss"]["series"]] == [[2.0, 1.0], [None, 3.0]]
     assert by_name["tokens_per_s"]["series"][0]["values"] == [None, 2.0]
+    assert "rollout_gap" not in by_name
+    drifted = [point(1, 4.0, 0.0).model_copy(update={"rollout_gap": 0.1})]
+    (chart,) = [each for each in curves_of({RunId("s"): drifted}) if each["name"] == "rollout_gap"]
+    assert chart["series"] == [{"label": "Rollout gap", "values": [0.1]}]
 
 
 def status_of(**changes: Any) -> dict[str, Any]:
