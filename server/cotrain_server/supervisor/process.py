@@ -112,7 +112,7 @@ class Child:
     """Called after each exit of a worker that was not requested."""
     restarts: RestartHistory = field(default_factory=RestartHistory)
     _exits: int = 0
-    _away_since: float = 0.0
+    _down_since: float = 0.0
     _process: asyncio.subprocess.Process | None = None
     _logged: set[asyncio.Task[int]] = field(default_factory=set)
     """Tasks that end when all output of a start is in its log."""
@@ -142,10 +142,10 @@ class Child:
             self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}{why}")
             self._exits += 1
             if lived_well or self._exits == 1:
-                self._away_since = time.time()
+                self._down_since = time.time()
             if self.note_exit:
                 text = reason.text if reason else f"It {ended}."
-                await self.note_exit(WorkerExit(time.time(), self._exits, text, self._away_since))
+                await self.note_exit(WorkerExit(time.time(), self._exits, text, self._down_since))
             if self.restarts.is_crash_loop:
                 times = f"{len(self.restarts.times)} times in the last minute"
                 self.report_problem(name, f"{ended}, {times}{why or '; its log says why.'}")

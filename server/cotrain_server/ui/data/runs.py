@@ -42,14 +42,14 @@ def run_row(
     pauses: Pauses,
     names: Mapping[TenantId, str],
     now: float,
-    away: Mapping[tuple[PoolId, str], float | None],
+    unavailable: Mapping[tuple[PoolId, str], float | None],
 ) -> dict[str, Any]:
-    """Return the row of one run. `away` has the unavailable workers, with the time of their exit."""
-    is_away = (run.pool, position.worker) in away
-    state, kind = state_of(run, position, pauses, is_away=is_away)
+    """Return the row of one run. `unavailable` has the unavailable workers, with the time of their exit."""
+    is_lost = (run.pool, position.worker) in unavailable
+    state, kind = state_of(run, position, pauses, is_lost=is_lost)
     waits = waits_for(run, position, pauses, now)
     if state == NO_WORKER:
-        waits = without_worker(position, away[run.pool, position.worker], now)
+        waits = without_worker(position, unavailable[run.pool, position.worker], now)
     return {
         "run": run.id,
         "tenant": run.tenant,
@@ -73,11 +73,11 @@ def run_row(
 
 
 def state_of(
-    run: RunRecord, position: RunPosition, pauses: Pauses, *, is_away: bool = False
+    run: RunRecord, position: RunPosition, pauses: Pauses, *, is_lost: bool = False
 ) -> tuple[str, str]:
     """Return the state of a run in a word or two, and its colour."""
     if run.state is RunState.LIVE and position.accepted > position.done:
-        if is_away:
+        if is_lost:
             return NO_WORKER, "bad"
         if pauses.notice(run.tenant, run.id):
             return "paused", "warn"

@@ -55,7 +55,7 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     evaluation = evaluation_of(points)
     log = log_rows(ops, cycles, run.id, position.planned, position.done)
     return {
-        "run": run_row(run, position, pauses, names, look.now, await _away(services)),
+        "run": run_row(run, position, pauses, names, look.now, await _unavailable(services)),
         "is_live": run.state is RunState.LIVE,
         "pause": pauses.runs.get(run.id),
         "pool": run.pool,
@@ -126,7 +126,7 @@ async def csv(request: Request, run_id: str, services: ServicesDep) -> Response:
     return Response(text, media_type="text/csv", headers={"Content-Disposition": name})
 
 
-async def _away(services: Services) -> dict[tuple[PoolId, str], float | None]:
+async def _unavailable(services: Services) -> dict[tuple[PoolId, str], float | None]:
     """Return the known workers without a heartbeat, and since when if known."""
     pools = await read_pools(services.connection, with_queues=False)
     return {
@@ -174,10 +174,11 @@ async def read_runs(look: PageRequest) -> dict[str, Any]:
     positions = await services.run_list.positions(page.runs, look.now)
     names = await tenant_names(services.connection, {run.tenant for run in page.runs})
     pauses = await read_pauses(services.connection)
-    away = await _away(services)
+    unavailable = await _unavailable(services)
     return {
         "runs": [
-            run_row(run, positions[run.id], pauses, names, look.now, away) for run in page.runs
+            run_row(run, positions[run.id], pauses, names, look.now, unavailable)
+            for run in page.runs
         ],
         "total_count": page.total_count,
         "next": _address(asked, page.next_cursor) if page.next_cursor else None,
