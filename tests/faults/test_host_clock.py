@@ -16,7 +16,7 @@ from tests.faults.scenarios import SCENARIOS
 from tests.faults.traffic import programs, with_large_results
 from tests.faults.trial import at_once, trial
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 #: Two tenants, whose bodies and results are larger than 16 KB.
 PROGRAMS = with_large_results(programs(1, runs=2, parts=1))
