@@ -12,7 +12,10 @@ from cotrain.errors import ExportFailed
 from cotrain.export.libraries import library
 
 CONFIG = "config.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+#: Path of the text in a model with a vision tower, as transformers names it, and as many files do.
+_TEXT, _TEXT_ON_DISK = "model.language_model.", "language_model."
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 #: Names in safetensors → names in torch, the coarsest first.
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 #: Endings of the files besides weights that a model needs: configuration and tokenizer.
@@ -46,7 +49,35 @@ class BaseFolder:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
-        return int(self.settings.vocab_size)
+        return int(self.settings.get_text_config().vocab_size)
+
+    @property
+    def embedding(self) -> str:
+        """Name of the embedding's weight in the files, such as `model.embed_tokens.weight`."""
+        names = [name for file in self.files.values() for name in file if name.endswith(_EMBEDDING)]
+        return min(names, key=len)
+
+    @property
+    def head(self) -> str:
+        """Name of the unembedding's weight in the files, if they have one."""
+        is_inside = self.embedding.startswith(_TEXT_ON_DISK)
+        return f"{_TEXT_ON_DISK}{_HEAD}" if is_inside else _HEAD
+
+    def name_on_disk(self, module: str) -> str:
+        """Return the name of a module's weight in the files.
+
+        It differs for experts of Mixtral's kind, and often in a model with a vision tower.
+        """
+        if module == _HEAD.removesuffix(".weight"):
+            return self.head
+        if self.family in ("mixtral", "minimax_m2", "phimoe"):
+            path, _, last = module.rpartition(".")
+            if last in _MIXTRAL and ".mlp.experts." in path:
+                module = f"{path.replace('.mlp.', '.block_sparse_moe.')}.{_MIXTRAL[last]}"
+        inside = module.removeprefix(_TEXT)
+        if inside != module:
+            module = f"{self.embedding.removesuffix(_EMBEDDING)}{inside}"
+        return f"{module}.weight"
 
     @property
     def size(self) -> int:
@@ -86,7 +117,8 @@ def find_base(name: str) -> BaseFolder:
         with open_file(file, "pt") as opened:
             files[file.name] = tuple(opened.keys())
             dtypes |= {str(opened.get_slice(name).get_dtype()) for name in files[file.name]}
-    if not dtypes <= _DTYPES.keys() or not dtypes:
+    has_embedding = any(name.endswith(_EMBEDDING) for names in files.values() for name in names)
+    if not dtypes <= _DTYPES.keys() or not has_embedding:
         raise ExportFailed(
             f"base: {path} has no model*.safetensors with weights of 16 or 32 bits; convert them"
         )

@@ -15,10 +15,9 @@ from typing import Any
 
 from cotrain.errors import ExportFailed
 from cotrain.export.adapter import UNEMBED, Adapter
-from cotrain.export.base import CONFIG, EMBEDDING, HEAD, BaseFolder
+from cotrain.export.base import CONFIG, BaseFolder
 from cotrain.export.libraries import library
 
-_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _INDEX = "model.safetensors.index.json"
 
 
@@ -42,7 +41,7 @@ def write_merged(
     safetensors = library("safetensors")
     save = library("safetensors.torch").save_file
     to = getattr(library("torch"), dtype) if dtype else None
-    module_of = {_name_on_disk(base, module): module for module in adapter.matrices}
+    module_of = {base.name_on_disk(module): module for module in adapter.matrices}
     left, done, total = set(adapter.matrices), 0, base.size
     at: dict[str, str] = {}  # file by weight
     untie = unties(base, adapter)
@@ -50,11 +49,11 @@ def write_merged(
         tensors: dict[str, Any] = {}
         with safetensors.safe_open(base.path / file, "pt") as opened:
             for name in names:
-                if name == HEAD and base.is_tied:
+                if name == base.head and base.is_tied:
                     continue  # a copy of the embedding, which transformers ignores
                 weight = opened.get_tensor(name)
-                if name == EMBEDDING and untie:
-                    tensors[HEAD] = _plus(adapter, UNEMBED, weight, to)
+                if name == base.embedding and untie:
+                    tensors[base.head] = _plus(adapter, UNEMBED, weight, to)
                     left.discard(UNEMBED)
                 module = module_of.get(name, "")
                 if module in left:
@@ -65,6 +64,11 @@ def write_merged(
         at |= dict.fromkeys(tensors, file)
         done += (base.path / file).stat().st_size
         progress(done, total)
+    if left and base.family in ("gpt_oss", "granitemoe"):
+        raise ExportFailed(
+            f"base: files of {base.family} hold all experts of a layer as one tensor, which cannot be merged here: "
+            "export with --tinker and merge with tinker_cookbook.weights, or with --peft"
+        )
     if left:
         raise ExportFailed(
             f"base: {base.path} has no weight of {min(left)}, which the adapter changes: it is another "
@@ -77,21 +81,14 @@ def write_merged(
     config = dict(base.config)
     if untie:
         config["tie_word_embeddings"] = False
+        if "text_config" in config:
+            config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
     if dtype:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     for other in base.other_files():
         shutil.copyfile(other, folder / other.name)
-
-
-def _name_on_disk(base: BaseFolder, module: str) -> str:
-    """Return the name of a module's weight in the model's files, which differs for Mixtral's experts."""
-    if base.family == "mixtral":
-        path, _, last = module.rpartition(".")
-        if last in _MIXTRAL and ".mlp.experts." in path:
-            module = f"{path.replace('.mlp.', '.block_sparse_moe.')}.{_MIXTRAL[last]}"
-    return f"{module}.weight"
 
 
 def _plus(adapter: Adapter, module: str, weight: Any, to: Any) -> Any:

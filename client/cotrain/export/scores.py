@@ -109,13 +109,15 @@ def _load(folder: Path) -> Any:
     transformers = library("transformers")
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     dtype = "float32" if 2.2 * size < _free_bytes() else "auto"
+    auto = transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if type(config) not in auto._model_mapping:  # a model with a vision tower
+        auto = transformers.AutoModelForImageTextToText
     bars = transformers.utils.logging
     was_shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False
-        ).eval()
+        return auto.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
     finally:
         if was_shown:
             bars.enable_progress_bar()
