@@ -43,6 +43,19 @@ def test_no_page_scrolls_sideways_on_a_small_phone(site: Site, path: str) -> Non
         assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
+def test_a_comparison_hides_a_run_and_draws_the_others(site: Site) -> None:
+    runs = "&".join(f"run={each.run}" for each in site.runs.values())
+    with site.seen_by("operator") as seen:
+        page = seen.open(f"/ui/compare?{runs}")
+        page.get_by_role("button", name="math").click()
+        page.get_by_label("Log scale").check()
+        page.get_by_label("Clip outliers").check()
+        expect(page.get_by_role("button", name="math")).to_have_attribute("aria-pressed", "false")
+        shown = page.locator("#chart-loss .u-series:not(.u-off) .u-label")
+        expect(shown.filter(has_text="math")).to_have_count(0)
+        expect(page.locator("#chart-loss canvas")).to_be_visible()
+
+
 def test_a_hostile_name_stays_text(site: Site) -> None:
     with site.seen_by("operator") as seen:
         for path in ("/ui/runs", f"/ui/runs/{site.runs['alice'].run}"):

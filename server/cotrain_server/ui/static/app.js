@@ -109,10 +109,11 @@
       .flatMap((each) => each.values)
       .filter((value) => value !== null && (!chosen.log || value > 0))
       .sort((a, b) => a - b);
-    if (!seen.length) return [0, 1];
+    if (!seen.length) return [0.1, 1];
     const low = seen[Math.floor(0.05 * (seen.length - 1))];
     const high = seen[Math.ceil(0.95 * (seen.length - 1))];
-    return low < high ? [low, high] : [low - 1, high + 1];
+    if (low < high) return [low, high];
+    return chosen.log ? [low / 2, high * 2] : [low - 1, high + 1]; // a logarithm needs positive ends
   };
 
   const options = (given, width, height) => ({
