@@ -15,7 +15,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages models proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,10 +24,12 @@ install: $(INSTALLED) ## Make .venv with everything in it
 
 # Every package is checked against pins/hashes.txt, except torch, whose build the index chooses. For a list of
 # packages pip checks hashes, but not for a project folder. So the list is installed first, then the project.
+# The pip of the interpreter puts the pinned one there, which saves 5 s; without a recent pip, ensurepip does.
 # Modules are compiled at their first import, because most are never imported.
 $(INSTALLED): pyproject.toml constraints.txt pins/hashes.txt
 	@echo "Making $(VENV), some two minutes: 1/4 an empty one, and pip …"
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet --no-compile --require-hashes --requirement pins/pip.txt 2>/dev/null || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --requirement pins/pip.txt
 	@echo "Making $(VENV): 2/4 torch, the largest, of some 200 MB …"
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-deps torch
@@ -126,6 +128,9 @@ $(VENV)/.docs-installed: $(INSTALLED)
 pages: $(INSTALLED) ## Write docs/develop/modules.md and the rows of docs/reference/metrics.md from the code
 	$(BIN)/python docs/rooms.py
 	$(BIN)/python docs/tables.py
+
+models: $(INSTALLED) ## Measure every family of models, and write the table of docs/reference/models.md
+	$(BIN)/python docs/models.py
 
 proto: ## Generate the wire messages from wire.proto
 	PYTHON=$(PYTHON) client/cotrain/wire/proto/generate.sh

@@ -43,6 +43,8 @@ TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 #: Maximum bytes of a header that are read: a damaged file may declare any length.
 MAX_HEADER_BYTES = 1 << 20
+#: Path of the text in a model with a vision tower. PEFT would adapt equal names in the tower too.
+_TEXT, _TOWERS = "model.language_model.", r"model\.(?!language_model\.).*"
 #: Keys of the config that change a reader's results; the others are informative.
 _DECISIVE = (
     "peft_type", "r", "lora_alpha", "target_modules", "target_parameters", "rank_pattern", "alpha_pattern",
@@ -148,17 +150,23 @@ def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[s
     """Return the content of `adapter_config.json`. The stored matrices are not scaled by `alpha / r`."""
     experts = layout.gate_by_experts
     whole = [f"{module}.{each}" for module in experts for each in (GATE_UP, DOWN)]
-    parameters = sorted({".".join(each.rsplit(".", 2)[1:]) for each in whole})
+    parameters = {".".join(each.rsplit(".", 2)[1:]) for each in whole}
+    modules = {each.name.rsplit(".", 1)[-1]: each.family for each in _plain(layout)}
+    if experts:
+        # PEFT takes the name of a shared expert's module for that of the experts, so its weight is named instead.
+        parameters |= {f"{name}.weight" for name, family in modules.items() if family == "mlp"}
+        modules = {name: family for name, family in modules.items() if family != "mlp"}
     alpha = int(spec.alpha) if spec.alpha.is_integer() else spec.alpha
+    inside = any(target.name.startswith(_TEXT) for target in layout.targets)
     config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": spec.rank,
         "lora_alpha": alpha,
-        "target_modules": sorted({each.name.rsplit(".", 1)[-1] for each in _plain(layout)}),
-        "rank_pattern": {each: 2 * spec.rank for each in parameters if GATE_UP in each},
-        "alpha_pattern": {each: 2 * alpha for each in parameters if GATE_UP in each},
+        "target_modules": sorted(modules),
+        "rank_pattern": {each: 2 * spec.rank for each in sorted(parameters) if GATE_UP in each},
+        "alpha_pattern": {each: 2 * alpha for each in sorted(parameters) if GATE_UP in each},
         "modules_to_save": None,
         "lora_dropout": 0.0,
         "bias": "none",
@@ -168,8 +176,9 @@ def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[s
         "init_lora_weights": True,
         "inference_mode": True,
         "auto_mapping": None,
+        **({"exclude_modules": _TOWERS} if inside else {}),
     }
-    return config | ({"target_parameters": parameters} if experts else {})
+    return config | ({"target_parameters": sorted(parameters)} if experts else {})
 
 
 def tensor_names(module: str) -> tuple[str, str]:

@@ -32,7 +32,8 @@ from cotrain_workers.engine.decoding.step import (
     padded,
 )
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.model.base_model import UNEMBED, BaseModel
+from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.unembedding import capped, raw_logits
 from cotrain_workers.engine.routing import StepRoute
 from cotrain_workers.engine.spec import has_experts
@@ -59,12 +60,15 @@ class ModelRunner:
         # No method of this object: dropping it frees its memory at once.
         self._run_model = partial(run_model, base)
         weight = base.head_weight
-        heads = query_heads(base)
+        heads = base.query_heads
         self._group = heads // base.kv.heads
-        self._has_kernel = kernel_takes(
-            weight, base.kv.head_dim, cache.page_tokens
-        ) and kernel_is_right(
-            base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap
+        self._has_kernel = (
+            not base.has_sinks
+            and not base.kv.others
+            and kernel_takes(weight, base.kv.head_dim, cache.page_tokens)
+            and kernel_is_right(
+                base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap
+            )
         )
         # The rows of each expert are counted on the host, which a graph cannot record.
         self._has_experts = has_experts(base.targets)
@@ -141,9 +145,3 @@ def run_model(
         )
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
-
-
-def query_heads(base: BaseModel) -> int:
-    """Return how many heads of queries a layer has."""
-    width = next(each.outputs for each in base.targets if each.name.endswith("q_proj"))
-    return width // base.kv.head_dim

@@ -11,7 +11,7 @@ on the number of adapters. Gradients are added adapter by adapter, and within an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,6 @@ from cotrain_workers.engine.routing import ExpertRows, Group, Part, Router, buck
 from cotrain_workers.engine.spec import Target, kept_share
 
 BY_ADAPTER = "cotrain_by_adapter"
-# model_type of transformers -> common name
-MOE_FAMILIES: Mapping[str, str] = {
-    "qwen3_moe": "Qwen3 MoE",
-    "qwen2_moe": "Qwen2 MoE",
-    "mixtral": "Mixtral",
-    "olmoe": "OLMoE",
-}
 PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 """Products of an expert, as targets of LoRA below the name of the experts module."""
 
@@ -254,5 +247,6 @@ def attach(network: Any, router: Router) -> None:
         return
     ALL_EXPERTS_FUNCTIONS.register(BY_ADAPTER, experts_by_adapter)
     network.set_experts_implementation(BY_ADAPTER)
+    network.config.output_router_logits = False  # for a loss of the router, which is frozen
     for name, module in found:
         module.cotrain_router, module.cotrain_name = router, name

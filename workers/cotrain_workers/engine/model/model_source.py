@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from cotrain_workers.engine.device import is_out_of_memory
@@ -57,7 +57,8 @@ def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_o
     if not isinstance(kind, str):
         raise NoModel(f"its {CONFIG} is missing or has no model_type: give a language model.")
     refuse_type(kind)
-    layers = raw.get("num_hidden_layers")
+    text = raw.get("text_config")
+    layers = (text if isinstance(text, dict) else raw).get("num_hidden_layers")
     if isinstance(layers, int | float) and layers > MAX_LAYERS:
         raise unfit_config(f"num_hidden_layers must be at most {MAX_LAYERS}, not {layers}")
     try:
@@ -75,8 +76,8 @@ def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_o
     return config
 
 
-def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> Any:
-    """Return the model, loaded into host memory.
+def read_weights(model: str, reader: Any, *, dtype: torch.dtype, local_files_only: bool) -> Any:
+    """Return the model, loaded into host memory by `reader`, a class of transformers.
 
     Raises:
         NoModel: weights are missing, truncated, unused, or their shapes differ from the configuration.
@@ -84,7 +85,7 @@ def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> A
         ModelTooLarge: there is not enough memory.
     """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = reader.from_pretrained(
             model,
             dtype=dtype,
             local_files_only=local_files_only,
@@ -142,7 +143,7 @@ def untied() -> NoModel:
 def refuse_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise NoModel for a tensor with NaN or infinity, which makes each result of the model NaN."""
     for name, tensor in tensors:
-        if not tensor.numel() or not tensor.is_floating_point():
+        if not tensor.numel() or not tensor.is_floating_point() or tensor.itemsize == 1:
             continue
         low, high = tensor.aminmax()  # NaN propagates to both; `isfinite` would need a copy
         if bool(torch.isfinite(low) & torch.isfinite(high)):
