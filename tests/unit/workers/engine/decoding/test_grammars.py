@@ -132,3 +132,16 @@ def test_an_invalid_grammar_is_refused(decoder: EngineDecoder, grammar: str) -> 
 
 def test_the_vocabulary_may_be_larger_than_the_tokenizer() -> None:
     assert TOKENIZER.get_vocab_size() < VOCAB
+
+
+def test_overlapping_steps_keep_a_grammar(decoder: EngineDecoder) -> None:
+    free = request("free", [9, 8, 7], max_tokens=40)
+    plain = outputs(decoder, held("held", 3), free)
+    decoder.overlaps = True
+    overlapping = outputs(decoder, free, held("held", 3))
+    for name, found in plain.items():
+        other = overlapping[name]
+        assert isinstance(found, SampleOutput)
+        assert isinstance(other, SampleOutput)
+        tokens = [sequence.tokens.tolist() for sequence in found.sequences]
+        assert tokens == [sequence.tokens.tolist() for sequence in other.sequences]
