@@ -26,7 +26,7 @@ from pathlib import Path
 import demo_rl
 from demo_clock import Cost, measure_loops
 from demo_rl import Learning, plot, reinforce
-from demo_server import GIVE_WAY, serving
+from demo_server import ADMIN_KEY, GIVE_WAY, serving
 from demo_tenants import STEPS, TENANTS, Corpus, Progress, train
 from demo_view import learning_table, loops_table, matrix_table, training_table
 from how_far import Report, reported
@@ -53,6 +53,7 @@ def main() -> None:
     model, corpus = make_model()
     console.print("\nServing it to four tenants and a policy", style="bold")
     with serving(model, [*KEYS, demo_rl.KEY], say=say) as address:
+        say(f"While it trains, open {address}/ui and log in with the operator's key {ADMIN_KEY}")
         progress = train_everybody(address, model, corpus)
         learning = train_policy(address, model)
     costs = measure_clock(model, corpus)
@@ -64,6 +65,7 @@ def main() -> None:
     for claim in broken:
         console.print(f"[bold red]Not met:[/] {claim}")
     console.print(f"{time.monotonic() - started_at:.0f} s in all.")
+    console.print("Next: docs/get-started/quickstart.md")
     sys.exit(1 if broken else 0)
 
 

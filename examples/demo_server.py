@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+ADMIN_KEY = secrets.token_urlsafe(12)
+"""Operator's key of the demo's server."""
 READY = "cotrain ready at "
 COTRAIN = Path(sys.executable).with_name("cotrain")
 GIVE_WAY = "GOMP_SPINCOUNT", "10000"
@@ -44,7 +47,7 @@ def serving(
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "COTRAIN_ADMIN_KEY": ADMIN_KEY},
         ) as process:
             try:
                 yield _address(process, say)

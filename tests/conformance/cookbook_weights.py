@@ -22,6 +22,7 @@ from tinker_cookbook.exceptions import WeightsMergeError
 from tinker_cookbook.weights import build_hf_model, build_lora_adapter
 from transformers import AutoModelForCausalLM
 
+from cotrain.export.adapter import at_tinker, read_adapter, write_adapter
 from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import write_folder
 from cotrain_workers.engine.model.base_model import find_targets
@@ -61,6 +62,15 @@ def merged(base: Path, folder: Path, output: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(output)
 
 
+def merged_at_tinker(base: Path, folder: Path, output: Path) -> Any:
+    """Merge the export with Tinker's names, as `cotrain export --tinker` writes it."""
+    names = Path(f"{output}-names")
+    names.mkdir()
+    adapter = at_tinker(read_adapter(folder), interleaved="gpt_oss" in str(base))
+    write_adapter(adapter, names)
+    return merged(base, names, output)
+
+
 def converted(base: Path, folder: Path, output: Path) -> Any:
     """Convert for serving, and attach with plain PEFT."""
     build_lora_adapter(base_model=str(base), adapter_path=str(folder), output_path=str(output))
@@ -95,6 +105,10 @@ def main() -> None:
                 for make in (merged, converted):
                     place = f"{'tied' if tied else 'untied'} {case} {make.__name__}"
                     found[place] = distance(make, base, folder, root)
+        for family in ("qwen3_moe", "gpt_oss"):
+            base = build_tiny(family, Path(name) / family)
+            folder = exported(base, CASES["everything"], Path(name) / f"{family}-folder")
+            found[f"{family} merged"] = distance(merged_at_tinker, base, folder, folder)
     json.dump(found, sys.stdout)
 
 

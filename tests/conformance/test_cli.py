@@ -124,6 +124,17 @@ def test_a_run_is_noted_and_tagged(cotrain: Run, paths: list[str]) -> None:
     assert "a <b>note</b>" in cotrain("runs", "show", run_id).stdout
 
 
+def test_a_run_is_ended_by_command(cotrain: Run, server: Server) -> None:
+    with ServiceClient(server.address, KEY) as service:
+        run_id = service.create_lora_training_client(server.base_model, rank=4).model_id
+        [listed] = read(cotrain("runs", "list", "--limit", "1", "--json"))
+        assert (listed["training_run_id"], listed["state"]) == (run_id, "idle")
+        ended = read(cotrain("runs", "end", run_id, "--json"))
+    assert ended == {"training_run_id": run_id, "ended": True}
+    shown = read(cotrain("runs", "show", run_id, "--json"))
+    assert (shown["state"], shown["steps"], shown["failed_requests"]) == ("ended", 0, 0)
+
+
 def test_a_truncated_list_reports_it(cotrain: Run, paths: list[str]) -> None:
     assert paths
     whole = len(read(cotrain("runs", "list", "--limit", "1000", "--json")))

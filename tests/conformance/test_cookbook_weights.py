@@ -40,7 +40,7 @@ def test_an_export_merges_and_converts_to_the_same_function(
 ) -> None:
     far = {case: far for case, far in distances.items() if isinstance(far, str) or far > TOLERANCE}
     assert set(far) == IMPOSSIBLE
-    assert len(distances) == 12
+    assert len(distances) == 14
 
 
 def test_what_cannot_be_merged_is_refused_and_not_merged_wrongly(

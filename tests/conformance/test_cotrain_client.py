@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -79,13 +80,13 @@ def test_1030_datums_come_back_whole(service: ServiceClient, server: Server) -> 
     assert output.metrics["loss:sum"] == pytest.approx(-sum(map(sum, logprobs(output))))
 
 
-@pytest.mark.parametrize("bad", [0, 1300, 1499])
 @pytest.mark.parametrize(
-    ("targets", "weights", "named"),
+    ("bad", "targets", "weights", "named"),
     [
-        ([1, VOCAB], [1.0, 1.0], "Target token id 512 at datum {}, position 1"),
-        ([1, 2], [1.0, float("nan")], r"data\[{}\].loss_fn_inputs.weights\[1\] is not finite"),
-        ([1, 2], [3e38, 3e38], "Loss is not finite"),
+        (1499, [1, VOCAB], [1.0, 1.0], "Target token id 512 at datum 1499, position 1"),
+        (1300, [1, 2], [1.0, math.nan], r"data\[1300\].loss_fn_inputs.weights\[1\] is not finite"),
+        (0, [1, 2], [3e38, 3e38], "Loss is not finite"),
+        (1499, [1, 2], [3e38, 3e38], "Loss is not finite"),
     ],
 )
 def test_a_large_pass_that_fails_adds_nothing(
@@ -102,7 +103,7 @@ def test_a_large_pass_that_fails_adds_nothing(
         model_input=data[bad].model_input,
         loss_fn_inputs={"target_tokens": targets, "weights": weights},
     )
-    with pytest.raises(RequestFailed, match=named.format(bad)):
+    with pytest.raises(RequestFailed, match=named):
         run.forward_backward(data, "cross_entropy").result()
     assert (run.optim_step().result().metrics or {})["grad_norm"] == 0.0
 

@@ -228,7 +228,7 @@ async def test_live_runs_are_limited_per_tenant(empty_redis: EmbeddedRedis, tmp_
     async with open_log(empty_redis.url, tmp_path, TenantLimits(runs=1)) as log:
         first = await log.new_run("a", "s1")
         before = log.everything()
-        with refused(Reason.RUN_QUOTA_REACHED):
+        with refused(Reason.RUN_QUOTA_REACHED, match=f"1 of 1 runs .*{first.id}.*runs end"):
             await log.new_run("a", "s2")
         assert log.everything() == before
         assert await log.intake.create_run(first) == f"{first.id}:0"

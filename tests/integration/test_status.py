@@ -10,7 +10,14 @@ from cotrain_scheduler.scaling import Demand, demand_of, workers_needed
 from cotrain_server.supervisor.supervisor import store_exit
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, run_keys
-from cotrain_store.messages.fleet import Pause, Pauses, Scaling, WorkerHeartbeat, WorkerSlot
+from cotrain_store.messages.fleet import (
+    Pause,
+    Pauses,
+    Scaling,
+    WorkerExit,
+    WorkerHeartbeat,
+    WorkerSlot,
+)
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring.fleet import (
     QueueStatus,
@@ -39,10 +46,11 @@ async def test_the_last_exit_of_a_worker_is_stored_for_the_pages(
     log: Log, empty_redis: EmbeddedRedis
 ) -> None:
     model = pool_record_for_tests().base_model
-    await store_exit(empty_redis.url, model, WORKER, 4, "There is no such folder.")
-    await store_exit("redis://127.0.0.1:1/0", model, WORKER, 5, "It crashed.")  # without Redis
+    last = WorkerExit(20.0, 4, "There is no such folder.", since=10.0)
+    await store_exit(empty_redis.url, model, WORKER, last)
+    await store_exit("redis://127.0.0.1:1/0", model, WORKER, last)  # without Redis
     (worker,) = (await pool_status(log.connection, POOL)).ids
-    assert worker.last_exit
+    assert worker.last_exit == last
     assert worker.last_exit.text == "restarted 4 times, last reason: There is no such folder."
 
 

@@ -35,6 +35,7 @@ class FakeVllm:
         self.context_tokens = 64
         self.updates_lora = True
         self.unembedding = "applied"  # or "refused", or "ignored"
+        self.drops_experts = False
         self.logprobs_mode = "raw_logprobs"  # or "processed_logprobs", or "raw_logits"
         self.max_logprobs = 20
         self.answers: dict[str, list[Answer | Callable[[], Answer] | None]] = {}
@@ -172,6 +173,7 @@ class FakeVllm:
         if name in self._model.adapted:
             return _error(400, f"The lora adapter '{name}' has already been loaded.")
         try:
+            self._model.drops_experts = self.drops_experts
             self._model.load(name, path, self.unembedding)
         except OSError:
             return _error(404, f"Loading lora {name} failed: No adapter found for {path}")

@@ -25,6 +25,7 @@ class TinyModel:
         self.base: Any = load_plain(folder, torch.float32)  # in eval mode
         self.tokenizer = tokenizer_of(folder)
         self.adapted: dict[str, Any] = {}
+        self.drops_experts = False  # loads no LoRA of experts, without an error
 
     def load(self, name: str, path: str, unembedding: str) -> None:
         """Load a PEFT folder. `unembedding` determines the handling of LoRA on the head.
@@ -41,6 +42,9 @@ class TinyModel:
         if "lm_head" in targets and unembedding == "ignored":
             with torch.no_grad():
                 model.base_model.model.lm_head.lora_B["default"].weight.zero_()
+        for each, parameter in model.named_parameters():
+            if self.drops_experts and ".experts." in each and "lora_B" in each:
+                parameter.data.zero_()
         self.adapted[name] = model
 
     def logits(self, model: str, tokens: list[int]) -> torch.Tensor:

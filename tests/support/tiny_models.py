@@ -194,20 +194,6 @@ LATENT: Mapping[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
-TEXT_OF = {
-    "Gemma3Config": "gemma3_text",
-    "Gemma4Config": "gemma4_text",
-    "Gemma4UnifiedConfig": "gemma4_unified_text",
-    "Mistral3Config": "ministral3",
-}
-TOWER: Mapping[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
 #: Mixtures of experts. The number of experts differs from every rank in use, so that no axis can be mistaken.
 MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe": (
@@ -269,6 +255,21 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 #: All families.
 EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE, **MIXTURES}
+#: Text models of the models with a vision tower.
+TEXT_OF: Mapping[str, str] = {
+    "Gemma3Config": "gemma3_text",
+    "Gemma4Config": "gemma4_text",
+    "Gemma4UnifiedConfig": "gemma4_unified_text",
+    "Mistral3Config": "ministral3",
+}
+TOWER: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 
 def build_tiny(

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, get_args
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
 from cotrain.errors import ExportFailed
-from cotrain.export.adapter import Adapter, read_adapter, write_adapter
+from cotrain.export.adapter import Adapter, at_tinker, read_adapter, write_adapter
 from cotrain.export.base import BaseFolder, find_base
 from cotrain.export.card import card
 from cotrain.export.gguf_adapter import FILE, refusal_of, write_gguf
@@ -54,10 +54,10 @@ class Service(Protocol):
         ...
 
 
-Form = Literal["merged", "peft", "vllm", "gguf"]
+Form = Literal["merged", "peft", "vllm", "tinker", "gguf"]
 Dtype = Literal["bfloat16", "float16", "float32"]
-Kind = Literal["merged", "adapter", "gguf"]
-"""Content of the folder: a whole model, a PEFT adapter, or a GGUF adapter."""
+Kind = Literal["merged", "adapter", "tinker", "gguf"]
+"""Content of the folder: a whole model, a PEFT adapter, an adapter for the cookbook, or a GGUF adapter."""
 
 #: Arguments: the stage, the amount done, and the total.
 ExportProgress = Callable[[str, int, int], None]
@@ -130,6 +130,8 @@ def plan_export(wanted: Wanted, base: BaseFolder, adapter: Adapter) -> _Plan:
         notes.append(
             f"Merged, because most classes of vLLM refuse a LoRA of {what} in PEFT's form."
         )
+    elif wanted.form == "tinker":
+        kind = "tinker"
     if kind == "merged" and unties(base, adapter):
         notes.append(
             "The unembedding is a matrix of its own (tie_word_embeddings: false), because the adapter "
@@ -329,6 +331,9 @@ def _write(
             wanted.dtype,
             lambda done, total: progress("merge", done, total),
         )
+    elif plan.kind == "tinker":
+        interleaved = base.family == "gpt_oss"
+        write_adapter(at_tinker(plan.adapter, interleaved=interleaved), made)
     elif plan.kind == "gguf":
         write_gguf(base, plan.adapter, made / FILE, wanted.path.rpartition("/")[2])
     elif wanted.leave_out_unembed:

@@ -35,6 +35,7 @@ from cotrain.wire.rest import (
     TrainingRunsResponse,
     UpdateTrainingRunRequest,
 )
+from cotrain.wire.runs import UnloadModelRequest, UntypedAPIFuture
 from cotrain.wire.sampling import GetSamplerResponse
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
 from cotrain.wire.usage import (
@@ -134,6 +135,15 @@ class RestClient:
         changes = UpdateTrainingRunRequest(note=note, tags=None if tags is None else list(tags))
         path = url_of("training_runs", training_run_id)
         return self._start(self._calls.patch(path, changes, TrainingRun))
+
+    def end_training_run(self, training_run_id: str) -> Future[None]:
+        """End a run from any client. Waiting requests fail, and it cannot continue."""
+
+        async def end() -> None:
+            request = UnloadModelRequest(model_id=training_run_id)
+            await self._calls.post("unload_model", request, UntypedAPIFuture)
+
+        return self._start(end())
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
@@ -321,6 +331,7 @@ class RestClient:
     list_training_run_ids_async = list_training_run_ids
     get_training_run_async = get_training_run
     update_training_run_async = update_training_run
+    end_training_run_async = end_training_run
     get_training_run_history_async = get_training_run_history
     get_training_run_by_tinker_path_async = get_training_run_by_tinker_path
     list_checkpoints_async = list_checkpoints

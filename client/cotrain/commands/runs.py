@@ -1,4 +1,4 @@
-"""Commands `cotrain runs …`: list and show runs, edit note and tags. Command `cotrain models`: base models."""
+"""Commands `cotrain runs …`: list, show and end runs, edit note and tags. Command `cotrain models`: base models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cotrain.wire.rest import MAX_PAGE, TrainingRun
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
 
 
-app = typer.Typer(help="List your runs and look at one.", no_args_is_help=True)
+app = typer.Typer(help="List, show and end your runs.", no_args_is_help=True)
 
 
 @app.command(
@@ -101,6 +101,14 @@ def tag(
     _print_labels(found, as_json)
 
 
+@app.command(epilog=examples("cotrain runs end 1f2e3d4c:train:0"))
+def end(run: Run, as_json: AsJson = False) -> None:
+    """End a run, which frees its place. Waiting requests fail, checkpoints remain, and it cannot continue."""
+    with opened() as service:
+        service.create_rest_client().end_training_run(run).result()
+    print_result({"training_run_id": run, "ended": True}, f"Run {run} has ended.", as_json=as_json)
+
+
 app.command(
     epilog=examples(
         "cotrain runs history 1f2e3d4c:train:0 --last 20",
@@ -126,14 +134,21 @@ def _print_labels(run: TrainingRun, as_json: bool) -> None:
 
 def _table(runs: list[TrainingRun]) -> Table:
     return table(
-        ("run", "base model", "rank", "last request", "newest checkpoint", "tags"),
+        (
+            *("run", "base model", "rank", "state", "steps", "last loss", "failed"),
+            *("last request", "newest checkpoint", "tags"),
+        ),
         (
             (
                 run.training_run_id,
                 run.base_model,
                 run.lora_rank,
+                run.state,
+                run.steps,
+                None if run.last_loss is None else f"{run.last_loss:.4g}",
+                run.failed_requests,
                 run.last_request_time,
-                run.last_checkpoint.tinker_path if run.last_checkpoint else None,
+                run.last_checkpoint.checkpoint_id if run.last_checkpoint else None,
                 ", ".join(run.tags),
             )
             for run in runs
@@ -146,6 +161,10 @@ def _facts(run: TrainingRun) -> list[tuple[str, object]]:
         ("run", run.training_run_id),
         ("base model", run.base_model),
         ("rank", run.lora_rank),
+        ("state", run.state),
+        ("steps", run.steps),
+        ("last loss", None if run.last_loss is None else f"{run.last_loss:.4g} nats per token"),
+        ("failed requests", run.failed_requests),
         ("last request", run.last_request_time),
         *((f"metadata {name}", value) for name, value in (run.user_metadata or {}).items()),
     ]

@@ -90,6 +90,9 @@ def export(
         bool,
         typer.Option("--vllm", help="An adapter, merged where vLLM refuses it (LoRA on lm_head)."),
     ] = False,
+    tinker: Annotated[
+        bool, typer.Option("--tinker", help="An adapter for the merge of tinker_cookbook.weights.")
+    ] = False,
     gguf: Annotated[bool, typer.Option("--gguf", help="A LoRA adapter for llama.cpp.")] = False,
     base: Annotated[
         str | None,
@@ -120,10 +123,10 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Export a checkpoint for other programs, and compare its log-probs with the server's."""
-    flags = {"merged": merged, "peft": peft, "vllm": vllm, "gguf": gguf}
+    flags = {"merged": merged, "peft": peft, "vllm": vllm, "tinker": tinker, "gguf": gguf}
     forms = [name for name, is_given in flags.items() if is_given]
     if len(forms) != 1:
-        raise typer.BadParameter("give one of --merged, --peft, --vllm, --gguf")
+        raise typer.BadParameter("give one of --merged, --peft, --vllm, --tinker, --gguf")
     with opened() as service, stages(shown=not as_json) as progress:
         done = service.export_checkpoint(
             path,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain.errors import ExportFailed
+from cotrain.export.experts import at_tinker as names_of_tinker
 from cotrain.export.libraries import library
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -120,9 +121,18 @@ def _of_experts(module: str, a: Any, b: Any, rank: int) -> dict[str, tuple[Any, 
     return found
 
 
+def at_tinker(adapter: Adapter, *, interleaved: bool) -> Adapter:
+    """Return the adapter with the names and shapes of Tinker, for `tinker_cookbook.weights`."""
+    kept = ("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "bias")
+    config = {key: adapter.config[key] for key in kept if key in adapter.config}
+    tensors = names_of_tinker(adapter.tensors, adapter.rank, interleaved=interleaved)
+    return Adapter({**config, "target_modules": "all-linear"}, tensors, adapter.matrices)
+
+
 def write_adapter(adapter: Adapter, folder: Path) -> None:
     """Write a PEFT folder."""
     save = library("safetensors.torch").save_file
-    save(dict(adapter.tensors), folder / TENSORS, {"format": "pt"})
+    tensors = {name: each.contiguous() for name, each in adapter.tensors.items()}
+    save(tensors, folder / TENSORS, {"format": "pt"})
     config = json.dumps(dict(adapter.config), indent=2)
     (folder / CONFIG).write_text(f"{config}\n", encoding="utf-8")

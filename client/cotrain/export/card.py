@@ -14,6 +14,8 @@ model = AutoModelForCausalLM.from_pretrained("FOLDER")""",
     "adapter": """from peft import PeftModel
 from transformers import AutoModelForCausalLM
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), "FOLDER")""",
+    "tinker": """from tinker_cookbook.weights import build_hf_model
+build_hf_model(base_model="BASE", adapter_path="FOLDER", output_path="merged")""",
     "gguf": """llama-server --model BASE.gguf --lora FOLDER/adapter.gguf""",
 }
 
@@ -26,8 +28,8 @@ def card(
     adapter: Adapter,
     notes: Sequence[str],
 ) -> str:
-    """Return the text of the card. `kind` is merged, adapter or gguf; `notes` are sentences."""
-    library = {"merged": "transformers", "adapter": "peft", "gguf": "gguf"}[kind]
+    """Return the text of the card. `kind` is merged, adapter, tinker or gguf; `notes` are sentences."""
+    library = {"merged": "transformers", "adapter": "peft", "gguf": "gguf", "tinker": "peft"}[kind]
     targets = ", ".join(sorted({name.rpartition(".")[2] for name in adapter.matrices}))
     load = _LOAD[kind].replace("BASE", base_model)
     language = "sh" if kind == "gguf" else "python"

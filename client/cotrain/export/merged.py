@@ -65,6 +65,11 @@ def write_merged(
         at |= dict.fromkeys(tensors, file)
         done += (base.path / file).stat().st_size
         progress(done, total)
+    if left and base.family in ("gpt_oss", "granitemoe"):
+        raise ExportFailed(
+            f"base: files of {base.family} hold all experts of a layer as one tensor, which cannot be merged here: "
+            "export with --tinker and merge with tinker_cookbook.weights, or with --peft"
+        )
     if left:
         raise ExportFailed(
             f"base: {base.path} has no weight of {min(left)}, which the adapter changes: it is another "
@@ -86,8 +91,8 @@ def write_merged(
 
 
 def _name_on_disk(base: BaseFolder, module: str) -> str:
-    """Return the name of a module's weight in the model's files, which differs for Mixtral's experts."""
-    if base.family == "mixtral":
+    """Return the name of a module's weight in the model's files, which differs for experts of Mixtral's kind."""
+    if base.family in ("mixtral", "minimax_m2", "phimoe"):
         path, _, last = module.rpartition(".")
         if last in _MIXTRAL and ".mlp.experts." in path:
             module = f"{path.replace('.mlp.', '.block_sparse_moe.')}.{_MIXTRAL[last]}"

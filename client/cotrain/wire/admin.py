@@ -146,7 +146,7 @@ class WorkerShown(WireModel):
     heartbeat: dict[str, Any] | None
     open_steps: int
     last_exit: dict[str, Any] | None = None
-    """Last crash or refused start (`at`, `count` since its supervisor started, `reason`); None without one."""
+    """Last crash or refused start: `at`, `count`, `reason`, and `since` it does not run. None without one."""
 
 
 class WorkerList(WireModel):

@@ -109,6 +109,14 @@ class TrainingRun(WireModel):
     tags: list[str] = Field(default=[])
     waiting: str | None = None
     """Reason why its requests wait if a seq_id is missing; only set when the owner requests this run by id."""
+    state: Literal["idle", "waiting", "ended", "failed"] | None = None
+    """State of an own run. It is waiting while accepted requests are not done."""
+    steps: int | None = None
+    """Number of optimizer steps of an own run."""
+    last_loss: float | None = None
+    """Loss of the newest step in nats per token; None before the first step, and without weights."""
+    failed_requests: int | None = None
+    """Number of requests of an own run that failed."""
 
 
 class UpdateTrainingRunRequest(WireModel):

@@ -100,7 +100,9 @@ class WorkerExit:
     count: int
     """Number of exits since its supervisor started."""
     reason: str
-    """Exit status, and the sentence of a process that refused to start."""
+    """Exit status, or the sentence of a process that refused to start."""
+    since: float = 0.0
+    """Time of the first exit after it last ran well, in s since 1970."""
 
     @property
     def text(self) -> str:

@@ -135,6 +135,13 @@ class PoolRecord:
     """
     tied_embeddings: bool | None = None
     """True if the unembedding is the embedding's matrix; None if the worker does not report it."""
+    memory_tokens: int = 0
+    """Tokens of the longest datum that fits into device memory; 0 if it was not measured."""
+
+    @property
+    def longest_datum(self) -> int:
+        """Maximum tokens of a datum of training."""
+        return min(self.memory_tokens or self.context_length, self.context_length)
 
 
 #: Default limit of the history points of all runs of a tenant.

@@ -57,25 +57,55 @@ _OF_OPS: dict[str, Callable[[str], Exception]] = {
     "GONE": lambda _: RunNotFound(),
     "CLOSED": lambda _: RunClosed(),
     "FAILED": lambda _: Refused(Reason.RUN_FAILED),
-    "BUSY": lambda _: Refused(Reason.QUEUE_FULL),
     "UNREAD": lambda _: Refused(Reason.UNREAD_QUOTA_REACHED),
-    "RUNS": lambda _: Refused(Reason.RUN_QUOTA_REACHED),
     "RECORDS": lambda _: Refused(Reason.RECORD_QUOTA_REACHED),
     "SWEPT": lambda _: Refused(Reason.BODY_SWEPT),
     "SAMPLERS": lambda _: Refused(Reason.SAMPLER_QUOTA_REACHED),
 }
 
 
-def refusal(answer: str, numbers: Sequence[int], asked: Submission) -> Exception | None:
+def refusal(answer: str, numbers: Sequence[Any], asked: Submission) -> Exception | None:
     """Return the exception for an answer, or None if the op was or would be accepted.
 
-    `numbers` follow the answer. For a run that would hold too much, they are the bytes that its
-    tenant's runs hold and their limit.
+    `numbers` follow the answer. They are for each answer:
+
+    * a run that would hold too much: the bytes that its tenant's runs hold, and their limit
+    * too many runs: the number of live runs, and some of their ids
+    * a full queue: its ops, tokens and bytes
     """
+    if answer == "RUNS":
+        return _too_many_runs(*numbers, most=asked.limits.runs)
+    if answer == "BUSY":
+        return _full_queue(numbers, asked)
     if asked.weighs and answer in ("RUN_BYTES", "RUN_DISK"):
         return _too_heavy(answer, *numbers, weight=asked.weighs.bytes)
     error = _OF_OPS.get(answer)
     return error and error("This request" if asked.seq is None else f"seq_id {asked.seq}")
+
+
+def _too_many_runs(live: int, some: bytes, *, most: int) -> Exception:
+    return Refused(
+        Reason.RUN_QUOTA_REACHED,
+        f"{live:,} of {most:,} runs of this tenant are live (quota runs), such as {some.decode()}. End one with "
+        "run.unload() or cotrain runs end RUN, or ask the operator for a higher limit.",
+    )
+
+
+def _full_queue(queued: Sequence[int], asked: Submission) -> Exception:
+    limits = asked.limits
+    added = (
+        1 + bool(asked.save),
+        asked.tokens,
+        asked.op.size + (asked.save.size if asked.save else 0),
+    )
+    most = {"ops": limits.ops, "tokens": limits.tokens, "bytes": limits.bytes}
+    rows = zip(most.items(), queued, added, strict=True)
+    (name, limit), present, more = next(row for row in rows if row[1] + row[2] > row[0][1])
+    return Refused(
+        Reason.QUEUE_FULL,
+        f"The queue of this tenant is full: {present:,} of {limit:,} {name} (quota {name}), and this request adds "
+        f"{more:,}. Wait for results before you send more.",
+    )
 
 
 def _too_heavy(answer: str, present: int, most: int, *, weight: int) -> Exception:

@@ -32,7 +32,7 @@ if not state and not args.record then
   return { 'GONE' }
 end
 if not state and redis.call('SCARD', tenant_runs) >= max.runs then
-  return { 'RUNS' }
+  return { 'RUNS', redis.call('SCARD', tenant_runs), table.concat(redis.call('SRANDMEMBER', tenant_runs, 3), ', ') }
 end
 if not state and record_bytes(tenant) >= max.record_bytes then
   return { 'RECORDS' }
@@ -57,7 +57,7 @@ local bytes_added = op.size + (save and save.size or 0)
 if not fills_gap and (tonumber(queued[1] or 0) + ops_added > max.ops
   or tonumber(queued[2] or 0) + args.tokens > max.tokens
   or tonumber(queued[3] or 0) + bytes_added > max.bytes) then
-  return { 'BUSY' }
+  return { 'BUSY', tonumber(queued[1] or 0), tonumber(queued[2] or 0), tonumber(queued[3] or 0) }
 end
 if unread_bytes(tenant) >= max.unread_bytes then
   return { 'UNREAD' }

@@ -126,7 +126,9 @@ class Records:
         }  # fmt: skip
         answer = await self._session(script_keys, args)
         if answer == b"SESSIONS":
-            raise Refused(Reason.SESSION_QUOTA_REACHED)
+            most = f"{limits.sessions:,} of {limits.sessions:,} sessions of this tenant are open"
+            remedy = "Close a client, or wait until idle sessions end."
+            raise Refused(Reason.SESSION_QUOTA_REACHED, f"{most} (quota sessions). {remedy}")
         if answer == b"RECORDS":
             raise Refused(Reason.RECORD_QUOTA_REACHED)
         await self._mark_alive(session)

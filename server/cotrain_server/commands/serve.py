@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
+from cotrain_server.admin_key import FILE as ADMIN_KEY
 from cotrain_server.commands.keys import all_keys, out_of_sight
 from cotrain_server.commands.options import (
     DEFAULT_DATA_DIR,
@@ -40,6 +43,7 @@ from cotrain_server.supervisor.supervisor import Announcement, Supervisor
 from cotrain_store.errors import InvalidKey, UnsafeRedis
 from cotrain_store.listening import CannotListen
 from cotrain_store.redis_client.embedded_server import NoRedisFound
+from cotrain_store.settings.store import PREFIX
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -159,13 +163,16 @@ def serve(
 
 def _run(plan: Plan) -> None:
     try:
-        asyncio.run(Supervisor(plan, say, _announce).run())
+        asyncio.run(Supervisor(plan, say, partial(_announce, plan.data_dir)).run())
     except REFUSALS as error:
         refuse(str(error))
 
 
-def _announce(announcement: Announcement) -> None:
+def _announce(data_dir: Path, announcement: Announcement) -> None:
     if announcement.new_key:
         console.print(f"API key, shown only now: [bold]{announcement.new_key}[/bold]")
     console.print(f"[bold green]cotrain ready at {announcement.address}[/bold green]")
+    is_set = os.environ.get(f"{PREFIX}ADMIN_KEY")
+    key = "the key in COTRAIN_ADMIN_KEY" if is_set else f"the admin key in {data_dir / ADMIN_KEY}"
     console.print(f"Dashboard: {announcement.address}/ui")
+    console.print(f"Log in with {key}, or as a tenant with its API key.")

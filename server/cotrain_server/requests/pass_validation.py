@@ -132,6 +132,15 @@ def _check_config(loss_fn: str, needs: LossNeeds, config: Mapping[str, float | s
         )
 
 
+def refuse_too_long(subject: str, length: int, pool: PoolRecord) -> None:
+    """Raise Invalid for a datum that does not fit into the memory of the pool's device."""
+    if length > pool.longest_datum:
+        raise Invalid(
+            f"{subject} {length} tokens; the longest datum that fits into the memory of this {pool.device} device "
+            f"has {pool.longest_datum}. Split it, or use a device with more memory."
+        )
+
+
 def _check_shapes(
     number: int, datum: DatumArrays, loss_fn: str, needs: LossNeeds, pool: PoolRecord
 ) -> None:
@@ -141,6 +150,7 @@ def _check_shapes(
             f"Datum {number} has {length} tokens; {pool.base_model} reads 1 to "
             f"{pool.context_length}."
         )
+    refuse_too_long(f"Datum {number} has", length, pool)
     for name in (TARGETS, *needs.inputs):
         if name not in datum.inputs:
             unread = sorted(set(datum.inputs) - {TARGETS, *needs.inputs})

@@ -15,7 +15,7 @@ from cotrain.wire.datums import ModelInput
 from cotrain.wire.runs import ReverseKlDatum, ReverseKlRequest
 from cotrain.wire.tensors import TensorData
 from cotrain_server.errors import Invalid, sentence
-from cotrain_server.requests.pass_validation import check_finite, check_tokens
+from cotrain_server.requests.pass_validation import check_finite, check_tokens, refuse_too_long
 from cotrain_server.requests.passes import (
     Op,
     RunRequest,
@@ -151,3 +151,4 @@ def _check_lengths(number: int, datum: KlArrays, pool: PoolRecord) -> None:
                 f"data[{number}].{name} and target_tokens have {length + 1} tokens; "
                 f"{pool.base_model} reads {pool.context_length} before the last."
             )
+        refuse_too_long(f"data[{number}].{name} and target_tokens have", length, pool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -65,8 +66,12 @@ async def list_training_runs(
         page = await catalog.accessible_runs(tenant.id, offset, limit)
     else:
         page = await catalog.runs(tenant.id, offset, limit, project_id)
+    own = [entry.run for entry in page.items if entry.run.tenant == tenant.id]
+    positions = await services.run_list.positions(own, time.time())
     return TrainingRunsResponse(
-        training_runs=[training_run_of(entry, tenant.id) for entry in page.items],
+        training_runs=[
+            training_run_of(entry, tenant.id, positions.get(entry.run.id)) for entry in page.items
+        ],
         cursor=Cursor(offset=offset, limit=limit, total_count=page.total_count),
     )
 
@@ -78,9 +83,10 @@ async def get_training_run(
     """Show one run."""
     accessible = access_scope == "accessible"
     entry = await services.catalog.run(tenant.id, run_id, accessible=accessible)
-    shown = training_run_of(entry, tenant.id)
     if entry.run.tenant != tenant.id:
-        return shown
+        return training_run_of(entry, tenant.id)
+    positions = await services.run_list.positions([entry.run], time.time())
+    shown = training_run_of(entry, tenant.id, positions[entry.run.id])
     notice = await services.futures.gap_notice(entry.run.pool, entry.run.id)
     return shown.model_copy(update={"waiting": notice})
 

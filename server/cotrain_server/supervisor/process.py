@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cotrain_server.supervisor.data_folder import DataFolder
+from cotrain_store.messages.fleet import WorkerExit
 from cotrain_store.refusal import EXIT_CODE, last_reason
 
 TETHER = Path(__file__).with_name("exec_with_parent.py")
@@ -107,10 +108,11 @@ class Child:
     """Called with the name and the problem, or None after recovery."""
     give_up: Callable[[str], bool] = lambda reason: False
     """Called with the reason of a refused start. True ends the restarts."""
-    note_exit: Callable[[int, str], Awaitable[None]] | None = None
-    """Called after each exit that was not requested, with the number of exits and the reason."""
+    note_exit: Callable[[WorkerExit], Awaitable[None]] | None = None
+    """Called after each exit of a worker that was not requested."""
     restarts: RestartHistory = field(default_factory=RestartHistory)
     _exits: int = 0
+    _down_since: float = 0.0
     _process: asyncio.subprocess.Process | None = None
     _logged: set[asyncio.Task[int]] = field(default_factory=set)
     """Tasks that end when all output of a start is in its log."""
@@ -139,8 +141,11 @@ class Child:
             why = f": {reason.text}" if reason else ""
             self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}{why}")
             self._exits += 1
+            if lived_well or self._exits == 1:
+                self._down_since = time.time()
             if self.note_exit:
-                await self.note_exit(self._exits, reason.text if reason else f"It {ended}.")
+                text = reason.text if reason else f"It {ended}."
+                await self.note_exit(WorkerExit(time.time(), self._exits, text, self._down_since))
             if self.restarts.is_crash_loop:
                 times = f"{len(self.restarts.times)} times in the last minute"
                 self.report_problem(name, f"{ended}, {times}{why or '; its log says why.'}")

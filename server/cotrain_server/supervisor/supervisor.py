@@ -219,13 +219,13 @@ class Supervisor:
         write_troubles(folder.path, self._troubles)
 
 
-async def store_exit(redis_url: str, base_model: str, worker: str, count: int, reason: str) -> None:
+async def store_exit(redis_url: str, base_model: str, worker: str, last: WorkerExit) -> None:
     """Store the last exit of a worker for the pages. Without Redis it is not stored."""
     connection = open_connection(redis_url)
-    key, shown = fleet_keys.worker_exits(base_model), WorkerExit(time.time(), count, reason)
+    key = fleet_keys.worker_exits(base_model)
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
-            await connection.hset(key, worker, encode(shown))
+            await connection.hset(key, worker, encode(last))
             await connection.expire(key, fleet_keys.EXITS_TTL_S)
     except (TimeoutError, *CONNECTION_LOST):
         pass

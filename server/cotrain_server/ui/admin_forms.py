@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -99,11 +100,21 @@ def _body(model: type[BaseModel], fields: Fields) -> BaseModel:
         raise Invalid(sentence(error.errors())) from None
 
 
+#: Size in bytes with a unit, such as 100 GB.
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?(kB|MB|GB|TB)")
+_BYTES = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
 def _number(text: str) -> int | float | str | None:
-    """Return a number, None for an empty field, or other text unchanged for later validation."""
+    """Return a number, which may be a size with a unit.
+
+    None for an empty field, or other text unchanged for later validation.
+    """
     text = text.strip()
     if text.isascii() and text.isdecimal() and len(text) < 20:
         return int(text)
+    if found := _SIZE.fullmatch(text):
+        return round(float(found[1]) * _BYTES[found[2]])
     try:
         return float(text) if text else None
     except ValueError:

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 #: Placeholder for an unknown value.
 NOTHING = "\u2013"
 _SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_BYTES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _AGES = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
@@ -32,7 +32,7 @@ def short(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Return a size in bytes: 1.5 GiB."""
+    """Return a size in bytes: 1.5 GB."""
     if value is None:
         return NOTHING
     for unit_bytes, unit in _BYTES:
@@ -85,11 +85,18 @@ def ago(at: float | None, now: float) -> Markup:
     """Return a time relative to `now`, with the absolute time as its title; seconds since the
     epoch.
     """
-    if at is None:
-        return escape(NOTHING)
+    return escape(NOTHING) if at is None else _time(at, age(now - at))
+
+
+def old(at: float, now: float) -> Markup:
+    """Return the age of a time as `ago` does, in short: 5 min."""
+    return _time(at, age(now - at).removesuffix(" ago"))
+
+
+def _time(at: float, text: str) -> Markup:
     moment = datetime.fromtimestamp(at, UTC)
     return Markup('<time datetime="{}" title="{}">{}</time>').format(
-        moment.isoformat(timespec="seconds"), f"{moment:%Y-%m-%d %H:%M:%S} UTC", age(now - at)
+        moment.isoformat(timespec="seconds"), f"{moment:%Y-%m-%d %H:%M:%S} UTC", text
     )
 
 
@@ -111,5 +118,6 @@ FILTERS: Mapping[str, Callable[..., Any]] = {
     "percent": percent,
     "decimal": decimal,
     "ago": ago,
+    "old": old,
     "plural": plural,
 }

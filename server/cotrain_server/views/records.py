@@ -17,9 +17,10 @@ from cotrain.wire.rest import (
     TrainingRunHistory,
 )
 from cotrain_store.messages.ids import RunId, TenantId
-from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
 from cotrain_store.tenants.catalog import RunEntry
+from cotrain_store.tenants.run_list import RunPosition
 
 TYPE_BY_KIND: Mapping[CheckpointKind, CheckpointType] = {
     "weights": "training",
@@ -44,9 +45,12 @@ def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
     )
 
 
-def training_run_of(entry: RunEntry, tenant: TenantId) -> TrainingRun:
-    """Return a run as shown to a tenant. For another tenant's run, only what its published
-    checkpoints reveal.
+def training_run_of(
+    entry: RunEntry, tenant: TenantId, position: RunPosition | None = None
+) -> TrainingRun:
+    """Return a run as shown to a tenant, with its progress if `position` is given.
+
+    For another tenant's run, return only what its published checkpoints reveal.
     """
     run = entry.run
     is_own = run.tenant == tenant
@@ -73,7 +77,20 @@ def training_run_of(entry: RunEntry, tenant: TenantId) -> TrainingRun:
         rolled_back_to=(run.rolled_back_to or None) if is_own else None,
         note=(run.note or None) if is_own else None,
         tags=list(run.tags) if is_own else [],
+        **(_progress(run, position) if is_own and position else {}),
     )
+
+
+def _progress(run: RunRecord, position: RunPosition) -> dict[str, Any]:
+    newest, is_live = position.newest, run.state is RunState.LIVE
+    is_waiting = is_live and position.accepted > position.done
+    ended = "failed" if run.state is RunState.FAILED else "ended"
+    return {
+        "state": ("waiting" if is_waiting else "idle") if is_live else ended,
+        "steps": newest.step if newest else 0,
+        "last_loss": newest.loss_sum / newest.weight_sum if newest and newest.weight_sum else None,
+        "failed_requests": position.failed,
+    }
 
 
 def text_by_name(metadata: Mapping[str, Any]) -> dict[str, str] | None:

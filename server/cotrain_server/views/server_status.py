@@ -135,6 +135,7 @@ def _own_pool(found: PoolStatus) -> dict[str, Any]:
     return {
         "base_model": record.base_model,
         "context_length": record.context_length,
+        "longest_datum": record.longest_datum,
         "max_rank": record.max_rank,
         "workers": len(found.workers),
         "last_cycle": found.last_cycle,

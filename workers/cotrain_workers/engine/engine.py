@@ -153,7 +153,7 @@ class Engine:
             where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused,
             base.lock_step.sharding, quantization,
         )  # fmt: skip
-        facts = model_facts(model, base, numerics, lora.fallback_reason)
+        facts = model_facts(model, base, numerics, lora.fallback_reason, budget.longest_datum)
         return cls(facts, base, forward_backward, adapters)
 
     def run(self, ops: Sequence[Op]) -> CycleOutput:

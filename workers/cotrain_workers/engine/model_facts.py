@@ -27,6 +27,7 @@ class ModelFacts:
     lora_fallback: (
         str  # why LoRA is not computed by the fastest backend; empty where it is, and on a CPU
     )
+    longest_datum: int = 0  # tokens of a datum that fits into memory
 
     @property
     def numerics_id(self) -> str:
@@ -34,7 +35,9 @@ class ModelFacts:
         return self.numerics.id
 
 
-def model_facts(model: str, base: BaseModel, numerics: Numerics, lora_fallback: str) -> ModelFacts:
+def model_facts(
+    model: str, base: BaseModel, numerics: Numerics, lora_fallback: str, longest_datum: int = 0
+) -> ModelFacts:
     """Collect the facts about a base model and its engine."""
     modules: dict[Family, int] = {}
     for target in base.targets:
@@ -51,4 +54,5 @@ def model_facts(model: str, base: BaseModel, numerics: Numerics, lora_fallback: 
         modules_by_family=modules,
         numerics=numerics,
         lora_fallback=lora_fallback,
+        longest_datum=min(longest_datum or base.context_length, base.context_length),
     )

@@ -281,6 +281,7 @@ def pool_record(
         tokens_per_s=tokens_per_s,
         lora_widths=lora_widths(engine.targets),
         tied_embeddings=facts.tied_embeddings,
+        memory_tokens=facts.longest_datum,
     )
 
 

@@ -77,16 +77,15 @@ def revoke(
 ) -> None:
     """Revoke a key; every process rejects it within five seconds."""
     ask(context, "DELETE", "tenants", tenant, "keys", key_id)
-    print_result({"id": key_id, "revoked": True}, as_json=as_json)
+    text = f"Key {key_id} of {tenant} is revoked."
+    print_result({"id": key_id, "revoked": True}, text, as_json=as_json)
 
 
 def _date(at: float | None) -> str | None:
     return None if at is None else minute(at)
 
 
-runs_app = typer.Typer(
-    help="Hold back, let go on, move or end a run of a tenant.", no_args_is_help=True
-)
+runs_app = typer.Typer(help="Pause, resume, move or end a run of a tenant.", no_args_is_help=True)
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
 
 
@@ -131,7 +130,7 @@ def close(context: typer.Context, tenant: TenantId, run: RunId, as_json: AsJson 
 
 
 def _done(run: str, what: str, *, as_json: bool) -> None:
-    print_result({"run": run, "done": what}, as_json=as_json)
+    print_result({"run": run, "done": what}, f"Run {run} is {what}.", as_json=as_json)
 
 
 workers_app = typer.Typer(help="List workers, drain one, and take it back.", no_args_is_help=True)
@@ -143,7 +142,7 @@ WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="As `workers lis
 def list_workers(context: typer.Context, as_json: AsJson = False) -> None:
     """List the workers of all pools, including drained and unreachable ones."""
     found = WorkerList.model_validate(ask(context, "GET", "workers"))
-    columns = ("pool", "worker", "state", "runs", "tokens/s", "host")
+    columns = ("pool", "worker", "state", "runs", "tokens/s", "host", "last exit")
     print_result(found, table(columns, map(_worker, found.workers)), as_json=as_json)
 
 
@@ -154,14 +153,19 @@ def _worker(worker: WorkerShown) -> Sequence[object]:
         state = f"{state}, restoring: {Restoring.model_validate(heartbeat['restoring']).text}"
     tokens_per_s = f"{heartbeat['tokens_per_s']:.0f}" if heartbeat else None
     runs, host = heartbeat.get("runs"), heartbeat.get("host")
-    return worker.pool, worker.id, state, runs, tokens_per_s, host
+    last = worker.last_exit
+    why = f"{minute(last['at'])}, restarts: {last['count']}, {last['reason']}" if last else None
+    return worker.pool, worker.id, state, runs, tokens_per_s, host, why
 
 
 @workers_app.command(epilog=examples("cotrain admin workers drain p-4f1a w0"))
 def drain(context: typer.Context, pool: PoolId, worker: WorkerId, as_json: AsJson = False) -> None:
     """Move a worker's runs to others of its pool. It gets no new runs until `undrain`, even after a restart."""
     ask(context, "POST", "pools", pool, "workers", worker, "drain")
-    print_result({"worker": worker, "drain": True}, as_json=as_json)
+    text = (
+        f"{worker} drains: its runs move to other workers of its pool. Without one, it keeps them."
+    )
+    print_result({"worker": worker, "drain": True}, text, as_json=as_json)
 
 
 @workers_app.command(epilog=examples("cotrain admin workers undrain p-4f1a w0"))
@@ -170,7 +174,8 @@ def undrain(
 ) -> None:
     """Allow a drained worker to receive runs again."""
     ask(context, "POST", "pools", pool, "workers", worker, "undrain")
-    print_result({"worker": worker, "drain": False}, as_json=as_json)
+    text = f"{worker} receives runs again."
+    print_result({"worker": worker, "drain": False}, text, as_json=as_json)
 
 
 app = typer.Typer(

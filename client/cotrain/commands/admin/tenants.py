@@ -12,7 +12,7 @@ from cotrain.wire.admin import NewKey, TenantDetail, TenantList
 from cotrain.wire.rest import MAX_PAGE
 
 app = typer.Typer(
-    help="List tenants, set limits and weights, hold back and let go on.", no_args_is_help=True
+    help="List tenants, set limits and weights, pause and resume.", no_args_is_help=True
 )
 TenantId = Annotated[
     str, typer.Argument(metavar="TENANT", help="Its id, as `tenants list` shows it.")
@@ -30,11 +30,14 @@ def list_tenants(
     """List tenants by name, with their pending work."""
     params = {"search": search, "limit": limit, "offset": offset}
     page = TenantList.model_validate(ask(context, "GET", "tenants", params=params))
-    columns = ("tenant", "name", "weight", "runs", "waiting", "tokens", "samples", "")
+    columns = (
+        *("tenant", "name", "weight", "runs", "waiting", "tokens", "samples"),
+        *("failed (15 min)", "refused (15 min)", ""),
+    )
     rows = (
         (
             *(each.id, each.name, f"{each.weight:g}", each.runs, each.ops, each.tokens),
-            *(each.samples, "paused" if each.paused else None),
+            *(each.samples, each.failed, each.refused, "paused" if each.paused else None),
         )
         for each in page.tenants
     )
@@ -100,14 +103,15 @@ def pause(
 ) -> None:
     """Pause a tenant: its requests are accepted up to its limits, and wait."""
     ask(context, "POST", "tenants", tenant, "pause", json={"reason": reason})
-    print_result({"tenant": tenant, "paused": True}, as_json=as_json)
+    text = f"{tenant} is paused: its requests are accepted, and wait."
+    print_result({"tenant": tenant, "paused": True}, text, as_json=as_json)
 
 
 @app.command(epilog=examples("cotrain admin tenants resume t-3f9c2a71"))
 def resume(context: typer.Context, tenant: TenantId, as_json: AsJson = False) -> None:
     """Resume a paused tenant."""
     ask(context, "POST", "tenants", tenant, "resume")
-    print_result({"tenant": tenant, "paused": False}, as_json=as_json)
+    print_result({"tenant": tenant, "paused": False}, f"{tenant} is active.", as_json=as_json)
 
 
 def _limit(text: str) -> tuple[str, int | None]:
@@ -124,7 +128,7 @@ def _print(tenant: TenantDetail, *, as_json: bool) -> None:
         ("tenant", tenant.id),
         ("name", tenant.name),
         ("weight", f"{tenant.weight:g}"),
-        ("state", f"paused: {tenant.paused.reason or 'yes'}" if tenant.paused else "going on"),
+        ("state", f"paused: {tenant.paused.reason or 'yes'}" if tenant.paused else "active"),
         *(
             (f"run {run}", f"paused: {it.reason or 'yes'}")
             for run, it in tenant.paused_runs.items()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cotrain.wire.rest import HistoryPoint
-from cotrain_server.ui.data.runs import mean_loss
+from cotrain_server.ui.data.runs import mean_loss, short_id
 from cotrain_store.messages.ids import RunId
 from cotrain_store.monitoring.status import Minute
 
@@ -96,7 +96,7 @@ MAX_COMPARED = 8
 Measure = tuple[str, str, str]
 """Name, heading, unit."""
 MEASURES: Sequence[Measure] = (
-    ("loss", "Loss", "per weight"),
+    ("loss", "Loss", "nats per token"),
     ("grad_norm", "Gradient norm", ""),
     ("learning_rate", "Learning rate", ""),
     ("rollout_gap", "Rollout gap", "nats per token"),
@@ -106,10 +106,14 @@ MEASURES: Sequence[Measure] = (
 )
 
 
-def curves_of(histories: Mapping[RunId, Sequence[HistoryPoint]]) -> list[dict[str, Any]]:
-    """Return a chart per measure over optimizer steps, with a series per run. Charts without values
-    are omitted.
+def curves_of(
+    histories: Mapping[RunId, Sequence[HistoryPoint]], labels: Mapping[RunId, str] | None = None
+) -> list[dict[str, Any]]:
+    """Return a chart per measure over optimizer steps, with a series per run.
+
+    A series of several has the label of its run, or its short id. Charts without values are omitted.
     """
+    shown = labels or {}
     steps = {
         run: [point for point in points if point.kind == "optim_step"]
         for run, points in histories.items()
@@ -119,7 +123,7 @@ def curves_of(histories: Mapping[RunId, Sequence[HistoryPoint]]) -> list[dict[st
     for name, heading, unit in MEASURES:
         series = [
             {
-                "label": _short(run) if len(steps) > 1 else heading,
+                "label": shown.get(run) or short_id(run) if len(steps) > 1 else heading,
                 "values": _on_axis(axis, points, _VALUES[name](points)),
             }
             for run, points in steps.items()
@@ -143,16 +147,10 @@ def evaluation_of(points: Sequence[HistoryPoint]) -> dict[str, Any] | None:
     return {
         "name": "evaluation",
         "heading": "Loss of evaluations",
-        "unit": "per weight",
+        "unit": "nats per token",
         "x": axis,
         "series": series,
     }
-
-
-def _short(run: RunId) -> str:
-    """Return the legend of a run: the start of its session id, and its number."""
-    session, _, number = run.partition(":train:")
-    return f"{session[:6]}… {number}"
 
 
 def _on_axis(

@@ -44,7 +44,7 @@ def problems_of(status: Mapping[str, Any], disk_reserve_bytes: int) -> list[Prob
     """Return the problems, the worst first, from the operator's `/status`."""
     found = [Problem("bad", reason, _help(reason, status["pools"])) for reason in status["reasons"]]
     for pool in status["pools"]:
-        found += _of_pool(pool)
+        found += _of_pool(pool, status["reasons"])
     found += _of_host(status, disk_reserve_bytes)
     return sorted(found, key=lambda problem: problem.level != "bad")
 
@@ -58,9 +58,11 @@ def _help(reason: str, pools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _of_pool(pool: Mapping[str, Any]) -> Iterator[Problem]:
+def _of_pool(pool: Mapping[str, Any], reasons: Sequence[str]) -> Iterator[Problem]:
     name, alive = pool["base_model"], {worker["id"] for worker in pool["workers"]}
-    if missing := [worker for worker in pool["workers_unavailable"] if worker not in alive]:
+    is_reported = not alive and f"No worker for {name} is running." in reasons
+    missing = [worker for worker in pool["workers_unavailable"] if worker not in alive]
+    if missing and not is_reported:
         yield Problem(
             "bad" if not alive else "warn",
             f"{plural(len(missing), 'worker')} of {name} without a heartbeat: {', '.join(missing)}.",

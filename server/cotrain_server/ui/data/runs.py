@@ -15,6 +15,7 @@ from cotrain.wire.rest import HistoryPoint
 from cotrain_server.ui.number_format import age, plural
 from cotrain_store.messages.fleet import Pauses
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring.status import LoggedOp
@@ -41,14 +42,14 @@ def run_row(
     pauses: Pauses,
     names: Mapping[TenantId, str],
     now: float,
-    away: Mapping[tuple[PoolId, str], float | None],
+    unavailable: Mapping[tuple[PoolId, str], float | None],
 ) -> dict[str, Any]:
-    """Return the row of one run. `away` has the unavailable workers, with the time of their exit."""
-    is_away = (run.pool, position.worker) in away
-    state, kind = state_of(run, position, pauses, is_away=is_away)
+    """Return the row of one run. `unavailable` has the unavailable workers, with the time of their exit."""
+    is_lost = (run.pool, position.worker) in unavailable
+    state, kind = state_of(run, position, pauses, is_lost=is_lost)
     waits = waits_for(run, position, pauses, now)
     if state == NO_WORKER:
-        waits = without_worker(position, away[run.pool, position.worker], now)
+        waits = without_worker(position, unavailable[run.pool, position.worker], now)
     return {
         "run": run.id,
         "tenant": run.tenant,
@@ -72,11 +73,11 @@ def run_row(
 
 
 def state_of(
-    run: RunRecord, position: RunPosition, pauses: Pauses, *, is_away: bool = False
+    run: RunRecord, position: RunPosition, pauses: Pauses, *, is_lost: bool = False
 ) -> tuple[str, str]:
     """Return the state of a run in a word or two, and its colour."""
     if run.state is RunState.LIVE and position.accepted > position.done:
-        if is_away:
+        if is_lost:
             return NO_WORKER, "bad"
         if pauses.notice(run.tenant, run.id):
             return "paused", "warn"
@@ -87,9 +88,7 @@ def state_of(
 def without_worker(position: RunPosition, since: float | None, now: float) -> str:
     """Return the sentence for a run whose worker is unavailable, `since` the time of its exit."""
     left = plural(position.accepted - position.done, "request")
-    return (
-        f"Its worker is unavailable{f' since {age(now - since)}' if since else ''}. {left} waiting."
-    )
+    return f"Its worker is unavailable{f', since {age(now - since)}' if since else ''}. {left} waiting."
 
 
 def waits_for(run: RunRecord, position: RunPosition, pauses: Pauses, now: float) -> str:
@@ -178,7 +177,7 @@ def _row(op: LoggedOp, cycle: Mapping[str, Any] | None, planned: int, done: int)
     state, kind = _state(op, planned, done)
     return {
         "seq": op.seq,
-        "op": op.kind,
+        "op": "refused request" if op.kind == OpKind.REJECTED else op.kind,
         "tokens": op.tokens,
         "state": state,
         "state_kind": kind,
@@ -195,6 +194,8 @@ def _state(op: LoggedOp, planned: int, done: int) -> tuple[str, str]:
         return "failed", "bad"
     if op.seq <= done:
         return "done", "ok"
+    if op.kind == OpKind.REJECTED:
+        return "refused", "bad"
     if op.kind == "":
         return "missing", "warn"
     return ("in a cycle", "info") if op.seq <= planned else ("waiting", "")

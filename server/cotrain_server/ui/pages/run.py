@@ -13,7 +13,15 @@ from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.ui.access.session import Visitor, visitor_of
 from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of
-from cotrain_server.ui.data.runs import STATES, keeps, log_rows, run_row, targets_of
+from cotrain_server.ui.data.runs import (
+    STATES,
+    keeps,
+    label_of,
+    log_rows,
+    run_row,
+    short_id,
+    targets_of,
+)
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
 from cotrain_server.views.records import csv_of
@@ -47,7 +55,7 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     evaluation = evaluation_of(points)
     log = log_rows(ops, cycles, run.id, position.planned, position.done)
     return {
-        "run": run_row(run, position, pauses, names, look.now, await _away(services)),
+        "run": run_row(run, position, pauses, names, look.now, await _unavailable(services)),
         "is_live": run.state is RunState.LIVE,
         "pause": pauses.runs.get(run.id),
         "pool": run.pool,
@@ -93,11 +101,18 @@ async def read_compared(look: PageRequest) -> dict[str, Any]:
         raise Invalid(f"run may occur at most {MAX_COMPARED} times, not {len(wanted)}.")
     runs = [await _run_of(look.services, look.visitor, name) for name in wanted]
     histories = {run.id: await read_history(look.services.connection, run.id) for run in runs}
+    labels = {run.id: label_of(run) for run in runs}
     return {
         "runs": [
-            {"run": run.id, "base_model": run.base_model, "rank": run.lora.rank} for run in runs
+            {
+                "run": run.id,
+                "label": labels[run.id] or short_id(run.id),
+                "base_model": run.base_model,
+                "rank": run.lora.rank,
+            }
+            for run in runs
         ],
-        "charts": curves_of(histories),
+        "charts": curves_of(histories, labels),
     }
 
 
@@ -111,11 +126,11 @@ async def csv(request: Request, run_id: str, services: ServicesDep) -> Response:
     return Response(text, media_type="text/csv", headers={"Content-Disposition": name})
 
 
-async def _away(services: Services) -> dict[tuple[PoolId, str], float | None]:
-    """Return the known workers without a heartbeat, with the time of their exit if known."""
+async def _unavailable(services: Services) -> dict[tuple[PoolId, str], float | None]:
+    """Return the known workers without a heartbeat, and since when if known."""
     pools = await read_pools(services.connection, with_queues=False)
     return {
-        (pool.record.id, worker.id): worker.last_exit.at if worker.last_exit else None
+        (pool.record.id, worker.id): worker.last_exit.since if worker.last_exit else None
         for pool in pools
         for worker in pool.ids
         if worker.heartbeat is None
@@ -159,10 +174,11 @@ async def read_runs(look: PageRequest) -> dict[str, Any]:
     positions = await services.run_list.positions(page.runs, look.now)
     names = await tenant_names(services.connection, {run.tenant for run in page.runs})
     pauses = await read_pauses(services.connection)
-    away = await _away(services)
+    unavailable = await _unavailable(services)
     return {
         "runs": [
-            run_row(run, positions[run.id], pauses, names, look.now, away) for run in page.runs
+            run_row(run, positions[run.id], pauses, names, look.now, unavailable)
+            for run in page.runs
         ],
         "total_count": page.total_count,
         "next": _address(asked, page.next_cursor) if page.next_cursor else None,

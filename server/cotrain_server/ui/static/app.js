@@ -58,6 +58,23 @@
     setTimeout(() => (button.textContent = "Copy"), 1600);
   });
 
+  // A poll replaces the rows, so the parts that were opened are opened again.
+  const opened = new Set();
+  const showOpened = () => {
+    for (const button of document.querySelectorAll("[data-show]")) {
+      if (!opened.has(button.dataset.show)) continue;
+      document.getElementById(button.dataset.show).hidden = false;
+      button.parentElement.hidden = true;
+    }
+  };
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-show]");
+    if (!button) return;
+    opened.add(button.dataset.show);
+    showOpened();
+  });
+  document.addEventListener("htmx:afterSettle", showOpened);
+
   document.addEventListener("submit", (event) => {
     const question = event.target.dataset.confirm;
     if (question && !window.confirm(question)) event.preventDefault();
@@ -82,12 +99,39 @@
     return String(Number(value.toPrecision(5)));
   };
 
+  // Options of the page Compare: scale of y, clipping, and hidden runs.
+  const chosen = { log: false, clip: false, hidden: new Set() };
+
+  // Return the range of y without the lowest and highest 5 % of the values.
+  const clipped = (given) => {
+    const seen = given.series
+      .filter((_, number) => !chosen.hidden.has(number))
+      .flatMap((each) => each.values)
+      .filter((value) => value !== null && (!chosen.log || value > 0))
+      .sort((a, b) => a - b);
+    if (!seen.length) return [0, 1];
+    const low = seen[Math.floor(0.05 * (seen.length - 1))];
+    const high = seen[Math.ceil(0.95 * (seen.length - 1))];
+    return low < high ? [low, high] : [low - 1, high + 1];
+  };
+
   const options = (given, width, height) => ({
     width,
     height,
     cursor: { y: false, points: { size: 6 } },
     legend: { live: true },
-    scales: { x: { time: false }, y: { distr: given.log ? 3 : 1 } },
+    scales: {
+      x: { time: false },
+      y: { distr: chosen.log ? 3 : 1, ...(chosen.clip ? { range: () => clipped(given) } : {}) },
+    },
+    // Without a pointer the legend shows the last values.
+    hooks: {
+      setCursor: [
+        (plot) => {
+          if (plot.cursor.idx == null) plot.setLegend({ idx: given.x.length - 1 }, false);
+        },
+      ],
+    },
     axes: [
       { stroke: colour("--muted"), grid: { show: false }, ticks: { stroke: colour("--line") }, size: 30,
         font: "11px system-ui" },
@@ -98,6 +142,7 @@
       { label: given.xLabel ?? "step", value: (_, value) => (value === null ? "–" : String(value)) },
       ...given.series.map((each, number) => ({
         label: each.label,
+        show: !chosen.hidden.has(number),
         stroke: colour(`--s${number % 8}`),
         width: 1.6,
         points: { show: given.x.length < 2, size: 5 },
@@ -110,9 +155,13 @@
   const draw = (element) => {
     charts.get(element)?.destroy();
     const given = JSON.parse(element.dataset.chart);
-    const data = [given.x, ...given.series.map((each) => each.values)];
+    // A logarithm needs positive values.
+    const shown = (value) => (chosen.log && value !== null && value <= 0 ? null : value);
+    const data = [given.x, ...given.series.map((each) => each.values.map(shown))];
     element.replaceChildren();
-    charts.set(element, new window.uPlot(options(given, element.clientWidth, 180), data, element));
+    const plot = new window.uPlot(options(given, element.clientWidth, 180), data, element);
+    plot.setLegend({ idx: given.x.length - 1 }, false);
+    charts.set(element, plot);
   };
 
   const drawAll = () => {
@@ -122,6 +171,21 @@
 
   if (window.uPlot) {
     drawAll();
+    document.addEventListener("change", (event) => {
+      const option = event.target.dataset.option;
+      if (!option) return;
+      chosen[option] = event.target.checked;
+      drawAll();
+    });
+    document.addEventListener("click", (event) => {
+      const button = event.target.closest("[data-series]");
+      if (!button) return;
+      const number = Number(button.dataset.series);
+      const isShown = !chosen.hidden.delete(number);
+      if (isShown) chosen.hidden.add(number);
+      button.setAttribute("aria-pressed", String(!isShown));
+      drawAll();
+    });
     document.addEventListener("htmx:afterSettle", drawAll);
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
     let waiting = 0;

@@ -106,6 +106,15 @@ def test_lengths_are_limited_to_the_context_window(length: int) -> None:
     assert message == f"Datum 1 has {length} tokens; tiny/model reads 1 to 64."
 
 
+def test_a_datum_that_does_not_fit_into_memory_is_refused_with_the_longest() -> None:
+    small = replace(POOL, memory_tokens=40)
+    check_pass(request(datum(40)), small)
+    with pytest.raises(
+        Invalid, match=r"Datum 0 has 41 tokens; the longest datum that fits .* has 40"
+    ):
+        check_pass(request(datum(41)), small)
+
+
 def test_targets_must_be_as_long_as_the_input() -> None:
     message = refusal(request(datum(target_tokens=np.arange(2))))
     assert message == (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cotrain.wire.rest import HistoryPoint
+from cotrain_server.ui.admin_forms import _number
 from cotrain_server.ui.data.activity import activity_of, curves_of, own_activity_of
 from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, timeline_of
 from cotrain_server.ui.data.problems import problems_of
@@ -114,14 +115,15 @@ def test_a_run_shows_the_reason_of_its_wait(
 
 
 def test_a_run_whose_worker_is_unavailable_has_that_state() -> None:
-    behind = position_of(accepted=12)
-    given: tuple[Any, ...] = (Pauses(), {}, NOW)
-    row = run_row(run_of(), behind, *given, {(PoolId("p"), "w0"): NOW - 60})
+    def row_of(position: RunPosition, away: dict[tuple[PoolId, str], float | None]) -> Any:
+        return run_row(run_of(), position, Pauses(), {}, NOW, away)
+
+    behind, w0 = position_of(accepted=12), (PoolId("p"), "w0")
+    row = row_of(behind, {w0: NOW - 60})
     assert (row["state"], row["state_kind"]) == ("no worker", "bad")
-    assert row["waits"] == "Its worker is unavailable since 1 min ago. 3 requests waiting."
-    assert run_row(run_of(), behind, *given, {})["state"] == "waiting"
-    idle = run_row(run_of(), position_of(), *given, {(PoolId("p"), "w0"): None})
-    assert idle["state"] == "idle"
+    assert row["waits"] == "Its worker is unavailable, since 1 min ago. 3 requests waiting."
+    assert row_of(behind, {})["state"] == "waiting"
+    assert row_of(position_of(), {w0: None})["state"] == "idle"
 
 
 def test_a_list_is_filtered_by_state_model_and_text() -> None:
@@ -178,11 +180,20 @@ def point(step: int, loss: float, time_s: float) -> HistoryPoint:
     )
 
 
+def test_a_form_takes_a_size_with_a_unit() -> None:
+    given = ("100 GB", "1.5GB", "7", "0.5", "", "soon", "1 XB")
+    assert list(map(_number, given)) == [10**11, 15 * 10**8, 7, 0.5, None, "soon", "1 XB"]
+
+
 def test_runs_of_different_length_share_an_axis() -> None:
     longer = [point(1, 4.0, 0.0), point(2, 2.0, 5.0)]
-    charts = curves_of({RunId("s1:train:0"): longer, RunId("s2:train:0"): [point(2, 6.0, 1.0)]})
+    charts = curves_of(
+        {RunId("s1:train:0"): longer, RunId("s2:train:0"): [point(2, 6.0, 1.0)]},
+        {RunId("s1:train:0"): "sft"},
+    )
     by_name = {chart["name"]: chart for chart in charts}
     assert by_name["loss"]["x"] == [1, 2]
+    assert [each["label"] for each in by_name["loss"]["series"]] == ["sft", "s2…:0"]
     assert [each["values"] for each in by_name["loss"]["series"]] == [[2.0, 1.0], [None, 3.0]]
     assert by_name["tokens_per_s"]["series"][0]["values"] == [None, 2.0]
     assert "rollout_gap" not in by_name
@@ -238,7 +249,7 @@ def test_numbers_have_units() -> None:
         "0 s", "12.3 ms", "3.46 s", "2 min 5 s", "3 h 20 min", "2 d 7 h", "\u2013",
     ]  # fmt: skip
     assert [short(value) for value in (0, 999, 12_345, 3.2e6)] == ["0", "999", "12.3 k", "3.2 M"]
-    assert [size(value) for value in (10, 1536, 3 * 2**30)] == ["10 B", "1.5 KiB", "3 GiB"]
+    assert [size(value) for value in (10, 1500, 3 * 10**9)] == ["10 B", "1.5 kB", "3 GB"]
     assert (percent(0.5), plural(1, "run"), plural(2, "run")) == ("50 %", "1 run", "2 runs")
     assert [age(value) for value in (0.2, 30, 90, 7200, -60)] == [
         "now", "30 s ago", "1 min ago", "2 h ago", "in 1 min",

@@ -63,8 +63,8 @@ class ModelRunner:
         heads = base.query_heads
         self._group = heads // base.kv.heads
         self._has_kernel = (
-            not base.has_sinks
-            and not base.kv.others
+            not base.kv.others
+            and not base.has_sinks
             and kernel_takes(weight, base.kv.head_dim, cache.page_tokens)
             and kernel_is_right(
                 base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap

@@ -263,18 +263,15 @@ def kv_shape(config: Any) -> KvShape:
     shapes = [
         (
             each.num_key_value_heads,
-            _head_dim(each),
+            # Latent attention names its whole size apart from that of the rotated part.
+            getattr(each, "qk_head_dim", None)
+            or getattr(each, "head_dim", None)
+            or each.hidden_size // each.num_attention_heads,
         )
         for each in layer_configs(config)
     ]
     others = {layer: shape for layer, shape in enumerate(shapes) if shape != shapes[0]}
     return KvShape(config.num_hidden_layers, *shapes[0], others)
-
-
-def _head_dim(config: Any) -> int:
-    # Latent attention names its whole size apart from that of the rotated part.
-    named = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
-    return int(named or config.hidden_size // config.num_attention_heads)
 
 
 def layer_configs(config: Any) -> list[Any]:

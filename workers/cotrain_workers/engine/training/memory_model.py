@@ -80,6 +80,8 @@ class Budget:
     tokens: int
     keep_tokens: int
     """Number of tokens above which decoder layers are recomputed; 0: always."""
+    longest_datum: int = 0
+    """Tokens of the longest datum that fits if every adapter is offloaded; 0: not measured."""
 
 
 @dataclass
@@ -170,6 +172,12 @@ def budget(activations: Activations, free_bytes: int, choice: Choice) -> Budget:
     if choice == "never" or kept_is_faster(kept, recomputed):
         return Budget(enough(kept, activations.kept, free_bytes), kept)
     return Budget(enough(recomputed, model, free_bytes), kept)
+
+
+def longest_datum(activations: Activations, free_bytes: int, choice: Choice) -> int:
+    """Return the tokens of the longest datum in `free_bytes`, recomputed if possible; 0 if not measured."""
+    model = activations.kept if choice == "never" else activations.recomputed
+    return max(0, model.tokens_in(free_bytes)) if model else 0
 
 
 def kept_is_faster(kept: int, recomputed: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal, Protocol
 
@@ -25,6 +26,7 @@ from cotrain_workers.engine.training.memory_model import (
     budget,
     fit,
     kept_tokens,
+    longest_datum,
     micro_batch_bytes,
 )
 from cotrain_workers.engine.training.micro_batches import PassesCost
@@ -84,9 +86,10 @@ def size_micro_batches(
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     free_bytes = micro_batch_bytes(total, taken, adapter_bytes)
+    longest = longest_datum(found, micro_batch_bytes(total, taken, 0), choice)
     if asked == "auto":
-        return budget(found, free_bytes, choice)
-    return Budget(asked, kept_tokens(found, free_bytes, choice))
+        return replace(budget(found, free_bytes, choice), longest_datum=longest)
+    return Budget(asked, kept_tokens(found, free_bytes, choice), longest)
 
 
 def measure(

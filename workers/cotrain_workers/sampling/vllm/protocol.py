@@ -36,6 +36,7 @@ class ServerFacts:
     model: str  # the name that the base model is served under
     context_tokens: int  # of prompt and continuation together
     adapts_unembedding: bool  # whether LoRA on the unembedding takes effect
+    adapts_experts: bool = True  # whether LoRA on experts does; True of a base model without any
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import structlog
 
@@ -103,6 +104,11 @@ UNEMBEDDING = Failure(
     "Train with train_unembed=False to sample from it.",
     "user",
 )
+EXPERTS = Failure(
+    "The sampler of this base model cannot apply LoRA on experts. "
+    "Train with train_mlp=False to sample from it.",
+    "user",
+)
 
 
 class _Failed(Exception):
@@ -181,20 +187,25 @@ class VllmSampler:
         reason = refusal(request, self._vocab_size, facts)
         if reason:
             raise _Failed(Failure(reason, "user"))
-        if folder and not facts.adapts_unembedding and await self._adapts_unembedding(folder):
+        if not folder or (facts.adapts_unembedding and facts.adapts_experts):
+            return
+        config = await self._config(folder)
+        if not facts.adapts_unembedding and "lm_head" in config["target_modules"]:
             raise _Failed(UNEMBEDDING)
+        if not facts.adapts_experts and config.get("target_parameters"):
+            raise _Failed(EXPERTS)
 
-    async def _adapts_unembedding(self, folder: Path) -> bool:
+    async def _config(self, folder: Path) -> dict[str, Any]:
         while True:
             try:
                 await self.adapters.copy(folder.name)
-                config = json.loads((folder / CONFIG).read_bytes())
+                config: dict[str, Any] = json.loads((folder / CONFIG).read_bytes())
             except (FileNotFoundError, FolderUnreadable) as missing:
                 raise _Failed(_unreadable(missing)) from missing
             except OSError:
                 await asyncio.sleep(PAUSE_S[1])
             else:
-                return "lm_head" in config["target_modules"]
+                return config
 
     async def _sequence(
         self, request: SampleRequest, number: int, folder: Path | None, begun: Event

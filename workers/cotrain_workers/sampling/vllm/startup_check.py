@@ -37,6 +37,7 @@ NOISE = 0.05
 _PROMPT = list(range(1, 17))
 _ATTENTION_PROBE = AdapterSpec(rank=8, seed=0, train_mlp=False, train_unembed=False)
 _UNEMBEDDING_PROBE = AdapterSpec(rank=8, seed=0, train_attn=False, train_mlp=False)
+_EXPERTS_PROBE = AdapterSpec(rank=8, seed=0, train_attn=False, train_unembed=False)
 
 
 class VllmUnusable(VllmError):
@@ -59,8 +60,14 @@ async def check_server(
         version = await server.version()
         await _check_logprobs(server, card["id"])
         await _check_adapters(server, card["id"], base_model, targets, shared)
-        adapts = await _adapts_unembedding(server, card["id"], base_model, targets, shared)
-        return ServerFacts(version, card["id"], int(card["max_model_len"]), adapts)
+        where = card["id"], base_model
+        unembedding = await _adapts(server, *where, _UNEMBEDDING_PROBE, targets, shared)
+        of_experts = [target for target in targets if target.experts]
+        experts = not of_experts or await _adapts(
+            server, *where, _EXPERTS_PROBE, of_experts, shared
+        )
+        length = int(card["max_model_len"])
+        return ServerFacts(version, card["id"], length, unembedding, experts)
     except VllmRefused as refused:
         is_wrong_key = refused.status == 401
         hint = " Is COTRAIN_VLLM_API_KEY the key it was started with?" if is_wrong_key else ""
@@ -131,18 +138,23 @@ async def _check_adapters(
         raise VllmUnusable("vLLM loads adapters, but they change nothing.")
 
 
-async def _adapts_unembedding(
-    server: VllmServer, model: str, base_model: str, targets: Sequence[Target], shared: Path
+async def _adapts(
+    server: VllmServer,
+    model: str,
+    base_model: str,
+    spec: AdapterSpec,
+    targets: Sequence[Target],
+    shared: Path,
 ) -> bool:
-    """Return True if LoRA on `lm_head` works. vLLM supports it for some models only.
+    """Return True if LoRA on `lm_head` or on experts works. vLLM supports it for some models only.
 
-    Other models reject such an adapter. If the head is tied to the embeddings, vLLM may load the adapter without an
-    error and ignore that part.
+    Other models reject such an adapter. vLLM may also load it without an error and ignore that part. This happens
+    if the head is tied to the embeddings, or if vLLM expects other names of experts.
     """
     try:
-        adapts = await _has_effect(server, model, base_model, _UNEMBEDDING_PROBE, targets, shared)
+        adapts = await _has_effect(server, model, base_model, spec, targets, shared)
     except AdapterRefused as refused:
-        log.info("vllm_refuses_unembedding", reason=str(refused))
+        log.info("vllm_refuses_a_probe", reason=str(refused), probe=str(spec))
         return False
     return adapts
 

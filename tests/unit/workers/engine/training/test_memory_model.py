@@ -37,6 +37,7 @@ from cotrain_workers.engine.training.memory_model import (
     fit,
     kept_is_faster,
     kept_tokens,
+    longest_datum,
     micro_batch_bytes,
     rounded,
 )
@@ -108,6 +109,12 @@ def test_few_kept_tokens_are_faster_than_many_recomputed_ones(
     kept: int, recomputed: int, is_faster: bool
 ) -> None:
     assert kept_is_faster(kept, recomputed) == is_faster
+
+
+@pytest.mark.parametrize(("choice", "expected"), [("auto", 16_000), ("never", 685)])
+def test_the_longest_datum_is_recomputed_if_it_may_be(choice: Choice, expected: int) -> None:
+    assert longest_datum(BOTH, 6 * GB, choice) == pytest.approx(expected, abs=30)
+    assert longest_datum(Activations(None, None), 6 * GB, choice) == 0
 
 
 def test_the_time_of_a_second_forward_is_that_of_its_flop() -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from cotrain_workers.engine.model.base_model import find_targets, make_skeleton
 from cotrain_workers.engine.spec import Target
@@ -12,13 +14,12 @@ from cotrain_workers.sampling.vllm.client import VllmServer, VllmUnavailable
 from cotrain_workers.sampling.vllm.protocol import ServerFacts
 from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, base_card, check_server
 from tests.support.fake_vllm import FakeVllm
+from tests.support.tiny_models import build_tiny
 from tests.support.vllm_requests import BASE
 
 
 @pytest.fixture(scope="module")
 def targets(model: Path) -> tuple[Target, ...]:
-    from transformers import AutoConfig
-
     return find_targets(make_skeleton(AutoConfig.from_pretrained(model)))
 
 
@@ -47,6 +48,20 @@ def test_a_server_that_ignores_the_unembedding_is_detected(
     vllm.unembedding = unembedding
     assert not check(vllm, targets, tmp_path).adapts_unembedding
     assert vllm.loaded == set()
+
+
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
+def test_a_server_that_drops_experts_is_detected(model: Path, tmp_path: Path) -> None:
+    base = build_tiny("qwen3_moe", tmp_path / "base", vocab=512)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, base)
+    of_mixture = find_targets(make_skeleton(AutoConfig.from_pretrained(base)))
+    with FakeVllm(base, BASE) as vllm:
+        found = check(vllm, of_mixture, tmp_path)
+        assert (found.adapts_unembedding, found.adapts_experts) == (True, True)
+        vllm.drops_experts = True
+        found = check(vllm, of_mixture, tmp_path)
+        assert (found.adapts_unembedding, found.adapts_experts) == (True, False)
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
