@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -151,6 +152,31 @@ def test_a_message_stops_at_its_stop_sequence(
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
     assert cut.content[0].type == "text"
     assert cut.content[0].text == block.text[: block.text.index(stop)]
+
+
+def test_a_schema_holds_the_answers_of_a_real_model(
+    server: Server, client: openai.OpenAI, messages_client: anthropic.Anthropic
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}, "n": {"type": "integer", "maximum": 9}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    wrapped: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    asked: Any = {"model": server.base_model, "messages": CHAT, "response_format": wrapped, "n": 8}
+    for choice in client.chat.completions.create(**asked).choices:
+        assert choice.finish_reason == "stop"
+        assert json.loads(choice.message.content or "")["a"] in ("x", "y")
+    output: Any = {"format": {"type": "json_schema", "schema": schema}}
+    message = messages_client.messages.create(
+        model=server.base_model, max_tokens=200, messages=CHAT[1:], output_config=output
+    )
+    assert message.content[0].type == "text"
+    assert json.loads(message.content[0].text)["a"] in ("x", "y")
+    wrapped["json_schema"]["schema"] = {"not": {}}
+    with pytest.raises(openai.BadRequestError, match="response_format: the schema"):
+        client.chat.completions.create(**asked)
 
 
 def test_anothers_weights_are_not_found(server: Server, path: str) -> None:

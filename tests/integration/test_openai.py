@@ -247,7 +247,7 @@ def test_a_streamed_completion_can_echo(client: openai.OpenAI, script: Script) -
     ("fields", "named"),
     [
         ({"extra_body": {"tools": [{"type": "function"}]}}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"messages": [{"role": "function", "content": "4", "name": "x"}]}, "role: 'function'"),
         ({"messages": []}, "messages"),
         ({"temperature": -1}, "temperature"),

@@ -113,8 +113,9 @@ def serve(settings: WorkerSettings, tuning: Tuning, links: Links | None = None) 
     writer = new_writer(settings.worker_id)
     spools = settings.open_spool(writer), settings.open_spool(RESULTS + writer)
     text = tokenizer.text if tokenizer else None
+    grammar_of = tokenizer.grammar_of if tokenizer else None
     cost = measure_replay_cost(engine)
-    loop = enter_pool(engine, connection, spools, record, settings, text, tuning, cost)
+    loop = enter_pool(engine, connection, spools, record, settings, text, tuning, cost, grammar_of)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: loop.stop())
     log.info(

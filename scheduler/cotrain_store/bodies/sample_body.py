@@ -45,6 +45,8 @@ class SampleBody:
     target_prompt_logprobs: tuple[tuple[int, ...], ...] | None
     """Target tokens `[len(prompt) - 1, K]`; -1: skip."""
     stream: bool
+    grammar: str | None = None
+    """Grammar of the generated text, in the format of llguidance; None: any text."""
 
 
 class TopK(Protocol):

@@ -23,7 +23,7 @@ from cotrain_server.text_apis.anthropic_requests import (
 from cotrain_server.text_apis.anthropic_responses import MessageReply, answer, stream
 from cotrain_server.text_apis.generation import Generation
 from cotrain_server.text_apis.prompts import (
-    chat_body,
+    accepted_chat,
     chat_prompt,
     find_model,
     find_target,
@@ -111,8 +111,7 @@ async def write_message(request: Request, services: ServicesDep, tenant: TenantD
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
     chat = asked.chat()
-    make = partial(chat_body, target, chat, asked.body)
-    body, format = await services.parser.run(tenant.id, text_weight(chat.characters), make)
+    body, format = await accepted_chat(services, target, chat, asked.body)
     reply = MessageReply(
         id=secrets.token_hex(12),
         request_id=request.state.request_id,

@@ -35,7 +35,7 @@ from cotrain_server.text_apis.openai_responses import (
 )
 from cotrain_server.text_apis.prompts import (
     Target,
-    chat_body,
+    accepted_chat,
     find_target,
     find_weights,
     prompt_bodies,
@@ -138,8 +138,7 @@ async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Re
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
     chat = asked.chat()
-    make = partial(chat_body, target, chat, asked.body)
-    body, format = await services.parser.run(tenant.id, text_weight(chat.characters), make)
+    body, format = await accepted_chat(services, target, chat, asked.body)
     reply = Reply(
         **_reply(asked, target, [body]),
         format=format,

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cotrain.wire.model import Listed
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis.chat_template import Message, Thinking
+from cotrain_server.text_apis.grammars import schema_of
 from cotrain_server.text_apis.openai_requests import (
     refuse_unsupported,
     text_of,
@@ -27,8 +28,8 @@ HARMLESS = frozenset({
 })  # fmt: skip
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "container": (),
-    "output_config": ({},),
 }
+_FORMAT = "output_config.format"
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
     404: "not_found_error", 408: "timeout_error", 413: "request_too_large",
@@ -49,6 +50,12 @@ class ChatMessage(_Fields):
     content: str | Listed[dict[str, Any]]
 
 
+class OutputConfig(_Fields):
+    """Format of the answer."""
+
+    format: dict[str, Any] | None = None
+
+
 class CountRequest(_Fields):
     """POST messages/count_tokens: count the tokens of a chat."""
 
@@ -59,10 +66,13 @@ class CountRequest(_Fields):
     thinking: dict[str, Any] | None = None
     tools: Listed[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
 
     def check(self) -> None:
         """Raise Invalid for unsupported fields."""
         refuse_unsupported(self.model_extra or {}, HARMLESS, NEUTRAL)
+        if self.output_config:
+            refuse_unsupported(self.output_config.model_extra or {}, (), {}, "output_config.")
         for number, message in enumerate(self.messages):
             refuse_unsupported(message.model_extra or {}, (), {}, f"messages[{number}].")
 
@@ -78,6 +88,7 @@ class CountRequest(_Fields):
             anthropic_tools(self.tools, self.tool_choice),
             thinking=_thinking(self.thinking),
             continues=self.is_prefilled,
+            schema=schema_of(self.output_config.format, _FORMAT) if self.output_config else None,
         )
 
     def template_messages(self) -> list[Message]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
 from cotrain.wire.model import Listed
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis.chat_template import Message, Thinking
+from cotrain_server.text_apis.grammars import schema_of
 from cotrain_server.text_apis.prompts import Chat
 from cotrain_server.text_apis.route import Refusal
 from cotrain_server.text_apis.tool_requests import call_messages, openai_tools
@@ -104,7 +105,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "priority": (0,),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_token_ids": ([],),
@@ -257,6 +257,7 @@ class ChatCompletionRequest(GenerationRequest):
     """Extension of OpenAI's API: options of the model's chat template, such as `enable_thinking`.
     """
     reasoning_effort: Effort | None = None
+    response_format: dict[str, Any] | None = None
     tools: Listed[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -281,6 +282,7 @@ class ChatCompletionRequest(GenerationRequest):
             openai_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls),
             self.chat_template_kwargs or {},
             effort and Thinking("reasoning_effort", effort != "none", effort),
+            schema=schema_of(self.response_format, "response_format"),
         )
 
     def template_messages(self) -> list[Message]:

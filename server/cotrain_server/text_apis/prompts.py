@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from cotrain_server.errors import Invalid, PromptTooLong
@@ -18,6 +19,7 @@ from cotrain_server.requests.checkpoint_validation import check_loadable
 from cotrain_server.requests.sample_validation import check_sample, check_sampleable
 from cotrain_server.services import Services
 from cotrain_server.text_apis.chat_template import Message, Thinking
+from cotrain_server.text_apis.grammars import answer_grammar, check_grammar
 from cotrain_server.text_apis.message_parts import MessageFormat
 from cotrain_server.text_apis.tokenizer_cache import Language, TextGrowth, Tokenizer, language_of
 from cotrain_server.text_apis.tool_calls import OPEN_THINKING
@@ -159,6 +161,8 @@ class Chat:
     """Setting of the reasoning; None for the model's own."""
     continues: bool = False
     """True to continue the last message."""
+    schema: Any = None
+    """JSON schema of the answer; None for a text."""
 
     @property
     def characters(self) -> int:
@@ -182,8 +186,6 @@ def chat_prompt(model: Model, chat: Chat) -> list[int]:
     template.check_options(chat.options)
     if chat.tools.functions:
         template.check_tools()
-    if chat.tools.choice == "required":
-        raise Invalid("tool_choice: a call cannot be required here; use 'auto'.")
     options = {
         **chat.options,
         **(template.thinking_options(chat.thinking) if chat.thinking else {}),
@@ -208,14 +210,30 @@ def chat_body(
     body = _checked(body_of(chat_prompt(model, chat)), model.pool)
     template = model.language.template
     assert template is not None
-    end = model.language.tokenizer.decode(body.prompt[-_END_TOKENS:], special=True)
-    return body, MessageFormat(
+    tokenizer = model.language.tokenizer
+    end = tokenizer.decode(body.prompt[-_END_TOKENS:], special=True)
+    format = MessageFormat(
         form=template.tool_form if chat.tools.functions else None,
         tools=chat.tools.schemas,
         is_single=chat.tools.is_single,
         has_thinking=template.has_thinking,
         begins_thinking=template.has_thinking and end.rstrip().endswith(OPEN_THINKING),
     )
+    grammar = answer_grammar(chat.schema, chat.tools, format, tokenizer)
+    return replace(body, grammar=grammar), format
+
+
+async def accepted_chat(
+    services: Services, target: Target, chat: Chat, body_of: Callable[[list[int]], SampleBody]
+) -> tuple[SampleBody, MessageFormat]:
+    """Run `chat_body` in a thread, and check its grammar in a child process."""
+    tenant, run = target.sampler.tenant, services.parser.run
+    make = partial(chat_body, target, chat, body_of)
+    body, format = await run(tenant, text_weight(chat.characters), make)
+    if body.grammar is not None:
+        where = "response_format" if chat.schema is not None else "tools"
+        await services.parser.run_in_child(tenant, check_grammar, body.grammar, where)
+    return body, format
 
 
 def prompt_bodies(

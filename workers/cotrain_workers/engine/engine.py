@@ -19,7 +19,7 @@ from cotrain_workers.engine.adapters.residency import adapter_budget
 from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
-from cotrain_workers.engine.decoding.requests import TextOf
+from cotrain_workers.engine.decoding.requests import GrammarOf, TextOf
 from cotrain_workers.engine.device import (
     check_device,
     keep_freed_memory,
@@ -198,6 +198,7 @@ class Engine:
         *,
         kv_tokens: int | None,
         text: TextOf | None,
+        grammar_of: GrammarOf | None = None,
         page_tokens: int | None = None,
         step_tokens: int | None = None,
         weights_bytes: int | None = None,
@@ -205,7 +206,7 @@ class Engine:
         """Return a decoder over this engine's base model, with key-value memory of its own.
 
         `weights(key)` returns sampler weights or raises WeightsMissing. `text` decodes tokens, for
-        stop strings. A size of None selects a default for the device: `kv_tokens` of key-value
+        stop strings, and `grammar_of` compiles grammars. A size of None selects a default for the device: `kv_tokens` of key-value
         memory, `step_tokens` of prompts per step, `weights_bytes` of adapters kept on the device.
         """
         sizes = DecoderSizes(
@@ -215,7 +216,7 @@ class Engine:
             weights_bytes,
             self._forward_backward.head_chunk_rows,
         )
-        return EngineDecoder(self._base, weights, text, sizes)
+        return EngineDecoder(self._base, weights, text, sizes, grammar_of)
 
     def check_device(self) -> None:
         """Raise DeviceLost if an error has left the device unable to compute."""

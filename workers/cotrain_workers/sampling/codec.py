@@ -41,6 +41,7 @@ def sample_request(
         topk_sample_logprobs=body.topk_sample_logprobs,
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         target_prompt_logprobs=_targets(body),
+        grammar=body.grammar,
         tenant=claimed.tenant,
         tenant_weight=claimed.tenant_weight,
     )

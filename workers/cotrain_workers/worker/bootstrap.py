@@ -35,7 +35,7 @@ from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import key_of
 from cotrain_workers.checkpoints.weights_store import MEMORY_BYTES, UNSTORED_BYTES, WeightsStore
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.requests import TextOf
+from cotrain_workers.engine.decoding.requests import GrammarOf, TextOf
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large
@@ -294,11 +294,12 @@ def enter_pool(
     text: TextOf | None,
     tuning: Tuning,
     cost: ReplayCost = UNMEASURED,
+    grammar_of: GrammarOf | None = None,
 ) -> WorkerLoop:
     """Claim the worker id in the pool and return the worker loop. Open steps of a predecessor are
     re-executed.
 
-    `spools` are of bodies and of results; `text` decodes tokens, for stop strings; `cost` is of a replay.
+    `spools` are of bodies and of results; `text` decodes tokens, for stop strings; `grammar_of` compiles grammars; `cost` is of a replay.
     """
     worker = WorkerId(settings.worker_id)
     execution = Execution(connection, *spools, record.id, worker)
@@ -314,7 +315,7 @@ def enter_pool(
         settings.orphan_age_s,
         partial(metrics.resolved, OpKind.SAVE),
     )
-    make_decoder = decoder_factory(engine, settings, weights, text)
+    make_decoder = decoder_factory(engine, settings, weights, text, grammar_of)
     decoder = make_decoder()
     execution.publish(
         replace(
@@ -355,7 +356,11 @@ def enter_pool(
 
 
 def decoder_factory(
-    engine: Trainer, settings: WorkerSettings, weights: WeightsStore, text: TextOf | None
+    engine: Trainer,
+    settings: WorkerSettings,
+    weights: WeightsStore,
+    text: TextOf | None,
+    grammar_of: GrammarOf | None = None,
 ) -> Callable[[], EngineDecoder | VllmDecoder | NoDecoder]:
     """Return a factory of decoders: the engine's own, a vLLM client, or none for a group without
     vLLM.
@@ -368,7 +373,7 @@ def decoder_factory(
         if not isinstance(engine, Engine):
             return NoDecoder
         kv_tokens = settings.kv_cache_tokens or None
-        return partial(engine.decoder, host, kv_tokens=kv_tokens, text=text)
+        return partial(engine.decoder, host, kv_tokens=kv_tokens, text=text, grammar_of=grammar_of)
     adapters, copies = settings.blob_store.below("weights"), None
     shared = adapters.folder or settings.adapter_copies_dir
     if adapters.folder is None:

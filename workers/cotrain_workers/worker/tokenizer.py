@@ -17,7 +17,8 @@ import structlog
 from transformers import AutoTokenizer
 
 from cotrain_store.blobs.protocol import Blobs
-from cotrain_workers.engine.decoding.requests import TextOf
+from cotrain_workers.engine.decoding.requests import GrammarOf, TextOf
+from cotrain_workers.sampling.grammars import Grammars
 
 log = structlog.get_logger()
 
@@ -33,6 +34,8 @@ class PublishedTokenizer:
     folder: str
     """Name of the published folder; empty for a kind that only Python can run."""
     text: TextOf
+    grammar_of: GrammarOf | None
+    """Compiler of grammars; None for a kind that only Python can run."""
 
 
 def publish_tokenizer(
@@ -58,7 +61,9 @@ def publish_tokenizer(
         )
         return decoded
 
-    return PublishedTokenizer(_publish(tokenizer, name, published), text)
+    folder = _publish(tokenizer, name, published)
+    grammar_of = Grammars(tokenizer.backend_tokenizer.to_str()) if folder else None
+    return PublishedTokenizer(folder, text, grammar_of)
 
 
 def _publish(tokenizer: Any, name: str, published: Blobs) -> str:

@@ -83,7 +83,6 @@ def test_no_prompt_and_too_many_prompts_are_refused(prompt: list[str]) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": {"type": "json_object"}},
         {"logit_bias": {"1": 5}},
         {"presence_penalty": 0.1},
         {"frequency_penalty": -1},
@@ -100,7 +99,6 @@ def test_a_field_that_would_change_the_result_is_refused_by_name(fields: dict[st
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": {"type": "text"}},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}},
         {"skip_special_tokens": True, "ignore_eos": False, "min_tokens": 0, "stop_token_ids": []},
         {"use_beam_search": False, "length_penalty": 1.0, "add_generation_prompt": True},

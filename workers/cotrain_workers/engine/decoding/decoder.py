@@ -39,6 +39,9 @@ from cotrain_workers.engine.decoding.model_runner import Forward, ModelRunner
 from cotrain_workers.engine.decoding.next_tokens import NextTokens, choose_next, find_ready
 from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores, asks_about_prompt
 from cotrain_workers.engine.decoding.requests import (
+    Grammar,
+    GrammarOf,
+    GrammarUnusable,
     NewTokens,
     Progress,
     SampleOutput,
@@ -65,6 +68,7 @@ class EngineDecoder:
         weights: Callable[[str], HostWeights],
         text: TextOf | None,
         sizes: DecoderSizes,
+        grammar_of: GrammarOf | None = None,
     ) -> None:
         device, dtype = base.head_weight.device, base.head_weight.dtype
         page = sizes.page_tokens or PAGE_TOKENS[device.type]
@@ -78,6 +82,7 @@ class EngineDecoder:
         self.pages = pages
         self._vocab_size = base.vocab_size
         self._text = text
+        self._grammar_of = grammar_of
         # Limit of a prompt plus its continuation:
         self.max_sequence_tokens = min(base.context_length, (pages.count - 1) * page)
         self._page_tokens = page
@@ -127,7 +132,22 @@ class EngineDecoder:
             vocab_size=self._vocab_size,
             max_sequence_tokens=self.max_sequence_tokens,
             has_text=self._text is not None,
-        )
+        ) or self._refuse_grammar(request)
+
+    def _refuse_grammar(self, request: SampleRequest) -> str | None:
+        if request.grammar is None:
+            return None
+        try:
+            self._start_of_grammar(request)
+        except GrammarUnusable as reason:
+            return f"response_format: the grammar cannot be used: {reason}."
+        return None
+
+    def _start_of_grammar(self, request: SampleRequest) -> Grammar:
+        if self._grammar_of is None or not request.stop_tokens:
+            raise GrammarUnusable("this model has no tokenizer, or no end of sequence")
+        assert request.grammar is not None
+        return self._grammar_of(request.grammar, self._vocab_size, request.stop_tokens)
 
     def add(self, request: SampleRequest) -> None:
         """Queue a request that `refuse` accepted."""
@@ -174,10 +194,14 @@ class EngineDecoder:
             self._admit(log)
             begun = self._begin(log)
         if begun is not None:
-            if self.overlaps and self.scheduler.only_goes_on():
+            if self.overlaps and self.scheduler.only_goes_on() and not self._has_grammar():
                 self._begun = self._begin(log, begun.tokens)
             self._read(begun, log)
         return log.progress()
+
+    def _has_grammar(self) -> bool:
+        """Return True if the next token of a running sequence depends on its unread token."""
+        return any(each.group.request.grammar is not None for each in self.scheduler.running)
 
     def _begin(self, log: StepLog, chosen: torch.Tensor | None = None) -> NextTokens | None:
         """Start a step on the device and choose the tokens after it; return None if no sequence gets one.
@@ -193,6 +217,9 @@ class EngineDecoder:
         ready = find_ready(forward, self._first(log), self._pinned.slots)
         if ready is None:
             return None
+        for sequence in ready.sequences:
+            if sequence.group.request.grammar is not None and sequence.grammar is None:
+                sequence.grammar = self._start_of_grammar(sequence.group.request)
         logits, slots = self.runner.logits, self._pinned.slots
         return choose_next(ready, logits, slots, self._head_chunk_rows, self._copies)
 
@@ -299,6 +326,9 @@ class EngineDecoder:
         sequence.logprobs.append(logprob)
         log.tokens.append(NewTokens(request.id, sequence.index, offset, (token,), (logprob,)))
         stopped = has_stopped(token, request, sequence.read_text, self._text)
+        if sequence.grammar is not None and not sequence.grammar.advance(token):
+            self._fail(sequence.group, "response_format: no text fits the schema.", "user", log)
+            return
         if not (stopped or (sequence.is_full and not sequence.unread)):
             return
         self.scheduler.remove(sequence)

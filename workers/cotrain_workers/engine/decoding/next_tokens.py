@@ -133,7 +133,7 @@ def choose_next(
         sequences = ready.sequences[at : at + chunk_rows]
         slots = [slot_of[sequence.group.request.weights] for sequence in sequences]
         logits = logits_of(ready.hidden[at : at + chunk_rows], slots)
-        chosen = choose(logits, [choice_of(sequence) for sequence in sequences])
+        chosen = choose(constrained(logits, sequences), [choice_of(each) for each in sequences])
         found, _ = picked_logprobs(logits[: len(sequences)], chosen[:, None])
         tokens.append(chosen)
         logprobs.append(found[:, 0])
@@ -147,6 +147,21 @@ def choose_next(
     for at, each in enumerate(asked):
         arenas |= {f"ids {at}": each.ids.flatten(), f"top {at}": each.logprobs.flatten()}
     return NextTokens(ready.sequences, every, asked, carry_out(copies, arenas))
+
+
+def constrained(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:
+    """Return logits `[n padded, V]` without the tokens that the grammars of sequences exclude.
+
+    Rows of other sequences keep their bits. The input is unchanged, for the log-probs of the model.
+    """
+    grammars = {at: s.grammar for at, s in enumerate(sequences) if s.grammar is not None}
+    if not grammars:
+        return logits
+    logits = logits.clone()
+    for at, grammar in grammars.items():
+        excluded = to_device(torch.from_numpy(~grammar.allowed()), logits.device)
+        logits[at].masked_fill_(excluded, -torch.inf)
+    return logits
 
 
 def ask(sequences: Sequence[SequenceState], logits: torch.Tensor) -> Iterator[TextRequest]:

@@ -18,6 +18,25 @@ TextOf = Callable[[Sequence[int]], str]
 NO_TOP_K = -1
 
 
+class GrammarUnusable(ValueError):
+    """The grammar is invalid or exceeds a limit."""
+
+
+class Grammar(Protocol):
+    """Position of one sequence in a grammar of its text."""
+
+    def allowed(self) -> np.ndarray:
+        """Return the tokens that may follow: bool `[V]`."""
+
+    def advance(self, token: int) -> bool:
+        """Read a token. Return False if the grammar has no continuation."""
+
+
+# Returns the start of a grammar for a vocabulary of some size, with the tokens that may end its text.
+# Raises GrammarUnusable.
+GrammarOf = Callable[[str, int, frozenset[int]], Grammar]
+
+
 @dataclass(frozen=True)
 class SampleRequest:
     """Generate `num_samples` continuations of one prompt of `P` tokens with one set of weights."""
@@ -42,6 +61,7 @@ class SampleRequest:
     tenant: str = ""
     # A tenant of weight 2 gets twice the tokens of one of weight 1. The newest request sets the weight.
     tenant_weight: float = 1.0
+    grammar: str | None = None  # holds the generated text; None: any text
 
 
 @dataclass(frozen=True)

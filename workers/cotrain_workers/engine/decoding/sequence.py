@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores
-from cotrain_workers.engine.decoding.requests import SampledSequence, SampleRequest
+from cotrain_workers.engine.decoding.requests import Grammar, SampledSequence, SampleRequest
 from cotrain_workers.engine.decoding.scheduling.pages import Node, Origin
 from cotrain_workers.engine.decoding.stop_strings import ReadText
 
@@ -99,6 +99,7 @@ class SequenceState:
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # [k] each, per token
     read_text: ReadText = field(default_factory=ReadText)
+    grammar: Grammar | None = None  # created with its first token
     # Only while it is running:
     pages: list[int] = field(
         default_factory=list
