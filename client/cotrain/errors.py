@@ -30,8 +30,6 @@ Programs for the hosted services catch all failures of their service as `TinkerE
 and requests that failed after they were accepted.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 __all__ = [

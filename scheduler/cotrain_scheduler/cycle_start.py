@@ -1,7 +1,5 @@
 """Start time and time limit of the next cycle of one worker. Pure; times in seconds, `now` is an argument."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ The file also contains:
 * `HostTime`, which detects that the host's clock was set.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A run stays on its worker while the balance is good enough: a move costs a copy,
 (`Balance`) is pure, and its times are in seconds. `Rebalancing` requests moves, pauses their runs, and cancels moves that fail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 

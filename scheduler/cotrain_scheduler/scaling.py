@@ -4,8 +4,6 @@
 and writes the decision.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

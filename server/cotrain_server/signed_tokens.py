@@ -5,8 +5,6 @@ Signatures of both are accepted. A link is not an API key: it grants one file of
 some minutes. The checkpoint is looked up again for the link's tenant.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode

@@ -5,8 +5,6 @@ one. They return to their queues. `result_of` encodes one output as the result o
 compares it with the stored result.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace

@@ -1,7 +1,5 @@
 """`cotrain download` and `cotrain upload`: checkpoints to files, and files to checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -4,8 +4,6 @@
 may be plain threads or any event loops, and a slow training loop delays no heartbeat.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import os

@@ -3,8 +3,6 @@
 `SampleRequests` limits the concurrent HTTP calls of sampling.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

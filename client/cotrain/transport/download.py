@@ -6,8 +6,6 @@ bytes (`ETag`). So another process can resume it too, and bytes of different fil
 `UploadArchive` is an adapter as the bytes of one archive, read from disk while they are sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import tarfile

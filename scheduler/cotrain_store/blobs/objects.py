@@ -4,8 +4,6 @@ range.
 `Failures` counts each failure of the object store, and logs at most one every LOG_EVERY_S.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import threading

@@ -4,8 +4,6 @@ The API parses the adapter's configuration and the names and shapes of its tenso
 its base model and scales the values.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 

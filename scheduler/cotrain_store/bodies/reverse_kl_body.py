@@ -3,8 +3,6 @@
 A body is the length of a JSON text, the text with the settings, then the arrays of all datums in binary.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ In a body, settings are JSON, and long arrays are binary. A prompt of 32,000 tok
 is decoded in microseconds.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Sequence

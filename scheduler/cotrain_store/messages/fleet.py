@@ -5,8 +5,6 @@ process shows it, and the next scheduler continues from it. Times are those of h
 1970.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

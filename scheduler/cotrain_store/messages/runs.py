@@ -1,7 +1,5 @@
 """Records of runs, tenants, sessions and pools, and the points of a run's history."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Records of samplers, usage of sample requests, and the parser of their ids."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Requests of saves and loads, and the records of weights and checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, field

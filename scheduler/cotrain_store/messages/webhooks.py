@@ -1,7 +1,5 @@
 """Events of webhooks that are due, and the outcomes of their delivery."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -4,8 +4,6 @@ Every view is a function of this: status, metrics, autoscaler, readiness and pag
 pool is read by one pipeline and the script of its queues, so pools may differ by milliseconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

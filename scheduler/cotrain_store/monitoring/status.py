@@ -1,7 +1,5 @@
 """Reader of cycle records, the newest ops of a run, and the last hour of a pool, for pages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Arguments of `commit.lua`: each op of a step with its result, and the records of its saves."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -7,8 +7,6 @@ was paused while another took over gets Fenced and must exit.
 name of a part of a step begins with its first request.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence

@@ -3,8 +3,6 @@
 Nothing here writes, so nothing is fenced.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping

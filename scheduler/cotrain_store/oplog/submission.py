@@ -1,7 +1,5 @@
 """Arguments of `submit.lua`: one op of a run, its requirements, and the limits of its tenant."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys

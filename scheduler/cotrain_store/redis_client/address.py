@@ -12,8 +12,6 @@ are for the Sentinels instead of Redis. TLS options apply to both.
 The pools connect to the master that the Sentinels report, and follow it when it changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

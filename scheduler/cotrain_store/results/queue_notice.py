@@ -1,7 +1,5 @@
 """Notices for waiting requests: the position in the queue, and the expected time."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

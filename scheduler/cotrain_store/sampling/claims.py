@@ -3,8 +3,6 @@
 Plain synchronous and fenced by the worker's epoch, as execution is.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

@@ -6,8 +6,6 @@ same list. An entry is removed when the session's own key acknowledges its resul
 `DeliveryLog`), or after a day.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -4,8 +4,6 @@ Sample requests are not part of a run's log: they change nothing, so each may ru
 order, and again after a crash.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable

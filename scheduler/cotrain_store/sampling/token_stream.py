@@ -4,8 +4,6 @@ Nothing is stored. A follower that subscribes late, or reads too slowly, has a g
 which the final result fills.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

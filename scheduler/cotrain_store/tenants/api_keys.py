@@ -8,8 +8,6 @@ tenant. A process never accepts a chosen key because of its entry in Redis.
 Only the SHA-256 of a key is stored.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

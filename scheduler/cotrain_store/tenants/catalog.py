@@ -5,8 +5,6 @@ A page is cut by position (`offset`). Items added while a client pages shift the
 page then repeats the end of the previous one, and nothing is left out. Deletions shift items back.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass

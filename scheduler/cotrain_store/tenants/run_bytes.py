@@ -2,8 +2,6 @@
 deleted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The cost of a page does not depend on the number of runs. Notes and tags can be 
 be filtered by them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

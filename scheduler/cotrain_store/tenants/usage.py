@@ -1,7 +1,5 @@
 """Hourly usage of tenants. This module only reads: the commits of workers write the counts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal, TypeAlias, cast

@@ -5,8 +5,6 @@ is refused, and the error names its key. Plain PEFT and the names of `tinker_coo
 supported.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

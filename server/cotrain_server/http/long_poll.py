@@ -9,8 +9,6 @@ is answered as "not yet".
 `while_connected` cancels work when its client disconnects.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ and 56 in memory. It takes time and memory proportional to the body size for any
 expression does not, if a string is unterminated.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `file_in_form` reduces a received form (`multipart/form-data`) to its file, in place.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile

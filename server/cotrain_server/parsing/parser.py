@@ -8,8 +8,6 @@ tenants therefore leave capacity.
 freed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 from collections import deque

@@ -8,8 +8,6 @@ run's order (as a rejected op), because its client has already used the seq_id.
 `NEEDS_BY_LOSS` lists the inputs and settings of each loss. The engine implements the formulas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType

@@ -2,8 +2,6 @@
 in, op out.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

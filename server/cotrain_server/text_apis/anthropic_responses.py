@@ -1,7 +1,5 @@
 """Conversion of samples to Anthropic's response format, complete or streamed."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@
 the result, otherwise refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 

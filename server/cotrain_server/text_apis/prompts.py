@@ -4,8 +4,6 @@
 `<base model>`, `tinker://<run>/sampler_weights/<name>`, or both as `<base model>;<path>`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A page: its address, its JSON twin, and the creation of both from the same data."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ other API process takes over. A slow receiver delays only its own tenant's event
 `retry_in` computes the retry times. It is pure, with times in seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

@@ -13,8 +13,6 @@ disk. The planner receives it before the commit that fills the memory, so it pla
 A step that contains a save all the same (most likely a crashed worker's) waits as a whole.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@
 attention masks. `Router` gives the current route to the modules of the base model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 `lightest` selects the member of a new run. `GroupBank` implements `Adapters` over all members.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ The file is an uncompressed zip archive of JSON and safetensors, without executa
 The outcome is added at the end of the cycle. A cycle during which the process ended has none.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 import zlib

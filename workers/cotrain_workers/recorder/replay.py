@@ -1,7 +1,5 @@
 """Replay of one recorded cycle, and comparison of the outcomes. It needs the base model and the file, but no server."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal

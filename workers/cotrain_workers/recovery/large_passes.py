@@ -6,8 +6,6 @@ runs the dangerous request alone, with less memory. After a second kill, the req
 if one datum alone is too long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Restoration of the runs of a step, and failure of those that cannot be restored, one by one."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -6,8 +6,6 @@ therefore never overwrites a file of its successor, or of a worker to which its 
 reassigned. The policy is pure.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

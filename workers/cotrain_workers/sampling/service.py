@@ -12,8 +12,6 @@ the training in between. It is pure.
 reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -8,8 +8,6 @@ stored. A worker that crashes leaves none, and the process that runs a request a
 its own.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence

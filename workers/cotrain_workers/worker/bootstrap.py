@@ -4,8 +4,6 @@
 same size. A size changes the last bits of results, and two measurements may differ slightly.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -5,8 +5,6 @@ each run executes alone. A step that crashed at least MAX_CRASHES times runs in 
 (bisection).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

@@ -4,8 +4,6 @@ It is published for the API, which has no model. The folder is named after its c
 changes, so a new worker does not disturb readers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence

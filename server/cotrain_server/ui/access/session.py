@@ -5,8 +5,6 @@ The cookie contains no key. A logout ends it. A tenant's session ends with its k
 key's current role. The operator's session ends if the admin key changes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import secrets

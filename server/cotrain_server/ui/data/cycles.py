@@ -3,8 +3,6 @@
 A tenant is shown its own runs. All others in a cycle are one sum without names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

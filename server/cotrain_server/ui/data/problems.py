@@ -1,7 +1,5 @@
 """Health problems and their remedies, for the dashboard. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 On CUDA they run concurrently with the computation, in a second stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ rows and modules start as in a fresh adapter: A random, B zero. So they add noth
 trained later.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence

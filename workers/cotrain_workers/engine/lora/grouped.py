@@ -10,8 +10,6 @@ are valid for one micro-batch. Filling them reads each arena once: 6 bytes per p
 the optimizer step moves 28. Nothing is retained for idle adapters, so no copy can be stale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

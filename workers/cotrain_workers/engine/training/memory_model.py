@@ -4,8 +4,6 @@ memory. Pure.
 It does not depend on a device: `memory_probe.py` measures, and `Engine.load` applies the model.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

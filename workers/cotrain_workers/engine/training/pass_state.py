@@ -5,8 +5,6 @@ run's state. An adapter that is dropped or restored drops its open pass, which t
 produces the same bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence

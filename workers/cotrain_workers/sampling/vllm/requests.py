@@ -8,8 +8,6 @@ flight is never withdrawn. A part of all slots is therefore reserved for tenants
 A tenant with many waits before it fills the server, and a newcomer is admitted at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """Queues of sequences of each tenant: waiting, and running with pages."""
 
-from __future__ import annotations
-
 from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter

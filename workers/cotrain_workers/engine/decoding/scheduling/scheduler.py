@@ -11,8 +11,6 @@ one token per step therefore does not wait for a page of another tenant's prompt
 fair queueing, by finish time (Demers, Keshav, Shenker 1989).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass

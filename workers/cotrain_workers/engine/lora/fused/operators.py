@@ -5,8 +5,6 @@ caller must therefore keep those tensors alive, and must not run under a compile
 kernel's three operands, the first one is repeated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
