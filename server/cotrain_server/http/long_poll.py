@@ -5,8 +5,6 @@ KB, and twice that during the Redis lookup of its key. After a restart all of th
 
 A poll never answers 5xx, because SDKs repeat that at once and without limit. An unavailable store
 is answered as "not yet".
-
-`while_connected` cancels work when its client disconnects.
 """
 
 import asyncio

@@ -2,10 +2,6 @@
 compression bombs.
 
 This module handles sizes and encodings. `requests/` interprets the content.
-
-`count_json` counts the values of a JSON body before it is parsed. A list takes 2 bytes on the wire
-and 56 in memory. It takes time and memory proportional to the body size for any content. A regular
-expression does not, if a string is unterminated.
 """
 
 import asyncio
@@ -58,6 +54,9 @@ _QUOTE = ord('"')
 
 def count_json(body: bytes, limits: JsonLimits) -> int:
     """Return the number of values of a JSON body. The result is arbitrary if the body is not JSON.
+
+    The body is not parsed yet: a list takes 2 bytes on the wire and 56 in memory. Counting takes time and memory proportional to the body size for any
+    content. A regular expression does not, if a string is unterminated.
 
     Raises:
         BodyTooLarge: the body exceeds the limits.

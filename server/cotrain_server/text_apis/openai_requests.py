@@ -1,8 +1,4 @@
-"""Request and error models of OpenAI's API, and the refusal of unsupported fields.
-
-`refuse_unsupported` also serves other APIs. Unsupported fields are ignored if they do not change
-the result, otherwise refused.
-"""
+"""Request and error models of OpenAI's API, and the refusal of unsupported fields."""
 
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
@@ -23,6 +19,9 @@ def refuse_unsupported(
     where: str = "",
 ) -> None:
     """Check the fields of a request that its model does not define.
+
+    Other APIs use it, too. Unsupported fields are ignored if they do not
+    change the result, otherwise refused.
 
     `harmless` fields change no result with any value. A `neutral` field must have a value that
     requests nothing. An unknown field is refused, because its caller may rely on it.

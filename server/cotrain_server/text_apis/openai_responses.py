@@ -1,8 +1,4 @@
-"""Conversion of samples to OpenAI's response format, complete or streamed.
-
-`ChatShape` and `CompletionShape` are the formats of a choice in chat completions and in
-completions.
-"""
+"""Conversion of samples to OpenAI's response format, complete or streamed."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass

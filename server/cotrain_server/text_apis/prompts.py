@@ -1,8 +1,4 @@
-"""Conversion of text prompts to sample requests, with length limits before tokenizing.
-
-`find_target` resolves the `model` of an OpenAI or Anthropic request to a sampler. Valid forms are
-`<base model>`, `tinker://<run>/sampler_weights/<name>`, or both as `<base model>;<path>`.
-"""
+"""Conversion of text prompts to sample requests, with length limits before tokenizing."""
 
 import hashlib
 import time
@@ -39,6 +35,9 @@ class Target:
 async def find_target(services: Services, tenant: TenantId, model: str) -> Target:
     """Return the target of a model name. Its sampler is created at the first request and reused
     afterwards.
+
+    Valid forms are `<base model>`, `tinker://<run>/sampler_weights/<name>`, or both as
+    `<base model>;<path>`.
 
     Raises:
         BaseModelNotServed, CheckpointNotFound, MalformedPath: the tenant has no such model.

@@ -3,8 +3,6 @@ tenant.
 
 An API process delivers, because the scheduler must not wait for external hosts. If it crashes, any
 other API process takes over. A slow receiver delays only its own tenant's events.
-
-`retry_in` computes the retry times. It is pure, with times in seconds.
 """
 
 import asyncio

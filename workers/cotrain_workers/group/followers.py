@@ -1,9 +1,5 @@
 """Orders from the first member of a group to the others, the followers.
 
-`Followers` is the first member's side. It sends orders, awaits the answers and keeps the state of each follower.
-The function `follow` is the loop of a follower, which executes orders until the first member ends. The function
-`facts_of` returns the state of a member.
-
 An order is a function of a follower's engine and lock step, with its other arguments. Its answer is the result and the
 state of the follower after it. The order None ends the follower.
 """
@@ -50,7 +46,12 @@ class MemberFacts:
 
 
 class Followers:
-    """Followers of a group. For the first member's main thread; any thread may read `facts` and `lost`."""
+    """Followers of a group. For the first member's main thread; any thread may read `facts` and `lost`.
+
+    It is the first member's side. It sends orders, awaits the answers and keeps the state of
+    each follower. The function `follow` is the loop of a follower, which executes orders until
+    the first member ends. The function `facts_of` returns the state of a member.
+    """
 
     def __init__(self, links: Links) -> None:
         self._links = links
