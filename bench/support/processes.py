@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 from redis import ConnectionError as RedisConnectionError
 from redis import Redis
 
@@ -20,6 +21,11 @@ from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_
 
 PATIENCE_S = 60.0
 COTRAIN = Path(sys.executable).with_name("cotrain")
+#: Part of the command line of each process of a server.
+ROLES = {
+    "redis": "redis-server", "parser": "cotrain_server.parsing", "api": "-m cotrain_server",
+    "scheduler": "-m cotrain_scheduler", "worker": "-m cotrain_workers",
+}  # fmt: skip
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -79,3 +85,15 @@ def cpu_s(pid: int | str = "self") -> float:
     """Return the processor time of a process so far, in s."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def cpu_by_role() -> dict[str, float]:
+    """Return the processor time in s of this process (client) and of each process of a server that it started."""
+    took = {"client": cpu_s()}
+    for process in psutil.Process().children(recursive=True):
+        line = " ".join(process.cmdline())
+        for role, word in ROLES.items():
+            if word in line:
+                took[role] = took.get(role, 0.0) + cpu_s(process.pid)
+                break
+    return took

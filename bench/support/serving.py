@@ -15,20 +15,22 @@ from typing import Any
 
 import numpy as np
 
+import cotrain
 from bench.support.model import VOCAB
 from bench.support.processes import COTRAIN, running
-from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TensorData, TrainingClient
 
-ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
+ADAM_VALUES = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+ADAM = cotrain.AdamParams(**ADAM_VALUES)
 OPERATOR = {"X-API-Key": "key-of-the-operator"}
 
 
 @dataclass(frozen=True)
 class Load:
-    """One tenant: its run, and the batch that it trains on repeatedly."""
+    """One tenant: its run, the batch that it trains on repeatedly, and its optimizer parameters."""
 
-    run: TrainingClient
-    data: list[Datum]
+    run: Any
+    data: list[Any]
+    adam: Any = ADAM
 
 
 @contextmanager
@@ -49,22 +51,30 @@ def serving(model: Path, data_dir: Path, keys: list[str], threads: int) -> Itera
 
 
 def tenant(
-    args: argparse.Namespace, url: str, key: str, stack: ExitStack, count: int, seed: int
+    args: argparse.Namespace,
+    url: str,
+    key: str,
+    stack: ExitStack,
+    count: int,
+    seed: int,
+    sdk: Any = cotrain,
 ) -> Load:
-    service = stack.enter_context(ServiceClient(base_url=url, api_key=key))
+    """Return a tenant with a new run and `count` random sequences; `sdk` is the client package (cotrain or tinker)."""
+    service = stack.enter_context(sdk.ServiceClient(base_url=url, api_key=key))
     run = service.create_lora_training_client("bench", rank=args.rank, seed=seed)
     rng = np.random.default_rng(seed)
     rows = rng.integers(0, VOCAB, (count, args.length + 1)).tolist()
-    return Load(run, [datum(row) for row in rows])
+    return Load(run, [datum(row, sdk) for row in rows], sdk.AdamParams(**ADAM_VALUES))
 
 
-def datum(row: list[int]) -> Datum:
+def datum(row: list[int], sdk: Any = cotrain) -> Any:
+    """Return the datum that trains every token of a row but its first."""
     length = len(row) - 1
     inputs = {
-        "target_tokens": TensorData(data=row[1:], dtype="int64", shape=[length]),
-        "weights": TensorData(data=[1.0] * length, dtype="float32", shape=[length]),
+        "target_tokens": sdk.TensorData(data=row[1:], dtype="int64", shape=[length]),
+        "weights": sdk.TensorData(data=[1.0] * length, dtype="float32", shape=[length]),
     }
-    return Datum(model_input=ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)
+    return sdk.Datum(model_input=sdk.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)
 
 
 async def train(
@@ -79,7 +89,7 @@ async def train(
     flying, steps = list[Any](), 0
     while goes_on(steps):
         flying.append(await load.run.forward_backward_async(load.data, "cross_entropy"))
-        flying.append(await load.run.optim_step_async(ADAM))
+        flying.append(await load.run.optim_step_async(load.adam))
         steps += 1
         if len(flying) > 2:
             done(await flying.pop(0), await flying.pop(0))

@@ -20,7 +20,7 @@ from cotrain.commands.sample import sample_text
 from cotrain.commands.terminal import AsJson, examples, print_result
 from cotrain.commands.top import EXAMPLES as TOP_EXAMPLES
 from cotrain.commands.top import top
-from cotrain.commands.transfer import download, upload
+from cotrain.commands.transfer import download, export, upload
 from cotrain.version import __version__
 
 COMMANDS = "cotrain.commands"
@@ -93,6 +93,13 @@ def _add_own(app: typer.Typer) -> None:
     app.add_typer(admin, name="admin")
     app.add_typer(webhooks.app, name="webhooks")
     app.command(epilog=examples(f"cotrain download {PATH} --output adapter/"))(download)
+    app.command(
+        epilog=examples(
+            f"cotrain export {PATH} --merged --base Qwen3-0.6B/ -o merged/",
+            f"cotrain export {PATH} --vllm -o served/ --check http://127.0.0.1:8001",
+            f"cotrain export {PATH} --gguf --leave-out-unembed -o adapter-gguf/",
+        )
+    )(export)
     app.command(
         epilog=examples("cotrain upload my-adapter/ --base-model Qwen/Qwen3-0.6B --name mine")
     )(upload)

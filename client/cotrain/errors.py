@@ -6,6 +6,8 @@
   * UnsupportedInput: a datum this server cannot train on; also a ValueError
   * TokenizerMissing: transformers or the tokenizer is missing
   * TorchMissing: a custom loss without torch; also an ImportError
+  * LibraryMissing: an export without a library of its extra; also an ImportError
+  * ExportFailed: the export is impossible, or its log-probs differ from the server's
   * VersionMismatch: incompatible protocol versions of server and client
   * MalformedMessage: bytes that cannot be parsed as the expected message
   * RequestFailed: accepted, then failed; its category is user, server or unknown
@@ -46,8 +48,10 @@ __all__ = [
     "ClientClosed",
     "ConflictError",
     "CotrainError",
+    "ExportFailed",
     "ForeignAnswer",
     "InternalServerError",
+    "LibraryMissing",
     "MalformedMessage",
     "MintAPIError",
     "NotFoundError",
@@ -90,6 +94,14 @@ class TokenizerMissing(CotrainError):
 
 class TorchMissing(CotrainError, ImportError):
     """A custom loss needs torch, which is not installed here."""
+
+
+class LibraryMissing(CotrainError, ImportError):
+    """An export needs a library that is not installed here."""
+
+
+class ExportFailed(CotrainError):
+    """The export is impossible, or its log-probs differ from the server's."""
 
 
 class VersionMismatch(CotrainError):

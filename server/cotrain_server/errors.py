@@ -99,20 +99,6 @@ def error_response(
     return JSONResponse(body.model_dump(), status, headers)
 
 
-def ambiguous_length(request_id: str) -> JSONResponse:
-    """Refuse a request that declares its length twice, and close its connection: the following
-    bytes may be its body.
-    """
-    answer = error_response(
-        400,
-        "Send Content-Length or Transfer-Encoding, not both.",
-        "ambiguous_length",
-        request_id,
-    )
-    answer.headers["connection"] = "close"
-    return answer
-
-
 def internal_error(request_id: str) -> JSONResponse:
     """Return the response of an unexpected error, with a reference to the log and without details."""
     return error_response(500, f"Internal error (ref {request_id}).", "internal_error", request_id)

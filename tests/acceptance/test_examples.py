@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import runpy
 import subprocess
 import sys
 import time
@@ -39,9 +38,9 @@ Rows = list[dict[str, Any]]
 
 
 class Run(Protocol):
-    """Function that runs an example and returns its table."""
+    """Function that runs an example and returns its table. `sizes` replace constants of it."""
 
-    def __call__(self, example: str, *options: str) -> Rows: ...
+    def __call__(self, example: str, *options: str, **sizes: int) -> Rows: ...
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +73,17 @@ def run_at(
     capsys: pytest.CaptureFixture[str],
     example: str,
     *options: str,
+    **sizes: int,
 ) -> Rows:
     """Run an example in this process, which has already loaded torch and transformers."""
     for name, value in environment_of(client_settings(address)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [example, "--json", *options])
-    runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    module = importlib.import_module(example.removesuffix(".py"))
+    for name, size in sizes.items():
+        monkeypatch.setattr(module, name, size)
+    module.main()
     rows: Rows = json.loads(capsys.readouterr().out)
     return rows
 
@@ -137,7 +141,7 @@ def test_fine_tuning_lowers_the_held_out_loss(run: Run) -> None:
 
 
 def test_reinforcement_raises_the_reward(run: Run) -> None:
-    *_, first, last = (row["reward"] for row in run("rl.py", "--steps=10"))
+    *_, first, last = (row["reward"] for row in run("rl.py", "--steps=8"))
     assert last > 2 * first
 
 
@@ -149,7 +153,9 @@ def test_preferences_are_learned_for_held_out_pairs(run: Run) -> None:
 
 
 def test_distillation_lowers_the_divergence_from_the_teacher(run: Run) -> None:
-    *_, first, last = (row["KL"] for row in run("distill.py", "--steps=6"))
+    *_, first, last = (
+        row["KL"] for row in run("distill.py", "--steps=6", TEACHER_STEPS=16, QUESTIONS=8)
+    )
     assert last < 0.9 * first
 
 
@@ -182,7 +188,7 @@ def test_a_custom_loss_learns_and_equals_the_same_built_in_loss(run: Run) -> Non
 
 
 def test_an_evaluation_finds_the_trained_adapter_better(run: Run) -> None:
-    base, trained = run("evaluate.py", "--steps=30")
+    base, trained = run("evaluate.py", "--steps=24")
     assert trained["mean score"] > base["mean score"]
     assert trained["best of 8"] >= trained["mean score"]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cotrain import ServiceClient
 from tests.conformance.running import (
     CHECKPOINT_SCENARIOS,
     CHECKPOINT_SCENARIOS_OF,
@@ -39,6 +40,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings = {"COTRAIN_TRUSTED_PROXIES": "127.0.0.1"}  # some clients come through one, from afar
     with Serving(data_dir, [str(folder)], (*KEYS, MINT_KEY), settings=settings) as serving:
         yield Server(serving.address, str(folder), data_dir)
+
+
+@pytest.fixture(scope="module")
+def service(server: Server) -> Iterator[ServiceClient]:
+    """Our client of the first tenant."""
+    with ServiceClient(server.address, KEYS[0]) as client:
+        yield client
 
 
 @pytest.fixture(scope="package", params=SDKS)

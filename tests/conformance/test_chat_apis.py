@@ -38,12 +38,6 @@ def prompt(tokenizer: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[ServiceClient]:
-    with ServiceClient(server.address, KEYS[0]) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def path(server: Server, service: ServiceClient) -> str:
     """Weights that were trained for a few steps."""
     run = service.create_lora_training_client(server.base_model, rank=4, seed=1)

@@ -69,7 +69,7 @@ def read(done: Result) -> Any:
 def test_the_models_are_listed(cotrain: Run, server: Server) -> None:
     [model] = read(cotrain("models", "--json"))
     assert model["model_name"] == server.base_model
-    assert set(model) == {"model_name", "max_context_length", "trainable", "sampleable"}
+    assert set(model) == documented("models")
     assert server.base_model in cotrain("models").stdout
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import tarfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,6 @@ DATUM = Datum(
     loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * 24},
 )
 STEP = AdamParams(learning_rate=1e-2)
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[ServiceClient]:
-    with ServiceClient(server.address, KEYS[0]) as client:
-        yield client
 
 
 def logprobs(run: TrainingClient) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -27,12 +26,6 @@ from tests.support.lossy_proxy import LossyProxy
 from tests.support.waiting import PATIENCE_S
 
 VOCAB = 512
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[ServiceClient]:
-    with ServiceClient(server.address, KEYS[0]) as client:
-        yield client
 
 
 def datum(length: int, seed: int) -> Datum:
@@ -157,7 +150,7 @@ def test_many_runs_at_once_train_bit_for_bit_as_if_alone(
         run = service.create_lora_training_client(server.base_model, rank=rank, seed=rank)
         return train(run)
 
-    ranks = [1, 2, 3, 5, 8]
+    ranks = [1, 3, 8]
     alone = [train_rank(rank) for rank in ranks]
     with ThreadPoolExecutor(len(ranks)) as pool:
         assert list(pool.map(train_rank, ranks)) == alone

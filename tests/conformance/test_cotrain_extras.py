@@ -7,7 +7,6 @@ import asyncio
 import random
 import threading
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,6 @@ DATUM = Datum(
 RATE = 1e-2
 STEP = AdamParams(learning_rate=RATE)
 ALPHA = 7.5
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[ServiceClient]:
-    with ServiceClient(server.address, KEYS[0]) as client:
-        yield client
 
 
 def logprobs(run: TrainingClient, data: tuple[Datum, ...] = (DATUM,)) -> list[list[float]]:

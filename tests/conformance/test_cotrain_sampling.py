@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import threading
-from collections.abc import Iterator
-from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -33,12 +31,6 @@ EIGHT = SamplingParams(max_tokens=8, seed=3, stop=[])
 EXACT = 1e-5  # sampled log-probs against trained ones of the same tokens and weights, in fp32
 
 Told = list[tuple[list[int], list[float] | None]]
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[ServiceClient]:
-    with ServiceClient(server.address, KEYS[0]) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -240,17 +232,3 @@ def test_a_dropped_answer_changes_no_bit(service: ServiceClient, server: Server)
         far = reinforce(far_service, server.base_model, seed=5)
     assert endpoints - {"forward", "create_sampling_session"} <= set(proxy.lost)
     assert far == reinforce(service, server.base_model, seed=5)
-
-
-def test_four_tenants_reinforce_concurrently_as_alone_bit_for_bit(server: Server) -> None:
-    def of_tenant(seed: int) -> list[Told]:
-        with ServiceClient(server.address, KEYS[seed]) as service:
-            ready.wait()
-            return reinforce(service, server.base_model, seed)
-
-    ready = threading.Barrier(1)
-    alone = [of_tenant(seed) for seed in range(4)]
-    ready = threading.Barrier(4)
-    with ThreadPoolExecutor(4) as tenants:
-        assert list(tenants.map(of_tenant, range(4))) == alone
-    assert len({str(log) for log in alone}) == 4

@@ -1,14 +1,11 @@
-"""Hundreds of futures of one client, and many callers of one run, on a real server."""
+"""Many futures of one client, and many callers of one run, on a real server."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-import pytest
 
 from cotrain import AdamParams, Datum, Future, ModelInput, ServiceClient, TrainingClient
 from cotrain.types import ForwardBackwardOutput
@@ -16,19 +13,13 @@ from tests.conformance.running import KEYS, Server
 
 #: Far more than the 16 waiting requests that this server accepts from a tenant. A thousand futures
 #: are in tests/unit/client/test_many_requests.py.
-MANY = 150
+MANY = 75
 STEP_EVERY = 15
 """Futures per group: 14 passes and a step. The plain loop waits for each group."""
 THREADS = 8
-OF_EACH = 12
+OF_EACH = 6
 WITHIN_S = 240.0
 """Time limit that detects a deadlock; it does not measure speed."""
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[ServiceClient]:
-    with ServiceClient(server.address, KEYS[0]) as client:
-        yield client
 
 
 def datum(length: int, seed: int) -> Datum:
@@ -60,7 +51,7 @@ def one_group_at_a_time(run: TrainingClient) -> list[object]:
     return results
 
 
-def test_hundreds_of_futures_give_the_results_of_the_plain_loop(
+def test_many_futures_give_the_results_of_the_plain_loop(
     narrow_server: Server,
 ) -> None:
     with ServiceClient(narrow_server.address, KEYS[0]) as service:

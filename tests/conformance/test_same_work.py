@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from cotrain import (
     ServiceClient,
     TrainingClient,
 )
-from tests.conformance.running import KEYS, SDKS, Facts, Server, run_scenarios
+from tests.conformance.running import SDKS, Facts, Server, run_scenarios
 
 STEPS = 4
 
@@ -29,12 +28,6 @@ def official(request: pytest.FixtureRequest, server: Server) -> Facts:
         request.param, server.address, server.base_model, ["four_steps"], "same_work"
     )
     return dict(facts["four_steps"])
-
-
-@pytest.fixture(scope="module")
-def service(server: Server) -> Iterator[ServiceClient]:
-    with ServiceClient(server.address, KEYS[0]) as client:
-        yield client
 
 
 @pytest.fixture

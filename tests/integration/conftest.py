@@ -10,10 +10,12 @@ import structlog
 
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
 from cotrain_workers.engine.engine import Engine
+from tests.support.http_api import Api, running_api
 from tests.support.log import Log, open_log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import Samples, open_samples
 from tests.support.stack import Stack, stack
+from tests.support.stand_in import StandIn, stand_in
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -35,6 +37,20 @@ async def log(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Log]:
 async def samples(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Samples]:
     """Sample requests of one pool, driven by the test."""
     async with open_samples(empty_redis.url, tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
+    """The whole API in this process."""
+    async with running_api(empty_redis.url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def worker(api: Api) -> Iterator[StandIn]:
+    """Executor of the API's requests, with results given by the test."""
+    with stand_in(api.services) as opened:
         yield opened
 
 

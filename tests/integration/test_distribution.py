@@ -32,6 +32,21 @@ EXAMPLES = re.findall(r"\((\w+\.py)\) \|", (ROOT / "examples" / "README.md").rea
 EXAMPLES.remove("demo.py")  # it starts a server
 #: Examples that need torch for a custom loss.
 DIFFERENTIATED_HERE = ("dpo.py", "custom_loss.py")
+#: Program that prints the exit status and the output of each example with `--help`.
+STARTS = """
+import contextlib, io, json, runpy, sys
+folder, *examples = sys.argv[1:]
+sys.path.insert(0, folder)
+found = {}
+for example in examples:
+    sys.argv = [example, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            runpy.run_path(f"{folder}/{example}", run_name="__main__")
+        except SystemExit as ended:
+            found[example] = ended.code, printed.getvalue()
+print(json.dumps(found))
+"""
 
 
 class Distributions(NamedTuple):
@@ -52,13 +67,23 @@ class Laptop(NamedTuple):
         self, example: str, *options: str, packages: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run an example against the server; `packages` is a folder of additional packages."""
+        program = str(ROOT / "examples" / example)
+        return self._run(program, *options, packages=packages)
+
+    def run_code(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run Python code in the clean environment."""
+        return self._run("-c", code, *arguments)
+
+    def _run(
+        self, *arguments: str, packages: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
         environment = {
             "PATH": os.environ["PATH"],
             "COTRAIN_BASE_URL": self.server,
             "COTRAIN_API_KEY": KEY,
             **({"PYTHONPATH": str(packages)} if packages else {}),
         }
-        command = [str(self.python), str(ROOT / "examples" / example), *options]
+        command = [str(self.python), *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -130,16 +155,16 @@ def laptop(client_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_starts_with_the_client_or_names_a_missing_package(
-    laptop: Laptop, example: str
-) -> None:
-    done = laptop.run(example, "--help")
-    if done.returncode:
-        assert example in DIFFERENTIATED_HERE
-        assert done.stderr == f"{example} needs torch on this machine: pip install torch\n"
-    else:
-        assert done.stdout.startswith(f"usage: {example}")
+def test_an_example_starts_with_the_client_or_names_a_missing_package(laptop: Laptop) -> None:
+    """Start all of them in one process: its modules are those of the clean environment."""
+    done = laptop.run_code(STARTS, str(ROOT / "examples"), *EXAMPLES)
+    assert done.returncode == 0, done.stderr
+    for example, (status, printed) in json.loads(done.stdout).items():
+        if status:
+            assert example in DIFFERENTIATED_HERE
+            assert status == f"{example} needs torch on this machine: pip install torch"
+        else:
+            assert printed.startswith(f"usage: {example}")
 
 
 @pytest.mark.timeout(900)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import pytest
 
 from cotrain_server.limits.failures import FailureCounter
 from cotrain_store.keys import fleet_keys, run_keys
@@ -28,12 +26,6 @@ from tests.support.waiting import until_true
 
 ADMIN = "/api/v1/admin/"
 HOSTILE = "<img src=x onerror=alert(1)>"
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
 
 
 async def ask(api: Api, method: str, path: str, json: Any = None, key: str = ADMIN_KEY) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +18,6 @@ from tests.support.http_api import ALICE, BOB, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
 
 INVALID_TOKEN = 'Bearer error="invalid_token"'
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
 
 
 async def token_of(api: Api, key: str) -> str:

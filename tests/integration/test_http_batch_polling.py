@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from cotrain_store.messages.runs import Role
 from cotrain_store.redis_client.connection import clock_ms
 from tests.support.http_api import ALICE, BOB, SOON_S, Api, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.stand_in import StandIn, stand_in
+from tests.support.stand_in import StandIn
 
 CLONE = 10**9
 
@@ -24,12 +24,6 @@ CLONE = 10**9
 async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
     async with running_api(empty_redis.url, long_poll_s=40) as api:
         yield api
-
-
-@pytest.fixture
-def worker(api: Api) -> Iterator[StandIn]:
-    with stand_in(api.services) as worker:
-        yield worker
 
 
 @pytest.fixture

@@ -27,14 +27,7 @@ from cotrain_server.parsing.child import ChildProcess
 from cotrain_store.keys import run_keys
 from cotrain_store.redis_client.batching import BatchingRedis
 from cotrain_store.sampling.completions import ACKNOWLEDGED_AT_ONCE
-from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, running_api
-from tests.support.redis_server import EmbeddedRedis
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as opened:
-        yield opened
+from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body
 
 
 async def test_small_json_of_ten_million_lists_is_rejected_with_its_limit(api: Api) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
 from itertools import product
 from typing import Any
 from urllib.parse import unquote
@@ -28,18 +27,6 @@ from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
 
 HOUR_S = 3_600
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
-
-
-@pytest.fixture
-def worker(api: Api) -> Iterator[StandIn]:
-    with stand_in(api.services) as worker:
-        yield worker
 
 
 # ---- Save ----------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import asyncio
 import io
 import tarfile
 import time
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,18 +34,6 @@ SAVES = {
 }
 BAD_LINK = (403, "The link is invalid or has expired.")
 GONE = (404, "Checkpoint not found.")
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
-
-
-@pytest.fixture
-def worker(api: Api) -> Iterator[StandIn]:
-    with stand_in(api.services) as worker:
-        yield worker
 
 
 @pytest.fixture

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import pytest
-
-from tests.support.http_api import ALICE, BOB, Api, pass_body, running_api
+from tests.support.http_api import ALICE, BOB, Api, pass_body
 from tests.support.lists import got
-from tests.support.redis_server import EmbeddedRedis
-from tests.support.stand_in import NORM, StandIn, loss_of, stand_in
+from tests.support.stand_in import NORM, StandIn, loss_of
 
 RATE = 1e-4 / 3
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
-
-
-@pytest.fixture
-def worker(api: Api) -> Iterator[StandIn]:
-    with stand_in(api.services) as worker:
-        yield worker
 
 
 async def trained(api: Api, worker: StandIn, steps: int = 3) -> str:

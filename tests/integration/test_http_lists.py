@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from itertools import product
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
+from tests.support.http_api import ALICE, BOB, POOL, Api
 from tests.support.lists import got, save
-from tests.support.redis_server import EmbeddedRedis
-from tests.support.stand_in import StandIn, stand_in
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
-
-
-@pytest.fixture
-def worker(api: Api) -> Iterator[StandIn]:
-    with stand_in(api.services) as worker:
-        yield worker
+from tests.support.stand_in import StandIn
 
 
 async def runs(api: Api, query: str = "", key: str = ALICE) -> list[str]:

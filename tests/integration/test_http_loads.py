@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -18,21 +17,8 @@ from tests.support.checkpoint_requests import (
     start,
     tenant_of,
 )
-from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
-from tests.support.redis_server import EmbeddedRedis
-from tests.support.stand_in import StandIn, stand_in
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
-
-
-@pytest.fixture
-def worker(api: Api) -> Iterator[StandIn]:
-    with stand_in(api.services) as worker:
-        yield worker
+from tests.support.http_api import ALICE, BOB, POOL, Api
+from tests.support.stand_in import StandIn
 
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights"])

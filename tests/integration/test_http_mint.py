@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -22,18 +21,6 @@ from tests.support.stand_in import StandIn, stand_in
 KL = "mint/forward_backward_reverse_kl"
 MIX = "mint/checkpoints/interpolate"
 NOT_FOUND = "tinker://nobody:train:0/sampler_weights/no"
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
-
-
-@pytest.fixture
-def worker(api: Api) -> Iterator[StandIn]:
-    with stand_in(api.services) as worker:
-        yield worker
 
 
 async def pull(api: Api, run: str, **changes: Any) -> httpx.Response:

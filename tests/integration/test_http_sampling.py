@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -14,18 +13,6 @@ from cotrain_store.messages.ids import RequestId
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
-
-
-@pytest.fixture
-def worker(api: Api) -> Iterator[StandIn]:
-    with stand_in(api.services) as worker:
-        yield worker
 
 
 async def new_session(api: Api, key: str = ALICE) -> str:

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import pytest
-
 from cotrain_store.keys import fleet_keys
-from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
+from tests.support.http_api import ALICE, BOB, POOL, Api
 from tests.support.lists import got, save
-from tests.support.redis_server import EmbeddedRedis
-from tests.support.stand_in import StandIn, stand_in
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
-
-
-@pytest.fixture
-def worker(api: Api) -> Iterator[StandIn]:
-    with stand_in(api.services) as worker:
-        yield worker
+from tests.support.stand_in import StandIn
 
 
 async def new_session(api: Api, key: str = ALICE, **fields: Any) -> str:

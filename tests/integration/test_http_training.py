@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -19,12 +18,6 @@ from cotrain_store.messages.ids import RequestId, RunId
 from cotrain_store.messages.results import Result, ResultKind
 from tests.support.http_api import ALICE, POOL, SOON_S, Api, pass_body, running_api
 from tests.support.redis_server import EmbeddedRedis
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
 
 
 async def finish(api: Api, request_id: str, result: Result) -> None:
@@ -385,6 +378,7 @@ async def test_base_models_and_their_context_are_listed(api: Api) -> None:
                 "max_context_length": 64,
                 "trainable": True,
                 "sampleable": True,
+                "tied_embeddings": None,
             }
         ]
     }

@@ -32,12 +32,6 @@ from tests.support.uploads import adapter, config, q_proj, tar
 GOOD = tar(adapter(), "w:gz")
 
 
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as opened:
-        yield opened
-
-
 async def upload(
     api: Api, content: Any = GOOD, key: str = ALICE, headers: Any = None, **query: Any
 ) -> httpx.Response:

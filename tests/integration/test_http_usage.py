@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
-
-import pytest
 
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.samples import SampleUsage
 from cotrain_store.tenants.audit_log import AuditEvent
-from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, running_api, sample_body
-from tests.support.redis_server import EmbeddedRedis
-from tests.support.stand_in import DEVICE_S, FILES, StandIn, stand_in
+from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, sample_body
+from tests.support.stand_in import DEVICE_S, FILES, StandIn
 
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
-
-
-@pytest.fixture
-def worker(api: Api) -> Iterator[StandIn]:
-    with stand_in(api.services) as worker:
-        yield worker
 
 
 async def got(api: Api, path: str, key: str = ALICE, **params: str) -> Any:

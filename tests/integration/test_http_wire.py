@@ -67,7 +67,6 @@ def test_ambiguous_or_spoofed_requests_are_rejected(
             )
             answer = answers(address, twice + smuggled)
             assert answer.startswith(b"HTTP/1.1 400 "), answer
-            assert b"Send Content-Length or Transfer-Encoding, not both." in answer
             assert answer.count(b"HTTP/1.1") == 1, answer
 
         # A proxy without headers of its own: nginx with nothing but `proxy_pass`.

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
 from cotrain_store.keys import tenant_keys
-from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
+from tests.support.http_api import ALICE, BOB, POOL, Api
 from tests.support.lists import got
-from tests.support.redis_server import EmbeddedRedis
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as api:
-        yield api
 
 
 async def label(api: Api, run: str, key: str = ALICE, **changes: Any) -> httpx.Response:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from urllib.parse import quote
-
-import pytest
 
 from cotrain_server.administration.tenant_grants import TenantChange, change_tenant
 from cotrain_server.administration.tenant_view import DAYS_SHOWN
@@ -18,20 +15,13 @@ from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id
 from cotrain_store.results.futures import Pending
-from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api, running_api
-from tests.support.redis_server import EmbeddedRedis
+from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api
 from tests.support.ui import log_in, log_out, send
 
 PAGES = ("/ui/tenants", "/ui/workers", "/ui/audit", "/ui/settings")
 RESTORING = {"runs_done": 3, "runs": 12, "ops_done": 41, "ops": 200}
 RESTORED = "restoring: 3 of 12 runs, 41 of 200 ops"
 HOSTILE = '<img src=x onerror="alert(1)">'
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as opened:
-        yield opened
 
 
 async def tenant_of(api: Api, key: str = ALICE) -> str:

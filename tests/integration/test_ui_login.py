@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -16,12 +15,6 @@ from cotrain_store.tenants.api_keys import Tenants
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.ui import csrf_of, log_in, log_out, send
-
-
-@pytest.fixture
-async def api(empty_redis: EmbeddedRedis) -> AsyncIterator[Api]:
-    async with running_api(empty_redis.url) as opened:
-        yield opened
 
 
 async def test_the_root_url_redirects_to_the_pages(api: Api) -> None:

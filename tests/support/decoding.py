@@ -98,7 +98,7 @@ def decoder_of(
     )
 
 
-def neighbours(seed: int, count: int = 32) -> list[SampleRequest]:
+def neighbours(seed: int, count: int = 24) -> list[SampleRequest]:
     """Return requests with different adapters, lengths and parameters."""
     rng = np.random.default_rng(seed)
     return [
@@ -107,7 +107,7 @@ def neighbours(seed: int, count: int = 32) -> list[SampleRequest]:
             rng.integers(0, VOCAB, rng.integers(1, 80)),
             [None, *RUNS][at % (len(RUNS) + 1)],
             num_samples=int(rng.integers(1, 4)),
-            max_tokens=int(rng.integers(1, 40)),
+            max_tokens=int(rng.integers(1, 20)),
             temperature=float(rng.choice([0.0, 0.5, 1.0, 1.7])),
             top_k=int(rng.choice([-1, 3, 40])),
             top_p=float(rng.choice([1.0, 0.4, 0.9])),
@@ -129,7 +129,7 @@ def whole(name: str, weights: str | None, length: int = 37) -> SampleRequest:
         prompt,
         weights,
         num_samples=3,
-        max_tokens=30,
+        max_tokens=16,
         top_p=0.9,
         top_k=50,
         topk_sample_logprobs=2,

@@ -70,6 +70,26 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 
+#: Mixtures of experts. The number of experts differs from every rank in use, so that no axis can be mistaken.
+MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    ),
+    "qwen2_moe": (  # shared experts, and a first layer without experts
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 56,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 4}),
+}
+
 
 def build_tiny(
     family: str,
@@ -82,8 +102,8 @@ def build_tiny(
     context: int = 512,
     seed: int = 0,
 ) -> Path:
-    """Write a random model of one of `FAMILIES` to `folder`; no tokenizer, fp32 safetensors."""
-    config_class, own = FAMILIES[family]
+    """Write a random model of `FAMILIES` or `MIXTURES` to `folder`; no tokenizer, fp32 safetensors."""
+    config_class, own = {**FAMILIES, **MIXTURES}[family]
     config = getattr(transformers, config_class)(
         **{
             **SHAPE,

@@ -22,8 +22,8 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 CODE_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 PATH = re.compile(r"`([\w./-]+\.(?:py|lua|sh|proto))\b[^`\n]*`")
 FOLDER = re.compile(r"`((?:client|scheduler|server|workers|tests|bench|examples)/[\w./-]*/)`")
-NOT_OURS = {"checkpoint.py", "upload_weights.py"}
-"""Files of the hosted SDKs' programs."""
+NOT_OURS = {"checkpoint.py", "upload_weights.py", "convert_hf_to_gguf.py"}
+"""Files of the hosted SDKs' programs, and of llama.cpp."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import httpx
 from typing_extensions import override
 
+from cotrain.clients import export
 from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, interpolate
 from cotrain.clients.rest import RestClient
 from cotrain.clients.rest_calls import checkpoint_url
@@ -217,6 +219,57 @@ class ServiceClient:
     download_checkpoint_archive, download_checkpoint_archive_async = both_ways(
         _download_checkpoint_archive
     )
+
+    def export_checkpoint(
+        self,
+        path: str,
+        output: str | Path,
+        form: export.Form = "merged",
+        *,
+        base: str | Path | None = None,
+        leave_out_unembed: bool = False,
+        dtype: export.Dtype | None = None,
+        limit: float | None = None,
+        prove: bool = True,
+        check: str | None = None,
+        progress: export.ExportProgress = export.report_nothing,
+    ) -> export.Exported:
+        """Export a checkpoint for other programs, and compare the result's log-probs with the server's.
+
+        The form `merged` is a whole model for transformers, and `peft` an adapter. The form `vllm` is the one
+        of both that vLLM serves, and `gguf` an adapter for llama.cpp. The folder `output` must be missing or
+        empty, and appears complete. The caller's thread calls `progress`. Needs the extra `export`.
+
+        Args:
+            base: Folder of the base model, or its name on the hub. The default is the server's name of it.
+            leave_out_unembed: Drop the LoRA of the unembedding.
+            dtype: Of merged weights. The default is the base model's.
+            limit: Largest accepted difference in nats. The default is 1e-3 for float32 weights, otherwise 0.25.
+            prove: False compares nothing.
+            check: URL of a vLLM server that loads the result, and is compared too. With it, an existing export
+                of this checkpoint in `output` is compared and not written.
+
+        Raises LibraryMissing, ExportFailed, APIError or OSError.
+        """
+        wanted = export.Wanted(
+            path,
+            Path(output),
+            form,
+            base=None if base is None else str(base),
+            leave_out_unembed=leave_out_unembed,
+            dtype=dtype,
+            limit=limit,
+            prove=prove,
+            check=check,
+        )
+        return export.export(self, wanted, progress)
+
+    @wraps(export_checkpoint)
+    async def export_checkpoint_async(self, *args: Any, **kwargs: Any) -> export.Exported:
+        """Export a checkpoint in a thread; see `export_checkpoint`."""
+        return await asyncio.to_thread(self.export_checkpoint, *args, **kwargs)
+
+    export_checkpoint_async.__name__ = "export_checkpoint_async"
 
     def copy_weights(
         self,

@@ -61,10 +61,12 @@ def show(path: PathOf, as_json: AsJson = False) -> None:
         rest = service.create_rest_client()
         info = rest.get_weights_info_by_tinker_path(path).result()
         checkpoint = _find(rest, path)
+    parts = {"attn": info.train_attn, "mlp": info.train_mlp, "unembed": info.train_unembed}
+    trained = ", ".join(name for name, is_trained in parts.items() if is_trained)
     print_result(
         {**checkpoint.model_dump(), **info.model_dump()},
         _table([checkpoint]),
-        f"base model {info.base_model}, rank {info.lora_rank}",
+        f"base model {info.base_model}, rank {info.lora_rank}, trains {trained}",
         as_json=as_json,
     )
 

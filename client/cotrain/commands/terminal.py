@@ -18,7 +18,14 @@ import httpx
 import typer
 from pydantic_core import to_jsonable_python
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TransferSpeedColumn,
+)
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -148,6 +155,22 @@ def bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]
     ):
         task = progress.add_task(name, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total or None)
+
+
+@contextmanager
+def stages(*, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """Show the progress of the stages of an export on stderr, one bar each, if that is a terminal."""
+    console = Console(stderr=True, markup=False, emoji=False)
+    disable = not (shown and console.is_terminal)
+    tasks: dict[str, TaskID] = {}
+    with PROGRESS.hidden(), Progress(console=console, disable=disable) as progress:
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage)
+            progress.update(tasks[stage], completed=done, total=total or None)
+
+        yield report
 
 
 def minute(time: datetime | float) -> str:

@@ -121,6 +121,8 @@ class SupportedModel(WireModel):
     max_context_length: int | None = None
     trainable: bool | None = None
     sampleable: bool | None = None
+    tied_embeddings: bool | None = None
+    """True if the unembedding is the embedding's matrix; None if the worker does not report it."""
 
 
 class GetServerCapabilitiesResponse(WireModel):

@@ -36,6 +36,8 @@ class LoraSpec:
     train_mlp: bool = True
     train_unembed: bool = True
     alpha: float = DEFAULT_ALPHA
+    per_expert: bool = False
+    """True if each expert of a layer has both matrices, as in some uploads."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,11 @@ class PoolRecord:
     sampler: Literal["", "engine", "vllm"] = ""
     lora_widths: Mapping[str, int] = field(default_factory=dict)
     """Values that an adapter trains in `attn`, `mlp` and `unembed` for each unit of its rank: the
-    sum of the inputs and outputs of their modules. Empty if the worker does not report them.
+    sum of the inputs and outputs of their modules. `experts` are further ones of an adapter with
+    both matrices of each expert. Empty if the worker does not report them.
     """
+    tied_embeddings: bool | None = None
+    """True if the unembedding is the embedding's matrix; None if the worker does not report it."""
 
 
 #: Default limit of the history points of all runs of a tenant.

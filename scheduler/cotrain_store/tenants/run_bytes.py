@@ -43,6 +43,7 @@ def state_bytes(lora: LoraSpec, pool: PoolRecord) -> int:
     %).
     """
     trains = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    trains["experts"] = lora.train_mlp and lora.per_expert
     width = sum(width for family, width in pool.lora_widths.items() if trains[family])
     return BYTES_PER_VALUE * lora.rank * width
 

@@ -11,8 +11,20 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any, Literal, TypeVar
 
+from cotrain_server.adapter_upload.expert_names import (
+    NOTE,
+    PARAMETERS,
+    SHARED,
+    form_of,
+    parameter_path,
+)
 from cotrain_server.adapter_upload.module_patterns import first_matches
-from cotrain_server.adapter_upload.safetensors_header import TensorEntry, named, read_header
+from cotrain_server.adapter_upload.safetensors_header import (
+    TensorEntry,
+    named,
+    read_header,
+    read_metadata,
+)
 from cotrain_server.adapter_upload.strict_json import read_object
 from cotrain_server.errors import Invalid
 from cotrain_store.bodies.import_body import PeftAdapter, PeftModule
@@ -43,7 +55,7 @@ UNEMBED_OF_COOKBOOK = "model.unembed_tokens"
 #: Keys that are read below.
 _READ = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
-    "init_lora_weights", "bias", "ensure_weight_tying",
+    "init_lora_weights", "bias", "ensure_weight_tying", "target_parameters",
 }  # fmt: skip
 #: Keys for training, for display by other tools, or for module selection, which the tensor names
 #: also give.
@@ -101,6 +113,8 @@ class _Config:
     ties_weights: bool
     targets: frozenset[str] | str | None
     """Names, a regular expression, or None if the tensor names determine the modules."""
+    parameters: tuple[str, ...]
+    """Endings of the paths of adapted parameters."""
 
     def check_targets(self, tensor_by_module: Mapping[str, str]) -> None:
         """Raise Invalid for a tensor of a module that PEFT would not adapt."""
@@ -129,8 +143,10 @@ def read_adapter(config: bytes, tensors: bytes, seed: int) -> PeftAdapter:
         Invalid: the message names the key.
     """
     settings = _read_config(config)
-    modules, rank = _read_modules(settings, read_header(tensors))
-    families = {FAMILY_BY_MODULE[_leaf(module.name)] for module in modules}
+    entries, is_shared = read_header(tensors), read_metadata(tensors).get(NOTE) == SHARED
+    is_ours = NOTE in read_metadata(tensors)
+    modules, rank = _read_modules(settings, entries, in_halves=is_ours)
+    families = {_family(module.name) for module in modules}
     if settings.ties_weights and "unembed" in families:
         raise Invalid(
             f"{CONFIG}: ensure_weight_tying is not supported where lm_head is adapted: it adapts the "
@@ -142,6 +158,7 @@ def read_adapter(config: bytes, tensors: bytes, seed: int) -> PeftAdapter:
         train_attn="attn" in families,
         train_mlp="mlp" in families,
         train_unembed="unembed" in families,
+        per_expert=_has_own_matrices(modules, entries) and not is_shared,
     )
     return PeftAdapter(lora, modules, tensors)
 
@@ -162,6 +179,7 @@ def _read_config(content: bytes) -> _Config:
         is_rslora=bool(fields.get("use_rslora")),
         ties_weights=bool(fields.get("ensure_weight_tying")),
         targets=_targets(fields.get("target_modules")),
+        parameters=_parameters(fields.get("target_parameters")),
     )
 
 
@@ -171,6 +189,20 @@ def _targets(value: Any) -> frozenset[str] | str | None:
     if isinstance(value, str) and value.lower() != _ALL_LINEAR:  # as PEFT compares it
         return value
     return None
+
+
+def _parameters(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise Invalid(f"{CONFIG}: target_parameters must be a list of names.")
+    for each in value:
+        if _leaf(each) not in PARAMETERS:
+            known = " and ".join(PARAMETERS)
+            raise Invalid(
+                f"{CONFIG}: target_parameters names {named(each)}; {known} of experts are trained here."
+            )
+    return tuple(value)
 
 
 def _refuse_other_functions(fields: Mapping[str, Any]) -> None:
@@ -221,15 +253,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _read_modules(
-    config: _Config, entries: Mapping[str, TensorEntry]
+    config: _Config, entries: Mapping[str, TensorEntry], *, in_halves: bool
 ) -> tuple[tuple[PeftModule, ...], int]:
-    """Return the modules, and the largest of their ranks."""
+    """Return the modules, and the largest of their ranks. If they are `in_halves`, gate and up have half of a rank."""
     tensor_by_matrix: dict[tuple[str, str], str] = {}
     tensor_by_target: dict[str, str] = {}  # named as in the file
     for tensor in entries:
         if _BASE_WEIGHT.fullmatch(tensor):
             continue
-        matrix = _matrix_of(tensor, tensor_by_target)
+        matrix = _matrix_of(tensor, tensor_by_target, config.parameters)
         if matrix in tensor_by_matrix:
             raise Invalid(f"{named(tensor)} occurs twice, under two names.")
         tensor_by_matrix[matrix] = tensor
@@ -238,18 +270,49 @@ def _read_modules(
         raise Invalid(f"{TENSORS} holds no LoRA matrices.")
     config.check_targets(tensor_by_target)
     ranks, alphas = config.ranks.values(names), config.alphas.values(names)
-    modules = []
+    modules, largest = [], 0
     for module in names:
         a, b = (_matrix(tensor_by_matrix, module, letter) for letter in "AB")
         rank, alpha = ranks[module], alphas[module]
-        _check_rank(rank, a, entries[a].shape[:1])
-        _check_rank(rank, b, entries[b].shape[1:])
+        shapes = entries[a].shape, entries[b].shape
+        halved = in_halves and module.endswith(".experts.gate_up_proj")
+        match form_of(module):
+            case "parameter":
+                _check_stacked_rank(rank, a, shapes[0][:1])
+                _check_stacked_rank(rank, b, shapes[1][1:])
+                if halved and rank % 2:
+                    raise Invalid(f"{named(a)} has rank {rank}, which gate and up cannot share.")
+            case "tinker":
+                _check_rank(rank, a, shapes[0][1:2])
+                _check_rank(rank, b, shapes[1][2:])
+            case _:
+                _check_rank(rank, a, shapes[0][:1])
+                _check_rank(rank, b, shapes[1][1:])
         scale = alpha / sqrt(rank) if config.is_rslora else alpha / rank
-        modules.append(PeftModule(module, a, b, scale))
-    return tuple(modules), max(ranks.values())
+        modules.append(PeftModule(module, a, b, scale, halved))
+        largest = max(largest, rank // 2 if halved else rank)
+    return tuple(modules), largest
 
 
-def _matrix_of(tensor: str, tensor_by_target: dict[str, str]) -> tuple[str, str]:
+def _has_own_matrices(modules: Sequence[PeftModule], entries: Mapping[str, TensorEntry]) -> bool:
+    """Return True if some experts do not share the matrix on the model's width."""
+    for module in modules:
+        form = form_of(module.name)
+        if form in ("parameter", "expert"):
+            return True
+        outer = module.b if module.name.endswith(".w2") else module.a
+        if form == "tinker" and entries[outer].shape[0] != 1:
+            return True
+    return False
+
+
+def _family(module: str) -> Family:
+    return "mlp" if form_of(module) else FAMILY_BY_MODULE[_leaf(module)]
+
+
+def _matrix_of(
+    tensor: str, tensor_by_target: dict[str, str], parameters: Sequence[str]
+) -> tuple[str, str]:
     """Return the module and the letter of a tensor, and record the module as a required target."""
     matched = _MATRIX.fullmatch(tensor)
     if not matched:
@@ -257,6 +320,9 @@ def _matrix_of(tensor: str, tensor_by_target: dict[str, str]) -> tuple[str, str]
     module, letter = matched.group("module", "letter")
     if module == UNEMBED_OF_COOKBOOK:
         return UNEMBED, letter
+    module = parameter_path(module, tensor, parameters)
+    if form_of(module) in ("parameter", "tinker"):
+        return module, letter
     if _leaf(module) not in FAMILY_BY_MODULE:
         known = ", ".join(FAMILY_BY_MODULE)
         raise Invalid(f"{named(tensor)} cannot be imported: LoRA is trained here on {known}.")
@@ -283,6 +349,14 @@ def _matrix(tensor_by_matrix: Mapping[tuple[str, str], str], module: str, letter
 def _check_rank(rank: int, tensor: str, found: Sequence[int]) -> None:
     if list(found) != [rank]:
         raise Invalid(f"{named(tensor)} has rank {list(found)}, but {CONFIG} says {rank}.")
+
+
+def _check_stacked_rank(rank: int, tensor: str, found: Sequence[int]) -> None:
+    """Raise Invalid unless a dimension has the rank of each expert."""
+    if len(found) != 1 or found[0] == 0 or found[0] % rank:
+        raise Invalid(
+            f"{named(tensor)} has {list(found)} ranks of all experts, which is no multiple of {rank} in {CONFIG}."
+        )
 
 
 def _leaf(module: str) -> str:

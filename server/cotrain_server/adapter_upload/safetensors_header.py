@@ -50,6 +50,14 @@ def read_header(content: bytes) -> dict[str, TensorEntry]:
     return entries
 
 
+def read_metadata(content: bytes) -> dict[str, str]:
+    """Return the metadata of a file whose header has been read."""
+    end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+    header = read_object("The header of adapter_model.safetensors", content[_LENGTH_BYTES:end])
+    found: dict[str, str] = header.get(_METADATA, {})
+    return found
+
+
 def named(name: str) -> str:
     """Return an uploaded name in printable ASCII of at most 200 characters."""
     return ascii(name)[1:-1][:200]

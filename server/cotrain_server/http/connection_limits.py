@@ -11,13 +11,15 @@ from collections.abc import Iterable
 from typing import cast
 
 from typing_extensions import override
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cotrain_store.listening import plain_address
 from cotrain_store.monitoring import metrics
 
 #: From the first byte of a request's head to its last; from connecting to that first byte, too.
 HEAD_TIMEOUT_S = 30.0
+#: Longest head that arrives in several parts.
+MAX_HEAD_BYTES = 64 * 1024
 #: Each poll holds one connection, and 30 KB of memory.
 MAX_CONNECTIONS = 20_000
 #: Descriptors for all other uses: Redis, the spool, uploads, and files being sent.
@@ -28,8 +30,8 @@ ACCEPTED_AT_ONCE = 64
 BACKLOG = 4096
 
 
-class LimitedH11Protocol(H11Protocol):
-    """Protocol that closes a connection above `max_connections`, or with an incomplete head.
+class LimitedProtocol(HttpToolsProtocol):
+    """Protocol that closes a connection above `max_connections`, or with a slow or long head.
 
     Between requests uvicorn's own `timeout_keep_alive` applies. The routes limit the body. Body
     bytes that arrive after their request was answered belong to no request.
@@ -38,6 +40,8 @@ class LimitedH11Protocol(H11Protocol):
     max_connections = MAX_CONNECTIONS
     head_timeout_s = HEAD_TIMEOUT_S
     _deadline: asyncio.TimerHandle | None = None
+    _is_head = True  # the next bytes belong to the head of a request
+    _head_bytes = 0
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -53,17 +57,29 @@ class LimitedH11Protocol(H11Protocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        """Handle received bytes, and start the timeout if they complete no head."""
+        """Parse received bytes. A head without an end starts the timeout, and has a maximum length."""
+        was_head = self._is_head
         super().data_received(data)
-        if not self._is_answering():
-            self._await_head()
+        if self._is_answering() or self.transport.is_closing():
+            return
+        self._await_head()
+        if was_head and self._is_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response(f"The head of a request exceeds {MAX_HEAD_BYTES} bytes.")
 
     @override
-    def handle_events(self) -> None:
-        """Handle received bytes, and stop the timeout if they complete a head."""
-        super().handle_events()
-        if self._is_answering():
-            self._end_timeout()
+    def on_headers_complete(self) -> None:
+        """Stop the timeout, and begin the request."""
+        self._is_head, self._head_bytes = False, 0
+        self._end_timeout()
+        super().on_headers_complete()
+
+    @override
+    def on_message_complete(self) -> None:
+        """End the body; the next bytes are another head."""
+        self._is_head = True
+        super().on_message_complete()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
@@ -90,9 +106,9 @@ class LimitedH11Protocol(H11Protocol):
         return cycle is not None and not cycle.response_complete
 
 
-def limited_protocol(most: int) -> type[LimitedH11Protocol]:
+def limited_protocol(most: int) -> type[LimitedProtocol]:
     """Return the protocol class of a process that holds `most` connections."""
-    return type("LimitedProtocol", (LimitedH11Protocol,), {"max_connections": most})
+    return type("LimitedProtocol", (LimitedProtocol,), {"max_connections": most})
 
 
 def allow_many_connections() -> int:

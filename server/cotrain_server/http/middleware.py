@@ -17,7 +17,7 @@ import structlog
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cotrain_server.errors import CLIENT_CLOSED_REQUEST, ambiguous_length, internal_error
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST, internal_error
 from cotrain_server.http.request_trace import begin_request, end_request
 from cotrain_server.services import Services
 from cotrain_store.monitoring import metrics
@@ -79,8 +79,7 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            app = ambiguous_length(request_id) if _has_two_lengths(scope) else self.app
-            await app(scope, receive, send_noted)
+            await self.app(scope, receive, send_noted)
         except ClientDisconnect:
             statuses.append(CLIENT_CLOSED_REQUEST)
         except Exception as error:  # noqa: BLE001  # the HTTP edge answers whatever happened
@@ -101,14 +100,6 @@ class RequestMiddleware:
             _log_answer("request_refused", scope, route, status, duration_s)
         elif self._access_log:
             _log_answer("request_answered", scope, route, status, duration_s)
-
-
-def _has_two_lengths(scope: Scope) -> bool:
-    """Return True if a request declares its length twice: a proxy in front may have used the other
-    value.
-    """
-    names = {name for name, _ in scope["headers"]}
-    return {b"content-length", b"transfer-encoding"} <= names
 
 
 def _is_leaving(scope: Scope) -> bool:

@@ -113,6 +113,11 @@ def check_fits(weights: WeightsRecord, run: RunRecord, *, optimizer: bool) -> No
         )
     if _shape(weights.lora) != _shape(run.lora):
         raise Invalid(f"The checkpoint has {_words(weights.lora)}; the run has {_words(run.lora)}.")
+    if weights.lora.per_expert != run.lora.per_expert:
+        raise Invalid(
+            "One of the checkpoint and the run has matrices of its own for each expert, and the other shares them: "
+            "start a run from the checkpoint, which takes its form."
+        )
     if optimizer and weights.lora.alpha != run.lora.alpha:
         raise Invalid(
             f"The checkpoint has alpha {weights.lora.alpha:g}, the run {run.lora.alpha:g}: load it "

@@ -48,6 +48,7 @@ def mixed_lora(sources: Sequence[WeightsRecord]) -> LoraSpec:
         train_mlp=any(lora.train_mlp for lora in loras),
         train_unembed=any(lora.train_unembed for lora in loras),
         alpha=alphas.pop() if len(alphas) == 1 else DEFAULT_ALPHA,
+        per_expert=any(lora.per_expert for lora in loras),
     )
 
 

@@ -122,6 +122,7 @@ async def get_server_capabilities(services: ServicesDep) -> GetServerCapabilitie
                 max_context_length=pool.context_length,
                 trainable=True,
                 sampleable=is_sampleable(pool),
+                tied_embeddings=pool.tied_embeddings,
             )
             for pool in pools
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ PROMPT = ModelInput.from_ints([7, 8, 9])
 @pytest.fixture
 def api() -> FakeSampling:
     return FakeSampling()
-
-
-@pytest.fixture
-def service(api: FakeSampling) -> Iterator[ServiceClient]:
-    with ServiceClient("http://server", "tml-key", network=api.network) as client:
-        yield client
 
 
 def test_a_client_can_be_used_as_its_own_future(service: ServiceClient) -> None:

@@ -4,13 +4,10 @@ import asyncio
 import gc
 import threading
 import tracemalloc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
-import pytest
-
-from cotrain import Datum, ModelInput, ServiceClient, TrainingClient
+from cotrain import Datum, ModelInput, TrainingClient
 from cotrain.requests.run_requests import POLLS_AT_ONCE
 from cotrain.types import ForwardBackwardOutput
 from cotrain.wire.proto import wire_pb2 as wire
@@ -25,17 +22,6 @@ WITHIN_S = 120.0
 """Time limit in seconds for a deadlock, not for speed."""
 BYTES_PER_FUTURE = 20_000
 """Bytes of two tasks, their frames and their futures, doubled as a margin."""
-
-
-@pytest.fixture
-def api() -> FakeApi:
-    return FakeApi()
-
-
-@pytest.fixture
-def run(api: FakeApi) -> Iterator[TrainingClient]:
-    with ServiceClient("http://server", "tml-key", network=api.network) as service:
-        yield service.create_lora_training_client("m")
 
 
 def datum(tokens: list[int]) -> Datum:

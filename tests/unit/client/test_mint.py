@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -23,17 +22,6 @@ DATUM = mintx.ReverseKLDatum(
 ROW = {"data": [0.75], "dtype": "float32", "shape": [1]}
 KL_ANSWER = {"outputs": [{"loss": ROW}], "metrics": {"loss:sum": 0.75}}
 MIXED = {"path": "tinker://c:train:0/sampler_weights/mix", "source_paths": PATHS}
-
-
-@pytest.fixture
-def api() -> FakeApi:
-    return FakeApi()
-
-
-@pytest.fixture
-def service(api: FakeApi) -> Iterator[ServiceClient]:
-    with ServiceClient("http://server", "tml-key", network=api.network) as client:
-        yield client
 
 
 def queued(api: FakeApi, path: str, result: dict[str, Any], times: int = 1) -> None:

@@ -18,11 +18,6 @@ NEVER_AGAIN = RetryPolicy(give_up_after_s=-1.0)
 
 
 @pytest.fixture
-def api() -> FakeApi:
-    return FakeApi()
-
-
-@pytest.fixture
 def run(api: FakeApi) -> Iterator[TrainingClient]:
     with ServiceClient("http://server", "k", network=api.network, policy=NEVER_AGAIN) as service:
         yield service.create_lora_training_client("m")

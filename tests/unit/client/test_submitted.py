@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import gc
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,7 +13,6 @@ from cotrain import (
     Future,
     ModelInput,
     RequestFailed,
-    ServiceClient,
     Submitted,
     TrainingClient,
 )
@@ -23,17 +21,6 @@ from tests.support.fake_api import FakeApi, refusal
 from tests.support.waiting import until
 
 DATUM = Datum(model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tokens": [6]})
-
-
-@pytest.fixture
-def api() -> FakeApi:
-    return FakeApi()
-
-
-@pytest.fixture
-def run(api: FakeApi) -> Iterator[TrainingClient]:
-    with ServiceClient("http://server", "tml-key", network=api.network) as service:
-        yield service.create_lora_training_client("m")
 
 
 def send(run: TrainingClient, datums: int = 1) -> Submitted[ForwardBackwardOutput]:

@@ -6,7 +6,7 @@ may read the adapter's folder.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -103,7 +103,7 @@ def _is_whole(root: Blobs, digest: str) -> bool:
 
 
 def _digest(optimizer: HostOptimizer, base_model: str) -> str:
-    head = json.dumps([FORMAT, base_model, asdict(optimizer.spec), optimizer.step], sort_keys=True)
+    head = json.dumps([FORMAT, base_model, optimizer.spec.stored(), optimizer.step], sort_keys=True)
     hasher = hashlib.sha256(head.encode() + b"\0")
     for moment in (optimizer.m, optimizer.v):
         hasher.update(moment.numpy().astype("<f4", copy=False).data)
@@ -113,7 +113,7 @@ def _digest(optimizer: HostOptimizer, base_model: str) -> str:
 def _content(optimizer: HostOptimizer, base_model: str) -> bytes:
     header = {
         "cotrain": FORMAT,
-        "spec": json.dumps(asdict(optimizer.spec)),
+        "spec": json.dumps(optimizer.spec.stored()),
         "base_model": base_model,
         "step": str(optimizer.step),
     }

@@ -11,8 +11,8 @@ tools would merge it all the same (logits of a tiny model off by 4). Their conve
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError
@@ -22,8 +22,17 @@ from cotrain_store.blobs.folder import passes
 from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.disk.checksums import REMEDY, SUMS, fault_of, read_sums, sums_of
 from cotrain_store.failpoints import failpoint
+from cotrain_workers.engine.adapters.peft_experts import (
+    DOWN,
+    GATE_UP,
+    of_parameter,
+    parameter_names,
+    parameter_shapes,
+    shared,
+    stacked,
+)
 from cotrain_workers.engine.ops import HostWeights
-from cotrain_workers.engine.spec import AdapterSpec, Layout
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Target
 
 LayoutOf = Callable[[AdapterSpec], Layout]
 
@@ -33,7 +42,10 @@ CONFIG = "adapter_config.json"
 #: Maximum bytes of a header that are read: a damaged file may declare any length.
 MAX_HEADER_BYTES = 1 << 20
 #: Keys of the config that change a reader's results; the others are informative.
-_DECISIVE = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
+_DECISIVE = (
+    "peft_type", "r", "lora_alpha", "target_modules", "target_parameters", "rank_pattern", "alpha_pattern",
+    "use_rslora", "use_dora",
+)  # fmt: skip
 
 
 class FolderUnreadable(Exception):
@@ -55,7 +67,7 @@ class WrittenFolder:
 
 def digest(spec: AdapterSpec, base_model: str, flat: torch.Tensor) -> str:
     """Return the SHA-256 (hex) of an adapter's spec, its base model's name and its arena's fp32 bytes."""
-    header = json.dumps([FORMAT, base_model, asdict(spec)], sort_keys=True)
+    header = json.dumps([FORMAT, base_model, spec.stored()], sort_keys=True)
     hasher = hashlib.sha256(header.encode() + b"\0")
     hasher.update(flat.numpy().astype("<f4", copy=False).data)
     return hasher.hexdigest()
@@ -114,7 +126,7 @@ def read_folder(root: Blobs, name: str, layout_of: LayoutOf) -> HostWeights:
     if not digest(spec, base_model, flat) == header["sha256"] == name:
         raise FolderUnreadable(f"Adapter {name} holds other weights than its name says.")
     expected = adapter_config(spec, layout, base_model)
-    if any(config.get(key) != expected[key] for key in _DECISIVE):
+    if any(config.get(key) != expected.get(key) for key in _DECISIVE):
         raise FolderUnreadable(f"Adapter {name} has another {CONFIG} than was written.")
     if fault := fault_of(sums, (CONFIG, TENSORS)):
         raise SumsUnusable(f"{fault}. {REMEDY}")
@@ -132,15 +144,19 @@ def remove_folder(root: Blobs, digest: str) -> None:
 
 def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[str, object]:
     """Return the content of `adapter_config.json`. The stored matrices are not scaled by `alpha / r`."""
-    return {
+    experts = layout.gate_by_experts
+    whole = [f"{module}.{each}" for module in experts for each in (GATE_UP, DOWN)]
+    parameters = sorted({".".join(each.rsplit(".", 2)[1:]) for each in whole})
+    alpha = int(spec.alpha) if spec.alpha.is_integer() else spec.alpha
+    config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": spec.rank,
-        "lora_alpha": int(spec.alpha) if spec.alpha.is_integer() else spec.alpha,
-        "target_modules": sorted({target.name.rsplit(".", 1)[-1] for target in layout.targets}),
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "lora_alpha": alpha,
+        "target_modules": sorted({each.name.rsplit(".", 1)[-1] for each in _plain(layout)}),
+        "rank_pattern": {each: 2 * spec.rank for each in parameters if GATE_UP in each},
+        "alpha_pattern": {each: 2 * alpha for each in parameters if GATE_UP in each},
         "modules_to_save": None,
         "lora_dropout": 0.0,
         "bias": "none",
@@ -151,6 +167,7 @@ def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[s
         "inference_mode": True,
         "auto_mapping": None,
     }
+    return config | ({"target_parameters": parameters} if experts else {})
 
 
 def tensor_names(module: str) -> tuple[str, str]:
@@ -162,14 +179,18 @@ def _contents(weights: HostWeights, layout: Layout, base_model: str, name: str) 
     header = {
         "format": "pt",  # transformers and vLLM require it
         "cotrain": FORMAT,
-        "spec": json.dumps(asdict(weights.spec)),
+        "spec": json.dumps(weights.spec.stored()),
         "base_model": base_model,
         "sha256": name,
     }
+    if layout.gate_by_experts:
+        # The same matrices for each expert would look like ones of its own.
+        header["experts"] = "per_expert" if weights.spec.per_expert else "shared_outer"
     tensors = {}
-    for module, pair in layout.views(weights.flat).items():
-        name_a, name_b = tensor_names(module)
-        tensors[name_a], tensors[name_b] = pair.a.contiguous(), pair.b.contiguous()
+    views = layout.views(weights.flat)
+    plain = ((tensor_names(each.name), views[each.name]) for each in _plain(layout))
+    for (name_a, name_b), (a, b) in (*plain, *stacked(layout, views)):
+        tensors[name_a], tensors[name_b] = a.contiguous(), b.contiguous()
     config = json.dumps(adapter_config(weights.spec, layout, base_model), indent=2)
     contents = {TENSORS: _sorted(save(tensors, header)), CONFIG: f"{config}\n".encode()}
     # For the API, which sends the files and cannot compute their digest.
@@ -210,16 +231,36 @@ def _is_whole(root: Blobs, name: str, layout: Layout) -> bool:
 def _arena(tensors: Mapping[str, torch.Tensor], layout: Layout) -> torch.Tensor:
     """Return an arena filled with tensors. Raise ValueError unless they match the layout exactly."""
     flat = torch.zeros(layout.size)
-    left = dict(tensors)
-    for module, pair in layout.views(flat).items():
-        for name, target in zip(tensor_names(module), pair, strict=True):
-            tensor = left.pop(name)
-            if tensor.shape != target.shape or tensor.dtype != torch.float32:
+    left, views = dict(tensors), layout.views(flat)
+
+    def take(names: tuple[str, str], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+        found = [left.pop(name) for name in names]
+        for name, tensor, shape in zip(names, found, shapes, strict=True):
+            if tensor.shape != shape or tensor.dtype != torch.float32:
                 raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}")
-            target.copy_(tensor)
+        return found
+
+    for target in _plain(layout):
+        pair = views[target.name]
+        for ours, theirs in zip(
+            pair, take(tensor_names(target.name), [each.shape for each in pair]), strict=True
+        ):
+            ours.copy_(theirs)
+    for module, target in layout.gate_by_experts.items():
+        for parameter in (GATE_UP, DOWN):
+            shapes = parameter_shapes(parameter, layout.rank, target)
+            a, b = take(parameter_names(module, parameter), shapes)
+            for name, pair in of_parameter(parameter, a, b, target, in_halves=True).items():
+                for ours, theirs in zip(views[f"{module}.{name}"], pair, strict=True):
+                    ours.copy_(shared(theirs, len(ours)))
     if left:
         raise ValueError(f"unexpected tensors, {min(left)} first")
     return flat
+
+
+def _plain(layout: Layout) -> list[Target]:
+    """Return the linear modules of a layout."""
+    return [target for target in layout.targets if not target.experts]
 
 
 def metadata_of(content: bytes) -> dict[str, str]:

@@ -18,6 +18,7 @@ class ModelFacts:
     context_length: int
     num_parameters: int
     max_rank: int
+    tied_embeddings: bool  # whether the unembedding is the embedding's matrix
     eos_token_ids: tuple[int, ...]  # tokens that end a generation, ascending; may be empty
     modules_by_family: Mapping[Family, int]  # number of modules that each train_* flag covers
     numerics: Numerics
@@ -43,6 +44,7 @@ def model_facts(model: str, base: BaseModel, numerics: Numerics, lora_fallback: 
         context_length=base.context_length,
         num_parameters=base.num_parameters,
         max_rank=base.hidden_size,  # beyond it LoRA is of no lower rank than the weights
+        tied_embeddings=base.tied_embeddings,
         eos_token_ids=base.eos_token_ids,
         modules_by_family=modules,
         numerics=numerics,

@@ -154,6 +154,7 @@ class PeftModule:
     a: str  # name of the tensor [rank, inputs]; `rank` is at most that of the run
     b: str  # name of the tensor [outputs, rank]
     scale: float
+    in_halves: bool = False  # half of the ranks is of the experts' gate, the other of their up
 
 
 @dataclass(frozen=True)

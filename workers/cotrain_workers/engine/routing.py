@@ -149,8 +149,29 @@ class Route:
     lora: TrainingLora
 
 
+class Group(NamedTuple):
+    """Adjacent rows of one expert, and within it of one adapter."""
+
+    expert: int
+    start: int
+    stop: int
+
+
+#: Rows of each adapter in the experts that its tokens have, by the first token of the adapter.
+ExpertRows = Mapping[int, Sequence[Group]]
+
+
 class StepRoute(Protocol):
     """Route of a decoder step, in place of the training route; see `decoding/step.py`."""
+
+    @property
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """Rows (start, stop) of each adapter."""
+
+    def add_to_experts(
+        self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows
+    ) -> None:
+        """Add the LoRA path of rows of experts `x` `[P, in]` to `y` `[P, out]`, in place."""
 
     def linear(
         self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -23,6 +23,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.model.base_model import (
     BaseModel,
+    UnsupportedModel,
+    find_targets,
     make_base_model,
     make_skeleton,
     refuse_too_large,
@@ -42,6 +44,7 @@ from cotrain_workers.engine.model.model_source import (
     untied,
 )
 from cotrain_workers.engine.progress import report
+from cotrain_workers.engine.spec import has_experts
 from cotrain_workers.group.links import Links
 from cotrain_workers.group.lock_step import GroupLockStep
 
@@ -86,6 +89,10 @@ def _load(
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
     network = make_skeleton(config, dtype)
+    if has_experts(find_targets(network)):
+        raise UnsupportedModel(
+            "it is a mixture of experts, which a group of processes does not divide yet: serve it with one process."
+        )
     network.eval().requires_grad_(requires_grad=False)
     head_bytes = network.lm_head.weight.numel() * dtype.itemsize
     whole_bytes = network.num_parameters() * dtype.itemsize

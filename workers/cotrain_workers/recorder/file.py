@@ -287,9 +287,9 @@ def _facts_json(facts: CycleFacts, read: ReadCheckpoints) -> dict[str, Any]:
         "model": facts.model,
         "numerics": asdict(facts.numerics),
         "step": json.loads(encode(facts.step)),
-        "weights": {ref: asdict(weights.spec) for ref, weights in read.weights.items()},
+        "weights": {ref: weights.spec.stored() for ref, weights in read.weights.items()},
         "optimizers": {
-            ref: optimizer and {"spec": asdict(optimizer.spec), "step": optimizer.step}
+            ref: optimizer and {"spec": optimizer.spec.stored(), "step": optimizer.step}
             for ref, optimizer in read.optimizers.items()
         },
     }

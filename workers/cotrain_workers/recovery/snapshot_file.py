@@ -9,7 +9,7 @@ reassigned. The policy is pure.
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from safetensors.torch import load, save
 
@@ -81,7 +81,7 @@ def encode_snapshot(run: str, seq: int, numerics_id: str, state: AdapterState) -
         "run": run,
         "seq": str(seq),
         "numerics_id": numerics_id,
-        "spec": json.dumps(asdict(state.spec)),
+        "spec": json.dumps(state.spec.stored()),
         "step": str(state.step),
         "grads_pending": str(int(state.grads_pending)),
     }

@@ -275,6 +275,7 @@ def pool_record(
         numerics_id=facts.numerics_id,
         tokens_per_s=tokens_per_s,
         lora_widths=lora_widths(engine.targets),
+        tied_embeddings=facts.tied_embeddings,
     )
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -23,12 +22,6 @@ URL = "training_runs/s1%3Atrain%3A0/checkpoints/weights/a%20b"
 @pytest.fixture
 def api() -> FakeCheckpoints:
     return FakeCheckpoints()
-
-
-@pytest.fixture
-def service(api: FakeCheckpoints) -> Iterator[ServiceClient]:
-    with ServiceClient("http://server", "tml-key", network=api.network) as client:
-        yield client
 
 
 @pytest.fixture

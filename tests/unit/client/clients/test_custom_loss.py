@@ -5,7 +5,6 @@ import builtins
 import threading
 import time
 from array import array
-from collections.abc import Iterator
 from typing import Any, SupportsFloat
 
 import pytest
@@ -15,7 +14,6 @@ from cotrain import (
     BadRequestError,
     Datum,
     ModelInput,
-    ServiceClient,
     TorchMissing,
     TrainingClient,
     UnsupportedInput,
@@ -35,17 +33,6 @@ def datum(token: int, advantage: float) -> Datum:
 
 
 DATA = [datum(5, 2.0), datum(7, 3.0)]
-
-
-@pytest.fixture
-def api() -> FakeApi:
-    return FakeApi()
-
-
-@pytest.fixture
-def run(api: FakeApi) -> Iterator[TrainingClient]:
-    with ServiceClient("http://server", "tml-key", network=api.network) as service:
-        yield service.create_lora_training_client("m")
 
 
 def weights_of(message: wire.ForwardBackwardRequest) -> list[list[float]]:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -32,12 +31,6 @@ THREE = SamplingParams(max_tokens=3)
 @pytest.fixture(params=[False, True], ids=["poll_each", "poll_all"])
 def api(request: pytest.FixtureRequest) -> FakeSampling:
     return FakeSampling(batches=request.param)
-
-
-@pytest.fixture
-def service(api: FakeSampling) -> Iterator[ServiceClient]:
-    with ServiceClient("http://server", "tml-key", network=api.network) as client:
-        yield client
 
 
 @pytest.fixture

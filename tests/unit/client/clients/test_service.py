@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,17 +8,6 @@ import pytest
 from cotrain import NotFoundError, ServiceClient, SettingsMissing
 from cotrain.settings import client_settings
 from tests.support.fake_api import FakeApi, refusal
-
-
-@pytest.fixture
-def api() -> FakeApi:
-    return FakeApi()
-
-
-@pytest.fixture
-def service(api: FakeApi) -> Iterator[ServiceClient]:
-    with ServiceClient("http://server", "tml-key", network=api.network) as client:
-        yield client
 
 
 def test_a_session_is_opened_once_and_only_when_needed(

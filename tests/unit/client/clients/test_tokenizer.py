@@ -38,11 +38,6 @@ def test_a_folder_is_loaded_as_a_tokenizer_whatever_its_name(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def api() -> FakeApi:
-    return FakeApi()
-
-
-@pytest.fixture
 def run(api: FakeApi) -> Iterator[TrainingClient]:
     with ServiceClient("http://server", "tml-key", network=api.network) as client:
         yield client.create_lora_training_client("my model/?&")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +10,6 @@ from cotrain import (
     BadRequestError,
     Datum,
     ModelInput,
-    ServiceClient,
     TrainingClient,
     TrainOutput,
 )
@@ -21,17 +19,6 @@ DATUM = Datum(
     model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tokens": [6], "weights": [0.25]}
 )
 UNWEIGHTED = Datum(model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tokens": [6]})
-
-
-@pytest.fixture
-def api() -> FakeApi:
-    return FakeApi()
-
-
-@pytest.fixture
-def run(api: FakeApi) -> Iterator[TrainingClient]:
-    with ServiceClient("http://server", "tml-key", network=api.network) as service:
-        yield service.create_lora_training_client("m")
 
 
 def test_a_step_is_a_pass_followed_by_an_optimizer_step(api: FakeApi, run: TrainingClient) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,22 +19,6 @@ from cotrain import (
 from tests.support.fake_api import FakeApi, refusal
 
 DATUM = Datum(model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tokens": [6]})
-
-
-@pytest.fixture
-def api() -> FakeApi:
-    return FakeApi()
-
-
-@pytest.fixture
-def service(api: FakeApi) -> Iterator[ServiceClient]:
-    with ServiceClient("http://server", "tml-key", network=api.network) as client:
-        yield client
-
-
-@pytest.fixture
-def run(service: ServiceClient) -> TrainingClient:
-    return service.create_lora_training_client("m")
 
 
 def test_requests_are_numbered_in_the_order_of_the_calls(api: FakeApi, run: TrainingClient) -> None:

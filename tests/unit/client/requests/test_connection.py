@@ -32,11 +32,6 @@ URL = "http://server:8000"
 
 
 @pytest.fixture
-def api() -> FakeApi:
-    return FakeApi()
-
-
-@pytest.fixture
 def service(api: FakeApi) -> Iterator[ServiceClient]:
     with ServiceClient(URL, "tml-key", network=api.network) as client:
         yield client

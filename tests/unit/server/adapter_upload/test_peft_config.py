@@ -157,7 +157,7 @@ REFUSED_TENSORS = {
     "LoRA bias": ({f"{PREFIX}.lora_B.bias": (4,)}, "lora_B.bias"),
     "name of an adapter": ({f"{PREFIX}.lora_A.default.weight": (4, 6)}, "lora_A.default"),
     "no prefix": ({"model.layers.0.self_attn.q_proj.lora_A.weight": (4, 6)}, "cannot be imported"),
-    "other module": ({f"{LAYER}.mlp.experts.w1.lora_A.weight": (4, 6)}, "LoRA is trained here on"),
+    "other module": ({f"{LAYER}.mlp.experts.w4.lora_A.weight": (4, 6)}, "LoRA is trained here on"),
     "one dimension": (
         {f"{PREFIX}.lora_A.weight": (4,), f"{PREFIX}.lora_B.weight": (4,)},
         r"lora_B.weight has rank \[\]",

@@ -14,8 +14,9 @@ from uvicorn.server import ServerState
 
 from cotrain_server.http.connection_limits import (
     ACCEPTED_AT_ONCE,
+    MAX_HEAD_BYTES,
     RESERVED_DESCRIPTORS,
-    LimitedH11Protocol,
+    LimitedProtocol,
     allow_many_connections,
     limited_protocol,
     listen_long,
@@ -38,7 +39,7 @@ async def answer_late(scope: Scope, receive: Receive, send: Send) -> None:
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    class Hurried(LimitedH11Protocol):
+    class Hurried(LimitedProtocol):
         head_timeout_s = TIMEOUT_S
 
     config = uvicorn.Config(answer_late, ws="none", log_config=None)
@@ -63,11 +64,18 @@ async def test_an_incomplete_head_ends_the_connection(sent: bytes) -> None:
 async def test_a_head_sent_byte_by_byte_gets_no_more_time() -> None:
     async with connected() as (reader, writer):
         closed = asyncio.ensure_future(reader.read())
+        writer.write(b"GET /")
         while not closed.done():
-            writer.write(b"G")
+            writer.write(b"x")
             await asyncio.wait([closed], timeout=TIMEOUT_S / 10)
         # A byte sent after the end is answered with a reset, and the next one finds a broken pipe.
         assert isinstance(closed.exception(), ConnectionError) or closed.result() == b""
+
+
+async def test_a_head_has_a_maximum_length() -> None:
+    async with connected() as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nLong: ".ljust(MAX_HEAD_BYTES + 1, b"x"))
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
 
 
 async def test_an_answer_may_take_longer_than_a_head() -> None:

@@ -22,6 +22,9 @@ def test_a_state_has_four_fp32_values_per_trained_parameter() -> None:
     assert state_bytes(lora, POOL) == 16 * 8 * 11_100
     assert state_bytes(replace(lora, train_unembed=False), POOL) == 16 * 8 * 1_100
     assert state_bytes(replace(lora, train_attn=False, train_mlp=False), POOL) == 16 * 8 * 10_000
+    experts = replace(POOL, lora_widths={**POOL.lora_widths, "experts": 5000})
+    assert state_bytes(lora, experts) == state_bytes(lora, POOL)
+    assert state_bytes(replace(lora, per_expert=True), experts) == 16 * 8 * 16_100
 
 
 def test_the_default_quota_is_a_minimum_or_that_of_eight_largest_runs() -> None:

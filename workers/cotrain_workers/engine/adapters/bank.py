@@ -30,7 +30,7 @@ from cotrain_workers.engine.adapters.residency import (
     prefetch_moves,
 )
 from cotrain_workers.engine.cycle import Yielding, run_to_end
-from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout, shape_of
 
 #: Arenas of an adapter between cycles, besides "grads" if a gradient is pending.
 ARENAS_AT_REST = ("weights", "m", "v")
@@ -113,7 +113,7 @@ class AdapterBank:
         self._in_use: frozenset[str] = frozenset()
         self.offloaded = 0
         """Number of adapters on the host alone. Any thread may read it."""
-        self._layout_by_shape: dict[tuple[int, bool, bool, bool], Layout] = {}
+        self._layout_by_shape: dict[tuple[object, ...], Layout] = {}
         self.base_weights: Mapping[str, torch.Tensor] = {}
         """Weights of the base model by module, for uploads that contain copies of them."""
         self.on_drop: Callable[[str], None] = lambda run: None
@@ -278,7 +278,7 @@ class AdapterBank:
 
     def layout_of(self, spec: AdapterSpec) -> Layout:
         """Return the positions of the matrices of an adapter of this spec in its arenas."""
-        shape = (spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed)
+        shape = shape_of(spec)
         if shape not in self._layout_by_shape:
             self._layout_by_shape[shape] = plan_layout(spec, self._targets)
         return self._layout_by_shape[shape]

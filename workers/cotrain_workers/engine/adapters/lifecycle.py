@@ -24,6 +24,7 @@ from cotrain_workers.engine.adapters.bank import (
     initial_weights,
 )
 from cotrain_workers.engine.adapters.copy_streams import HostArenas
+from cotrain_workers.engine.adapters.peft_experts import NotShared, shared, uploaded
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import (
     Create,
@@ -41,7 +42,7 @@ from cotrain_workers.engine.ops import (
     SaveOutput,
     unknown_run,
 )
-from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, shape_of
 
 
 class SavedWeights(HostWeights):
@@ -135,15 +136,14 @@ def read_import(
         )
     layout = layout_of(spec)
     flat = initial_weights(spec, layout)
-    pair_by_name, target_by_name = (
-        layout.views(flat),
-        {target.name: target for target in layout.targets},
-    )
+    pair_by_name = layout.views(flat)
     for module in adapter.modules:
-        target = target_by_name.get(module.name)
-        if target is None:
-            raise ImportRefused(f"{module.a}: the base model has no module {module.name} to adapt.")
         a, b = (_take(tensors, name) for name in (module.a, module.b))
+        if _fill_experts(pair_by_name, a, b, module, layout, spec):
+            continue
+        target = layout.target_by_name.get(module.name)
+        if target is None or target.experts:
+            raise ImportRefused(f"{module.a}: the base model has no module {module.name} to adapt.")
         _check_shapes(module, a, b, target, spec.rank)
         _fill(pair_by_name[module.name], a, b, module, spec.scale)
     for name in list(tensors):
@@ -152,6 +152,33 @@ def read_import(
     if tensors:
         raise ImportRefused(f"{min(tensors)}: not a LoRA matrix of a module that can be adapted.")
     return HostWeights(spec, flat)
+
+
+def _fill_experts(
+    pair_by_name: Mapping[str, Pair],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    module: PeftModule,
+    layout: Layout,
+    spec: AdapterSpec,
+) -> bool:
+    """Write matrices of experts to their places; return False for another module. Raises ImportRefused."""
+    try:
+        found = uploaded(module.name, a, b, layout, in_halves=module.in_halves)
+        for (name, expert), own in (found or {}).items():
+            place = pair_by_name[name]
+            if expert is not None:
+                _fill(Pair(place.a[expert], place.b[expert]), own.a, own.b, module, spec.scale)
+                continue
+            a, b = shared(own.a, len(place.a)), shared(own.b, len(place.b))
+            _fill(place, a, b, module, spec.scale)
+    except NotShared as different:
+        raise ImportRefused(
+            f"{module.a} cannot be imported: the file says that experts share a matrix, but {different}."
+        ) from different
+    except ValueError as unfit:
+        raise ImportRefused(f"{module.a} and {module.b} have {unfit}.") from unfit
+    return found is not None
 
 
 def _check_same(name: str, saved: torch.Tensor, own: torch.Tensor | None) -> None:
@@ -201,7 +228,8 @@ def _fill(
 ) -> None:
     """Write a module's matrices over the first `r` of the run's ranks.
 
-    `pair.a` is `[rank, inputs]`, `pair.b` `[outputs, rank]`; `a` and `b` have `r <= rank`.
+    `pair.a` is `[rank, inputs]`, `pair.b` `[outputs, rank]`; `a` and `b` have `r <= rank`. Of experts, all have one
+    dimension more.
     """
     factor = module.scale / run_scale
     if factor != 1.0:  # 1.0 for own exports, which are restored to the bit
@@ -209,8 +237,8 @@ def _fill(
     for name, matrix in ((module.a, a), (module.b, b)):
         if not torch.isfinite(matrix).all():
             raise ImportRefused(f"{name} holds numbers that are not finite, or too large.")
-    rank = a.shape[0]
-    pair.a[:rank], pair.b[:, :rank] = a, b
+    rank = a.shape[-2]
+    pair.a[..., :rank, :], pair.b[..., :rank] = a, b
 
 
 Beginning = Create | Import | Load
@@ -321,16 +349,11 @@ def refuse_spec(spec: AdapterSpec, max_rank: int) -> str | None:
     return None
 
 
-def shape_of(spec: AdapterSpec) -> tuple[object, ...]:
-    """Return a key that is equal for adapters whose matrices have the same positions and shapes."""
-    return spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed
-
-
 def describe(spec: AdapterSpec) -> str:
     """Return the description of the values in `shape_of`."""
     return (
         f"rank {spec.rank}, train_attn={spec.train_attn}, train_mlp={spec.train_mlp}, "
-        f"train_unembed={spec.train_unembed}"
+        f"train_unembed={spec.train_unembed}" + (", per_expert=True" if spec.per_expert else "")
     )
 
 
@@ -387,8 +410,8 @@ def mix(
         last = first + source.spec.rank
         factor = coefficient * (source.spec.scale / spec.scale)
         for name, pair in layout_of(source.spec).views(source.flat).items():
-            mixed[name].a[first:last] = pair.a
-            mixed[name].b[:, first:last] = pair.b * factor
+            mixed[name].a[..., first:last, :] = pair.a
+            mixed[name].b[..., first:last] = pair.b * factor
         first = last
     return HostWeights(spec, flat)
 
@@ -407,4 +430,5 @@ def mixed_spec(specs: Sequence[AdapterSpec]) -> AdapterSpec:
         train_mlp=any(spec.train_mlp for spec in specs),
         train_unembed=any(spec.train_unembed for spec in specs),
         alpha=alphas.pop() if len(alphas) == 1 else AdapterSpec.alpha,
+        per_expert=any(spec.per_expert for spec in specs),
     )

@@ -20,7 +20,7 @@ from cotrain_workers.engine.decoding.slot_pool import (
 )
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.ops import HostWeights
-from cotrain_workers.engine.spec import Target, plan_layout
+from cotrain_workers.engine.spec import AdapterSpec, Target, has_experts, plan_layout
 
 DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # default size of the cache
 #: Seconds for which an unused slot is protected from pools of another rank. Resizing a pool copies it, and a GPU
@@ -55,7 +55,7 @@ class WeightSlots:
         self._load = load
         self._limit = default_bytes(targets, dtype) if limit_bytes is None else limit_bytes
         self._slots: OrderedDict[str, Slot] = OrderedDict()  # least recently used first
-        self._pools: dict[int, Pool] = {}
+        self._pools: dict[tuple[int, bool], Pool] = {}
         self._last_loaded: tuple[str, HostWeights] | None = None
         self._waiting: dict[str, SlotLayout] = {}  # weights for which `pin` found no slot
 
@@ -79,11 +79,11 @@ class WeightSlots:
 
     def rivals(self, key: str) -> frozenset[str]:
         """Return the weights in use in the pool in which `pin` found no slot for `key`."""
-        rank = self._waiting[key].rank
+        kind = self._waiting[key].kind
         return frozenset(
             name
             for name, slot in self._slots.items()
-            if slot.users and slot.pool.layout.rank == rank
+            if slot.users and slot.pool.layout.kind == kind
         )
 
     def in_use(self) -> frozenset[str]:
@@ -92,14 +92,14 @@ class WeightSlots:
 
     def fits_without(self, key: str, given_up: Collection[str]) -> bool:
         """Return True if `pin` with `at_once` would find a slot for waiting weights without `given_up`."""
-        rank = self._waiting[key].rank
+        kind = self._waiting[key].kind
         taken = Counter(
-            slot.pool.layout.rank
+            slot.pool.layout.kind
             for name, slot in self._slots.items()
             if slot.users and name not in given_up
         )
-        has_slot = taken[rank] < len(self._pools[rank].flat) - ZERO_SLOTS
-        return has_slot or self._fits(rank, taken)
+        has_slot = taken[kind] < len(self._pools[kind].flat) - ZERO_SLOTS
+        return has_slot or self._fits(kind, taken)
 
     def filled(self) -> list[Slot]:
         """Return every filled slot, least recently used first."""
@@ -114,8 +114,8 @@ class WeightSlots:
     def _fill(self, key: str, *, at_once: bool) -> Slot | None:
         layout = self._waiting.get(key)
         if layout is None:
-            layout = slot_layout(self._targets, self._loaded(key).spec.rank)
-        pool = self._pools.setdefault(layout.rank, self._new_pool(layout))
+            layout = layout_for(self._loaded(key).spec, self._targets)
+        pool = self._pools.setdefault(layout.kind, self._new_pool(layout))
         if not (pool.free or self._free_slot(pool, at_once=at_once)):
             self._wait(key, layout)
             return None
@@ -170,40 +170,40 @@ class WeightSlots:
 
     def _shrink_others(self, pool: Pool, *, at_once: bool) -> bool:
         """Free memory for one more slot of a full pool; return False if other pools use it or used it recently."""
-        rank = pool.layout.rank
-        taken = Counter(slot.pool.layout.rank for slot in self._slots.values())
+        kind = pool.layout.kind
+        taken = Counter(slot.pool.layout.kind for slot in self._slots.values())
         evicted, now = [], time.monotonic()
         for key, slot in self._slots.items():
-            if self._fits(rank, taken):
+            if self._fits(kind, taken):
                 break
             is_kept = slot.users or (not at_once and now - slot.unpinned_at < KEPT_S)
             if slot.pool is not pool and not is_kept:
                 evicted.append(key)
-                taken[slot.pool.layout.rank] -= 1
-        if not self._fits(rank, taken):
+                taken[slot.pool.layout.kind] -= 1
+        if not self._fits(kind, taken):
             return False
         for key in evicted:
             self._evict(key)
         for other in [each for each in self._pools.values() if each is not pool]:
             filled = [slot for slot in self._slots.values() if slot.pool is other]
             if not filled:
-                del self._pools[other.layout.rank]
+                del self._pools[other.layout.kind]
             elif other.free:
                 other.shrink(filled)
         return True
 
-    def _fits(self, rank: int, taken: Mapping[int, int]) -> bool:
+    def _fits(self, kind: tuple[int, bool], taken: Mapping[tuple[int, bool], int]) -> bool:
         """Return True if one more slot fits when every pool is reduced to its `taken` slots."""
         others = sum(
             (slots + ZERO_SLOTS) * self._pools[each].slot_bytes
             for each, slots in taken.items()
-            if slots and each != rank
+            if slots and each != kind
         )
-        own = taken.get(rank, 0)
+        own = taken.get(kind, 0)
         is_alone = not (others or own)  # a single slot may exceed the limit
         return (
             is_alone
-            or others + (own + 1 + ZERO_SLOTS) * self._pools[rank].slot_bytes <= self._limit
+            or others + (own + 1 + ZERO_SLOTS) * self._pools[kind].slot_bytes <= self._limit
         )
 
     def _affordable(self, pool: Pool) -> int:
@@ -217,6 +217,11 @@ class WeightSlots:
 
     def _bytes(self) -> int:
         return sum(pool.bytes for pool in self._pools.values())
+
+
+def layout_for(spec: AdapterSpec, targets: Sequence[Target]) -> SlotLayout:
+    """Return the layout of the slot of an adapter."""
+    return slot_layout(targets, spec.rank, per_expert=spec.per_expert and has_experts(targets))
 
 
 def default_bytes(targets: Sequence[Target], dtype: torch.dtype) -> int:

@@ -33,6 +33,7 @@ from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.base_model import UNEMBED, BaseModel
 from cotrain_workers.engine.model.unembedding import capped, raw_logits
 from cotrain_workers.engine.routing import StepRoute
+from cotrain_workers.engine.spec import has_experts
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class ModelRunner:
         ) and kernel_is_right(
             base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap
         )
-        if self._has_kernel and groups_take(weight, []):
+        # The rows of each expert are counted on the host, which a graph cannot record.
+        self._has_experts = has_experts(base.targets)
+        if self._has_kernel and not self._has_experts and groups_take(weight, []):
             self.graphs = DecodeGraphs(self._run_model, cache, max_pages, CudaRecorder())
 
     def forward(
@@ -106,7 +109,7 @@ class ModelRunner:
 
     def _lora(self, slots: list[Slot | None]) -> Lora:
         """Return the adapters of some rows: as the last step had them, if no row joined or left."""
-        if groups_take(self._base.head_weight, slots):
+        if not self._has_experts and groups_take(self._base.head_weight, slots):
             return grouped_lora(slots, self._device)
         taken = [None if slot is None else (slot, slot.index) for slot in slots]
         if self._last_slots != taken:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
+from cotrain_workers.engine.model.experts import of_expert
+from cotrain_workers.engine.routing import ExpertRows
 
 LONG_RUN = 16  # rows of one adapter from which a separate call, which copies no matrix, is faster
 GATHER_BYTES = 32 * 1024**2  # maximum copied for a call that serves several adapters
@@ -40,12 +42,13 @@ class RowLora:
     """Adapters of the rows of a step, which are sorted by adapter."""
 
     def __init__(self, slots: Sequence[Slot | None], device: torch.device) -> None:
+        self._runs = list(runs(slots))
         self._long: list[Run] = []
         self._short: list[Gathered] = []
         self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
         self._free_bytes = KEEP_BYTES
         short: list[Run] = []
-        for run in runs(slots):
+        for run in self._runs:
             if run.stop - run.start >= LONG_RUN:
                 self._long.append(run)
             else:
@@ -71,6 +74,23 @@ class RowLora:
             else:
                 matrices = self._gather(at, module, size)
                 add_products(slice(group.start, group.stop), x, y, *matrices)
+
+    @property
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """Rows (start, stop) of each adapter."""
+        return [(run.start, run.stop) for run in self._runs]
+
+    def add_to_experts(
+        self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows
+    ) -> None:
+        """Add the LoRA path of rows of experts `x` `[P, in]` to `y` `[P, out]`, in place."""
+        for run in self._runs:
+            if module not in run.slot.modules:
+                continue
+            both = run.slot.pool.of_experts(module, run.slot.index)
+            for expert, start, stop in groups[run.start]:
+                a, b = (of_expert(each, expert).expand(stop - start, -1, -1) for each in both)
+                add_products(slice(start, stop), x, y, a, b)
 
     def _gather(self, at: int, module: str, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the matrices of a group's rows side by side, from the cache of an earlier step if possible."""

@@ -18,7 +18,14 @@ import torch
 
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.grouped import MIN_RANK, padded_rank, shared_input
-from cotrain_workers.engine.spec import AdapterSpec, Target, aligned, plan_layout
+from cotrain_workers.engine.spec import (
+    AdapterSpec,
+    Target,
+    aligned,
+    matrices,
+    own_matrices,
+    plan_layout,
+)
 
 ZERO_SLOTS = 2  # per pool
 
@@ -33,6 +40,12 @@ class SlotLayout:
     siblings: Mapping[str, tuple[str, ...]]
     """Modules that read the same x and whose A matrices are adjacent, by module."""
     size: int
+    per_expert: bool = False
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Rank class of a pool: adapters of one kind have equal layouts."""
+        return self.rank, self.per_expert
 
 
 @dataclass(eq=False)
@@ -73,6 +86,17 @@ class Pool:
     def stacked_b(self, module: str) -> torch.Tensor:
         """Return scale * B^T for all slots, without a copy: `[slots, rank, padded out]`."""
         return self._shaped(module, *self._parts(module))[1]
+
+    def of_experts(self, module: str, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A `[1 or experts, rank, in]` and scale * B^T `[1 or experts, rank, padded out]` of one slot."""
+        layout, target = self.layout, self.layout.target_by_name[module]
+        at_a, at_b = layout.offset_by_name[module]
+        return (
+            matrices(self.flat[slot], at_a, 1, target.experts_a, layout.rank, target.inputs),
+            matrices(
+                self.flat[slot], at_b, 1, target.experts_b, layout.rank, aligned(target.outputs)
+            ),
+        )
 
     def grow(self, slots: int) -> None:
         """Add free slots. The first and the last slot stay zero, for rows of other pools."""
@@ -117,28 +141,35 @@ class Slot:
     unpinned_at: float = -math.inf
 
 
-def slot_layout(targets: Sequence[Target], rank: int) -> SlotLayout:
+def slot_layout(targets: Sequence[Target], rank: int, *, per_expert: bool = False) -> SlotLayout:
     """Return the layout of the padded matrices of every module for adapters of a rank."""
     padded = padded_rank(rank)
+    if per_expert:
+        targets = own_matrices(targets)
     offsets: dict[str, tuple[int, int]] = {}
     siblings: dict[str, tuple[str, ...]] = {}
     end = 0
     for together in neighbours(targets):
-        size_a = aligned(padded * together[0].inputs)
+        size_a = aligned(together[0].experts_a * padded * together[0].inputs)
         at_b = end + len(together) * size_a
         for at, target in enumerate(together):
             offsets[target.name] = (end + at * size_a, at_b)
-            at_b += padded * aligned(target.outputs)
+            at_b += target.experts_b * padded * aligned(target.outputs)
             siblings[target.name] = tuple(each.name for each in together)
         end = at_b
-    return SlotLayout(padded, offsets, {each.name: each for each in targets}, siblings, end)
+    return SlotLayout(
+        padded, offsets, {each.name: each for each in targets}, siblings, end, per_expert
+    )
 
 
 def neighbours(targets: Sequence[Target]) -> Iterator[list[Target]]:
     """Yield modules that read the same x, grouped if their A matrices can be adjacent without a gap."""
     for _, same in groupby(targets, key=shared_input):
         together = list(same)
-        if aligned(MIN_RANK * together[0].inputs) == MIN_RANK * together[0].inputs:
+        if (
+            not together[0].experts
+            and aligned(MIN_RANK * together[0].inputs) == MIN_RANK * together[0].inputs
+        ):
             yield together
         else:
             yield from ([target] for target in together)
@@ -154,10 +185,11 @@ def lay_out(
     to, found = [], []
     for name, pair in own.views(weights).items():
         at_a, at_b = layout.offset_by_name[name]
-        outputs, inputs = len(pair.b), pair.a.shape[1]
-        width = aligned(outputs)
-        to.append(slot[at_a : at_a + rank * inputs].view(rank, inputs))
-        to.append(slot[at_b : at_b + rank * width].view(rank, width)[:, :outputs])
-        found += [pair.a, scaled[name].b.t()]
+        target = layout.target_by_name[name]
+        width = aligned(target.outputs)
+        of_a = matrices(slot, at_a, 1, target.experts_a, layout.rank, target.inputs)
+        of_b = matrices(slot, at_b, 1, target.experts_b, layout.rank, width)
+        to += [of_a[:, :rank], of_b[:, :rank, : target.outputs]]
+        found += [pair.a.view_as(to[-2]), scaled[name].bt.view_as(to[-1])]
     slot.zero_()
     torch._foreach_copy_(to, found)

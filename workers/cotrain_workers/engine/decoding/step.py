@@ -1,6 +1,6 @@
 """Work of one decoder step, arranged in a packed row, and the route of its rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -8,9 +8,10 @@ import torch
 from torch.nn import functional
 
 from cotrain_workers.engine.decoding.paged_attention import Span, positions
+from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.sequence import SequenceState
 from cotrain_workers.engine.decoding.slot_pool import Slot
-from cotrain_workers.engine.routing import AttentionRule, bucket
+from cotrain_workers.engine.routing import AttentionRule, ExpertRows, bucket
 
 FEWEST_ROWS = 16
 
@@ -110,6 +111,19 @@ class MixedStep:
         self._lora.add(module, self._rows, y[0])
         return y
 
+    @property
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """Rows (start, stop) of each adapter."""
+        assert isinstance(self._lora, RowLora)  # the others do not compute experts
+        return self._lora.segments
+
+    def add_to_experts(
+        self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows
+    ) -> None:
+        """Add the LoRA path of rows of experts `x` `[P, in]` to `y` `[P, out]`, in place."""
+        assert isinstance(self._lora, RowLora)
+        self._lora.add_to_experts(module, x, y, groups)
+
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
@@ -141,9 +155,9 @@ def looked_up(ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return chosen.index_select(0, rows.flatten()).view_as(ids).where(ids < 0, ids)
 
 
-def slot_order(slot: Slot | None) -> tuple[int, int]:
+def slot_order(slot: Slot | None) -> tuple[tuple[int, bool], int]:
     """Return the sort key that groups rows by pool and adapter."""
-    return (0, 0) if slot is None else (slot.pool.layout.rank, slot.index)
+    return (((0, False), 0)) if slot is None else (slot.pool.layout.kind, slot.index)
 
 
 def arrange(plan: Plan, slot_of: Mapping[str | None, Slot | None]) -> list[Item]:

@@ -19,13 +19,15 @@ from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import TARGETS, WIDE_TARGETS, disagreement
 from cotrain_workers.engine.lora.speed import faster_than_fused, layer_seconds
 from cotrain_workers.engine.routing import LinearWeights, Segment, Source, TrainingLora
-from cotrain_workers.engine.spec import Target
+from cotrain_workers.engine.spec import Target, has_experts
 
 Choice = Literal["auto", "seg", "grouped", "fused"]
 
 FEW_SEGMENTS, LONG_SEGMENT = 2, 4096
 # Major compute capabilities with a torch kernel; on others torch loops and synchronizes to read the group sizes.
 GROUPED_KERNEL = (9, 10)
+
+EXPERTS = "only 'seg' computes the experts of a mixture-of-experts model"
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +109,11 @@ def find_backend(
     """
     if choice == "seg" or (choice == "auto" and not weight.is_cuda):
         return LoraBackend("seg", weight.dtype)
+    if has_experts(targets):
+        if choice != "auto":
+            raise BackendUnfit(f"LoRA backend {choice!r} cannot be used: {EXPERTS}.")
+        log.warning("LoRA is a loop over adapters, slow with many of them: %s.", EXPERTS)
+        return LoraBackend("seg", weight.dtype, fallback_reason=EXPERTS)
     if choice == "fused":
         if reason := unfused(weight):
             raise BackendUnfit(f"LoRA backend 'fused' cannot be used: {reason}.")

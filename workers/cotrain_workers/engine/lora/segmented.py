@@ -27,7 +27,10 @@ class MultiLoraLinear(nn.Module):
 
     # typing.override requires Python 3.12
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[explicit-override]
-        """Map `x` `[1, T, in]` to `[1, T, out]`."""
+        """Map `x` `[1, T, in]` to `[1, T, out]`; models also pass `[T, in]` or `[1, 1, T, in]`."""
+        if x.ndim != 3:
+            row = self(x.reshape(1, -1, x.shape[-1]))
+            return row.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
         if self.router.step is not None:
             return self.router.step.linear(self.name, x, self.weight, self.bias)
         return self.router.route.lora.linear(self.name, x, self.weight, self.bias)

@@ -109,7 +109,7 @@ def attention_per_sequence(
     """
     refuse_unsupported(dropout, kwargs)
     router: Router = module.cotrain_router  # type: ignore[assignment]
-    rule = AttentionRule(scaling, sliding_window, softcap)
+    rule = AttentionRule(scaling, sliding_window or None, softcap)
     # squeeze, because backward of `x[0]` writes zeros and copies
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
     if router.step is not None:

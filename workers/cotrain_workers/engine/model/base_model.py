@@ -14,6 +14,7 @@ from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.lock_step import Alone, LockStep
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
+from cotrain_workers.engine.model import experts
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.model_source import (
     CONFIG,
@@ -38,6 +39,7 @@ SUPPORTED: Mapping[str, str] = {
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
+    **experts.MOE_FAMILIES,
 }
 FAMILY_BY_MODULE: Mapping[str, Family] = {
     "q_proj": "attn",
@@ -96,6 +98,7 @@ class BaseModel:
     context_length: int
     hidden_size: int
     num_parameters: int
+    tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     kv: KvShape
     lock_step: LockStep
@@ -180,6 +183,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
         context_length=config.max_position_embeddings,
         hidden_size=config.hidden_size,
         num_parameters=num_parameters,
+        tied_embeddings=network.lm_head.weight is network.model.embed_tokens.weight,
         eos_token_ids=eos_token_ids(network),
         kv=kv_shape(config),
         lock_step=lock_step,
@@ -271,12 +275,17 @@ def _refuse_numbers(config: Any) -> None:
     """Raise NoModel for an impossible number, which would fail the first pass or make its results not finite."""
     for key, least in LEAST.items():
         value = getattr(config, key, None)
-        if value is None:
+        if value is None or (value == 0 and key == "sliding_window" and not windows(config)):
             continue
         if type(value) not in (int, float) or not isfinite(value) or value < least:
             raise unfit_config(f"{key} must be a number of at least {least}, not {value!r}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise unfit_config("num_attention_heads must be a multiple of num_key_value_heads")
+
+
+def windows(config: Any) -> bool:
+    """Return False if the configuration switches windows off; Qwen2 MoE then has a window of 0."""
+    return bool(getattr(config, "use_sliding_window", True))
 
 
 def make_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -296,6 +305,9 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
     """
     targets = []
     for name, module in network.named_modules():
+        if experts.is_experts(module):
+            targets += experts.expert_targets(name, module)
+            continue
         family = FAMILY_BY_MODULE.get(name.rpartition(".")[-1])
         if family is None:
             continue
@@ -310,7 +322,10 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
 
 def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     """Replace linear modules and attention of a loaded model by ours."""
+    experts.attach(network, router)
     for target in targets:
+        if target.experts:
+            continue
         linear = network.get_submodule(target.name)
         if target.name != UNEMBED:
             network.set_submodule(target.name, MultiLoraLinear(linear, target.name, router))

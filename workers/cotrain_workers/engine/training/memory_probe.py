@@ -71,6 +71,7 @@ def size_micro_batches(
         new_forward_backward,
         bank,
         "never",
+        vocab=base.vocab_size,
         length=FIRST_LENGTH,
         tokens=FIRST_LENGTH,
         needs_grad=False,
@@ -99,9 +100,11 @@ def measure(
     lengths = [min(chunk * times, base.context_length) for times in (1, 2)]
     points = [up_to(chunk * times, length) for times, length in zip((1, 2), lengths, strict=True)]
 
+    ask = partial(probe, new_forward_backward, bank, vocab=base.vocab_size)
+
     def line(choice: Choice) -> ActivationModel | None:
         runs = [
-            partial(probe, new_forward_backward, bank, choice, length=length, tokens=tokens)
+            partial(ask, choice, length=length, tokens=tokens)
             for tokens, length in zip(points, lengths, strict=True)
         ]
         runs[0]()  # libraries allocate their workspaces in the first call
@@ -117,12 +120,13 @@ def probe(
     bank: AdapterBank,
     choice: Choice,
     *,
+    vocab: int,
     length: int,
     tokens: int,
     needs_grad: bool = True,
 ) -> bool:
     """Run one pass of `tokens` with an adapter on every module; return True if it fitted at once."""
-    ids = np.zeros(length, dtype=np.int64)
+    ids = np.arange(length) % vocab  # equal tokens would all go to the same experts
     datum = Datum(ids, {"target_tokens": ids, "weights": np.ones(length, np.float32)})
     datums = [datum] * (tokens // length)
     op = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=needs_grad)

@@ -166,7 +166,7 @@ def test_greedy_output_equals_that_of_transformers(
     np.testing.assert_array_equal(found.sequences[0].tokens, expected.numpy())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_decoding_at_yield_points_changes_no_bit_of_training(
     new_engine: NewEngine, family: str
 ) -> None:
@@ -180,7 +180,7 @@ def test_decoding_at_yield_points_changes_no_bit_of_training(
     decoder.add(mine)
     found: dict[str, SampleOutput | Failure] = {}
 
-    for cycle in (1, 2, 3):
+    for cycle in (1, 2):
         ops = [op for tenant in MIX for op in tenant.ops(cycle)]
         assert any(isinstance(op, Pass) for op in ops)
         drive(shared.cycle(ops), lambda: found.update(decoder.step().finished))

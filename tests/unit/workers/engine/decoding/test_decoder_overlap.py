@@ -152,7 +152,7 @@ def test_a_new_request_begins_with_the_next_call_but_one(new_engine: NewEngine) 
 def test_cancelling_frees_everything_at_any_moment(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
-    mine = whole("mine", "all-5")
+    mine = replace(whole("mine", "all-5"), max_tokens=6)
     alone = output(decoder_of(engine, weights), mine)
     decoder = overlapping(engine, weights)
     for steps in range(14):

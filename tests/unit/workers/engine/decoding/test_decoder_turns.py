@@ -37,7 +37,7 @@ def test_preemption_changes_no_bit(new_engine: NewEngine) -> None:
     weights = trained_weights(engine)
     requests = [
         request(
-            f"r{at}", np.arange(at, at + 30), RUNS[at % 3], max_tokens=60, seed=at, num_samples=2
+            f"r{at}", np.arange(at, at + 30), RUNS[at % 3], max_tokens=40, seed=at, num_samples=2
         )
         for at in range(6)
     ]
@@ -64,7 +64,7 @@ def test_other_tenants_change_no_bit_while_pages_are_preempted(
     weights = trained_weights(engine)
     requests = [
         request(
-            f"r{at}", np.arange(at, at + 30), [None, *RUNS][at % 4], max_tokens=60, seed=at,
+            f"r{at}", np.arange(at, at + 30), [None, *RUNS][at % 4], max_tokens=36, seed=at,
             num_samples=1 + at % 3, stop_strings=("never", "zzzz"), tenant=f"t{at % 3}",
             topk_sample_logprobs=2 * (at % 2), prompt_logprobs=at % 2 == 0,
         )
@@ -76,7 +76,7 @@ def test_other_tenants_change_no_bit_while_pages_are_preempted(
     for each in requests[:5]:
         tight.add(each)
     together: dict[str, object] = {}
-    for _ in range(40):
+    for _ in range(24):
         together.update(tight.step().finished)
     together.update(finish(tight, requests[5:]))
 

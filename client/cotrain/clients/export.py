@@ -1,0 +1,341 @@
+"""Export of a checkpoint for other programs: download, conversion, and comparison with the server."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal, Protocol, get_args
+
+from cotrain.clients.rest import RestClient
+from cotrain.clients.sampling import SamplingClient
+from cotrain.errors import ExportFailed
+from cotrain.export.adapter import Adapter, read_adapter, write_adapter
+from cotrain.export.base import BaseFolder, find_base
+from cotrain.export.card import card
+from cotrain.export.gguf_adapter import FILE, refusal_of, write_gguf
+from cotrain.export.libraries import library
+from cotrain.export.merged import unties, write_merged
+from cotrain.export.scores import (
+    SAMPLED_TOKENS,
+    Proof,
+    Scores,
+    check_limit,
+    compared,
+    distances,
+    limit_of,
+    prompts,
+    score_merged,
+    score_peft,
+)
+from cotrain.export.vllm_server import score_on_vllm
+from cotrain.wire.checkpoints import ParsedCheckpointTinkerPath
+from cotrain.wire.datums import ModelInput
+from cotrain.wire.sampling import SamplingParams
+
+
+class Service(Protocol):
+    """The methods of ServiceClient that an export needs."""
+
+    def create_rest_client(self) -> RestClient:
+        """Return a client for records."""
+        ...
+
+    @property
+    def create_sampling_client(self) -> Callable[..., SamplingClient]:
+        """Factory of samplers."""
+        ...
+
+    @property
+    def download_checkpoint(self) -> Callable[..., list[str]]:
+        """Download of PEFT files."""
+        ...
+
+
+Form = Literal["merged", "peft", "vllm", "gguf"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+Kind = Literal["merged", "adapter", "gguf"]
+"""Content of the folder: a whole model, a PEFT adapter, or a GGUF adapter."""
+
+#: Arguments: the stage, the amount done, and the total.
+ExportProgress = Callable[[str, int, int], None]
+#: Families whose classes in vLLM always use the embedding as the unembedding.
+ALWAYS_TIED = ("gemma", "gemma2", "gemma3_text")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Arguments of an export; see `ServiceClient.export_checkpoint`."""
+
+    path: str
+    output: Path
+    form: Form
+    base: str | None = None
+    leave_out_unembed: bool = False
+    dtype: Dtype | None = None
+    limit: float | None = None
+    prove: bool = True
+    check: str | None = None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Finished export."""
+
+    folder: Path
+    files: list[str]
+    kind: Kind
+    notes: list[str]
+    """Decisions and results, as sentences; also in the folder's README.md."""
+    proof: Proof | None
+    """Comparison with the server's log-probs; None if it was turned off."""
+    checked: Proof | None
+    """Comparison of the vLLM server's log-probs; None without `check`."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    kind: Kind
+    adapter: Adapter
+    notes: list[str]
+
+
+def plan_export(wanted: Wanted, base: BaseFolder, adapter: Adapter) -> _Plan:
+    """Choose the content of the folder. Raises ExportFailed if the form cannot hold the adapter."""
+    notes = []
+    if wanted.leave_out_unembed and adapter.trains_unembedding:
+        adapter = adapter.without_unembedding()
+        notes.append("The LoRA of the unembedding (lm_head) is left out, as requested.")
+        if not adapter.matrices:
+            raise ExportFailed(
+                "--leave-out-unembed leaves nothing: only the unembedding is trained"
+            )
+    kind: Kind = "adapter"
+    if wanted.form == "gguf":
+        kind = "gguf"
+        if refused := refusal_of(base, adapter):
+            raise ExportFailed(refused)
+    elif wanted.form == "merged":
+        kind = "merged"
+    elif wanted.form == "vllm" and adapter.trains_unembedding:
+        if base.family in ALWAYS_TIED:
+            raise ExportFailed(
+                f"vLLM always ties the embeddings of {base.family}, so it cannot serve a trained "
+                "unembedding: pass --leave-out-unembed, or train with train_unembed=False"
+            )
+        kind = "merged"
+        notes.append(
+            "Merged, because most classes of vLLM refuse a LoRA of the unembedding (lm_head)."
+        )
+    if kind == "merged" and unties(base, adapter):
+        notes.append(
+            "The unembedding is a matrix of its own (tie_word_embeddings: false), because the adapter "
+            "changes it and not the embedding."
+        )
+    if kind == "adapter" and unties(base, adapter):
+        notes.append(
+            "Do not merge this adapter with PEFT's merge_and_unload: embeddings are tied, and the result "
+            "would differ. Export with --merged."
+        )
+    return _Plan(kind, adapter, notes)
+
+
+def export(service: Service, wanted: Wanted, progress: ExportProgress) -> Exported:
+    """Export a checkpoint. The folder appears complete, after the comparison with the server.
+
+    With `check`, an existing export of the checkpoint is compared again and not written.
+
+    Raises ExportFailed, LibraryMissing, APIError or OSError.
+    """
+    is_made = _check(wanted)
+    rest = service.create_rest_client()
+    base_model = rest.get_weights_info_by_tinker_path(wanted.path).result().base_model
+    base = find_base(wanted.base or base_model)
+    limit = wanted.limit if wanted.limit is not None else limit_of(base, wanted.dtype)
+    comparison = None
+    if wanted.prove or wanted.check:
+        comparison = _Comparison(service, wanted.path, base_model, base, limit, progress)
+    output = wanted.output.resolve()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as made_in:
+        downloaded, made = Path(made_in) / "adapter", Path(made_in) / "export"
+        service.download_checkpoint(
+            wanted.path, downloaded, lambda done, total: progress("download", done, total)
+        )
+        adapter = read_adapter(downloaded)
+        plan = plan_export(wanted, base, adapter)
+        if is_made:
+            made = output
+        else:
+            made.mkdir()
+            _write(plan, base, downloaded, made, wanted, progress)
+        proof = None
+        notes = list(plan.notes)
+        if comparison:
+            proof = comparison.prove(plan, adapter, downloaded, made, notes)
+            notes.append(f"Compared with the server: {proof.sentence()}.")
+        if not is_made:
+            text = card(plan.kind, wanted.path, base, base_model, plan.adapter, notes)
+            (made / "README.md").write_text(text, encoding="utf-8")
+            if output.exists():
+                output.rmdir()
+            made.rename(output)
+    checked = None
+    if wanted.check and comparison:
+        checked = comparison.check(wanted.check, output)
+        notes.append(f"On vLLM: {checked.sentence()}.")
+    files = sorted(file.name for file in output.iterdir())
+    return Exported(wanted.output, files, plan.kind, notes, proof, checked)
+
+
+class _Comparison:
+    """Log-probs of the server for a few texts, and the comparisons with them."""
+
+    def __init__(
+        self,
+        service: Service,
+        path: str,
+        base_model: str,
+        base: BaseFolder,
+        limit: float,
+        progress: ExportProgress,
+    ) -> None:
+        sampler = service.create_sampling_client(model_path=path)
+        begun = prompts(base.vocab_size)
+        asked = [
+            sampler.sample(
+                ModelInput.from_ints(prompt),
+                1,
+                SamplingParams(max_tokens=SAMPLED_TOKENS, seed=number, stop=[]),
+            )
+            for number, prompt in enumerate(begun)
+        ]
+        self._texts = [
+            prompt + future.result().sequences[0].tokens
+            for prompt, future in zip(begun, asked, strict=True)
+        ]
+        unadapted = service.create_sampling_client(base_model=base_model)
+        scored = [
+            [client.compute_logprobs(ModelInput.from_ints(text)) for text in self._texts]
+            for client in (sampler, unadapted)
+        ]
+        expected, self._unadapted = (
+            [[float(each) for each in future.result()[1:] if each is not None] for future in row]
+            for row in scored
+        )
+        self._expected: Scores = expected
+        self._base = base
+        self._limit = limit
+        self._progress = progress
+
+    def prove(
+        self, plan: _Plan, adapter: Adapter, downloaded: Path, made: Path, notes: list[str]
+    ) -> Proof:
+        """Compare the folder's model with the server's. Raises ExportFailed above the limit.
+
+        A model without the unembedding's LoRA is compared with PEFT, and the whole adapter with the server.
+        """
+        if plan.adapter is not adapter:
+            whole = self._compare(self._by_peft(downloaded))
+            check_limit(whole, "the downloaded adapter")
+            write_adapter(plan.adapter, downloaded)
+            left = self._by_peft(downloaded)
+            effect = max(distances(left, self._expected))
+            notes.append(
+                f"Without it, log-probs differ from the server's by up to {effect:.2g} nats."
+            )
+            self._expected = left
+        if plan.kind == "merged":
+            found = self._by_merged(made)
+        else:
+            found = self._by_peft(made if plan.kind == "adapter" else downloaded)
+        proof = self._compare(found)
+        check_limit(proof, "the export")
+        return proof
+
+    def check(self, url: str, folder: Path) -> Proof:
+        """Compare the log-probs of a vLLM server. Raises ExportFailed above the limit; the folder stays."""
+        limit = max(self._limit, limit_of(self._base, "bfloat16"))
+        found = score_on_vllm(url, folder, self._texts)
+        proof = compared(found, self._expected, self._unadapted, limit)
+        check_limit(proof, f"the model at {url}")
+        return proof
+
+    def _compare(self, found: Scores) -> Proof:
+        return compared(found, self._expected, self._unadapted, self._limit)
+
+    def _by_peft(self, folder: Path) -> Scores:
+        return score_peft(self._base, folder, self._texts, self._report)
+
+    def _by_merged(self, folder: Path) -> Scores:
+        return score_merged(folder, self._texts, self._report)
+
+    def _report(self, done: int, total: int) -> None:
+        self._progress("compare", done, total)
+
+
+def _check(wanted: Wanted) -> bool:
+    """Return True if the export exists and is only checked.
+
+    Raises ExportFailed or LibraryMissing before anything is transferred.
+    """
+    if wanted.form not in get_args(Form):
+        raise ExportFailed(f"form is one of {', '.join(get_args(Form))}, not {wanted.form!r}")
+    if wanted.dtype is not None and wanted.dtype not in get_args(Dtype):
+        raise ExportFailed(f"dtype is one of {', '.join(get_args(Dtype))}, not {wanted.dtype!r}")
+    if wanted.dtype is not None and wanted.form not in ("merged", "vllm"):
+        raise ExportFailed("dtype is of merged weights; an adapter's are float32")
+    kind = ParsedCheckpointTinkerPath.from_tinker_path(wanted.path).checkpoint_type
+    if kind not in ("training", "sampler"):
+        raise ExportFailed(
+            f"{wanted.path} cannot be sampled from, so not compared: export the run's weights or "
+            "sampler_weights"
+        )
+    if wanted.check and wanted.form == "gguf":
+        raise ExportFailed("--check loads a model on a vLLM server, which reads no GGUF adapter")
+    readme = wanted.output / "README.md"
+    is_made = bool(
+        wanted.check and readme.is_file() and f"`{wanted.path}`" in readme.read_text("utf-8")
+    )
+    is_free = not wanted.output.exists() or (
+        wanted.output.is_dir() and not any(wanted.output.iterdir())
+    )
+    if not (is_free or is_made):
+        raise ExportFailed(f"output: {wanted.output} exists and is not an empty folder")
+    needed = ["torch", "safetensors", "transformers"]
+    needed += ["gguf"] if wanted.form == "gguf" else []
+    needed += ["peft"] if wanted.form != "merged" or wanted.leave_out_unembed else []
+    for name in needed:
+        library(name)
+    return is_made
+
+
+def _write(
+    plan: _Plan,
+    base: BaseFolder,
+    downloaded: Path,
+    made: Path,
+    wanted: Wanted,
+    progress: ExportProgress,
+) -> None:
+    if plan.kind == "merged":
+        write_merged(
+            base,
+            plan.adapter,
+            made,
+            wanted.dtype,
+            lambda done, total: progress("merge", done, total),
+        )
+    elif plan.kind == "gguf":
+        write_gguf(base, plan.adapter, made / FILE, wanted.path.rpartition("/")[2])
+    elif wanted.leave_out_unembed:
+        write_adapter(plan.adapter, made)
+    else:
+        for file in downloaded.iterdir():
+            shutil.copyfile(file, made / file.name)
+
+
+def report_nothing(stage: str, done: int, total: int) -> None:
+    """Ignore the progress."""

@@ -1,0 +1,93 @@
+"""A downloaded adapter: PEFT's configuration, and its two matrices of each module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cotrain.errors import ExportFailed
+from cotrain.export.libraries import library
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+UNEMBED = "lm_head"
+_PREFIX = "base_model.model."
+_ENDS = (".lora_A.weight", ".lora_B.weight")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA matrices by module: the effective weight is `W + scale * B @ A`."""
+
+    config: Mapping[str, Any]
+    matrices: Mapping[str, tuple[Any, Any]]
+    """Module, such as `model.layers.0.self_attn.q_proj` → A `[rank, inputs]` and B `[outputs, rank]`, fp32."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of all matrices."""
+        return int(self.config["r"])
+
+    @property
+    def alpha(self) -> float:
+        """Numerator of the scale."""
+        return float(self.config["lora_alpha"])
+
+    @property
+    def scale(self) -> float:
+        """Factor on `B @ A`."""
+        return self.alpha / self.rank
+
+    @property
+    def trains_unembedding(self) -> bool:
+        """True if the unembedding has LoRA matrices."""
+        return UNEMBED in self.matrices
+
+    def change_of(self, module: str) -> Any:
+        """Return `scale * B @ A` of a module, fp32 `[outputs, inputs]`."""
+        a, b = self.matrices[module]
+        return self.scale * (b @ a)
+
+    def without_unembedding(self) -> Adapter:
+        """Return the adapter without the matrices of the unembedding."""
+        targets = [name for name in self.config["target_modules"] if name != UNEMBED]
+        left = {name: pair for name, pair in self.matrices.items() if name != UNEMBED}
+        return Adapter({**self.config, "target_modules": targets}, left)
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Read a PEFT folder as the server writes it. Raises ExportFailed for another or an encrypted one."""
+    load = library("safetensors.torch").load_file
+    if not (folder / TENSORS).is_file():
+        raise ExportFailed(
+            f"the checkpoint has no {TENSORS}: an encrypted one cannot be exported; export the run's "
+            "weights or sampler_weights"
+        )
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    tensors = load(folder / TENSORS)
+    halves = [
+        {
+            name.removeprefix(_PREFIX).removesuffix(end): tensor.float()
+            for name, tensor in tensors.items()
+            if name.endswith(end)
+        }
+        for end in _ENDS
+    ]
+    if halves[0].keys() != halves[1].keys() or len(tensors) != 2 * len(halves[0]):
+        raise ExportFailed(f"{TENSORS} holds more than pairs of LoRA matrices")
+    return Adapter(config, {name: (halves[0][name], halves[1][name]) for name in halves[0]})
+
+
+def write_adapter(adapter: Adapter, folder: Path) -> None:
+    """Write a PEFT folder."""
+    save = library("safetensors.torch").save_file
+    tensors = {
+        f"{_PREFIX}{module}{end}": matrix.contiguous()
+        for module, pair in adapter.matrices.items()
+        for end, matrix in zip(_ENDS, pair, strict=True)
+    }
+    save(tensors, folder / TENSORS, {"format": "pt"})
+    config = json.dumps(dict(adapter.config), indent=2)
+    (folder / CONFIG).write_text(f"{config}\n", encoding="utf-8")

@@ -1,0 +1,107 @@
+"""The base model's files on this machine: its configuration, and the position of each weight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cotrain.errors import ExportFailed
+from cotrain.export.libraries import library
+
+CONFIG = "config.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+#: Names in safetensors → names in torch, the coarsest first.
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+#: Endings of the files besides weights that a model needs: configuration and tokenizer.
+_OTHER_FILES = (".json", ".txt", ".model", ".jinja")
+
+
+@dataclass(frozen=True)
+class BaseFolder:
+    """A model's folder with weights in safetensors."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """Content of its `config.json`."""
+    settings: Any
+    """The same as transformers reads it, with the defaults of its family."""
+    files: Mapping[str, tuple[str, ...]]
+    """Names of the weights in each file."""
+    dtype: str
+    """Of its weights, as torch names it."""
+
+    @property
+    def family(self) -> str:
+        """`model_type` of transformers, such as qwen3."""
+        return str(self.settings.model_type)
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the unembedding is the embedding's matrix."""
+        return bool(self.settings.tie_word_embeddings)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(self.settings.vocab_size)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all weights."""
+        return sum((self.path / name).stat().st_size for name in self.files)
+
+    def other_files(self) -> list[Path]:
+        """Return the files of the tokenizer and of the settings for generation."""
+        return [
+            file
+            for file in sorted(self.path.iterdir())
+            if file.suffix in _OTHER_FILES
+            and file.name != CONFIG
+            and not file.name.endswith(".index.json")
+            and not file.name.startswith(("adapter_", "LICENSE", "README"))
+        ]
+
+
+def find_base(name: str) -> BaseFolder:
+    """Return a model's folder by its path, or by its name on the hub, which downloads it or uses the cache.
+
+    Raises ExportFailed if it cannot be found, is quantized, or has no weights in safetensors.
+    """
+    path = Path(name)
+    if not path.is_dir():
+        path = _from_hub(name)
+    try:
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        settings = library("transformers").AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ExportFailed(f"base: {path} has no readable {CONFIG}: {error}") from error
+    if config.get("quantization_config"):
+        raise ExportFailed(f"base: {path} is quantized; give the 16- or 32-bit model")
+    open_file = library("safetensors").safe_open
+    files, dtypes = {}, set()
+    for file in sorted(path.glob("model*.safetensors")):
+        with open_file(file, "pt") as opened:
+            files[file.name] = tuple(opened.keys())
+            dtypes |= {str(opened.get_slice(name).get_dtype()) for name in files[file.name]}
+    if not dtypes <= _DTYPES.keys() or not dtypes:
+        raise ExportFailed(
+            f"base: {path} has no model*.safetensors with weights of 16 or 32 bits; convert them"
+        )
+    return BaseFolder(path, config, settings, files, _DTYPES[min(dtypes, key=list(_DTYPES).index)])
+
+
+def _from_hub(name: str) -> Path:
+    hub = library("huggingface_hub")
+    try:
+        found = hub.snapshot_download(
+            name, allow_patterns=["*.safetensors", *(f"*{end}" for end in _OTHER_FILES)]
+        )
+    except (OSError, ValueError) as error:
+        raise ExportFailed(
+            f"base: {name!r} is no folder here, and neither in the hub's cache nor on the hub; pass the "
+            "base model's folder (--base FOLDER)"
+        ) from error
+    return Path(found)
