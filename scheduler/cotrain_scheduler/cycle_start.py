@@ -37,8 +37,7 @@ class ReturnTimes:
     waiting a tenth of each cycle for them would cost all other runs that tenth.
     """
 
-    latest_s: float = 0.0
-    """Longest recent return time within the gather window."""
+    latest_s: float = 0.0  # longest recent return time within the gather window
 
     def note(self, delays_s: Iterable[float], limit_s: float) -> None:
         """Record the return times of the runs that came back since the last cycle.

@@ -200,8 +200,7 @@ class Selection:
     ops: tuple[QueuedOp, ...]
     allowances: dict[RequestId, int]
     """Token budget in this step for each pass that may continue in a later step. Same format as `Step`."""
-    tokens: int
-    """Total tokens planned for the step."""
+    tokens: int  # total tokens planned for the step
     fair_queue: FairQueue
 
 

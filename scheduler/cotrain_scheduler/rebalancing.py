@@ -35,12 +35,9 @@ class Load:
     """Work of one worker, in seconds."""
 
     worker: WorkerId
-    seconds: float
-    """Total work."""
-    training_s: float
-    """Training part of it; sampling stays on the worker when runs move."""
-    tokens_of: Mapping[RunId, float]
-    """Recent tokens of its runs."""
+    seconds: float  # total work
+    training_s: float  # training part of it; sampling stays on the worker when runs move
+    tokens_of: Mapping[RunId, float]  # recent tokens of its runs
 
 
 def load_of(

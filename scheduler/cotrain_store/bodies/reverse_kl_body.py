@@ -42,8 +42,7 @@ class KlArrays:
 class ReverseKlBody:
     """Decoded reverse-KL request."""
 
-    reference: WeightsRef | None
-    """Weights of the reference; None: the base model alone."""
+    reference: WeightsRef | None  # weights of the reference; None: the base model alone
     temperature: float
     datums: tuple[KlArrays, ...]
 

@@ -30,8 +30,7 @@ class Cut:
 
     file: Path
     zero_bytes: int
-    kept: Path
-    """Copy of the original file."""
+    kept: Path  # copy of the original file
 
 
 def cut_zeros(binary: Path, folder: Path) -> Cut | None:

@@ -26,6 +26,5 @@ class DueEvent:
     secret: str
     id: str
     body: bytes
-    attempts: int
-    """Number of earlier attempts."""
+    attempts: int  # number of earlier attempts
     age_s: float

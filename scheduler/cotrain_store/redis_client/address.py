@@ -37,13 +37,10 @@ _OF_SENTINEL = "sentinel_"
 class RedisAddress:
     """A parsed address."""
 
-    url: str = field(repr=False)
-    """URL for redis-py; empty with Sentinels."""
-    replicas: int = 0
-    """Number of replicas that must have each write on disk."""
+    url: str = field(repr=False)  # URL for redis-py; empty with Sentinels
+    replicas: int = 0  # number of replicas that must have each write on disk
     sentinels: tuple[tuple[str, int], ...] = ()
-    service: str = ""
-    """Name of the master and its replicas in the Sentinels."""
+    service: str = ""  # name of the master and its replicas in the Sentinels
     options: dict[str, Any] = field(default_factory=dict, repr=False)
     """Options of a connection to a Redis reported by Sentinels."""
     sentinel_options: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -41,8 +41,7 @@ class Completion:
 
     request: RequestId
     failed: bool
-    size: int
-    """Bytes of its result; 0 if unknown."""
+    size: int  # bytes of its result; 0 if unknown
 
 
 class Completions(ChannelSubscriber):

@@ -27,8 +27,7 @@ class StreamedTokens:
     """Some new tokens of one sequence of a request."""
 
     sequence: int
-    before: int
-    """Number of earlier tokens of this sequence."""
+    before: int  # number of earlier tokens of this sequence
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
 

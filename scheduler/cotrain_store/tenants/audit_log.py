@@ -63,8 +63,7 @@ class AuditEvent(StrEnum):
 class Act:
     """An act in progress, already recorded in the log."""
 
-    is_done: bool = True
-    """Set to False by the caller if nothing changed."""
+    is_done: bool = True  # set to False by the caller if nothing changed
 
 
 class Audit:

@@ -36,8 +36,7 @@ class RunEntry:
     """List entry of a run. For another tenant's run it has published checkpoints only."""
 
     run: RunRecord
-    last_checkpoint: CheckpointRecord | None
-    """Newest checkpoint of kind `weights`."""
+    last_checkpoint: CheckpointRecord | None  # newest checkpoint of kind `weights`
     last_sampler_checkpoint: CheckpointRecord | None
 
 

@@ -29,8 +29,7 @@ MAX_JSON_DEPTH = 32
 class JsonLimits:
     """Limits on the content of a JSON body."""
 
-    values: int
-    """Numbers, texts, lists, objects, and names in objects."""
+    values: int  # numbers, texts, lists, objects, and names in objects
     containers: int
     """Lists and objects. Each costs several times as much as a number."""
 
@@ -126,8 +125,7 @@ class BodyReader:
     tenant: TenantId
     limit_bytes: int
     json_limits: JsonLimits
-    take: Callable[[int], None] = lambda _: None
-    """Counts bytes as they arrive."""
+    take: Callable[[int], None] = lambda _: None  # counts bytes as they arrive
 
     async def read(self, request: Request) -> bytes:
         """Read, decompress and measure the body of a request. Afterwards `body_weight` returns its

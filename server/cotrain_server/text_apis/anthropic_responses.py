@@ -23,8 +23,7 @@ class MessageReply:
     target: Target
     body: SampleBody
     stop: tuple[str, ...]
-    begins: bool
-    """True if the text begins the message; False if it continues the prompt's."""
+    begins: bool  # True if the text begins the message; False if it continues the prompt's
 
     def visible(self) -> VisibleText:
         """Return the empty text of the message."""

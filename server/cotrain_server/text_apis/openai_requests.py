@@ -103,8 +103,7 @@ class GenerationRequest(_Fields):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    """Extension of OpenAI's API: sample only from the k most likely tokens."""
+    top_k: int | None = None  # extension of OpenAI's API: sample only from the k most likely tokens
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Listed[str] | None = None
@@ -154,8 +153,7 @@ class CompletionRequest(GenerationRequest):
     prompt: str | Tokens | Listed[str | Tokens]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
     """Number of alternatives to return per token; 0 for the log-probs alone."""
-    echo: bool | None = None
-    """True if the answer begins with the prompt."""
+    echo: bool | None = None  # True if the answer begins with the prompt
 
     @property
     def prompts(self) -> list[str | Tokens]:
@@ -192,8 +190,7 @@ class ChatCompletionRequest(GenerationRequest):
     """POST chat/completions: write the next message of a chat."""
 
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = None
-    """Newer name of `max_tokens`."""
+    max_completion_tokens: int | None = None  # newer name of `max_tokens`
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

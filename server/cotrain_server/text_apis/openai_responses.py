@@ -23,8 +23,7 @@ class Scored:
     """One token with its log-prob and the most likely alternatives."""
 
     token: int
-    logprob: float | None
-    """None for the first token of the prompt, which has no context."""
+    logprob: float | None  # None for the first token of the prompt, which has no context
     likeliest: TopK | None
 
 
@@ -34,8 +33,7 @@ class Shape(Protocol):
     prefix: str
     whole_object: str
     chunk_object: str
-    begins: bool
-    """True if the text stands alone, like a message; False if it continues the prompt."""
+    begins: bool  # True if the text stands alone, like a message; False if it continues the prompt
 
     def opening(self) -> dict[str, Any] | None:
         """Return the start of a streamed choice."""
@@ -173,14 +171,11 @@ class Reply:
     created: int
     model: str
     target: Target
-    bodies: Sequence[SampleBody]
-    """One body per prompt."""
+    bodies: Sequence[SampleBody]  # one body per prompt
     stop: tuple[str, ...]
     wants_logprobs: bool
-    wants_usage: bool
-    """True if a stream must end with its token usage."""
-    echoes: Sequence[str] = ()
-    """Text before the choices of each prompt, if `echo` was requested."""
+    wants_usage: bool  # True if a stream must end with its token usage
+    echoes: Sequence[str] = ()  # text before the choices of each prompt, if `echo` was requested
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -44,10 +44,8 @@ UNREAD_LOG_S = 60.0
 class Backoff:
     """Pause of a tenant's events in this process after a result could not be recorded."""
 
-    failures: int
-    """Consecutive failures."""
-    until: float
-    """End of the pause on the monotonic clock."""
+    failures: int  # consecutive failures
+    until: float  # end of the pause on the monotonic clock
 
 
 class Delivery:

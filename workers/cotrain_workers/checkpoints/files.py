@@ -63,8 +63,7 @@ class WrittenFiles:
     digest: str
     size: int
     optimizer_digest: str  # empty: it has none
-    written_at: float
-    """Time of the monotonic clock in s."""
+    written_at: float  # time of the monotonic clock in s
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,7 @@ class _Unstored:
     """Weights whose files may not be durable yet."""
 
     record: WeightsRecord
-    saved: Saved | None
-    """None: made by a crashed process, and pending a replay."""
+    saved: Saved | None  # None: made by a crashed process, and pending a replay
     writing: Future[WrittenFiles] | None = None
     retry_at: float = 0.0
     accepted_at: float | None = None

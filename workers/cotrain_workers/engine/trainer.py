@@ -73,8 +73,7 @@ class ProcessUse(NamedTuple):
     """Resources of one process of a worker."""
 
     runs: int
-    memory_bytes: int
-    """Resident memory in bytes."""
+    memory_bytes: int  # resident memory in bytes
 
 
 class Trainer(Protocol):

@@ -29,15 +29,11 @@ class MemberFacts:
     """State of one member."""
 
     runs: frozenset[str] = frozenset()
-    open_passes: frozenset[tuple[str, int]] = frozenset()
-    """Ids of open passes, as (run, seq)."""
-    by_tier: Mapping[str, tuple[int, int]] | None = None
-    """Same format as `AdapterBank.by_tier`."""
+    open_passes: frozenset[tuple[str, int]] = frozenset()  # ids of open passes, as (run, seq)
+    by_tier: Mapping[str, tuple[int, int]] | None = None  # same format as `AdapterBank.by_tier`
     offloaded: int = 0
-    runs_to_evict: Sequence[str] = ()
-    """Same format as `AdapterBank.runs_to_evict`."""
-    memory_bytes: int = 0
-    """Resident memory of the member's process in bytes."""
+    runs_to_evict: Sequence[str] = ()  # same format as `AdapterBank.runs_to_evict`
+    memory_bytes: int = 0  # resident memory of the member's process in bytes
 
     @property
     def adapter_bytes(self) -> int:

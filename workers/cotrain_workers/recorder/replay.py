@@ -41,11 +41,9 @@ class Compared:
     run: RunId
     seq: int | None
     what: str
-    digest: str
-    """Digest of the new outcome, as in a cycle's record."""
+    digest: str  # digest of the new outcome, as in a cycle's record
     verdict: Verdict
-    details: str
-    """Differences, the reason for leaving it out, or the outcome if the cycle had none."""
+    details: str  # differences, the reason for leaving it out, or the outcome if the cycle had none
 
 
 @dataclass(frozen=True)

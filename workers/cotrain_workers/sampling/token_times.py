@@ -23,8 +23,7 @@ class _Times:
 
     tenant: TenantId
     accepted_at: float
-    last: dict[int, float] = field(default_factory=dict)
-    """Time of the last token by sequence."""
+    last: dict[int, float] = field(default_factory=dict)  # time of the last token by sequence
 
 
 class TokenTimes:

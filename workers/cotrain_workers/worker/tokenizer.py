@@ -28,8 +28,7 @@ _CONFIG = "tokenizer_config.json"
 class PublishedTokenizer:
     """Tokenizer that the API can read."""
 
-    folder: str
-    """Name of the published folder; empty for a kind that only Python can run."""
+    folder: str  # name of the published folder; empty for a kind that only Python can run
     text: TextOf
 
 

@@ -35,10 +35,8 @@ LIFE_S = 12 * 3600
 class Visitor:
     """Visitor of a page: the operator, or a tenant, who sees only its own part."""
 
-    tenant: Tenant | None
-    """None for the operator."""
-    csrf: str
-    """Token of its forms; empty if an API key was sent instead of a cookie."""
+    tenant: Tenant | None  # None for the operator
+    csrf: str  # token of its forms; empty if an API key was sent instead of a cookie
 
     @property
     def is_operator(self) -> bool:

@@ -25,8 +25,7 @@ _PHASES = (
 class Eyes:
     """Viewer of a cycle: the operator, with the names of tenants, or one tenant."""
 
-    own: str | None
-    """None for the operator."""
+    own: str | None  # None for the operator
     names: Mapping[str, str] = field(default_factory=dict)
 
     def sees(self, tenant: str) -> bool:

@@ -27,8 +27,7 @@ _HELP: Sequence[tuple[str, str]] = (
 class Problem:
     """One health problem."""
 
-    level: Literal["bad", "warn"]
-    """`bad`: a component does not run."""
+    level: Literal["bad", "warn"]  # `bad`: a component does not run
     text: str
     todo: str
 

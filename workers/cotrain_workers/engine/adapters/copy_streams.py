@@ -28,8 +28,7 @@ class Arrival(Protocol):
 class CopyStream(Protocol):
     """Stream of copies."""
 
-    pins: bool
-    """True if host memory must be pinned for the copies."""
+    pins: bool  # True if host memory must be pinned for the copies
 
     def copies(self) -> AbstractContextManager[Arrival]:
         """Order the copies inside after all computation so far."""

@@ -76,8 +76,7 @@ class Budget:
     """Limits of a micro-batch."""
 
     tokens: int
-    keep_tokens: int
-    """Number of tokens above which decoder layers are recomputed; 0: always."""
+    keep_tokens: int  # number of tokens above which decoder layers are recomputed; 0: always
 
 
 @dataclass
@@ -235,8 +234,7 @@ class Split:
 
     first: MicroBatch
     second: MicroBatch
-    cuts_slice: bool
-    """True if a slice of an op was cut, which moves the last bits of the op's sums."""
+    cuts_slice: bool  # True if a slice of an op was cut, which moves the last bits of the op's sums
 
 
 def after_oom(

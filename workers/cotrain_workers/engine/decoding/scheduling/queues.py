@@ -16,10 +16,8 @@ class TenantQueue:
 
     groups: list[Group] = field(default_factory=list)
     """Requests with waiting sequences, oldest first."""
-    running: list[SequenceState] = field(default_factory=list)
-    """Running sequences, oldest first."""
-    weight: float = 1.0
-    """Weight given by the tenant's newest request."""
+    running: list[SequenceState] = field(default_factory=list)  # running sequences, oldest first
+    weight: float = 1.0  # weight given by the tenant's newest request
 
     @property
     def is_empty(self) -> bool:
