@@ -53,8 +53,8 @@ test: $(INSTALLED) ## Run every test that needs no GPU and no container engine (
 	$(BIN)/python -m pytest -n 5 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 coverage: $(VENV)/.coverage-installed ## Run the unit tests, and fail if they run a smaller share of the lines than before
-	$(BIN)/python -m coverage run -m pytest -n 0 $(ARGS) tests/unit
-	$(BIN)/python -m coverage report --skip-covered
+	$(BIN)/coverage run -m pytest -n 0 $(ARGS) tests/unit
+	$(BIN)/coverage report --skip-covered
 
 $(VENV)/.coverage-installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group coverage
