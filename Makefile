@@ -15,7 +15,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures coverage test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures coverage test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages models proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ $(VENV)/.docs-installed: $(INSTALLED)
 pages: $(INSTALLED) ## Write docs/develop/modules.md and the rows of docs/reference/metrics.md from the code
 	$(BIN)/python docs/rooms.py
 	$(BIN)/python docs/tables.py
+
+models: $(INSTALLED) ## Measure every family of models, and write the table of docs/reference/models.md
+	$(BIN)/python docs/models.py
 
 proto: ## Generate the wire messages from wire.proto
 	PYTHON=$(PYTHON) client/cotrain/wire/proto/generate.sh

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from cotrain_workers.engine.lock_step import Alone
 from cotrain_workers.engine.model.base_model import BaseModel, make_base_model
+from cotrain_workers.engine.model.families import auto_class, drop_towers
 
 
 def shared_base(
@@ -28,7 +29,7 @@ def shared_base(
     """
     assert local_files_only
     assert device.type == "cpu"
-    network = twin(_read(model, dtype))
+    network = drop_towers(twin(_read(model, dtype)))
     return make_base_model(network, network.config, Alone())
 
 
@@ -47,8 +48,9 @@ def twin(network: Any) -> Any:
 
 @cache
 def _read(model: str, dtype: torch.dtype) -> Any:
-    capped = getattr(AutoConfig.from_pretrained(model), "attn_logit_softcapping", None)
+    config = AutoConfig.from_pretrained(model)
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     # SDPA ignores the cap of Gemma 2's scores, and transformers 5.17 uses it nevertheless.
     attention = {"attn_implementation": "eager"} if capped else {}
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **attention)
+    network = auto_class(config).from_pretrained(model, dtype=dtype, **attention)
     return network.eval()

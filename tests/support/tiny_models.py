@@ -21,6 +21,8 @@ from tokenizers import (
     trainers,
 )
 
+from cotrain_workers.engine.model.families import auto_class
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -69,6 +71,105 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
     ),
 }
+#: More families, of which one test each checks everything (`tests/support/families.py`).
+PARTIAL: Mapping[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.5,
+}
+LONGROPE: Mapping[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 256,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+}
+MINISTRAL3: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+WINDOWS = ["sliding_attention", "full_attention"]
+MULTIPLIED = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+}
+MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "gemma3-wrapped": ("Gemma3Config", {**GEMMA, "layer_types": WINDOWS}),
+    "phi3": ("Phi3Config", {"sliding_window": 16}),
+    "phi4-mini": (
+        "Phi3Config",
+        {"original_max_position_embeddings": 256, "rope_parameters": dict(LONGROPE)},
+    ),
+    "olmo": ("OlmoConfig", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 16, "layer_types": WINDOWS}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "granite": ("GraniteConfig", {**MULTIPLIED, "logits_scaling": 8.0}),
+    "ministral": (
+        "MinistralConfig",
+        {"head_dim": 16, "sliding_window": 16, "layer_types": WINDOWS},
+    ),
+    "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": dict(MINISTRAL3)}),
+    "mistral3": ("Mistral3Config", {"head_dim": 16, "rope_parameters": dict(MINISTRAL3)}),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 16}),
+    "cohere": ("CohereConfig", {"use_qk_norm": True, "logit_scale": 0.25}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 16, "layer_types": WINDOWS}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 16}),
+    "nemotron": (  # its squares grow with the fourth power of the weights
+        "NemotronConfig",
+        {"rope_parameters": dict(PARTIAL), "initializer_range": 0.08},
+    ),
+    "exaone4": ("Exaone4Config", {"sliding_window": 16, "layer_types": WINDOWS}),
+    "helium": ("HeliumConfig", {"head_dim": 16}),
+    "stablelm": (
+        "StableLmConfig",
+        {"rope_parameters": dict(PARTIAL), "use_qkv_bias": True, "qk_layernorm": True},
+    ),
+    "ernie4.5": ("Ernie4_5Config", {"head_dim": 16}),
+    "hunyuan": (
+        "HunYuanDenseV1Config",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 9.0,
+                "factor": 1.0,
+            },
+        },
+    ),
+    "hyperclovax": ("HyperCLOVAXConfig", {**MULTIPLIED, "logits_scaling": 0.5}),
+    "apertus": ("ApertusConfig", {}),
+    "arcee": ("ArceeConfig", {"head_dim": 16}),
+    "cwm": ("CwmConfig", {"head_dim": 16, "sliding_window": 16, "bos_token_id": 1}),
+    "nanochat": ("NanoChatConfig", {"final_logit_softcapping": 15.0}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "jais2": ("Jais2Config", {"head_dim": 16}),
+}
+#: All families.
+EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE}
+TOWER: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 #: Mixtures of experts. The number of experts differs from every rank in use, so that no axis can be mistaken.
 MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -102,23 +203,33 @@ def build_tiny(
     context: int = 512,
     seed: int = 0,
 ) -> Path:
-    """Write a random model of `FAMILIES` or `MIXTURES` to `folder`; no tokenizer, fp32 safetensors."""
-    config_class, own = {**FAMILIES, **MIXTURES}[family]
-    config = getattr(transformers, config_class)(
-        **{
-            **SHAPE,
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "vocab_size": vocab,
+    """Write a random model of `EVERY` family or of `MIXTURES` to `folder`; no tokenizer, fp32 safetensors."""
+    config_class, own = {**EVERY, **MIXTURES}[family]
+    shape = {
+        **SHAPE,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": context,
+        **own,
+    }
+    chosen = getattr(transformers, config_class)
+    if "text_config" in chosen.sub_configs:
+        kind = "gemma3_text" if config_class == "Gemma3Config" else "ministral3"
+        shape = {
+            "text_config": {**shape, "model_type": kind},
+            "vision_config": dict(TOWER),
+            "mm_tokens_per_image": 4,
+            "image_token_id": 3,
+            "image_token_index": 3,
             "tie_word_embeddings": tied,
-            "max_position_embeddings": context,
-            **own,
         }
-    )
+    config = chosen(**shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
         if tied:
             model.tie_weights()
     model.save_pretrained(folder)

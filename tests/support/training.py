@@ -14,16 +14,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.model.families import FAMILY_BY_MODULE
 from cotrain_workers.engine.ops import Create, Datum, Op, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.engine.training.losses import LOSSES
 from tests.support.shared_base import load_plain
 
-MODULES = {
-    "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "train_mlp": ("gate_proj", "up_proj", "down_proj"),
-    "train_unembed": ("lm_head",),
-}
+
+def modules_of(spec: AdapterSpec) -> list[str]:
+    """Return the names of the modules that an adapter trains, in any family of models."""
+    return [name for name, family in FAMILY_BY_MODULE.items() if spec.trains(family)]
 
 
 def random_datum(
@@ -94,8 +94,12 @@ class PeftOracle:
     def __init__(
         self, folder: Path, spec: AdapterSpec, dtype: torch.dtype, device: str = "cpu"
     ) -> None:
-        modules = [name for flag, names in MODULES.items() if getattr(spec, flag) for name in names]
-        config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=modules)
+        config = LoraConfig(
+            r=spec.rank,
+            lora_alpha=spec.alpha,
+            target_modules=modules_of(spec),
+            exclude_modules=r"model\.(vision_tower|multi_modal_projector)\..*",
+        )
         base: Any = load_plain(folder, dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tied embeddings, and deprecated names of transformers

@@ -39,13 +39,9 @@ TENSORS = "adapter_model.safetensors"
 
 #: Last part of a module's path, and the switch of a run that trains it.
 FAMILY_BY_MODULE: Mapping[str, Family] = {
-    "q_proj": "attn",
-    "k_proj": "attn",
-    "v_proj": "attn",
-    "o_proj": "attn",
-    "gate_proj": "mlp",
-    "up_proj": "mlp",
-    "down_proj": "mlp",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"), "attn"),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj"), "mlp"),
+    **dict.fromkeys(("c_fc", "c_proj", "fc1", "fc2"), "mlp"),
     "lm_head": "unembed",
 }
 UNEMBED = "lm_head"
@@ -69,7 +65,8 @@ _INITS_OF_THE_ADAPTER_ALONE = (None, True, False, "gaussian", "orthogonal", "eva
 
 #: Tensors that PEFT adds by its own decision (`save_embedding_layers`). The worker compares them with its own.
 _BASE_WEIGHT = re.compile(
-    r"base_model\.model\.(lm_head|model\.embed_tokens)(\.base_layer)?\.weight", re.A
+    r"base_model\.model\.(lm_head|model\.(language_model\.)?embed_tokens)(\.base_layer)?\.weight",
+    re.A,
 )
 _ALL_LINEAR = "all-linear"
 _MATRIX = re.compile(

@@ -41,6 +41,8 @@ TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 #: Maximum bytes of a header that are read: a damaged file may declare any length.
 MAX_HEADER_BYTES = 1 << 20
+#: Path of the text in a model with a vision tower. PEFT would adapt equal names in the tower too.
+_TEXT, _TOWERS = "model.language_model.", r"model\.(?!language_model\.).*"
 #: Keys of the config that change a reader's results; the others are informative.
 _DECISIVE = (
     "peft_type", "r", "lora_alpha", "target_modules", "target_parameters", "rank_pattern", "alpha_pattern",
@@ -148,6 +150,7 @@ def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[s
     whole = [f"{module}.{each}" for module in experts for each in (GATE_UP, DOWN)]
     parameters = sorted({".".join(each.rsplit(".", 2)[1:]) for each in whole})
     alpha = int(spec.alpha) if spec.alpha.is_integer() else spec.alpha
+    inside = any(target.name.startswith(_TEXT) for target in layout.targets)
     config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -166,6 +169,7 @@ def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[s
         "init_lora_weights": True,
         "inference_mode": True,
         "auto_mapping": None,
+        **({"exclude_modules": _TOWERS} if inside else {}),
     }
     return config | ({"target_parameters": parameters} if experts else {})
 

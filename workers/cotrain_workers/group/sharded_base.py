@@ -31,6 +31,7 @@ from cotrain_workers.engine.model.base_model import (
     refuse_type,
     refuse_unsupported,
 )
+from cotrain_workers.engine.model.families import MODEL_TYPES
 from cotrain_workers.engine.model.model_source import (
     EMBEDDING,
     HEAD,
@@ -88,6 +89,10 @@ def _load(
     report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
+    if MODEL_TYPES[config.model_type].is_wrapper:
+        raise UnsupportedModel(
+            "a group of processes cannot divide a model with a vision tower: use --group-size 1."
+        )
     network = make_skeleton(config, dtype)
     if has_experts(find_targets(network)):
         raise UnsupportedModel(
@@ -121,7 +126,7 @@ def shard(network: Any, device: torch.device, size: int) -> None:
     The part is uninitialized. Buffers are filled, because no file holds them.
     """
     head = network.lm_head.weight
-    is_tied = network.model.embed_tokens.weight is head
+    is_tied = network.get_input_embeddings().weight is head
     buffers = computed_buffers(network, device)
     mesh = init_device_mesh(device.type, (size,))
     for layer in network.model.layers:

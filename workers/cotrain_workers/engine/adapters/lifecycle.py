@@ -100,7 +100,7 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _ROWS = 1024
 #: Weights of the base model that PEFT saves with an adapter of lm_head, or where it is asked to.
 _BASE_WEIGHT = re.compile(
-    r"base_model\.model\.(?P<module>lm_head|model\.embed_tokens)(\.base_layer)?\.weight"
+    r"base_model\.model\.(?P<module>lm_head|model\.(language_model\.)?embed_tokens)(\.base_layer)?\.weight"
 )
 
 

@@ -30,7 +30,8 @@ from cotrain_workers.engine.decoding.step import (
     padded,
 )
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.model.base_model import UNEMBED, BaseModel
+from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.unembedding import capped, raw_logits
 from cotrain_workers.engine.routing import StepRoute
 from cotrain_workers.engine.spec import has_experts
@@ -57,7 +58,7 @@ class ModelRunner:
         # No method of this object: dropping it frees its memory at once.
         self._run_model = partial(run_model, base)
         weight = base.head_weight
-        heads = query_heads(base)
+        heads = base.query_heads
         self._group = heads // base.kv.heads
         self._has_kernel = kernel_takes(
             weight, base.kv.head_dim, cache.page_tokens
@@ -139,9 +140,3 @@ def run_model(
         )
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
-
-
-def query_heads(base: BaseModel) -> int:
-    """Return how many heads of queries a layer has."""
-    width = next(each.outputs for each in base.targets if each.name.endswith("q_proj"))
-    return width // base.kv.head_dim

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.lock_step import Alone, LockStep
@@ -16,6 +14,14 @@ from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import experts
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
+from cotrain_workers.engine.model.families import (
+    MODEL_TYPES,
+    UNEMBED,
+    auto_class,
+    decoder_of,
+    decoder_path,
+    drop_towers,
+)
 from cotrain_workers.engine.model.model_source import (
     CONFIG,
     NoModel,
@@ -26,36 +32,16 @@ from cotrain_workers.engine.model.model_source import (
     refuse_not_finite,
     unfit_config,
 )
+from cotrain_workers.engine.model.rotary import (
+    ROPES,
+    context_length,
+    fix_frequencies,
+    rope_types,
+)
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
-from cotrain_workers.engine.spec import Family, Target
+from cotrain_workers.engine.spec import Target
 
-# model_type of transformers -> common name
-SUPPORTED: Mapping[str, str] = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2 and Qwen2.5",
-    "qwen3": "Qwen3",
-    "gemma": "Gemma",
-    "gemma2": "Gemma 2",
-    "gemma3_text": "Gemma 3 (text)",
-    **experts.MOE_FAMILIES,
-}
-FAMILY_BY_MODULE: Mapping[str, Family] = {
-    "q_proj": "attn",
-    "k_proj": "attn",
-    "v_proj": "attn",
-    "o_proj": "attn",
-    "gate_proj": "mlp",
-    "up_proj": "mlp",
-    "down_proj": "mlp",
-    "lm_head": "unembed",
-}
-UNEMBED = "lm_head"
-# Their frequencies depend on the longest sequence of the batch, and so on other tenants.
-COUPLING_ROPES = ("dynamic", "longrope")
-#: The default is in the code of each model; transformers computes the others.
-ROPES = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind not in COUPLING_ROPES))
 #: Exceptions that a model raises for an unusable value of its configuration.
 _OF_CONTENT = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError,
@@ -66,6 +52,7 @@ LEAST: Mapping[str, int] = {
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1,
     "max_position_embeddings": 1, "sliding_window": 1, "rms_norm_eps": 0,
     "query_pre_attn_scalar": 0, "attn_logit_softcapping": 0, "final_logit_softcapping": 0,
+    "logit_scale": 0, "logits_scaling": 0,
 }  # fmt: skip
 
 
@@ -88,6 +75,9 @@ class BaseModel:
 
     backbone: nn.Module  # (input_ids [1, T], position_ids [1, T]) -> hidden states
     head_weight: torch.Tensor  # [vocabulary, d]; may be the input embedding
+    path: str  # of the backbone in the Hugging Face model: "model"
+    is_plain: bool  # its layers compute as Llama's (`ModelType.is_plain`)
+    query_heads: int
     final_softcap: float | None
     score_softcap: float | None
     targets: tuple[Target, ...]
@@ -126,12 +116,14 @@ def _load(
     report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
-    needed_bytes = make_skeleton(config).num_parameters() * dtype.itemsize
+    needed_bytes = drop_towers(make_skeleton(config)).num_parameters() * dtype.itemsize
     refuse_too_large(needed_bytes)
     report(
         f"loading its weights, {needed_bytes / 1e9:.2g} GB in {str(dtype).removeprefix('torch.')}"
     )
-    network = read_weights(model, dtype=dtype, local_files_only=local_files_only)
+    network = drop_towers(
+        read_weights(model, auto_class(config), dtype=dtype, local_files_only=local_files_only)
+    )
     try:
         network.to(device).eval().requires_grad_(requires_grad=False)
     except RuntimeError as error:
@@ -165,37 +157,63 @@ def refuse_failing(network: Any) -> None:
 
 def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel:
     """Return a base model with our modules in place; weights may be loaded later (device `meta`)."""
+    text, backbone = config.get_text_config(), decoder_of(network)
+    kind = MODEL_TYPES[text.model_type]
     targets, router = find_targets(network), Router()
     num_parameters = network.num_parameters()
+    path = decoder_path(network)
     adapt(network, targets, router)
+    fix_frequencies(backbone)
+    scale_outputs(backbone, kind.logit_factor(text))
     recompute = Recompute()
-    recompute.attach(network.model.layers)
+    recompute.attach(backbone.layers)
     return BaseModel(
-        backbone=network.model,
+        backbone=backbone,
         head_weight=network.lm_head.weight,
-        final_softcap=getattr(config, "final_logit_softcapping", None),
-        score_softcap=getattr(config, "attn_logit_softcapping", None),
+        path=path,
+        is_plain=kind.is_plain,
+        query_heads=text.num_attention_heads,
+        final_softcap=getattr(text, "final_logit_softcapping", None),
+        score_softcap=getattr(text, "attn_logit_softcapping", None),
         targets=targets,
         router=router,
         recompute=recompute,
         architecture=type(network).__name__,
         vocab_size=network.get_input_embeddings().num_embeddings,
-        context_length=config.max_position_embeddings,
-        hidden_size=config.hidden_size,
+        context_length=context_length(text),
+        hidden_size=text.hidden_size,
         num_parameters=num_parameters,
-        tied_embeddings=network.lm_head.weight is network.model.embed_tokens.weight,
+        tied_embeddings=network.lm_head.weight is network.get_input_embeddings().weight,
         eos_token_ids=eos_token_ids(network),
-        kv=kv_shape(config),
+        kv=kv_shape(text),
         lock_step=lock_step,
     )
 
 
+def scale_outputs(backbone: nn.Module, factor: float) -> None:
+    """Multiply the hidden states `[1, T, d]` of a backbone by the model's factor on its logits.
+
+    Each head, LoRA on it and each gradient then have the factor. Factors of published models are powers of two, by
+    which no bit is lost.
+    """
+
+    def scaled(_module: Any, _given: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state * factor
+        return output
+
+    if factor != 1:
+        backbone.register_forward_hook(scaled)
+
+
 def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
     """Return the weights, by module, that PEFT may save with an adapter; with sharding only unsharded ones."""
-    embedding = base.backbone.get_parameter("embed_tokens.weight")
-    whole = {} if base.lock_step.sharding else {"model.embed_tokens": embedding}
+    embedding, name = (
+        base.backbone.get_parameter("embed_tokens.weight"),
+        f"{base.path}.embed_tokens",
+    )
+    whole = {} if base.lock_step.sharding else {name: embedding}
     if embedding is base.head_weight:
-        whole["model.embed_tokens"] = embedding
+        whole[name] = embedding
     return {UNEMBED: base.head_weight, **whole}
 
 
@@ -211,10 +229,10 @@ def kv_shape(config: Any) -> KvShape:
 
 def eos_token_ids(network: Any) -> tuple[int, ...]:
     """Return the tokens that end a generation according to the model's generation settings."""
-    settings = getattr(network, "generation_config", None) or network.config
-    named = settings.eos_token_id
-    if named is None:
-        named = network.config.eos_token_id
+    text = getattr(network.config, "text_config", None)
+    settings = (getattr(network, "generation_config", None), network.config, text)
+    found = (getattr(each, "eos_token_id", None) for each in settings)
+    named = next((each for each in found if each is not None), None)
     if named is None:
         return ()
     tokens = named if isinstance(named, list | tuple) else [named]
@@ -232,43 +250,31 @@ def refuse_too_large(needed_bytes: int) -> None:
 
 def refuse_type(kind: str) -> None:
     """Raise UnsupportedModel for a `model_type` that cannot be trained here."""
-    if kind not in SUPPORTED:
-        names = ", ".join(SUPPORTED.values())
+    if kind not in MODEL_TYPES:
+        names = ", ".join(each.title for each in MODEL_TYPES.values())
         raise UnsupportedModel(f"models of type {kind!r} cannot be trained; {names} can.")
 
 
 def refuse_unsupported(config: Any) -> None:
     """Raise UnsupportedModel if training this model would be wrong or couple tenants."""
     refuse_type(config.model_type)
+    refuse_type(config.get_text_config().model_type)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel("its weights are quantized; give the 16- or 32-bit model.")
+    config = config.get_text_config()
+    if getattr(config, "clip_qkv", None) is not None:
+        raise UnsupportedModel(
+            "it clips queries, keys and values (clip_qkv), which no kernel does."
+        )
     if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModel("it attends to later tokens (use_bidirectional_attention).")
     for rope_type in rope_types(config):
-        if rope_type in COUPLING_ROPES:
-            raise UnsupportedModel(
-                f"RoPE of type {rope_type!r} depends on the longest sequence of a batch, "
-                "so one tenant would change another's results."
-            )
         if rope_type not in ROPES:
             raise UnsupportedModel(
                 f"RoPE of type {rope_type!r} (rope_scaling or rope_parameters of its {CONFIG}) is not "
                 f"supported; {', '.join(ROPES)} are."
             )
     _refuse_numbers(config)
-
-
-def rope_types(config: Any) -> list[str]:
-    """Return the types of rotary embedding in a configuration, which may have one per layer type."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if not isinstance(rope, dict):
-        raise unfit_config("rope_parameters must be an object")
-    ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    for key, value in (item for each in ropes for item in each.items()):
-        if isinstance(value, float) and not isfinite(value):
-            raise unfit_config(f"{key} of its RoPE must be finite, not {value}")
-    found = [each.get("rope_type", each.get("type", "default")) for each in ropes if each]
-    return sorted({str(kind) for kind in found})
 
 
 def _refuse_numbers(config: Any) -> None:
@@ -292,7 +298,7 @@ def make_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
     """Return the model without weights, for weights of `dtype`; raises NoModel."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
+            return auto_class(config).from_config(config, **({"dtype": dtype} if dtype else {}))
     except Exception as error:
         raise unfit_config(f"{type(error).__name__}: {error}") from error
 
@@ -303,18 +309,20 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
     Raises:
         UnsupportedModel: a module is not a plain linear, or a name is missing.
     """
+    modules = MODEL_TYPES[network.config.get_text_config().model_type].modules  # type: ignore[union-attr, operator]
+    inside = f"{decoder_path(network)}."
     targets = []
     for name, module in network.named_modules():
         if experts.is_experts(module):
             targets += experts.expert_targets(name, module)
             continue
-        family = FAMILY_BY_MODULE.get(name.rpartition(".")[-1])
-        if family is None:
+        family = modules.get(name.rpartition(".")[-1])
+        if family is None or not (name == UNEMBED or name.startswith(inside)):
             continue
         if type(module) is not nn.Linear:
             raise UnsupportedModel(f"{name} is a {type(module).__name__}, not a plain linear.")
         targets.append(Target(name, family, module.in_features, module.out_features))
-    missing = set(FAMILY_BY_MODULE) - {target.name.rpartition(".")[-1] for target in targets}
+    missing = set(modules) - {target.name.rpartition(".")[-1] for target in targets}
     if missing:
         raise UnsupportedModel(f"it has no modules named {', '.join(sorted(missing))}.")
     return tuple(targets)
@@ -332,6 +340,7 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
         elif linear.bias is not None:
             raise UnsupportedModel("its unembedding has a bias, which the head does not implement.")
     attn.register()
-    network.set_attn_implementation(attn.PER_SEQUENCE)
-    for number, layer in enumerate(network.model.layers):
+    decoder = decoder_of(network)
+    decoder.set_attn_implementation(attn.PER_SEQUENCE)
+    for number, layer in enumerate(decoder.layers):
         attn.attach(layer.self_attn, router, number)

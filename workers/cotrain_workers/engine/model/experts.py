@@ -11,7 +11,7 @@ on the number of adapters. Gradients are added adapter by adapter, and within an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,6 @@ from cotrain_workers.engine.routing import ExpertRows, Group, Part, Router, buck
 from cotrain_workers.engine.spec import Target, kept_share
 
 BY_ADAPTER = "cotrain_by_adapter"
-# model_type of transformers -> common name
-MOE_FAMILIES: Mapping[str, str] = {
-    "qwen3_moe": "Qwen3 MoE",
-    "qwen2_moe": "Qwen2 MoE",
-    "mixtral": "Mixtral",
-    "olmoe": "OLMoE",
-}
 PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 """Products of an expert, as targets of LoRA below the name of the experts module."""
 

@@ -196,6 +196,7 @@ Checked = dict[tuple[Any, ...], bool]  # check results of kernels, by function a
 #: Norms before attention and before the MLP. A layer with only these modules adds both results to its input.
 NORMS = ("input_layernorm", "post_attention_layernorm")
 PARTS = {*NORMS, "self_attn", "mlp"}
+GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
 ROPE = "apply_rotary_pos_emb"
 ROWS = 64
 """Rows of the examples that recognise functions and check kernels."""
@@ -214,19 +215,21 @@ def fuse_layers(base: BaseModel, *, in_products: bool) -> tuple[str, ...]:
         log.warning("The base model's layers run as transformers has them, slower: %s.", reason)
         return ()
     backbone: Any = base.backbone
-    named = [each for each in backbone.modules() if type(each).__name__.endswith("RMSNorm")]
+    named = [each for each in backbone.modules() if _is_norm(each)]
     checked: Checked = {}  # of 36 layers with a failing kernel, only one logs it
     norms = {each: _fuse_norm(each, checked) for each in named}
     gates = [_fuse_gate(each.mlp, base.router, checked, in_products) for each in backbone.layers]
     done: dict[str, list[Any]] = {
         "norms": list(norms.values()),
-        "heads": [_fuse_heads(each.self_attn, checked) for each in backbone.layers],
+        "heads": [
+            base.is_plain and _fuse_heads(each.self_attn, checked) for each in backbone.layers
+        ],
         "mlp": gates,
     }
     if in_products:
         asking = base.recompute.asking
         done["residuals"] = [
-            is_known and _fuse_residuals(layer, norms, base.router, asking)
+            base.is_plain and is_known and _fuse_residuals(layer, norms, base.router, asking)
             for layer, is_known in zip(backbone.layers, gates, strict=True)
         ]
     for name, each in done.items():
@@ -234,6 +237,11 @@ def fuse_layers(base: BaseModel, *, in_products: bool) -> tuple[str, ...]:
         if plain:
             log.warning("%s: %d of %d are as transformers has them", name, plain, len(each))
     return tuple(name for name, each in done.items() if any(each))
+
+
+def _is_norm(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    return type(module).__name__.endswith("RMSNorm") and weight is not None and weight.dim() == 1
 
 
 def _once(checked: Checked, key: tuple[Any, ...], check: Callable[[], bool]) -> bool:
@@ -270,6 +278,8 @@ def _fuse_norm(norm: Any, checked: Checked) -> Norm | None:
 
 def _fuse_gate(mlp: Any, router: Router, checked: Checked, in_products: bool) -> bool:
     """Replace the gate of an MLP, by a kernel in decoding and within the products in training."""
+    if not all(hasattr(mlp, name) for name in GATED):
+        return False
     shape = (1, ROWS, mlp.down_proj.weight.shape[1])
     both = [example(mlp.down_proj.weight, *shape) for _ in range(2)]
     pure = first_equal((silu_gate, gelu_gate), both, mlp.act_fn(both[0]) * both[1])
@@ -348,7 +358,7 @@ def _fuse_residuals(
     """Add a layer's residuals inside the products in training, if its MLP computes its gate there."""
     if {name for name, _ in layer.named_children()} != PARTS:
         return False
-    before_attention, before_mlp = (norms[getattr(layer, name)] for name in NORMS)
+    before_attention, before_mlp = (norms.get(getattr(layer, name)) for name in NORMS)
     if before_attention is None or before_mlp is None:
         return False
     plain = layer.forward

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from cotrain_workers.engine.device import is_out_of_memory
@@ -55,7 +55,8 @@ def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_o
     if not isinstance(kind, str):
         raise NoModel(f"its {CONFIG} is missing or has no model_type: give a language model.")
     refuse_type(kind)
-    layers = raw.get("num_hidden_layers")
+    text = raw.get("text_config")
+    layers = (text if isinstance(text, dict) else raw).get("num_hidden_layers")
     if isinstance(layers, int | float) and layers > MAX_LAYERS:
         raise unfit_config(f"num_hidden_layers must be at most {MAX_LAYERS}, not {layers}")
     try:
@@ -73,8 +74,8 @@ def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_o
     return config
 
 
-def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> Any:
-    """Return the model, loaded into host memory.
+def read_weights(model: str, reader: Any, *, dtype: torch.dtype, local_files_only: bool) -> Any:
+    """Return the model, loaded into host memory by `reader`, a class of transformers.
 
     Raises:
         NoModel: weights are missing, truncated, unused, or their shapes differ from the configuration.
@@ -82,7 +83,7 @@ def read_weights(model: str, *, dtype: torch.dtype, local_files_only: bool) -> A
         ModelTooLarge: there is not enough memory.
     """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = reader.from_pretrained(
             model,
             dtype=dtype,
             local_files_only=local_files_only,

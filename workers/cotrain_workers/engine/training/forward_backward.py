@@ -18,7 +18,8 @@ from cotrain_workers.engine.device import (
 from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
-from cotrain_workers.engine.model.base_model import UNEMBED, BaseModel
+from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch

@@ -23,7 +23,8 @@ from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, write_folde
 from cotrain_workers.engine.adapters.bank import initial_weights
 from cotrain_workers.engine.adapters.lifecycle import ImportRefused, read_import
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.model import base_model
+from cotrain_workers.engine.model import families
+from cotrain_workers.engine.model.families import LLAMA
 from cotrain_workers.engine.ops import (
     CreateOutput,
     Datum,
@@ -36,7 +37,6 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.op_codec import peft_adapter
-from tests.support.training import MODULES
 from tests.support.uploads import config, q_proj, safetensors
 
 NewEngine = Callable[..., Engine]
@@ -44,7 +44,9 @@ ModelFolder = Callable[..., Path]
 
 TOKENS = np.random.default_rng(0).integers(0, 128, 24)
 MAX_RANK = 16
-ATTENTION, MLP = MODULES["train_attn"], MODULES["train_mlp"]
+ATTENTION, MLP = (
+    [name for name, each in LLAMA.items() if each == family] for family in ("attn", "mlp")
+)
 EVERYTHING = (*ATTENTION, *MLP, "lm_head")
 
 FOREIGN: dict[str, dict[str, Any]] = {
@@ -320,4 +322,4 @@ def test_a_refusal_fails_only_its_import(new_engine: NewEngine) -> None:
 
 
 def test_uploads_are_read_for_the_adaptable_modules() -> None:
-    assert dict(FAMILY_BY_MODULE) == dict(base_model.FAMILY_BY_MODULE)
+    assert dict(FAMILY_BY_MODULE) == dict(families.FAMILY_BY_MODULE)

@@ -29,7 +29,7 @@ from tests.support.decoding import (
     trainer_logprobs,
     whole,
 )
-from tests.support.tiny_models import FAMILIES, build_tiny
+from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX, PeftOracle, same_bits
 
 NewEngine = Callable[..., Engine]
@@ -40,7 +40,7 @@ ModelFolder = Callable[..., Path]
 MINE_TOKENS = 14
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3-window", "gemma2"])
 def test_logprobs_equal_those_of_the_trainer(new_engine: NewEngine, family: str) -> None:
     engine = new_engine(family)
     decoder = decoder_of(engine, trained_weights(engine))
@@ -73,7 +73,7 @@ def test_logprobs_equal_those_of_the_trainer(new_engine: NewEngine, family: str)
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
 @pytest.mark.numerics
 def test_a_seeded_request_gives_the_same_bits_in_any_batch(
     new_engine: NewEngine, family: str

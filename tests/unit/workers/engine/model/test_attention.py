@@ -24,7 +24,6 @@ from cotrain_workers.engine.routing import AttentionRule, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import forward_backward as wave
 from tests.support.shared_base import load_plain
-from tests.support.tiny_models import FAMILIES
 from tests.support.training import random_datum
 
 NewEngine = Callable[..., Engine]
@@ -68,7 +67,7 @@ def unpacked_logprobs(folder: Path, datums: Sequence[Datum]) -> np.ndarray:
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_sequences_in_one_row_equal_each_alone(
     new_engine: NewEngine, model_folder: ModelFolder, family: str
 ) -> None:
@@ -78,7 +77,7 @@ def test_sequences_in_one_row_equal_each_alone(
     np.testing.assert_allclose(together, alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
 def test_the_comparison_detects_wrong_positions_and_leaks(
     new_engine: NewEngine, model_folder: ModelFolder, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

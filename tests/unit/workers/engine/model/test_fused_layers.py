@@ -31,7 +31,7 @@ from cotrain_workers.engine.model.fused_layers import (
 from cotrain_workers.engine.model.kept_norm import KeptNorm
 from cotrain_workers.engine.ops import OptimStep, PassOutput
 from tests.support.decoding import finish, request, trained_weights
-from tests.support.tiny_models import FAMILIES
+from tests.support.tiny_models import FAMILIES, MORE
 from tests.support.training import MIX, relative_error
 
 NewEngine = Callable[..., Engine]
@@ -94,6 +94,22 @@ def test_every_family_has_kernels_for_its_norms_and_rotations(
     for tenant in MIX:  # fp32; the three gradients of a residual are added in another order
         grads = [engine.adapters.state(tenant.run).grads for engine in (fused, plain)]
         assert relative_error(*grads) < 1e-6, tenant.run
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_kernels_change_no_result_of_other_families(
+    new_engine: NewEngine, ran: Counter[str], family: str
+) -> None:
+    plain, fused = new_engine(family), new_engine(family)
+    fuse(fused)
+
+    ours, theirs = (engine.run(MIX[0].ops(0)[:2]).outputs for engine in (fused, plain))
+
+    for key, output in ours.items():
+        other = theirs[key]
+        if isinstance(output, PassOutput):
+            assert isinstance(other, PassOutput)
+            assert all(map(np.array_equal, output.logprobs, other.logprobs))
 
 
 def test_the_decoder_uses_the_kernels(new_engine: NewEngine, ran: Counter[str]) -> None:

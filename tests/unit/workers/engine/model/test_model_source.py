@@ -220,7 +220,7 @@ def test_an_unknown_rope_type_is_named(model: Path, rope: dict[str, Any]) -> Non
     kind = str(values.get("rope_type", values.get("type")))
     assert why_not(model, UnsupportedModel) == (
         f"RoPE of type {kind!r} (rope_scaling or rope_parameters of its config.json) is not supported; "
-        "default, linear, yarn, llama3, proportional are."
+        "default, linear, dynamic, yarn, longrope, llama3, proportional are."
     )
 
 

@@ -1,0 +1,78 @@
+"""Every family of models: training, sampling, export and recovery against transformers and PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cotrain_workers.engine.model.base_model import load_base_model
+from cotrain_workers.engine.model.families import MODEL_TYPES
+from docs.models import PAGE, described, model_type_of, rows
+from tests.support.families import TOLERANCE, measure
+from tests.support.tiny_models import EVERY, build_tiny
+
+ModelFolder = Callable[..., Path]
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_a_family_computes_as_transformers_and_peft(
+    model_folder: ModelFolder, tmp_path: Path, family: str
+) -> None:
+    measured = measure(model_folder(family), tmp_path)
+
+    assert measured.largest < TOLERANCE
+    assert measured.is_alone_equal
+    assert measured.is_restored
+    assert measured.is_greedy_equal
+
+
+def test_every_supported_type_has_a_family() -> None:
+    assert {model_type_of(family) for family in EVERY} == set(MODEL_TYPES)
+
+
+def test_the_page_lists_every_family() -> None:
+    written = rows(PAGE.read_text(encoding="utf-8"))
+
+    assert list(written) == list(EVERY)
+    for family, (row, differences) in written.items():
+        assert row == described(family)
+        assert 0 < max(differences) < TOLERANCE
+
+
+def test_a_tower_is_left_out(tmp_path: Path) -> None:
+    folder = build_tiny("gemma3-wrapped", tmp_path, tied=True)
+
+    base = load_base_model(
+        str(folder), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True
+    )
+
+    assert base.path == "model.language_model"
+    assert base.architecture == "Gemma3ForConditionalGeneration"
+    assert all(each.name.startswith(base.path) for each in base.targets[:-1])
+    assert base.num_parameters == sum(each.numel() for each in base.backbone.parameters())
+
+
+@pytest.mark.parametrize("longest", [256, 128])
+def test_a_stretched_rope_is_served_up_to_its_first_length(tmp_path: Path, longest: int) -> None:
+    folder = build_tiny("phi4-mini", tmp_path, context=512)
+    config = json.loads((folder / "config.json").read_text())
+    config["original_max_position_embeddings"] = longest
+    config["rope_parameters"]["original_max_position_embeddings"] = longest
+    (folder / "config.json").write_text(json.dumps(config))
+
+    base = load_base_model(
+        str(folder), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True
+    )
+
+    assert base.context_length == longest
+    rotary: Any = base.backbone.get_submodule("rotary_emb")
+    short, long = (torch.tensor([[0, last]]) for last in (1, 500))
+    x = torch.zeros(1, 2, 8)
+    before = rotary(x, short)[0]
+    rotary(x, long)  # by itself it would change the frequencies
+    assert torch.equal(rotary(x, short)[0], before)

@@ -1,0 +1,137 @@
+"""Table of the supported model types: modules that carry LoRA, and the differences from Llama that the engine needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from cotrain_workers.engine.spec import Family
+
+UNEMBED = "lm_head"
+
+
+def _modules(attn: str, mlp: str) -> Mapping[str, Family]:
+    """Return the family of each module name. Tinker's groups: attention, MLP, unembedding."""
+    names: dict[str, Family] = dict.fromkeys(attn.split(), "attn")
+    return {**names, **dict.fromkeys(mlp.split(), "mlp"), UNEMBED: "unembed"}
+
+
+APART = "q_proj k_proj v_proj o_proj"
+LLAMA = _modules(APART, "gate_proj up_proj down_proj")
+UNGATED = _modules(APART, "up_proj down_proj")
+# A fused linear is one module, as in PEFT: A is common to its parts.
+FUSED_GATE = _modules(APART, "gate_up_proj down_proj")
+FUSED = _modules("qkv_proj o_proj", "gate_up_proj down_proj")
+
+
+def _one(_config: Any) -> float:
+    return 1.0
+
+
+def _logit_scale(config: Any) -> float:
+    return float(config.logit_scale)
+
+
+def _by_logits_scaling(config: Any) -> float:
+    return 1 / float(config.logits_scaling)
+
+
+def _logits_scaling(config: Any) -> float:
+    return float(config.logits_scaling)
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """Facts about one `model_type` of transformers."""
+
+    title: str
+    modules: Mapping[str, Family] = field(default_factory=lambda: LLAMA)
+    """Last part of a module's path, and its family. All of them exist in the model."""
+    logit_factor: Callable[[Any], float] = _one
+    """Factor on the logits before a softcap, by the configuration."""
+    is_wrapper: bool = False
+    """True if its text model is another model of this table (`text_config`), next to a vision tower."""
+    is_plain: bool = False
+    """True if its layers compute as Llama's: results are added to the input unscaled, and norms of heads, if any,
+    come right before the rotation. Kernels may then replace rotations and residual additions."""
+
+
+MODEL_TYPES: Mapping[str, ModelType] = {
+    "llama": ModelType("Llama", is_plain=True),
+    "mistral": ModelType("Mistral", is_plain=True),
+    "qwen2": ModelType("Qwen2 and Qwen2.5", is_plain=True),
+    "qwen3": ModelType("Qwen3", is_plain=True),
+    "gemma": ModelType("Gemma", is_plain=True),
+    "gemma2": ModelType("Gemma 2", is_plain=True),
+    "gemma3_text": ModelType("Gemma 3 (text)", is_plain=True),
+    "gemma3": ModelType("Gemma 3", is_wrapper=True),
+    "phi3": ModelType("Phi-3 and Phi-4", FUSED),
+    "olmo": ModelType("OLMo"),
+    "olmo2": ModelType("OLMo 2"),
+    "olmo3": ModelType("OLMo 3"),
+    "glm": ModelType("GLM-4 (glm)", FUSED_GATE),
+    "glm4": ModelType("GLM-4-0414", FUSED_GATE),
+    "smollm3": ModelType("SmolLM3", is_plain=True),
+    "granite": ModelType("Granite", logit_factor=_by_logits_scaling),
+    "ministral": ModelType("Ministral", is_plain=True),
+    "ministral3": ModelType("Ministral 3 (text)", is_plain=True),
+    "mistral3": ModelType("Mistral Small 3.1 and Ministral 3", is_wrapper=True),
+    "seed_oss": ModelType("Seed-OSS", is_plain=True),
+    "cohere": ModelType("Command-R and Aya", logit_factor=_logit_scale),
+    "cohere2": ModelType("Command-R7B and Command A", logit_factor=_logit_scale),
+    "starcoder2": ModelType("StarCoder2", _modules(APART, "c_fc c_proj")),
+    "nemotron": ModelType("Nemotron", UNGATED),
+    "exaone4": ModelType("EXAONE 4"),
+    "helium": ModelType("Helium"),
+    "stablelm": ModelType("StableLM"),
+    "ernie4_5": ModelType("ERNIE 4.5"),
+    "hunyuan_v1_dense": ModelType("Hunyuan (dense)"),
+    "hyperclovax": ModelType("HyperCLOVA X", logit_factor=_logits_scaling),
+    "apertus": ModelType("Apertus", UNGATED),
+    "arcee": ModelType("Arcee AFM", UNGATED),
+    "cwm": ModelType("CWM", is_plain=True),
+    "nanochat": ModelType("nanochat", _modules(APART, "fc1 fc2")),
+    "vaultgemma": ModelType("VaultGemma"),
+    "jais2": ModelType("Jais 2", UNGATED),
+    "qwen3_moe": ModelType("Qwen3 MoE", is_plain=True),
+    "qwen2_moe": ModelType("Qwen2 MoE", is_plain=True),
+    "mixtral": ModelType("Mixtral", is_plain=True),
+    "olmoe": ModelType("OLMoE"),
+}  # fmt: skip
+
+#: Last part of a module's path in any of the models, and its family.
+FAMILY_BY_MODULE: Mapping[str, Family] = {
+    name: family for kind in MODEL_TYPES.values() for name, family in kind.modules.items()
+}
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that reads models of this configuration."""
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
+def decoder_of(network: Any) -> Any:
+    """Return the text decoder of a model, without the unembedding."""
+    return network.get_decoder()
+
+
+def decoder_path(network: Any) -> str:
+    """Return the path of the text decoder: `model`, or `model.language_model` in a wrapper."""
+    decoder = decoder_of(network)
+    names = {id(module): name for name, module in network.named_modules()}
+    return str(names[id(decoder)])
+
+
+def drop_towers(network: Any) -> Any:
+    """Remove the modules of a wrapper that no text reaches, and return the model."""
+    decoder = decoder_of(network)
+    if network.model is not decoder:
+        for name, module in list(network.model.named_children()):
+            if module is not decoder:
+                setattr(network.model, name, None)
+    return network
